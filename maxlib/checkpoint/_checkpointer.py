@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores the steps of one run in a directory of its own, asynchronously.
 
-    A step appears all at once or not at all; then it is read again and compared with its checksums, and only after that
-    older ones go. The run that opens a directory last owns it: an older one stops at its next save. In a job of several
+    A save is atomic. The new step is read back and compared with its checksums, and only then are older steps deleted.
+    The run that opens a directory last owns it: an older one stops at its next save. In a job of several
     hosts every host makes the same calls, and all see the same directory.
 
     Args:
@@ -37,11 +37,11 @@ class Checkpointer:
         seconds: Seconds from one save to the next; both may be given. With neither, half an hour; `math.inf` together
             with no `every` never asks for a save.
         keep: Number of newest steps that stay; None keeps all.
-        keep_every: Steps that it divides stay, too.
-        best: Steps with the best metric stay, too.
+        keep_every: Every step divisible by this number is kept as well.
+        best: The steps with the best metric are kept as well.
         verify: Read a step again once it is written.
         replace: Save over what the directory has: a step's own number first, and, once the step is complete, all later
-            steps, which are of a history that the run has left. Otherwise such steps are an error.
+            steps, left over from before the run was taken back. Otherwise such steps are an error.
         groupings: Those of the model's stacks (`groupings(model)`), saved with each step; restored steps follow them.
         max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
         max_unsaved_seconds: The same, in seconds from the first of them.
@@ -220,7 +220,7 @@ class Checkpointer:
         last = self._last_good()
         return UnsavedError(
             f"{self._failures.count} saves in a row have failed, the last with: {self._last_error}; {_say_good(last)}. "
-            "Mend the cause and start again, or raise max_failed_saves= and max_unsaved_seconds= of the Checkpointer "
+            "Fix the cause and restart, or raise max_failed_saves= and max_unsaved_seconds= of the Checkpointer "
             "(None for no limit) to train on unsaved.",
             last_good=last,
         )

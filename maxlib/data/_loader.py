@@ -38,9 +38,10 @@ class Loader:
     once the loader knows the sharding of the batch: `Trainer` calls `follow`.
 
     Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
-    padding. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the same
-    end, or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of the
-    program the threads are told to stop, never killed.
+    padding: `targets` of -1, zeros in all else, so a loss of your own must leave out rows by their targets or
+    `segment_ids`. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the
+    same end, or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of
+    the program the threads are told to stop, never killed.
 
     Args:
       rows_of_shard: from a shard's slice to its rows.
@@ -50,8 +51,8 @@ class Loader:
         the rows (`host_shards`), or what `follow` says.
       num_batches: after which iteration ends; None goes on to the end of the data.
       prefetch: batches that each shard is read ahead, at most.
-      timeout: seconds in which a batch must come; else a `TimeoutError` says where the reading stands.
-      quarantine: what the documents go through, to be counted in `metrics()`.
+      timeout: maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads' stacks.
+      quarantine: the `SkipBadRecords` around the documents, whose count appears in `metrics()`.
 
     Attributes:
       rows: the global rows that this host's batches hold, in order.

@@ -102,8 +102,8 @@ class MoE(nnx.Module):
     experts, and their sum back, `leave(experts(enter(x)))`; the router and the shared layer see the whole width.
 
     With a capacity (GShard, arXiv:2006.16668) every expert has room for `ceil(capacity_factor * T * top_k / E)` tokens
-    of each row; tokens later in the row are dropped. No token's result therefore depends on a later one or on another
-    row.
+    of each row of T tokens, padding included; tokens later in the row are dropped. In rows of one length no token's
+    result depends on a later one or on another row. A longer row has more room, and decoding token by token drops none.
 
     Args:
         dim: Width D of the residual stream.

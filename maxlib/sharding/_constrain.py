@@ -69,8 +69,8 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
         raise ValueError(
             f"constrain needs one name (or None) per axis: got {names} for shape {x.shape}. Is the batch axis missing?"
         )
+    check_axes(names, "constrain")
     if (layout := current()) is None:
-        check_axes(names, "constrain")
         return x
     own, _ = drop_uneven(layout.spec(*names, what=f"activation {x.shape}"), x.shape, layout.mesh)
     return jax.lax.with_sharding_constraint(x, own)

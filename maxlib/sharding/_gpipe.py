@@ -170,7 +170,7 @@ def planned(layers: Tree, x: Tree) -> PipelineSpec:
             f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
             f"{pipeline.microbatches}: they go around in groups of that size"
         )
-    # Parts need axes over which weights are copied, and as many rows in a microbatch as they can share.
+    # Parts need mesh axes over which weights are replicated, and rows of a microbatch that these axes divide.
     axes = replicated_over()
     parts = axes if rows // pipeline.microbatches % parts_in(axes) == 0 else ()
     return PipelineSpec(pipeline.axis, Schedule(number, pipeline.microbatches, pipeline.repeats), cut, parts)
@@ -180,7 +180,7 @@ def _check_shared(rows: int, microbatches: int) -> None:
     """Raises ValueError when the data axes split a microbatch into more parts than it has rows."""
     with inside_stage():  # without the stages, which split the batch only outside the pipeline
         layout = current()
-        assert layout is not None  # of whoever asks
+        assert layout is not None  # the caller runs inside one
         # Devices that share experts exchange tokens, and may have fewer rows than they are.
         axes = tuple(axis for axis in layout.mesh_axes("batch") if axis in ("data", "fsdp"))
         number = math.prod(layout.mesh.shape[axis] for axis in axes)

@@ -57,9 +57,9 @@ class _Flow(NamedTuple):
       kept: inputs of layers, a ring buffer over ticks, `[stages, kept, size, rows, ...]`.
       returned: gradients of the chunk inputs of the last tick, `[stages, rows, ...]`.
       grad_in: gradients of `x` by microbatch, valid on stage 0, `[stages, microbatches, rows, ...]`.
-      layers: sums of the layers' gradients, `[stages, repeats, size, ...]`.
+      layers: sums of the layers' gradients, at least float32, `[stages, repeats, size, ...]`.
       aux: sums of what layers report, `[stages, repeats, size, ...]`.
-      head: sums of the head's gradients.
+      head: sums of the head's gradients, at least float32.
       loss: sums of the loss and of its statistics.
     """
 
@@ -300,6 +300,8 @@ def _empty(work) -> _Flow:
     """Returns the zeros with which the loops begin, each array on the devices where it stays."""
     plan, schedule = work.plan, work.plan.schedule
     zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
+    # Sums over microbatches: in bfloat16 the later ones would be lost beside what has been added up.
+    sums = lambda shape, a: jnp.zeros(shape, jnp.promote_types(a.dtype, jnp.float32))
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
     stages = schedule.stages
     # Shapes of one chunk's weights (of [stages, repeats, ...]), and of one microbatch: x and its context.
@@ -310,7 +312,9 @@ def _empty(work) -> _Flow:
     loss, head, _ = jax.eval_shape(work.loss, work.head, *ready)
     x, grad_in = zeros(passed, stages), zeros(passed, stages, schedule.microbatches)
     kept, lead = zeros(kept, stages, schedule.kept), (parts_in(plan.parts),) if plan.parts else ()
-    layers = jax.tree.map(lambda a: jnp.zeros((stages, *lead, *a.shape[1:]), a.dtype), work.stage_params[0])
+    layers = jax.tree.map(lambda a: sums((stages, *lead, *a.shape[1:]), a), work.stage_params[0])
+    head = jax.tree.map(lambda a: sums(a.shape, a), head)
     x, kept, grad_in, layers = placed((x, kept, grad_in, layers), plan)
-    layers, head = _placed_parts(layers, 1, plan), _placed_parts(zeros(head), 0, plan)
-    return _Flow(x, kept, x, grad_in, layers, zeros(aux, stages, schedule.repeats), head, zeros(loss))
+    layers, head = _placed_parts(layers, 1, plan), _placed_parts(head, 0, plan)
+    aux, loss = zeros(aux, stages, schedule.repeats), zeros(loss)
+    return _Flow(passed=x, kept=kept, returned=x, grad_in=grad_in, layers=layers, aux=aux, head=head, loss=loss)

@@ -33,7 +33,7 @@ def resolve(names: Iterable[Name], rules: AxisRules) -> dict[Any, Any]:
 
 
 def _rule(name: Name, rules: AxisRules) -> MeshAxes:
-    """Returns the rule of one name; `IfFree("batch")` gives way for this use."""
+    """Returns the rule of one name; `IfFree("batch")` yields to the other names of the same array."""
     if isinstance(name, IfFree):
         return IfFree(mesh_axes_of(rules.get(str(name.axes))))
     return None if name is None else rules.get(name)

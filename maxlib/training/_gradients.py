@@ -54,12 +54,20 @@ class Accumulated:
         start = (_place(zeros), jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats))
         (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
         # Weighted by their numbers of targets, microbatches give the mean of the whole batch.
-        count = jnp.maximum(stats.num_targets, 1)
+        count = divisor(stats.num_targets)
         return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, trainable), loss / count, stats
 
 
+def divisor(count: Array) -> Array:
+    """Returns a number of targets, or a sum of weights below 1, to divide by: 1 in place of none."""
+    return jnp.where(count > 0, count, 1)
+
+
 def accumulate(loss: Loss, microbatches: int) -> Accumulated:
-    """Makes a loss whose gradient is accumulated over microbatches, which takes less memory and gives the same step.
+    """Makes a loss whose gradient is accumulated over microbatches, which takes less memory.
+
+    The step is that of the whole batch where a loss is a sum over targets. What a loss computes of a whole batch, such
+    as a router's balance, is of each microbatch here, and each draws its own random numbers.
 
     Args:
       loss: `(model, batch, key) -> (sum over targets, Stats)`; give options with `functools.partial`.
@@ -98,7 +106,7 @@ def _gradient(loss: Loss, trainable: Params, rest: Any, batch: Batch, key: Array
 
     def loss_of(trainable):
         total, stats = _checked(loss(nn.combine(trainable, rest), batch, key))
-        return total / jnp.maximum(stats.num_targets, 1) if mean else total, stats
+        return total / divisor(stats.num_targets) if mean else total, stats
 
     value, grads = jax.value_and_grad(loss_of, has_aux=True)(trainable)
     return value, sharding.memory.to_device(grads)  # those of parameters on the host are born there

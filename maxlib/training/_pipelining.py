@@ -16,6 +16,7 @@ from maxlib import nn
 from maxlib.nn._head import head_gradient
 from maxlib.nn.stack import _in_layer_order as in_layer_order
 from maxlib.sharding import pipelining
+from maxlib.training._gradients import divisor
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss, Stats, own_losses, split_options, with_reports
 
@@ -82,11 +83,12 @@ class OneFOneB:
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         d_outer = jax.tree.map(jnp.add, _head_gradients(d_outer, rest), d_before)
         grads = {inside + path: g for path, g in d_body.items()} | d_outer
-        count = jnp.maximum(stats.num_targets, 1)
+        count = divisor(stats.num_targets)
         reports = first | {"body": aux, "suffix": jax.tree.map(lambda a: a / microbatches, last)}
         groups = rest.layers.layer_groups
         aux = in_layer_order(groups.values(), [reports[name] for name in groups])
-        return jax.tree.map(lambda g: g / count, grads), (loss + more) / count, with_reports(stats, aux)
+        mean = lambda g, p: (g / count).astype(p.dtype)  # sums are float32
+        return jax.tree.map(mean, grads, trainable), (loss + more) / count, with_reports(stats, aux)
 
 
 def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:

@@ -60,6 +60,10 @@ class SaveManager:
             if (last or export.due(step)) and not ((missing or last) and export.has(step)):
                 self._try(lambda export=export: export.save(step, state), f"the export of step {step} to be taken")
 
+    def export_is_due(self, step: int) -> bool:
+        """Tells whether `export` would start one."""
+        return any(export.due(step) for export in self.exports)
+
     def wait(self) -> None:
         """Waits until all is on disk."""
         for part in [self.checkpointer, *self.exports]:
@@ -100,7 +104,7 @@ class SaveManager:
         return f"{with_these}: {found}." if found else f"{with_these} all is finite: the parameters went bad since."
 
     def _try(self, call: Callable[[], Any], what: str) -> bool:
-        """Returns whether `call` succeeds. A SaveError, of this save or of the one before, is said in one line."""
+        """Returns whether `call` succeeds. A SaveError, of this save or of the one before, is logged in one line."""
         try:
             with self._clock.span("save"), hard_timeout(self._timeout, what):
                 call()

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
 from maxlib.training._expert_balance import with_moved_biases
-from maxlib.training._gradients import Accumulated, gradients_of
+from maxlib.training._gradients import Accumulated, divisor, gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
 from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._objectives.tuning import noisy_loss
@@ -52,6 +52,7 @@ class TrainState:
         return nn.combine(self.trainable, self.rest)
 
 
+_OWN_METRICS = {"loss", "grad_norm", "finite", "num_targets", "num_tokens", "skipped", "learning_rate"}
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
@@ -171,8 +172,8 @@ def make_train_step(
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
     Metrics: `loss` (what is minimized), `num_targets`, `num_tokens` (without padding), `grad_norm` (before clipping),
-    `finite` (False when loss or gradient is not and the state is as bad as they are), `skipped` (with `skip_spikes`),
-    and the means of the loss's own sums.
+    `finite` (False if the loss or the gradient norm is NaN or infinite; the new state is then invalid), `skipped` (with
+    `skip_spikes`), and the means of the loss's own sums.
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
@@ -186,8 +187,9 @@ def make_train_step(
         is that of DeepSeek V3.
 
     Raises:
-      ValueError: by the step, for a batch whose row count (per microbatch) or sequence length is not divisible under
-        the active layout; or for a name in `remat` that no layer marks.
+      ValueError: by the step, for a metric of the loss that has one of these names; for a batch whose row count (per
+        microbatch) or sequence length is not divisible under the active layout; or for a name in `remat` that no layer
+        marks.
     """
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
@@ -199,6 +201,7 @@ def make_train_step(
         batch = jax.tree.map(_by_rows, batch)
         check_remat_names(unwrap(loss_fn)[1].get("remat"), state.trainable, state.rest, batch)
         grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
+        _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # to decay and offload layer by layer
@@ -236,9 +239,16 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
         loss, stats = silent(state.model, jax.tree.map(_by_rows, batch), state.key)
+        _check_metric_names(stats)
         return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
 
     return step
+
+
+def _check_metric_names(stats: Stats) -> None:
+    """Raises ValueError for metrics of a loss that would replace the step's own."""
+    if taken := sorted(_OWN_METRICS & stats.sums.keys()):
+        raise ValueError(f"the step reports {', '.join(taken)} itself: give this metric of the loss another name")
 
 
 def _without_noise(loss: Loss) -> Loss:
@@ -267,7 +277,7 @@ def jit_step(step: Step) -> Step:
 def means(stats: Stats) -> Metrics:
     """Divides a loss's sums by the number of targets, or by their own."""
     divided = lambda x: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets)
-    return {name: divided(x).sum / jnp.maximum(divided(x).count, 1) for name, x in stats.sums.items()}
+    return {name: divided(x).sum / divisor(divided(x).count) for name, x in stats.sums.items()}
 
 
 def num_tokens(batch: Batch) -> Array:

@@ -44,27 +44,30 @@ class Trainer:
     Args:
       model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
         parameters are created already sharded.
-      optimizer: of `{path: array}`, such as `adamw(1e-3)`.
+      optimizer: of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1; optax.adamw clips
+        nothing.
       loader: this host's rows of every batch, with a state; see `StatefulLoader`. A `data.Loader` is told by `follow`
         which rows these are.
       loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
         `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
       filter: what is trained; None as in `make_state`.
-      log_schedule: what to log as `learning_rate`; the optimizer needs the same schedule, which this does not give it.
       evaluation: held-out data, and how often the loss is computed on it; also at the end.
       checkpointer: saves by its own policy, and at the end.
-      callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps and counts as training time only if n is
-        1; and exports such as `HuggingFaceExport`, which are also made at the end, and at start-up if the previous run
-        was killed during an export.
+      callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps; its time is left out of the step time
+        unless n is 1; and exports such as `HuggingFaceExport`, which are also made at the end, and at start-up if the
+        previous run was killed during an export.
       directory: where `metrics.jsonl` and `goodput.jsonl` go.
       timeout: limit in seconds for start-up, one batch or one device result; when exceeded, the process prints what it
         waited for and every thread's stack, and exits with status 75. None, the default, disables it.
-      step_options: what else `make_train_step` takes: `router_bias_update_rate`.
+      key: of the random numbers of the whole run, such as embedding noise, or a seed. A resumed run has the key of its
+        checkpoint.
+      step_options: what else `make_train_step` takes: `log_schedule`, to log as `learning_rate` (the optimizer needs
+        the same schedule, which this does not give it), and `router_bias_update_rate`.
 
     Attributes:
-      state: live; the next step deletes its arrays.
-      model: a copy.
+      state: live; the next step deletes its arrays. `fit` or `restore` brings it to the newest checkpoint.
+      model: a copy of the state's.
       step: number of steps done.
       batch: the last step's batch, on its devices.
       train_step: compiled.
@@ -82,16 +85,16 @@ class Trainer:
         loss: Loss = next_token_loss,
         layout: sharding.Layout | None = None,
         filter: nn.tree.Filter | None = None,
-        log_schedule: optax.Schedule | None = None,
         evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]] | Export] = (),
         directory: str | Path | None = None,
         timeout: float | None = None,
+        key: jax.Array | int = 0,
         **step_options: Any,
     ):
         _check(model, loader, evaluation, checkpointer, callbacks)
-        if unknown := sorted(step_options.keys() - {"router_bias_update_rate"}):
+        if unknown := sorted(step_options.keys() - {"log_schedule", "router_bias_update_rate"}):
             raise TypeError(f"Trainer takes no argument {', '.join(unknown)}; a schedule for the log is log_schedule=")
         if layout is None and jax.process_count() > 1:
             raise ValueError(
@@ -115,9 +118,11 @@ class Trainer:
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
-            self.state = jax.block_until_ready(make_state(materialize_model(model, layout), optimizer, filter=filter))
+            self.state = jax.block_until_ready(
+                make_state(materialize_model(model, layout), optimizer, filter=filter, key=key)
+            )
         self.step, self.batch, self._batch_before = 0, None, None
-        self.train_step = jit_step(make_train_step(loss, optimizer, log_schedule=log_schedule, **step_options))
+        self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter, self._memory = Meter(), Sampled(memory_use)
         self._empty = 0  # steps without a target, up to the newest
@@ -187,11 +192,16 @@ class Trainer:
         return self._last
 
     def evaluate(self) -> dict[str, Any]:
-        """Computes the metrics over the held-out batches of `evaluation`, written as `eval/...`."""
+        """Computes the metrics over the held-out batches of `evaluation`, written as `eval/...`.
+
+        Restores first if nothing has: with a checkpointer these are the metrics of its newest checkpoint.
+        """
         if self.evaluation is None:
             raise ValueError(
                 "this trainer has no held-out data; give it some, evaluation=Evaluation(loader), or call training.evaluate"
             )
+        if self._origin is None:
+            self.restore()
         self._flush()
         self.evaluation.loader.reset()
         with self.clock.span("evaluation"), self.sharded():
@@ -299,7 +309,9 @@ class Trainer:
                     callback(self)
         if self.evaluation is not None and self._due(self.evaluation.every):
             self.evaluate()
-        self._saving.export(self.step, self.state)
+        if self._saving.export_is_due(self.step):
+            self._flush()  # a state that is not finite raises here, before it replaces a good export
+            self._saving.export(self.step, self.state)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             self.save()
 

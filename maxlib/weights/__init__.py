@@ -1,4 +1,8 @@
-"""Hugging Face models, in directories or on the hub, both ways, through a table that each model file declares."""
+"""Hugging Face models, in directories or on the hub, both ways, through a table that each model file declares.
+
+How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models/FAMILY.py` lists names and paths (with
+`weights.names`), `_resolve.py` expands it for the layers and experts of a model, `_loading.py` reads the arrays.
+"""
 
 from maxlib.weights import names as names
 from maxlib.weights._card import ModelCard as ModelCard

@@ -296,6 +296,24 @@ def test_one_f_one_b_enters_as_the_model_does(build):
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max() + noise, err_msg=path)
 
 
+def test_one_f_one_b_sums_gradients_of_bfloat16_weights_in_float32():
+    """As `accumulate` does: 32 microbatches of one row would lose what is small beside the sum."""
+    model, data = nn.cast(filled(lambda: llama(2)), jnp.bfloat16), rows(32)
+    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+    exact = loss_and_gradients(*nn.partition(nn.cast(model, jnp.float32)), data)[1]
+    pipeline = sharding.Pipeline("stage", microbatches=32)
+    layout = sharding.Layout(sharding.make_mesh(stage=2, devices=jax.devices()[:2]), pipeline)
+    spread = jax.device_put(model, sharding.shardings(model, layout))
+    with sharding.use(layout):
+        got = jax.jit(training.one_f_one_b(loss).gradients)(*nn.partition(spread), data, jax.random.key(0))
+    count = got[2].num_targets
+    assert all(gradient.dtype == jnp.bfloat16 for gradient in got[0].values())
+    del got[0]["embed.w"]  # a lookup sums its gradient over tokens in its dtype, in a pipeline or not
+    for path, gradient in got[0].items():
+        off = np.linalg.norm(np.float32(gradient) * count - exact[path]) / np.linalg.norm(exact[path])
+        assert off < 2**-8, (path, off)  # what rounding the result alone may do
+
+
 def test_one_f_one_b_says_what_it_cannot_do():
     params, rest = nn.partition(jax.eval_shape(llama))
     with pytest.raises(ValueError, match="there is no pipeline"):

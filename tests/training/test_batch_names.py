@@ -155,3 +155,31 @@ def test_names_that_are_read_are_not_warned_of():
     run(declared, own)
     with pytest.raises(ValueError, match=r"preferred reads batch\['weight'\], got 'weights'"):
         run(declared, TEXT | {"segment_ids": IDS, "reference": SCORES, "weights": row})
+
+
+def test_targets_at_padding_are_refused():
+    """They are learned from nothing: 0 as the padding of targets, or segment_ids that count from 0."""
+    ids = np.repeat([[1, 2, 0]], 8, axis=0).repeat([3, 3, 2], axis=1)
+    masked = SHIFTED | {"targets": np.where(ids > 0, SHIFTED["targets"], -1)}
+    for mask in ({"segment_ids": ids}, {"valid": ids > 0}):
+        check_first_batch(masked | mask, tiny.model())
+        with pytest.raises(ValueError, match="16 targets of the first batch are at padding"):
+            check_first_batch(SHIFTED | mask, tiny.model())
+    with pytest.raises(ValueError, match=r"24 targets .* segment_ids count documents from 1"):
+        check_first_batch(
+            {"chosen": SHIFTED | {"segment_ids": (np.arange(8) > 2) * np.ones((8, 1), int)}}, tiny.model()
+        )
+
+
+def test_documents_that_only_positions_tell_apart_are_warned_of():
+    """Masks do not read positions, so these documents attend to one another."""
+    at = np.broadcast_to(np.arange(8) % 5, (8, 8))
+    with pytest.warns(UserWarning, match="begin again within a row, and there are no segment_ids"):
+        check_first_batch(SHIFTED | {"positions": at}, tiny.model())
+    left = np.maximum(np.arange(8) - 3, 0) + 7 * (np.arange(8) < 3)  # transformers gives left padding other positions
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="positions of the first batch")
+        check_first_batch(SHIFTED | {"positions": at, "segment_ids": 1 + (np.arange(8) > 4) + 0 * at}, tiny.model())
+        real = np.broadcast_to(np.arange(8) > 2, (8, 8))
+        targets = np.where(real, SHIFTED["targets"], -1)
+        check_first_batch(SHIFTED | {"targets": targets, "positions": left + 0 * at, "valid": real}, tiny.model())

@@ -64,6 +64,31 @@ def test_a_misspelt_name_in_remat_is_refused(accumulate):
         trace(Marking, ("owm",))
 
 
+def test_a_metric_of_a_loss_cannot_replace_the_steps_own():
+    def loss(model, batch, key):
+        value, stats = tiny.loss(model, batch)
+        return value, training.Stats(stats.num_targets, {"finite": value, "loss": value})
+
+    state = jax.eval_shape(lambda: training.make_state(tiny.model(), SGD))
+    for step in (training.make_train_step(loss, SGD), training.make_eval_step(loss)):
+        with pytest.raises(ValueError, match="the step reports finite, loss itself"):
+            jax.eval_shape(step, state, tiny.batch())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_weights_that_sum_to_less_than_one_do_not_shrink_the_step(microbatches):
+    def loss(model, batch, key):
+        value, stats = tiny.loss(model, batch)
+        return value / 1000, training.Stats(stats.num_targets / 1000, {"value": value / 1000})
+
+    found = []
+    for one in (tiny.loss, loss):
+        step = training.make_train_step(training.accumulate(one, microbatches), SGD)
+        found.append(jax.jit(step)(training.make_state(tiny.model(), SGD), tiny.batch())[1])
+    np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose([found[0]["loss"]] * 2, [found[1]["loss"], found[1]["value"]], rtol=1e-5)
+
+
 class Marking(tiny.Bigram):
     """A model whose layers mark an intermediate of their own."""
 

@@ -477,6 +477,38 @@ def test_an_export_that_fails_is_said_and_training_goes_on(tmp_path, capsys):
     assert "NOT SAVED: Step 2 could not be exported" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_diverged_step_is_not_exported(tmp_path):
+    """Its metrics are read one step later; an export of the step itself would replace a good one."""
+    bad = tiny.batch(seed=4)["tokens"][0, 0]
+
+    def loss(model, batch, key):
+        value, stats = tiny.loss(model, batch)
+        return value * jnp.where(batch["tokens"][0, 0] == bad, jnp.nan, 1.0), stats
+
+    export = training.ParameterExport(tmp_path, every=2, keep=1)
+    with pytest.raises(training.DivergedError, match="step 4: loss nan"):
+        trainer(loss=loss, callbacks=[export]).fit(8)
+    assert [path.name for path in tmp_path.iterdir() if path.name.isdecimal()] == ["2"]
+
+
+def test_an_evaluation_before_training_is_of_the_newest_checkpoint(tmp_path):
+    begin = lambda: trainer(
+        checkpointer=checkpoint.Checkpointer(tmp_path), evaluation=training.Evaluation(tiny.Loader(1), every=100)
+    )
+    want = begin().fit(3)["eval/loss"]
+    again = begin()
+    assert again.evaluate()["eval/loss"] == want and again.step == 3
+
+
+def test_a_run_has_a_key_of_its_own():
+    def loss(model, batch, key):
+        value, stats = tiny.loss(model, batch)
+        return value, training.Stats(stats.num_targets, {"drawn": jax.random.uniform(key) * stats.num_targets})
+
+    drawn = [trainer(loss=loss, key=key).fit(1)["drawn"] for key in (0, 7, jax.random.key(7))]
+    assert drawn[0] != drawn[1] == drawn[2]
+
+
 def test_the_best_checkpoint_stays(tmp_path):
     best = checkpoint.Best("eval/loss")
     ours = trainer(

@@ -126,7 +126,7 @@ def _flops(q, k, v, k_start, k_end, *_) -> Any:
 
 
 def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint | None:
-    """Returns what is known of the intervals: without bounds, or with ends alone, that is not nothing."""
+    """Returns what is known of the intervals: no bounds at all mean that every query sees all keys."""
     if mask_hint is None and k_start is None:
         mask_hint = StaticMask("full", aligned=True) if k_end is None else StaticMask("any")
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint

@@ -11,8 +11,8 @@ from maxlib.ops._findings import refused as failed_check
 OFFLINE = "offline"
 """Stands for the best implementation that compiles where the device is not: for plans."""
 
-# The extra that brings fused kernels to a platform, and the one that its calls get if they can.
-FUSED = {"gpu": ("cuda", "cudnn"), "tpu": ("tpu", "splash")}
+# The extra that brings proven kernels to a platform, and their names, by rank.
+FUSED = {"gpu": ("cuda", ("cudnn", "tokamax")), "tpu": ("tpu", ("splash",))}
 
 FEATURES = {
     "gqa": "fewer key than query heads",
@@ -166,13 +166,13 @@ def _say_once(answer: Explanation) -> None:
     """Logs why an accelerator runs plain XLA, once per process for each reason."""
     call: Call = answer.call
     extra, proven = FUSED[call.platform]
-    why = answer.refused.get(proven, "is not registered")
+    why = ", and ".join(f"{name} {answer.refused.get(name, 'is not registered')}" for name in proven)
     if (call.platform, why) in _said:
         return
     _said.add((call.platform, why))
     asked = [one.name for one in _implementations if one.by_name is not None and one.refusal(call) is None]
     logging.getLogger(__name__).warning(
-        f"attention runs 'chunked' on {call.device_kind}, plain XLA and slower than a fused kernel, because {proven} {why}. "
+        f"attention runs 'chunked' on {call.device_kind}, plain XLA and slower than a fused kernel, because {why}. "
         f"Fused kernels come with maxlib[{extra}]"
         + (f"; by name this call could run {' or '.join(asked)}" if asked else "")
         + ". ops.explain_attention lists all reasons."

@@ -149,7 +149,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """Sliding window over the past: the keys less than `window` before the query, and every later key.
 
-    Use it as `Causal() & SlidingWindow(window)`: on its own it limits the past only.
+    Use it as `Causal() & SlidingWindow(window)`: on its own it limits the past only. `interval` is where the window is
+    computed; every implementation of `ops.attention` gets its first and last key for each query.
 
     Args:
       window: number of keys, the query's own included (Mistral's convention).

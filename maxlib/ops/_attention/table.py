@@ -125,7 +125,7 @@ ALL = frozenset(FEATURES)
 UNPROVEN = "it has not run on a {} yet, and {} has"
 
 ROWS = (
-    # Stand by until hardware has run them.
+    # Chosen by name only, until hardware has run them.
     Implementation(
         "mosaic_gpu",
         mosaic_gpu,

@@ -25,8 +25,38 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
                 f"targets must be below the model's vocabulary of {vocab} tokens, or negative where nothing is learned; "
                 f"the first batch has {largest}: is this the model's tokenizer?"
             )
+        _check_padding(part)
         _check_positions(part, getattr(model, "max_length", None))
         warn_of_copies(part)
+        _warn_of_restarts(part)
+
+
+def _check_padding(batch: dict[str, Any]) -> None:
+    """Raises ValueError for targets at padding: it attends to nothing, but the loss would learn them."""
+    targets, ids, valid = (batch.get(name) for name in ("targets", "segment_ids", "valid"))
+    mask, says = (valid, "valid is False") if ids is None else (ids, "segment_ids is 0")
+    if mask is None or np.shape(mask) != np.shape(targets):
+        return
+    if count := int(np.sum((np.asarray(mask) == 0) & (np.asarray(targets) >= 0))):
+        raise ValueError(
+            f"{count} targets of the first batch are at padding, where {says}: set them to -1"
+            + ("" if ids is None else "; segment_ids count documents from 1, and 0 is padding")
+        )
+
+
+def _warn_of_restarts(batch: dict[str, Any]) -> None:
+    """Warns of positions that begin again within a row whose documents no segment_ids tell apart."""
+    positions, valid = batch.get("positions"), np.asarray(batch.get("valid", True))
+    if positions is None or "segment_ids" in batch or np.ndim(positions) != 2:
+        return
+    falls = np.diff(np.asarray(positions)) < 0  # [B, T - 1], from each token to the next
+    real = np.broadcast_to(valid != 0, np.shape(positions))
+    if (falls & real[:, 1:] & real[:, :-1]).any():
+        warnings.warn(
+            "positions of the first batch begin again within a row, and there are no segment_ids: its documents attend to one "
+            "another. Number them from 1 in batch['segment_ids']",
+            stacklevel=2,
+        )
 
 
 def _check_positions(batch: dict[str, Any], limit: int | None) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from maxlib import nn, sharding
 from maxlib.checkpoint._groupings import groupings, layer_path
+from maxlib.training._gradients import divisor
 from maxlib.training._objectives.objective import Batch
 from maxlib.training._step import Loss, TrainState
 from maxlib.training.probes import _hooks as hooks
@@ -146,7 +147,7 @@ def _watched(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., _Found]
 
         def mean(watched: Any) -> Array:
             total, stats = loss(nn.combine(watched, rest), batch, key)
-            return total / jnp.maximum(stats.num_targets, 1)
+            return total / divisor(stats.num_targets)
 
         value, grads = jax.value_and_grad(mean)(watched)
         norms = lambda tree: _norms({path: x for path, x in tree.items() if not is_tap(path)}, nn.tree.axes(model))

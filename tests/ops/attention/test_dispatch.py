@@ -185,6 +185,7 @@ def test_refusals_have_reasons(name, change, reason):
 
 def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(table, "is_installed", lambda: False)
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
         | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask=PACKED)
@@ -197,6 +198,7 @@ def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeyp
     assert dispatch.choose(call(features=frozenset({"sinks"}))).name == "chunked"  # another reason
     packed, sinks = caplog.records
     assert "because cudnn takes packed documents only with a fixed number" in packed.message
+    assert "and tokamax is not installed: " in packed.message  # what would help
     assert "maxlib[cuda]; by name this call could run mosaic_gpu" in packed.message
     assert "because cudnn lacks sinks" in sinks.message
 
