@@ -34,9 +34,7 @@ TARGETS = {
     ),
 }
 DRAFTING = Drafting(target_dim=16, clustered=True, num_clusters=3, top_clusters=2)
-CFG = gemma4_assistant.Config(
-    **TEXT, dim=12, num_layers=3, layer_types=(LOCAL, LOCAL, GLOBAL), final_softcap=None, drafting=DRAFTING
-)
+CFG = gemma4_assistant.Config(**TEXT, dim=12, num_layers=3, final_softcap=None, drafting=DRAFTING)
 
 
 def made(build, cfg):
