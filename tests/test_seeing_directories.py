@@ -66,7 +66,7 @@ def chats(path: Path, image: bool = False) -> Path:
 
 @pytest.mark.full
 def test_the_commands_and_finetuning(capsys, directory, tmp_path):
-    """Text is written, converted, counted and trained on, and so are chats with images."""
+    """Text is written, converted, counted and trained on."""
     run = lambda *words: (main([str(word) for word in words]), capsys.readouterr())
     model = maxlib.from_pretrained(directory)
     # The text is what the model gives token by token.
@@ -95,10 +95,15 @@ def test_the_commands_and_finetuning(capsys, directory, tmp_path):
         sees = "vision" in name or "projector" in name
         assert np.allclose(tuned[name], value, rtol=1e-5, atol=0) or not sees, name
     assert any(not np.allclose(tuned[name], value, rtol=1e-5, atol=0) for name, value in want.items())
-    # Chats with images are, too, and gradients reach the encoder.
-    train[2], train[5] = chats(tmp_path / "images", image=True), tmp_path / "seen"
-    text = example(*train, "--patches", 64)
+
+
+@pytest.mark.full
+def test_finetuning_on_images(directory, tmp_path):
+    """Chats with images are trained on, and gradients reach the encoder."""
+    asked = chats(tmp_path / "images", image=True)
+    train = ["finetune.py", directory, asked, "--chats", "--out", tmp_path / "run", *TRAINING, "--patches", 64]
+    text = example(*train)
     assert "after, images of other chats" in text and f"w{IMAGE} w{IMAGE}" in text.partition("A held-out chat: ")[2]
-    tuned = load_file(tmp_path / "seen" / "model" / "model.safetensors")
+    want, tuned = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "run" / "model"))
     seeing = [name for name in want if "vision" in name or "projector" in name]
     assert any(not np.allclose(tuned[name], want[name], rtol=1e-5, atol=0) for name in seeing)
