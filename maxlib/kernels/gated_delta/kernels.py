@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from maxlib.kernels.gated_delta.chunk import Chunk, Spec, advance, inverted
+from maxlib.kernels.gated_delta.chunk import TILE, Chunk, Spec, advance, inverted
 
 
 class Blocks(NamedTuple):
@@ -64,8 +64,8 @@ class _Products(NamedTuple):
     states: int
 
     def flops(self, C: int, Hk: int, Hv: int) -> int:
-        doublings = C.bit_length() - 2  # the first one needs no matmul
-        inverse = 2 * doublings * C**3
+        doublings = (C // TILE).bit_length() - 1
+        inverse = doublings * C**3  # two products each, of half of the rows
         return 2 * (inverse + C * C * (self.keys * Hk + self.values * Hv) + self.states * C * Hk * Hv)
 
 

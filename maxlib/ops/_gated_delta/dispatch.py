@@ -1,7 +1,6 @@
 """The table of the gated delta rule, in order of preference: where each form runs, and which one a call gets."""
 
 import dataclasses
-from typing import Any
 
 from maxlib.kernels.gated_delta import refuses
 from maxlib.ops._explanation import Explanation
