@@ -116,7 +116,7 @@ def test_narrow_inputs_are_summed_in_float32(interpreted):
 )
 def test_every_shape_as_on_a_tpu(change, interpreted):
     interpreted(kernel.CHUNK, kernel.MOST)
-    compare(1e-4, DEFAULT | change)
+    compare(2e-4, DEFAULT | change)  # the gradient of a unit key cancels: `sequential` in float32 is off by as much
 
 
 @no_tpu
@@ -178,11 +178,12 @@ def test_kernels_tell_the_compiler_what_they_compute(tokens):
     run = lambda *a: kernel.mosaic_tpu(*a[:5], rest[0], a[5], scale=1.0, l2_norm=True)[0].astype(jnp.float32).sum()
     chunks = 32 * -(-tokens // C)
     # The widths are 128 too, so every product is a cube. Forward: 4 doublings of the inverse, half of the rows in two
-    # products each; scores of keys and queries; two reads of the state, its solution and update, the output.
-    forward = chunks * 2 * C**3 * (4 + 2 + 5)
+    # products each; scores of keys and queries; two reads of the state, its solution and update, the output;
+    # twice the sums of decays.
+    forward = chunks * 2 * C**3 * (4 + 2 + 5 + 2)
     assert forward_flops(run, *given, rest[1]) == forward
     # Backward: inverse and scores of keys, 3 for the state, 5 for the chunk but its results, 14 for gradients.
-    backward = chunks * 2 * C**3 * (5 + 3 + 5 + 14)
+    backward = chunks * 2 * C**3 * (5 + 3 + 5 + 14 + 4)
     both = jax.grad(run, argnums=(0, 1, 2, 3, 4, 5))
     assert forward_flops(both, *given, rest[1]) == forward + backward
 

@@ -25,12 +25,12 @@ class Spec(NamedTuple):
     Args:
       scale: factor on the queries.
       l2_norm: divide each query and key by its length.
-      parts: matrices in bfloat16 that a float32 matrix is the sum of in matmuls.
+      parts: matrices in bfloat16 that each operand of a matmul becomes.
     """
 
     scale: float
     l2_norm: bool
-    parts: int
+    parts: tuple[int, int]
 
 
 class Chunk(NamedTuple):
@@ -76,7 +76,7 @@ def advance(state: Array, x: Chunk, starts: Array, inverse: Array, spec: Spec) -
 def inverted(x: Chunk, starts: Array, spec: Spec) -> Array:
     """Inverts the system of a chunk, `C C`, in the highest precision: blocks on the diagonal grow by doubling."""
     lower = _lower(_units(x, spec)[1], x.beta, _decays(x.log_decay, starts), spec)
-    (i, j), dot = _indices(len(lower)), functools.partial(_dot, parts=3)
+    (i, j), dot = _indices(len(lower)), functools.partial(_dot, parts=(3, 3))
     inverse, size = _inverted_tiles(lower), TILE
     while size < len(lower):
         # Of each block of twice the size, the lower left quarter. Only rows of the lower half change.
@@ -115,16 +115,17 @@ def _lower(k: Array, beta: Array, decays: _Decays, spec: Spec) -> Array:
 
 def _decays(log_decay: Array, starts: Array) -> _Decays:
     i, j = _indices(log_decay.shape[1])
-    until = lambda row: jnp.sum(jnp.where(j <= i, row, 0.0), axis=1, keepdims=True)  # running sums, [1, C] -> [C, 1]
-    total, document = until(log_decay), until(starts)
-    end, last = (jnp.sum(row, axis=1, keepdims=True) for row in (log_decay, starts))  # [1, 1]
-    # Masked before the exponential: above the diagonal differences are positive and would overflow.
+    until = lambda row: jnp.sum(jnp.where(j <= i, row, 0.0), axis=1, keepdims=True)  # [1, C] -> [C, 1]
+    after = jnp.sum(jnp.where(j > i, log_decay, 0.0), axis=1, keepdims=True)
+    document, last, end = until(starts), *(jnp.sum(row, axis=1, keepdims=True) for row in (starts, log_decay))
+    # The sum over tokens t with j < t <= i: added up, not a difference of two running sums, whose rounding a fast decay
+    # makes large.
+    between = _dot(jnp.where(j <= i, 1.0, 0.0), jnp.where(i > j, log_decay.T, 0.0), (1, 3))
     exp_where = lambda keep, exponent: jnp.exp(jnp.where(keep, exponent, -jnp.inf))
-    between = exp_where((j <= i) & (document == document.T), total - total.T)
     return _Decays(
-        between,
-        into=exp_where(document == 0, total),
-        out_of=exp_where(document == last, end - total),
+        between=exp_where((j <= i) & (document == document.T), between),
+        into=exp_where(document == 0, until(log_decay)),
+        out_of=exp_where(document == last, after),
         kept=exp_where(last == 0, end),
     )
 
@@ -135,7 +136,7 @@ def _indices(size: int) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _solve(lower: Array, wanted: Array, inverse: Array, parts: int) -> Array:
+def _solve(lower: Array, wanted: Array, inverse: Array, parts: tuple[int, int]) -> Array:
     """Solves `(I + lower) x = wanted`, given the inverse."""
     return _dot(inverse, wanted, parts=parts)
 
@@ -158,18 +159,18 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot(a: Array, b: Array, parts: int, axes: tuple[int, int] = (1, 0)) -> Array:
-    """Multiplies two float32 matrices over an axis of each, as sums of `parts` matrices in bfloat16.
+def _dot(a: Array, b: Array, parts: tuple[int, int], axes: tuple[int, int] = (1, 0)) -> Array:
+    """Multiplies two float32 matrices over an axis of each, as sums of so many `parts` in bfloat16.
 
-    The matmul unit takes these in half the time of float32. Two parts make three products, as `Precision.HIGH` in XLA,
-    three make six, as `Precision.HIGHEST`.
+    The matmul unit takes these in half the time of float32. Two parts of each make three products, as `Precision.HIGH`
+    in XLA, three make six, as `Precision.HIGHEST`. One is enough for what bfloat16 holds.
     """
     numbers = (((axes[0],), (axes[1],)), ((), ()))
     product = functools.partial(lax.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.float32)
-    a, b = (_split(x, parts) for x in (a, b))
+    a, b = map(_split, (a, b), parts)
     # The smallest products first; those of two small parts are beyond the precision.
-    pairs = [(i, order - i) for order in reversed(range(parts)) for i in range(order + 1)]
-    return functools.reduce(jnp.add, [product(a[i], b[j]) for i, j in pairs])
+    pairs = [(i, order - i) for order in reversed(range(max(parts))) for i in range(order + 1)]
+    return functools.reduce(jnp.add, [product(a[i], b[j]) for i, j in pairs if i < len(a) and j < len(b)])
 
 
 def _split(a: Array, parts: int) -> list[Array]:
@@ -186,11 +187,12 @@ def _dot_forward(a, b, parts, axes):
 
 
 def _dot_backward(parts, axes, kept, gradient):
-    (a, b), (i, j) = kept, axes
+    (a, b), (i, j), most = kept, axes, max(parts)
+    given, back = (lambda n: (most, n)), (lambda n: (n, most))
     # Each gradient has the summed axis where its matrix has it.
-    d_a = _dot(gradient, b, parts, (1, 1 - j)) if i == 1 else _dot(b, gradient, parts, (1 - j, 1))
-    d_b = _dot(a, gradient, parts, (1 - i, 0)) if j == 0 else _dot(gradient, a, parts, (0, 1 - i))
-    return d_a, d_b
+    d_a = (gradient, b, given(parts[1]), (1, 1 - j)) if i == 1 else (b, gradient, back(parts[1]), (1 - j, 1))
+    d_b = (a, gradient, back(parts[0]), (1 - i, 0)) if j == 0 else (gradient, a, given(parts[0]), (0, 1 - i))
+    return _dot(*d_a), _dot(*d_b)
 
 
 _dot.defvjp(_dot_forward, _dot_backward)

@@ -55,10 +55,11 @@ class _Part(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """Numbers of a chunk's matmuls: `C C` with `C Hk`, `C C` with `C Hv`, and of a state with tokens. Its inverse comes
-    once.
+    """Numbers of a chunk's matmuls: sums of decays, `C C` with `C C`; `C C` with `C Hk` and with `C Hv`; a state with
+    tokens. Its inverse comes once.
     """
 
+    sums: int
     keys: int
     values: int
     states: int
@@ -66,7 +67,7 @@ class _Products(NamedTuple):
     def flops(self, C: int, Hk: int, Hv: int) -> int:
         doublings = (C // TILE).bit_length() - 1
         inverse = doublings * C**3  # two products each, of half of the rows
-        return 2 * (inverse + C * C * (self.keys * Hk + self.values * Hv) + self.states * C * Hk * Hv)
+        return 2 * (inverse + C * C * (self.sums * C + self.keys * Hk + self.values * Hv) + self.states * C * Hk * Hv)
 
 
 def forward(
@@ -84,7 +85,7 @@ def forward(
         given=[_Part(state, "BK")],
         results=results,
         scratch=[(r, C, C)],
-        products=_Products(keys=2, values=2, states=3),
+        products=_Products(sums=2, keys=2, values=2, states=3),
         exps=1,
     )
     return out, last, before[0] if keep else None
@@ -134,7 +135,7 @@ def backward(
         results=[*like, _Part(_like(d_last), "BK")],
         scratch=[(r, C, C), (r, Hk, Hv), (r * C, Hk), (r * C, Hk)],
         # The inverse and the state; the chunk again, without its output and state; and its gradient.
-        products=_Products(keys=1 + 2 + 4, values=1 + 1 + 4, states=2 + 2 + 6),
+        products=_Products(sums=1 + 1 + 1 + 1, keys=1 + 2 + 4, values=1 + 1 + 4, states=2 + 2 + 6),
         exps=2,
         reverse=True,
     )

@@ -36,7 +36,7 @@ def mosaic_tpu(
     Rates and states are float32. Differentiable once (reverse mode) in all arrays but `is_start`, which is True where
     the state before a token is zero.
     """
-    spec = Spec(scale, l2_norm, parts=2 if v.dtype.itemsize < 4 else 3)
+    spec = Spec(scale, l2_norm, parts=(2, 2) if v.dtype.itemsize < 4 else (3, 3))
     return _apply(spec, q, k, v, log_decay, beta, is_start.astype(jnp.float32), state)
 
 
