@@ -1,7 +1,6 @@
 """The TPU kernels of the gated delta rule: interpreted and lowered without a TPU, and run where there is one."""
 
 import functools
-import importlib
 import re
 
 import jax
@@ -12,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
+from maxlib.kernels.gated_delta import api as kernel
 from maxlib.observability import forward_flops
 from maxlib.ops._gated_delta import api
 from tests.ops.test_gated_delta import SLOW, close
 
-kernel = importlib.import_module("maxlib.kernels.gated_delta.mosaic_tpu")
 V5P = ("tpu", "TPU v5p")
 on_a_tpu = jax.default_backend() == "tpu"
 no_tpu = pytest.mark.skipif(on_a_tpu, reason="is for machines without one")

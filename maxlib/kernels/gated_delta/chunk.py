@@ -8,7 +8,7 @@ Of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def advance(state: Array, x: Chunk, starts: Array, inverse: Array, spec: Spec) -
     dot = functools.partial(_dot, parts=spec.parts)
     (q, k), decays = _units(x, spec), _decays(x.log_decay, starts)
     wanted = x.beta.T * (x.v.astype(jnp.float32) - decays.into * dot(k, state))
-    values = _solve(_lower(k, x.beta, decays, spec), wanted, inverse, spec.parts)
+    values = cast(Array, _solve(_lower(k, x.beta, decays, spec), wanted, inverse, spec.parts))
     scores = dot(q, k, axes=(1, 1)) * decays.between
     out = decays.into * dot(q, state) + dot(scores, values)
     return out, decays.kept * state + dot(decays.out_of * k, values, axes=(0, 0))
@@ -158,19 +158,23 @@ _solve.defvjp(_solve_forward, _solve_backward)
 # ---------------------------------------------------------------------------------------------- matmuls
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _dot(a: Array, b: Array, parts: tuple[int, int], axes: tuple[int, int] = (1, 0)) -> Array:
     """Multiplies two float32 matrices over an axis of each, as sums of so many `parts` in bfloat16.
 
     The matmul unit takes these in half the time of float32. Two parts of each make three products, as `Precision.HIGH`
     in XLA, three make six, as `Precision.HIGHEST`. One is enough for what bfloat16 holds.
     """
+    return cast(Array, _multiply(a, b, parts, axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _multiply(a: Array, b: Array, parts: tuple[int, int], axes: tuple[int, int]) -> Array:
     numbers = (((axes[0],), (axes[1],)), ((), ()))
     product = functools.partial(lax.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.float32)
-    a, b = map(_split, (a, b), parts)
+    of_a, of_b = map(_split, (a, b), parts)
     # The smallest products first; those of two small parts are beyond the precision.
     pairs = [(i, order - i) for order in reversed(range(max(parts))) for i in range(order + 1)]
-    return functools.reduce(jnp.add, [product(a[i], b[j]) for i, j in pairs if i < len(a) and j < len(b)])
+    return functools.reduce(jnp.add, [product(of_a[i], of_b[j]) for i, j in pairs if i < len(of_a) and j < len(of_b)])
 
 
 def _split(a: Array, parts: int) -> list[Array]:
@@ -182,11 +186,11 @@ def _split(a: Array, parts: int) -> list[Array]:
     return found
 
 
-def _dot_forward(a, b, parts, axes):
-    return _dot(a, b, parts, axes), (a, b)
+def _multiply_forward(a, b, parts, axes):
+    return _multiply(a, b, parts, axes), (a, b)
 
 
-def _dot_backward(parts, axes, kept, gradient):
+def _multiply_backward(parts, axes, kept, gradient):
     (a, b), (i, j), most = kept, axes, max(parts)
     given, back = (lambda n: (most, n)), (lambda n: (n, most))
     # Each gradient has the summed axis where its matrix has it.
@@ -195,4 +199,4 @@ def _dot_backward(parts, axes, kept, gradient):
     return _dot(*d_a), _dot(*d_b)
 
 
-_dot.defvjp(_dot_forward, _dot_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)

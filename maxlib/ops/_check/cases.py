@@ -188,6 +188,7 @@ class GatedDelta:
         index = jnp.arange(self.tokens)[None]
         starts = jnp.broadcast_to((index % length == 0) & (index > 0), (self.batch, self.tokens))
         part = lambda at: {name: a[:, at] for name, a in (x | {"is_start": starts}).items()}
+        # As prefill in two calls: the output and the gradients of the second depend on the state in between.
         first, state = run(**part(slice(half)))
         last, _ = run(**part(slice(half, None)), initial_state=state)
         return jnp.concatenate([first, last], axis=1)

@@ -100,7 +100,8 @@ def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> dispatc
     (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
     # A device that holds a part of the sequence computes its transition beside its values.
     width = Hv if axis_name is None else Hv + Hk
-    return dispatch.Call(B, T, K, N, Hk, width, str(v.dtype), *(device or current_device()))
+    platform, kind = device or current_device()
+    return dispatch.Call(B, T, K, N, Hk, width, str(v.dtype), platform, kind)
 
 
 def _flops(q, k, v, *_) -> float:
@@ -129,8 +130,10 @@ def _gated_delta_rule(
 
 def _run(implementation: str, dtype: Any, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
+    # The kernels take inputs in their own dtype: what they read and keep is half as large as in float32, and they norm
+    # queries and keys on the chip. Both other forms get everything in float32 or wider.
     if implementation == "mosaic_tpu":
-        return lambda x, state: mosaic_tpu(*x, state, **norm)
+        return lambda x, state: mosaic_tpu(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state, **norm)
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
     # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more

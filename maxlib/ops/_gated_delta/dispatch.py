@@ -24,6 +24,7 @@ class Implementation:
     by_name: str | None = None
 
 
+# The order is that of speed as far as it is known. Kernels stand by until hardware has run them (decision 24).
 TABLE = {
     "mosaic_tpu": Implementation(
         "kernels for TPUs in both passes", frozenset({"tpu"}), by_name="it has not run on a TPU yet"
@@ -86,7 +87,9 @@ def explain(call: Call, name: str | None = None) -> Explanation:
         return Explanation(OP, call, None, f"{name} was asked for and {refused[name]}", refused)
     if name is not None:
         return Explanation(OP, call, name, "asked for by name", refused)
+    # What failed `check` here is said rather than that a row wants to be named.
     refused = {one: f"runs only by name: {row.by_name}" for one, row in TABLE.items() if row.by_name} | refused
+    # Decoding has a token or a few at a time, and a chunk would be padding.
     order = ("sequential", *TABLE) if call.tokens <= FEW else tuple(TABLE)
     best = next((one for one in order if one not in refused), None)
     reason = "all of them are refused" if best is None else TABLE[best].about

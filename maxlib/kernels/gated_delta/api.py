@@ -130,12 +130,10 @@ class _Cut(NamedTuple):
         """Cuts the arguments of `mosaic_tpu`."""
         from maxlib.kernels.gated_delta.kernels import Blocks
 
-        rates = (
-            einops.rearrange(self._padded(a), "B (n r C) K G -> B K G n r C", n=self.count, C=self.chunk)
-            for a in (log_decay, beta)
-        )
-        starts = einops.rearrange(self._padded(starts), "B (n r C) -> B n r C", n=self.count, C=self.chunk)
-        return Blocks(*map(self.by_head, (q, k, v)), *rates, starts)
+        sizes = {"n": self.count, "C": self.chunk}
+        rates = lambda a: einops.rearrange(self._padded(a), "B (n r C) K G -> B K G n r C", **sizes)
+        starts = einops.rearrange(self._padded(starts), "B (n r C) -> B n r C", **sizes)
+        return Blocks(self.by_head(q), self.by_head(k), self.by_head(v), rates(log_decay), rates(beta), starts)
 
     def by_head(self, a):
         """Cuts tokens into blocks, heads first: `B T heads H` to `B heads n t H`, of any number of axes of heads."""
