@@ -138,7 +138,7 @@ def devices_of(target: Target) -> list[Any]:
         return _gpu_devices(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            f'{target.name}: compiling for TPUs needs libtpu and no TPU; install it: pip install "maxlib[tpu]"'
+            f"{target.name}: compiling or estimating for TPUs needs libtpu (Linux, x86), but no TPU; install it: pip install libtpu"
         )
     from jax.experimental import topologies
 
