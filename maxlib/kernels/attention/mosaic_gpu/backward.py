@@ -125,7 +125,9 @@ def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
         )
         ends = [lambda x=_compat.load(x.at[batch, rows], BY_ROW): x for x in (start, end)]
         stats = [lambda x=_compat.load(x.at[batch, head, rows], BY_ROW): x for x in (lse, delta)]
-        step = functools.partial(_queries_step, own, first_key, ends, stats, logits=logits, tiles=tiles)
+        ahead = lambda i: memory.ahead(own.k, i, visited, tiles.stages)
+        step = functools.partial(_queries_step, own, first_key, ends, stats, ahead, logits=logits, tiles=tiles)
+        ahead(jnp.int32(0))
         total = lax.fori_loop(0, full, functools.partial(step, masked=False), _zeros(q.shape[3]))
         total = lax.fori_loop(full, visited, functools.partial(step, masked=True), total)
         own.q()[...] = (total * logits.scale).astype(q.dtype)
@@ -142,19 +144,19 @@ def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
 
 
-def _queries_step(own, first_key, ends, stats, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
-    """Adds one block of keys to dq, without the factor `scale`."""
+def _queries_step(own, first_key, ends, stats, ahead, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
+    """Adds one block of keys to dq, without the factor `scale`; `ahead` waits for the keys of a step."""
     slot = lax.rem(i, jnp.int32(tiles.stages))
     (k, v), (lse, delta) = (x.buffers[0].at[slot] for x in (own.k, own.v)), stats
 
     def tile(scores, d_probs):
-        plgpu.barrier_wait(own.k.ready.at[slot])
-        plgpu.wgmma(scores, own.q(), _compat.transpose(k))
+        plgpu.wgmma(scores, own.q(), _compat.transpose(k))  # the step before has waited for the keys
         plgpu.barrier_wait(own.v.ready.at[slot])
         plgpu.wgmma(d_probs, own.d_out(), _compat.transpose(v))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=1))
         mask = (lambda x: hide(x, ends, first_key(i), axis=1)) if masked else (lambda x: x)
-        weights, d_probs = settle(logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0)), d_probs)
+        weights = logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0))
+        weights, d_probs = settle(weights, d_probs, lambda: ahead(i + 1))
         return weights * (d_probs - spread(delta(), d_probs))
 
     shape = plgpu.WGMMAAccumulatorRef((ROWS, tiles.columns), jnp.float32)
@@ -231,9 +233,13 @@ def _keys_kernel(*refs, wanted, logits: Logits, tiles: Tiles):
         read = [(k.at[place], own.k()), (v.at[place], own.v())]
         memory.load(scratch.loaded.at[warpgroup], *read[: 2 if "dk" in wanted else 1])
 
+        ahead = lambda i: memory.ahead(own.q, i, groups * visited, tiles.stages)
+        ahead(jnp.int32(0))
+
         # The query heads of a key head follow each other, so that dk and dv add up in registers.
         def one_head(group, totals):
-            step = functools.partial(_keys_step, own, first_key, group * visited, wanted, logits=logits, tiles=tiles)
+            how = {"logits": logits, "tiles": tiles}
+            step = functools.partial(_keys_step, own, first_key, group * visited, wanted, ahead, **how)
             totals = lax.fori_loop(0, full, functools.partial(step, masked=False), totals)
             return lax.fori_loop(full, visited, functools.partial(step, masked=True), totals)
 
@@ -259,8 +265,11 @@ def _keys_kernel(*refs, wanted, logits: Logits, tiles: Tiles):
                 memory.feed(group * visited + step, tiles.stages, [(scratch.q, with_q), (scratch.d_out, with_d_out)])
 
 
-def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
-    """Adds one block of queries to dk and dv. Tiles are transposed: keys are rows and queries columns."""
+def _keys_step(own, first_key, done, wanted, ahead, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
+    """Adds one block of queries to dk and dv. Tiles are transposed: keys are rows and queries columns.
+
+    `ahead` waits for the queries of a step; `done` steps belong to the heads before.
+    """
     slot = lax.rem(done + i, jnp.int32(tiles.stages))
     q, d_out = own.q.buffers[0].at[slot], own.d_out.buffers[0].at[slot]
     start, end, lse, delta = (
@@ -269,8 +278,7 @@ def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits:
     )
 
     def tile(scores, *d_probs):
-        plgpu.barrier_wait(own.q.ready.at[slot])
-        plgpu.wgmma(scores, own.k(), _compat.transpose(q))
+        plgpu.wgmma(scores, own.k(), _compat.transpose(q))  # the step before has waited for the queries
         plgpu.barrier_wait(own.d_out.ready.at[slot])
         for acc in d_probs:
             plgpu.wgmma(acc, own.v(), _compat.transpose(d_out))
@@ -278,9 +286,11 @@ def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits:
         mask = (lambda x: hide(x, (start, end), first_key, axis=0)) if masked else (lambda x: x)
         probs = probabilities(logits, bent, mask, lse, axis=1)
         if "dk" not in wanted:
+            ahead(done + i + 1)
             return [probs]
         weights = logits.slope(bent, probs)
-        (probs, weights), d_probs = settle((probs if "dv" in wanted else weights, weights), *d_probs)
+        ready = probs if "dv" in wanted else weights, weights
+        (probs, weights), d_probs = settle(ready, *d_probs, lambda: ahead(done + i + 1))
         return [weights * (d_probs - spread(delta(), d_probs, axis=1)), probs][: len(wanted)]
 
     factors = pl.run_scoped(

@@ -20,7 +20,7 @@ from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
 from maxlib.kernels.attention.mosaic_gpu import intervals, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.kernels.attention.mosaic_gpu.logits import hide, spread
+from maxlib.kernels.attention.mosaic_gpu.logits import hide, settle, spread
 from maxlib.kernels.attention.tiles import causal_tiles
 
 
@@ -155,8 +155,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
 
     def step(i, carry, *, masked: bool):
         acc, probs, peak, total = carry
-        here, before = slot(i), slot(i - 1)
-        plgpu.barrier_wait(own.k.ready.at[here])
+        here, before = slot(i), slot(i - 1)  # the step before has waited for the keys
 
         def multiply(scores, acc_ref):
             acc_ref[...] = acc
@@ -169,12 +168,12 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             plgpu.barrier_arrive(own.k.free.at[here])
             new = softmax(products, i, peak, total, masked=masked)
-            return *new, acc_ref[...]
+            # The wait for the next keys is a branch, and keeps the exponentials in front of the wait for p v.
+            return settle(new, acc_ref, lambda: memory.ahead(own.k, i + 1, visited, tiles.stages))
 
-        new_probs, new_peak, total, shrink, acc = pl.run_scoped(multiply, scores_ref, acc_ref)
-        plgpu.barrier_arrive(own.v.free.at[before])
         # Rounding must stay behind the wait: registers that a matmul reads may not be written while one is in flight.
-        new_probs, acc = lax.optimization_barrier((new_probs, acc))
+        (new_probs, new_peak, total, shrink), acc = pl.run_scoped(multiply, scores_ref, acc_ref)
+        plgpu.barrier_arrive(own.v.free.at[before])
         return acc * spread(shrink, acc), new_probs.astype(probs.dtype), new_peak, total
 
     def last_values(acc_ref):
@@ -187,6 +186,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
     products = pl.run_scoped(first_scores, scores_ref)
     plgpu.barrier_arrive(own.k.free.at[0])
     probs, peak, total, _ = softmax(products, jnp.int32(0), _row(LOWEST), _row(0.0), masked=True)
+    memory.ahead(own.k, jnp.int32(1), visited, tiles.stages)
     carry = zeros, probs.astype(v.dtype), peak, total
     # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
     carry = lax.fori_loop(1, full, functools.partial(step, masked=False), carry)

@@ -75,6 +75,12 @@ def feed(step, stages: int, streams: list[tuple[Stream, tuple]]):
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
 
+def ahead(stream: Stream, step, steps, stages: int):
+    """Waits until the buffers of `step` have arrived; does nothing if there are only `steps` steps."""
+    ready = stream.ready.at[lax.rem(step, jnp.int32(stages))]
+    pl.when(step < steps)(lambda: plgpu.barrier_wait(ready))
+
+
 def finish_together(finished):
     """Waits for all compute warpgroups, before one of them writes where another may still read."""
     plgpu.barrier_arrive(finished)
