@@ -31,6 +31,8 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmu
 from maxlib.ops._glu import ClampedSwiGLU, swiglu  # noqa: E402
 from maxlib.plan._targets import devices_of, parse_target  # noqa: E402
 
+GROUPED_TILES = dict.fromkeys(("forward", "d_rows"), "128 x 256") | dict.fromkeys(("glu", "gate_up"), "128 x 2 x 128")
+GROUPED_TILES["d_weights"] = "128 x 128"
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
@@ -62,7 +64,7 @@ def compile_grouped_matmul() -> list[dict]:
     """One row per kernel, with float32 weights, as when training."""
     here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
-    M, I, O, E = 1000, 256, 384, 16
+    M, I, O, E = 1000, 256, 512, 16
     rows, weights, d_out = array(jnp.bfloat16, M, I), array(jnp.float32, E, O, I), array(jnp.bfloat16, M, O)
 
     def both(rows, weights, counts, d_out):
@@ -76,7 +78,7 @@ def compile_glu(activation, biased: bool) -> list[dict]:
     """Gate and up together: joined in the kernel, as it is when training, and the gradient of the rows."""
     here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
-    M, I, O, E = 1000, 256, 384, 16
+    M, I, O, E = 1000, 256, 512, 16
     rows, weights, counts = array(jnp.bfloat16, M, I), array(jnp.bfloat16, E, O, I), array(jnp.int32, E)
     biases = (array(jnp.bfloat16, E, O),) * 2 if biased else ()
 
@@ -169,8 +171,7 @@ def _all(widths, grouped: bool):
     }
     for about, compile_it in calls.items() if grouped else ():
         for row in compile_it():
-            tiles = "128 x 2 x 128" if row["kernel"] in ("glu", "gate_up") else "128 x 128"
-            yield about, row | {"tiles": tiles}
+            yield about, row | {"tiles": GROUPED_TILES[row["kernel"]]}
 
 
 def _line(about: str, row: dict) -> str:

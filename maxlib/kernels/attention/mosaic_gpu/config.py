@@ -6,9 +6,16 @@ yet.
 
 import dataclasses
 
+import jax
+
 ROWS = 64  # rows of a tile per warpgroup: the M dimension of one wgmma instruction
 WIDEST = 256  # largest head width
-PROCESSORS = 132  # streaming multiprocessors of an H100 or H200
+
+
+def processors() -> int:
+    """Returns the number of streaming multiprocessors of the GPU here (an H20 has 78); an H100's, 132, without one."""
+    device, *_ = jax.devices()
+    return device.core_count if device.platform == "gpu" else 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +63,7 @@ def decode_parts(num_blocks: int, num_keys: int) -> int:
 
     Each part has at least 512 keys, and the same multiple of 8; 1 if the keys cannot be divided so.
     """
-    wanted = max(1, min(4 * PROCESSORS // num_blocks, num_keys // 512))
+    wanted = max(1, min(4 * processors() // num_blocks, num_keys // 512))
     return max(parts for parts in range(1, wanted + 1) if num_keys % (8 * parts) == 0 or parts == 1)
 
 

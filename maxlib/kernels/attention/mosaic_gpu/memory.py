@@ -29,14 +29,25 @@ def matrices(dtype, *widths: int) -> Callable:
 
     wgmma reads its operands in this layout, without bank conflicts.
     """
-    pattern = swizzle(*widths)
-    transforms = (plgpu.TilingTransform((8, pattern // 2)), plgpu.SwizzleTransform(pattern))
+    size = jnp.dtype(dtype).itemsize
+    pattern = swizzle(*widths, size=size)
+    transforms = (plgpu.TilingTransform((8, pattern // size)), plgpu.SwizzleTransform(pattern))
     return lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def swizzle(*widths: int) -> int:
-    """Returns the bytes of the widest swizzle pattern that divides rows of all these widths (16-bit elements)."""
-    return math.gcd(128, *(2 * width for width in widths))
+def single_rows(dtype, *shape: int):
+    """Allocates matrices of 16-bit numbers in shared memory, 64 columns wide, that leave by any number of rows.
+
+    Its swizzled tiles have one row each. Without a swizzle, the rows that a warp stores together would meet in the same
+    few banks; with wider rows they would, too, because the pattern repeats every 8 * 128 bytes.
+    """
+    transforms = (plgpu.TilingTransform((1, shape[-1])), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def swizzle(*widths: int, size: int = 2) -> int:
+    """Returns the bytes of the widest swizzle pattern that divides rows of these widths; elements have `size` bytes."""
+    return math.gcd(128, *(size * width for width in widths))
 
 
 def barrier(count: int, arrivals: int = 1):
