@@ -56,8 +56,13 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
 
     one, ends = array(jnp.bfloat16, B, 1, N, Hk), [array(jnp.int32, B, 1)] * 2
     about = {"Hk": Hk, "Hv": Hv, "softcap": softcap is not None}
-    found = _compiled((both, (q, k, v, *bounds, sinks)), (decoding, (one, k, v, *ends, sinks)))
-    return [about | row for row in found]
+    parts = _compiled((both, (q, k, v, *bounds, sinks)), (decoding, (one, k, v, *ends, sinks)))
+    # The gradients of keys and values once more, with blocks of threads that sum over all query heads.
+    processors, config.processors = config.processors, lambda: 1
+    whole = _compiled((functools.partial(both), (q, k, v, *bounds, sinks)))
+    config.processors = processors
+    names = {row["kernel"] for row in parts}
+    return [about | row for row in (*parts, *(row for row in whole if row["kernel"] not in names))]
 
 
 def compile_grouped_matmul() -> list[dict]:
@@ -136,7 +141,7 @@ def _read(note: str) -> dict:
 def fails(row: dict) -> bool:
     budget = 0 if max(row["Hk"], row["Hv"]) <= 128 else 255
     # Every attention kernel has two matmuls in flight beside its exponentials, but dv's, which has one per tile.
-    beside = row["Hk"] > 0 and row["kernel"] != "dv"
+    beside = row["Hk"] > 0 and row["kernel"] not in ("dv", "dv_parts")
     waits = beside and (row["beside"] == 0 or row["behind"] > 0)
     return bool(row["warnings"]) or waits or max(row["spill_stores"], row["spill_loads"]) > budget
 
@@ -185,7 +190,7 @@ def _line(about: str, row: dict) -> str:
 def _tiles(row: dict) -> str:
     """Rows that stay x columns that stream."""
     widths = row["Hk"], row["Hv"]
-    names = row["kernel"]
+    names = row["kernel"].removesuffix("_parts")
     if names == "forward":
         tiles = config.forward_tiles(*widths)
     elif names == "decode":

@@ -70,6 +70,21 @@ def test_every_mask(lengths, emulated):
     check(mosaic_gpu, cases.Case((2, 1), (64, 64), lengths, None, True, None), MASKS, jnp.float32, 1e-5)
 
 
+@no_gpu
+@pytest.mark.parametrize("processors", [1, slow_if(True, 2), slow_if(True, 132)], ids="processors={}".format)
+def test_keys_are_summed_over_parts_of_their_heads_where_processors_would_be_idle(processors, emulated, monkeypatch):
+    """Not at all, two of the four heads at a time, and one."""
+    monkeypatch.setattr(config, "processors", lambda: processors)
+    case = cases.Case((4, 1), (64, 96), (40, 150), None, True, None)  # two rows of two blocks of keys
+    assert config.key_gradient_parts(4, 4) == {1: 1, 2: 2, 132: 4}[processors]
+    check(mosaic_gpu, case, some_masks(case, 1), jnp.float32, 1e-5)
+
+
+def test_a_divisor_of_the_heads_fills_the_processors():
+    assert [config.key_gradient_parts(64, groups) for groups in (1, 3, 8, 12)] == [1, 3, 8, 12]
+    assert [config.key_gradient_parts(blocks, 12) for blocks in (528, 527, 133, 132, 100)] == [1, 2, 4, 4, 6]
+
+
 DECODING = [
     cases.Case((8, 2), (64, 64), (3, 1536), 2.0, True, None),  # three parts
     cases.Case((3, 1), (128, 64), (1, 330), None, False, None),  # a length that does not divide: one

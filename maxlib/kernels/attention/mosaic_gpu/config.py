@@ -84,6 +84,16 @@ def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tupl
     return {("dk",): two if key_dim + value_dim <= 384 else Tiles(warpgroups=1, columns=64), ("dv",): two}
 
 
+def key_gradient_parts(num_blocks: int, num_groups: int) -> int:
+    """Returns the number of parts to cut the query heads of a key head into, a divisor of `num_groups`.
+
+    A block of threads sums over all of them, so `num_blocks` blocks of keys may leave processors idle. The fewest parts
+    are taken that give every processor four blocks, because under a causal mask blocks differ in length.
+    """
+    divisors = [parts for parts in range(1, num_groups + 1) if num_groups % parts == 0]
+    return next((parts for parts in divisors if parts * num_blocks >= 4 * processors()), num_groups)
+
+
 def _is_wide(key_dim: int, value_dim: int, softcap: bool) -> bool:
     """Tells whether the gradients fill the registers; a soft-cap needs some of them for its derivative."""
     return key_dim + value_dim > (192 if softcap else 256)
