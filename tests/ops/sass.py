@@ -59,7 +59,7 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
     parts = _compiled((both, (q, k, v, *bounds, sinks)), (decoding, (one, k, v, *ends, sinks)))
     # The gradients of keys and values once more, with blocks of threads that sum over all query heads.
     processors, config.processors = config.processors, lambda: 1
-    whole = _compiled((functools.partial(both), (q, k, v, *bounds, sinks)))
+    whole = _compiled((lambda *given: both(*given)[1][1:3], (q, k, v, *bounds, sinks)))
     config.processors = processors
     names = {row["kernel"] for row in parts}
     return [about | row for row in (*parts, *(row for row in whole if row["kernel"] not in names))]

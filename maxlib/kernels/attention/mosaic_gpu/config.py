@@ -59,12 +59,11 @@ def decode_tiles(key_dim: int, value_dim: int) -> Tiles:
 
 
 def decode_parts(num_blocks: int, num_keys: int) -> int:
-    """Returns the number of parts to cut the keys into, so that all processors have work.
+    """Returns the number of parts to deal the blocks of keys to, so that all processors have work.
 
-    Each part has at least 512 keys, and the same multiple of 8; 1 if the keys cannot be divided so.
+    Each part has about 512 keys or more where all keys are filled.
     """
-    wanted = max(1, min(4 * processors() // num_blocks, num_keys // 512))
-    return max(parts for parts in range(1, wanted + 1) if num_keys % (8 * parts) == 0 or parts == 1)
+    return max(1, min(4 * processors() // num_blocks, num_keys // 512))
 
 
 def query_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> Tiles:
