@@ -152,3 +152,10 @@ def test_traffic_is_that_of_transitions_states_and_the_last_inputs():
     inputs = 3 * (4 * 6 + 2 * 2 * 8)  # x of N heads; b and c of two groups
     whole = 3 * 4 * (4 * 4 * (1 + 6 * 8) + 2 * inputs) / 2
     assert layer("groups").traffic(split) == {"all-gather": 2 * whole, "reduce-scatter": whole}
+
+
+def test_a_convolution_sends_its_last_inputs():
+    split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=2, rows=3, tokens=20, width=2, passes=3)
+    width = layer("convolution").conv_width
+    whole = 3 * 4 * (width - 1) * DIM * 2
+    assert width > 2 and layer("convolution").traffic(split) == {"all-gather": 2 * whole, "reduce-scatter": whole}
