@@ -73,6 +73,7 @@ nb_execution_timeout = 300
 nb_execution_excludepatterns = ["notebooks/*"]  # shown as they are stored; `nox -s notebooks` runs them
 nb_execution_show_tb = True
 nb_render_markdown_format = "gfm"  # outputs that are Markdown may be tables
+nb_merge_streams = True  # one box for the lines that a cell prints
 nb_execution_in_temp = True  # pages write directories, which a second build would find
 
 autodoc_member_order = "bysource"

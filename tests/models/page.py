@@ -68,7 +68,9 @@ def worst(rows: list[str]) -> str:
     of = {family: [row for row in cells if row[0] == family] for family, *_ in cells}
     most = lambda found, column: max((row[column] for row in found), key=float)
     lines = [f"| {name} | {len(found)} | {most(found, 2)} | {most(found, 3)} |" for name, found in of.items()]
-    return "\n".join(["| family | cases | worst logits | worst norms of gradients |", "| --- | ---: | ---: | ---: |", *lines])
+    return "\n".join(
+        ["| family | cases | worst logits | worst norms of gradients |", "| --- | ---: | ---: | ---: |", *lines]
+    )
 
 
 def main(chosen: list[str]) -> None:
