@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
 import cards
+import examples
 import notebooks
 
 import maxlib
@@ -13,6 +14,8 @@ import maxlib
 notebooks.copy()
 notebooks.keep_compiled()
 cards.write(notebooks.cache_folder())
+examples.write()
+examples.write_commands(notebooks.cache_folder())
 
 project = "maxlib"
 author = "The maxlib authors"
@@ -35,7 +38,8 @@ extensions = [
 exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
 
 html_theme = "pydata_sphinx_theme"
-html_title = "maxlib"
+html_title = f"maxlib {version}"
+html_short_title = "maxlib"
 html_extra_path = ["llms.txt"]
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
@@ -68,6 +72,8 @@ nb_execution_raise_on_error = False
 nb_execution_timeout = 300
 nb_execution_excludepatterns = ["notebooks/*"]  # shown as they are stored; `nox -s notebooks` runs them
 nb_execution_show_tb = True
+nb_render_markdown_format = "gfm"  # outputs that are Markdown may be tables
+nb_merge_streams = True  # one box for the lines that a cell prints
 nb_execution_in_temp = True  # pages write directories, which a second build would find
 
 autodoc_member_order = "bysource"

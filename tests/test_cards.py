@@ -67,4 +67,4 @@ def test_a_card_has_sizes_memory_and_a_picture(cards):
     assert "| `mixtral-8x7b` | 46.70B, 12.88B active | 87.0 | GQA | full |" in text
     assert "32 \N{MULTIPLICATION SIGN} Block" in text and 'model_type` `"mixtral"`' in text
     # 16 bytes for each of 46.7 billion parameters are 747 GB: 16 GPUs of 80 GB, once a step has room too.
-    assert "takes 16 H100s" in text
+    assert "fits on 16 H100s" in text

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import os
 import re
 import runpy
@@ -15,7 +16,7 @@ import yaml
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxlib import sharding
+from maxlib import data, sharding, tokenization, weights
 from maxlib.distributed import _initialize as distributed
 from maxlib.models import llama
 from maxlib.sharding._mesh import MESH_AXES as AXES
@@ -100,6 +101,35 @@ def test_the_programs_that_are_started_exist(job):
     command = job["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
     for program in (command[1], re.search(r"python (\S+)", SBATCH.read_text())[1]):
         assert (LAUNCH.parents[1] / program).exists()
+
+
+def test_the_tpu_manifest_asks_for_the_hosts_of_its_topology_and_starts_the_program(monkeypatch):
+    (replicated,) = yaml.safe_load((LAUNCH / "tpu.yaml").read_text())["spec"]["replicatedJobs"]
+    pods = replicated["template"]["spec"]
+    spec = pods["template"]["spec"]
+    (container,) = spec["containers"]
+    x, y, z = map(int, spec["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+    chips = int(container["resources"]["limits"]["google.com/tpu"])
+    assert pods["parallelism"] == pods["completions"] == x * y * z // chips
+    program = runpy.run_path(str(LAUNCH / "train_preset.py"))
+    monkeypatch.setattr("sys.argv", container["command"][1:])
+    args = program["arguments"]()
+    assert args.preset in weights.presets() and args.checkpoints.startswith("gs://")
+
+
+@pytest.mark.full
+def test_the_program_for_presets_resumes_from_its_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    documents = data.in_memory([f"{i} cats sat on {i} mats" for i in range(60)])
+    tokenizer = tokenization.train_bpe((one["text"] for one in documents), vocab_size=300)
+    data.write_tokens(documents, "tokens", tokenizer)
+    program = runpy.run_path(str(LAUNCH / "train_preset.py"))["main"]
+    for steps in (2, 4):
+        options = f"gpt3-52k --tokens tokens --checkpoints ck --length 32 --save-every 2 --steps {steps}"
+        monkeypatch.setattr("sys.argv", ["train_preset.py", *options.split()])
+        program()
+    rows = [json.loads(line) for line in Path("runs/preset/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
 
 
 @pytest.fixture

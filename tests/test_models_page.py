@@ -55,6 +55,11 @@ def test_every_case_of_parity_is_listed():
     assert [(family, name) for family, name, *_ in section("parity")] == page.cases(), STALE
 
 
+def test_the_worst_of_each_family_is_that_of_its_cases():
+    found = page.sections(page.PAGE.read_text())
+    assert found["worst"] == page.worst(found["parity"].splitlines()[2:]), STALE
+
+
 ROWS = [
     models.Row("a", "a-1", 52_464, 52_464, ("MHA", "RoPE", "full", "")),
     models.Row("a", "a-2", 999_885_952, 999_885_952, ("MHA", "RoPE", "full", "")),

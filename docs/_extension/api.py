@@ -22,6 +22,8 @@ MORE = re.compile(r"^## More\n\n```\{api\} (\S+)\n\*\n```$", re.MULTILINE)  # le
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
 LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
 LONGEST = 60  # letters of a default
+NUMBER = r"Array \| ndarray \| bool \| number \| (?:bool \| )?int \| float \| complex"
+SCHEDULE = re.compile(rf"Callable\[\[{NUMBER}\], {NUMBER}\]")
 SECTION = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields)s?:\s*$")
 
 
@@ -211,7 +213,16 @@ def _readable(text: str | None) -> str | None:
     name = r"<(?:function|class|module|objective) '?([\w.<>]+)'?[^>]*>"
     text = re.sub(name, lambda match: match[1].rpartition(".")[2], text)
     text = re.sub(r"<PjitFunction of (\w+)>", r"\1", text)
+    text = SCHEDULE.sub("optax.Schedule", _without_modules(text)) if "complex" in text else text
     return re.sub(r" at 0x[0-9a-f]+", "", text) or None
+
+
+def _without_modules(text: str) -> str:
+    return re.sub(
+        r"\b(?:jax\.jaxlib\._jax|jaxlib\._jax|jax|numpy|collections\.abc|typing)\.(?=Array|ndarray|bool|number|Callable)",
+        "",
+        text,
+    )
 
 
 def skip(app, what, name, obj, skip, options):

@@ -42,7 +42,7 @@ def parity(family: str) -> str:
         return ""
     head = "| case | logits | norms of gradients |\n| --- | ---: | ---: |\n"
     lines = "\n".join(f"| {row}" for row in rows)
-    return f"\n## Equal to transformers\n\nGreatest relative differences; [how they are measured](../models.md#parity-with-transformers).\n\n{head}{lines}\n"
+    return f"\n## Equal to transformers\n\nGreatest differences: logits in units of their standard deviation, gradients relative; [how they are measured](../models.md#parity-with-transformers).\n\n{head}{lines}\n"
 
 
 def card(family) -> str:
@@ -59,7 +59,7 @@ def card(family) -> str:
     name = f"models.{family.name}.{family.model.__name__}"
     lines = [f"| `{r.preset}` | {_count(r)} | {2 * r.total / 2**30:,.1f} | {r.kind[0]} | {r.kind[2]} |" for r in rows]
     types = " or ".join(f'`"{name}"`' for name in family.model_types)
-    return f"""# {family.model.__name__}
+    return f"""# {title(family.name)}
 
 {described.split(chr(10) + chr(10))[0]}
 
@@ -75,7 +75,7 @@ def card(family) -> str:
 
 ## Presets
 
-| preset | parameters | GiB in bfloat16 | attention | caches |
+| preset | parameters | GiB in bfloat16 | sequence mixers | caches |
 | --- | --- | ---: | --- | --- |
 {chr(10).join(lines)}
 
@@ -107,9 +107,15 @@ maxlib chat org/name
 """
 
 
+def title(family: str) -> str:
+    """Returns the public name of a family, that of its heading in docs/api/models.md."""
+    page = (HERE / "api" / "models.md").read_text()
+    return re.findall(rf"^## (.+)\n\n```\{{api\}} maxlib\.models\.{family}$", page, re.MULTILINE)[0]
+
+
 def _features(rows) -> str:
     found = list(dict.fromkeys(feature for row in rows for feature in row.kind[1].split(", ") if feature))
-    return f"In some or all sizes: {', '.join(found)}"
+    return f"Features (not every size has all of them): {', '.join(found)}"
 
 
 def _count(row) -> str:
@@ -156,8 +162,8 @@ def memory(found) -> str:
     number, layout = found.target.devices, found.job.layout
     axes = " and ".join(f"`{axis}`" for axis, _ in layout.mesh.degrees)
     return (
-        f"To train all of `{found.job.model}` with AdamW and float32 weights takes {number} H100{'s' if number > 1 else ''}: "
-        f"{found.peak / GIB:.1f} GiB on each, with rows of {found.job.sequence} tokens, full remat, and the weights split over {axes}. "
+        f"Training all of `{found.job.model}` with AdamW and float32 weights fits on {number} H100{'s' if number > 1 else ''} "
+        f"({found.peak / GIB:.1f} GiB on each), with rows of {found.job.sequence} tokens, full remat, and the weights split over {axes}. "
         "That is an estimate; [a plan](../guides/plan.md) compiles the program."
     )
 

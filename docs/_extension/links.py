@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import examples
 import figures
 from docutils import nodes
 from sphinx import addnodes
@@ -17,6 +18,7 @@ NAME = re.compile(r"^(?:maxlib\.)?([A-Za-z_][\w.]*[\w])(\(.*\))?$", re.DOTALL)
 DOTTED = re.compile(r"\b(?:maxlib\.)?((?:[a-z_]+\.)+[A-Za-z_]\w*)")
 GUIDES = ("guides/", "start", "tour", "concepts")
 MOST = 5  # guides that an entry names
+THEIRS = "coming-from/"  # pages whose tables name other libraries in all columns but the last
 
 
 class Index:
@@ -87,11 +89,31 @@ def resolve(app, doctree, docname: str) -> None:
 def _link(app, index: Index, docname: str, literal: nodes.literal) -> None:
     if isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):
         return
+    if page := _page_of_program(literal.astext(), docname):
+        literal.replace_self(make_refnode(app.builder, docname, page, "", literal.deepcopy()))
+        return
+    if docname.startswith(THEIRS) and _is_of_another_library(literal):
+        return
     match = NAME.match(literal.astext())
     found = index.find(match[1]) if match else None
     if found:
         link = make_refnode(app.builder, docname, *found, literal.deepcopy())
         literal.replace_self(link)
+
+
+def _page_of_program(text: str, docname: str) -> str | None:
+    """Finds the page of an example program that a text is about: a path, a file name or a command."""
+    words = (word for word in text.split() if word in examples.pages_of_words())
+    page = examples.pages_of_words()[word] if (word := next(words, None)) else None
+    return None if page == docname else page
+
+
+def _is_of_another_library(literal: nodes.literal) -> bool:
+    """Tells whether a name is in a column that has another library's names."""
+    entry: Any = literal
+    while entry is not None and not isinstance(entry, nodes.entry):
+        entry = entry.parent
+    return entry is not None and entry is not entry.parent[-1]
 
 
 def _add_guides(app, index: Index, docname: str, doctree) -> None:

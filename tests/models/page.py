@@ -1,7 +1,7 @@
-"""Writes the two tables of docs/models.md: `python -m tests.models.page [family ...]`.
+"""Writes the tables of docs/models.md: `python -m tests.models.page [family ...]`.
 
-The first is `python -m maxlib.models --markdown`, the second how far each case of tests/models is from transformers.
-With families named, only their rows of the second are made anew.
+The first is `python -m maxlib.models --markdown`, the last how far each case of tests/models is from transformers, and
+the one before it the worst of each family. With families named, only their rows of the last are made anew.
 """
 
 import re
@@ -62,13 +62,25 @@ def parity_rows(old: dict[str, str], chosen: list[str]) -> list[str]:
     return rows
 
 
+def worst(rows: list[str]) -> str:
+    """The greatest differences of each family, from the rows of its cases."""
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    of = {family: [row for row in cells if row[0] == family] for family, *_ in cells}
+    most = lambda found, column: max((row[column] for row in found), key=float)
+    lines = [f"| {name} | {len(found)} | {most(found, 2)} | {most(found, 3)} |" for name, found in of.items()]
+    return "\n".join(
+        ["| family | cases | worst logits | worst norms of gradients |", "| --- | ---: | ---: | ---: |", *lines]
+    )
+
+
 def main(chosen: list[str]) -> None:
     page = PAGE.read_text()
     lines = sections(page)["parity"].splitlines()[2:]
     old = {"|".join(line.split("|")[:3]) + "|": line for line in lines}
     rows = [models.row(family, preset) for family in weights.families() for preset in family.presets]
-    table = "\n".join([HEAD, *parity_rows(old, chosen or [family for family, _ in cases()])])
-    PAGE.write_text(replaced(page, {"capabilities": models.markdown(rows), "parity": table}))
+    found = parity_rows(old, chosen or [family for family, _ in cases()])
+    tables = {"capabilities": models.markdown(rows), "worst": worst(found), "parity": "\n".join([HEAD, *found])}
+    PAGE.write_text(replaced(page, tables))
 
 
 if __name__ == "__main__":
