@@ -6,9 +6,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
 import cards
-import examples
 import notebooks
 
+import examples
 import maxlib
 
 notebooks.copy()

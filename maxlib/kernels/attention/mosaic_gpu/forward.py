@@ -61,7 +61,7 @@ def forward(
     visits = visits.at[..., 1].max(1)
     pairs = B * N * causal_tiles(padded // tiles.rows, -(-S // tiles.columns)) * tiles.rows * tiles.columns
     call = _compat.kernel(
-        functools.partial(_kernel, parts=parts, logits=logits, tiles=tiles),
+        functools.partial(_kernel, logits=logits, tiles=tiles),
         out_type=(
             jax.ShapeDtypeStruct((B * parts, T, N, Hv), q.dtype),
             jax.ShapeDtypeStruct((B * parts, N, padded), jnp.float32),
@@ -93,8 +93,9 @@ def _scratch(key_dim: int, value_dim: int, dtype, tiles: Tiles) -> Scratch:
     )
 
 
-def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, parts: int, logits: Logits, tiles: Tiles):
+def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Logits, tiles: Tiles):
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "part", "warpgroup"))
+    parts = out.shape[0] // q.shape[0]  # of a row's keys
     batch, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
     # Later queries attend to more keys under a causal mask. The longest tiles start first, so that no processor is left
     # with one of them at the end.
