@@ -328,7 +328,7 @@ def _keys_step(own, first_key, done, wanted, ahead, i, totals, *, masked: bool, 
             return [probs]
         weights = logits.slope(bent, probs)
         ready = probs if "dv" in wanted else weights, weights
-        (probs, weights), d_probs = settle(ready, *d_probs, lambda: ahead(done + i + 1))
+        (probs, weights), d_probs = settle(ready, d_probs[0], lambda: ahead(done + i + 1))
         return [weights * (d_probs - spread(delta(), d_probs, axis=1)), probs][: len(wanted)]
 
     factors = pl.run_scoped(
