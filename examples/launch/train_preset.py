@@ -7,6 +7,7 @@ preemption, start it again with the same options: it finds its newest checkpoint
 import argparse
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -22,12 +23,13 @@ def main() -> None:
         lambda part: data.pack(tokens[part], length=args.length),
         batch_size=int(args.per_device_batch_size * jax.device_count()),  # of all devices
     )
+    degrees: dict[str, Any] = dict(sharding.parse_degrees(args.mesh))
     trainer = training.Trainer(
         functools.partial(build, args.preset),
         optimizer=training.adamw(training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 20)),
         loader=loader,
         loss=functools.partial(training.next_token_loss, remat=args.remat),
-        layout=sharding.Layout(sharding.make_mesh(**sharding.parse_degrees(args.mesh)), sharding.preset(args.strategy)),
+        layout=sharding.Layout(sharding.make_mesh(**degrees), sharding.preset(args.strategy)),
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.checkpoints, every=args.save_every, keep=3),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again

@@ -67,7 +67,7 @@ def test_hardware_that_does_not_exist(name, words):
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'v5p-8: .* pip install "maxlib\[tpu\]"'):
+    with pytest.raises(ImportError, match=r"v5p-8: .* pip install libtpu"):
         targets.devices_of(plan.parse_target("v5p-8"))
 
 
