@@ -6,16 +6,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
 import cards
-import examples
 import notebooks
+import programs
 
 import maxlib
 
 notebooks.copy()
 notebooks.keep_compiled()
 cards.write(notebooks.cache_folder())
-examples.write()
-examples.write_commands(notebooks.cache_folder())
+programs.write()
+programs.write_commands(notebooks.cache_folder())
 
 project = "maxlib"
 author = "The maxlib authors"

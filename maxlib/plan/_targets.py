@@ -138,7 +138,8 @@ def devices_of(target: Target) -> list[Any]:
         return _gpu_devices(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            f'{target.name}: compiling for TPUs needs libtpu and no TPU; install it: pip install "maxlib[tpu]"'
+            f'{target.name}: a plan for TPUs needs libtpu, but no TPU: pip install "maxlib[tpu]", in a copy of the repository '
+            'pip install -e ".[tpu]"; it exists for x86 Linux'
         )
     from jax.experimental import topologies
 
