@@ -253,12 +253,13 @@ def plans_gpu(session: nox.Session) -> None:
     session.run("pytest", "-m", "", "tests/plan", "-k", "gpu")
 
 
-@nox.session
-def kernels(session: nox.Session) -> None:
-    """The GPU kernels compiled to machine code, and what spills; what tokamax is given (no GPU needed; downloads CUDA's
-    compiler, several GB).
+@nox.session(python="3.12")
+@nox.parametrize("jax", ["0.10.2", "0.11.2"])
+def kernels(session: nox.Session, jax: str) -> None:
+    """The GPU kernels compiled to machine code by the compilers of both lowerings, what spills and what waits; what
+    tokamax is given (no GPU needed; downloads CUDA's compiler, several GB).
     """
-    session.install("-e", ".[tests,cuda]")
+    session.install("-e", ".[tests,cuda]", f"jax[cuda13]=={jax}", "nvidia-cuda-nvdisasm")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
     session.run("pytest", "-m", "", "tests/ops/attention/test_tokamax.py")
 

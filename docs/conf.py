@@ -9,6 +9,7 @@ import cards
 import notebooks
 import programs
 
+import examples
 import maxlib
 
 notebooks.copy()

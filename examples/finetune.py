@@ -135,7 +135,8 @@ def without_their_images(held_out, tokenize, args) -> dict[str, data.Loader]:
     others = data.records(
         [with_images_of(*pair) for pair in zip(chats, [*chats[1:], chats[0]], strict=True)], field="messages"
     )
-    grey = lambda row: row | {"images": dataclasses.replace(row["images"], pixels=0 * row["images"].pixels)}
+    middle = 0.5 - args.images.mean[1]  # numbers from 0 to 1 (Gemma 4), or around zero
+    grey = lambda row: row | {"images": dataclasses.replace(row["images"], pixels=0 * row["images"].pixels + middle)}
     make = functools.partial(loader, args=args, num_shards=1)
     return {"images of other chats": make(tokenize(others)), "grey images": make(tokenize(held_out), change=grey)}
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import checkpoint, inference, nn, ops, tokenization
+from maxlib import checkpoint, inference, nn, ops, quantization, tokenization
 from maxlib._command import COMMANDS, main
 from tests.nn.tiny import filled_llama
 
@@ -95,6 +95,32 @@ def test_a_converted_model_ends_where_it_did(capsys, directory, tmp_path):
     assert (tmp_path / "target" / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
     (source / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 5}}))
     assert inference.stop_tokens(source) == [5]
+
+
+def test_quantized_directories_are_read(capsys, directory, tmp_path):
+    """Texts are those of the rounded model, and end where the directory's do."""
+    source = shutil.copytree(directory, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "bos_token_id": 3}))
+    low = quantization.for_inference(maxlib.from_pretrained(source), "int8")
+    quantization.save(low, tmp_path / "low", like=source)
+    assert json.loads((tmp_path / "low" / "config.json").read_text())["eos_token_id"] == 7
+    assert inference.stop_tokens(tmp_path / "low") == [7]
+    chat = inference.Chat.from_pretrained(source)
+    prompt = chat.tokenizer.encode("w5 w6").ids
+    (tokens,) = inference.Generator(low).generate([prompt], max_new_tokens=6, stop_token_ids=[7])
+    words = [f"w{token}" for token in tokens if token != 7]
+    for options in ([], ["--overwrite"]):
+        command = ["convert", str(source), str(tmp_path / "converted"), "--quantize", "int8", *options]
+        assert main(command) == 0
+    capsys.readouterr()
+    for name in ("low", "converted"):
+        status, text = printed(capsys, "generate", tmp_path / name, "w5 w6", "--raw", "--tokens", "6", "--json")
+        assert status == 0 and json.loads(text)["text"].split() == words
+        assert (tmp_path / name / "chat_template.jinja").exists()
+    assert main(["convert", str(tmp_path / "low"), str(tmp_path / "again")]) == 2
+    message = capsys.readouterr().err.strip()
+    assert "read it with maxlib.quantization.load" in message and len(message.splitlines()) == 1
 
 
 def test_answers_end_where_the_directory_says(capsys, directory):

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -18,11 +19,13 @@ from tests.test_examples import example
 
 TEMPLATE = """{% for m in messages %}w1 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
 {% if part.type == 'image' %}w60{% else %}{{ part.text }}{% endif %} {% endfor %}{% endif %} w2 {% endfor %}"""
-# By family: a case of its tests, and what prepares its images.
+# By family: a case of its tests, and what prepares its images, into at most six squares.
+PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 24}}
+PIXTRAL |= {"image_break_token": "w58", "image_end_token": "w59"}  # of the processor around it
 FAMILIES = {
-    "gemma4": ("images_shared_clipped", "Gemma4ImageProcessor"),
-    "mistral": ("sees", "PixtralImageProcessor"),
-    "mistral4": ("sees", "PixtralImageProcessor"),
+    "gemma4": ("images_shared_clipped", {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 6}),
+    "mistral": ("sees", PIXTRAL),
+    "mistral4": ("sees", PIXTRAL),
 }
 TRAINING = ["--steps", 1, "--batch", 2, "--length", 24]
 
@@ -42,16 +45,19 @@ def directory(request, tmp_path_factory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "model" / "tokenizer.json"))
     (path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "model" / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": processor}))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (path / "model" / name).write_text(json.dumps(processor))
     return path / "model"
 
 
 def chats(path: Path, image: bool = False) -> Path:
-    """Chats of words, of which each may have an image."""
+    """Chats of words, of which each may have an image, a red or a blue one."""
+    for name, color in (("0", "red"), ("1", "blue")):
+        Image.new("RGB", (20, 12), color).save(path.parent / f"{name}.png")
     words = lambda row: " ".join(f"w{i}" for i in row)
     rows, lines = np.random.RandomState(0).randint(3, 50, (40, 2, 5)), []
-    for asked, answered in rows:
-        shown = [{"type": "image", "path": "x.png"}] if image else []
+    for number, (asked, answered) in enumerate(rows):
+        shown = [{"type": "image", "path": f"{number % 2}.png"}] if image else []
         asked = [*shown, {"type": "text", "text": words(asked)}] if image else words(asked)
         lines.append([{"role": "user", "content": asked}, {"role": "assistant", "content": words(answered)}])
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lines))
@@ -60,7 +66,7 @@ def chats(path: Path, image: bool = False) -> Path:
 
 @pytest.mark.full
 def test_the_commands_and_finetuning(capsys, directory, tmp_path):
-    """Text is written, converted, counted and trained on; images are refused by name where nothing prepares them."""
+    """Text is written, converted, counted and trained on."""
     run = lambda *words: (main([str(word) for word in words]), capsys.readouterr())
     model = maxlib.from_pretrained(directory)
     # The text is what the model gives token by token.
@@ -82,14 +88,22 @@ def test_the_commands_and_finetuning(capsys, directory, tmp_path):
         np.testing.assert_array_equal(got[name], value.astype(got[name].dtype), err_msg=name)
     # Chats of text are trained on; no gradient reaches the encoder, which weight decay shrinks by 2e-6.
     train = ["finetune.py", directory, chats(tmp_path / "text"), "--chats", "--out", tmp_path / "run", *TRAINING]
-    text, settings = example(*train), json.loads((directory / "preprocessor_config.json").read_text())
-    assert f"this model's by {settings['image_processor_type']}" in text and "A held-out chat: w1" in text
+    assert "A held-out chat: w1" in example(*train)
     tuned = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert tuned.keys() == want.keys()
     for name, value in want.items():
         sees = "vision" in name or "projector" in name
         assert np.allclose(tuned[name], value, rtol=1e-5, atol=0) or not sees, name
     assert any(not np.allclose(tuned[name], value, rtol=1e-5, atol=0) for name, value in want.items())
-    train[2] = chats(tmp_path / "images", image=True)
-    with pytest.raises(ValueError, match=r"the chat has 1 images: give images=data.ImageProcessor"):
-        example(*train)
+
+
+@pytest.mark.full
+def test_finetuning_on_images(directory, tmp_path):
+    """Chats with images are trained on, and gradients reach the encoder."""
+    asked = chats(tmp_path / "images", image=True)
+    train = ["finetune.py", directory, asked, "--chats", "--out", tmp_path / "run", *TRAINING, "--patches", 64]
+    text = example(*train)
+    assert "after, images of other chats" in text and f"w{IMAGE} w{IMAGE}" in text.partition("A held-out chat: ")[2]
+    want, tuned = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "run" / "model"))
+    seeing = [name for name in want if "vision" in name or "projector" in name]
+    assert any(not np.allclose(tuned[name], want[name], rtol=1e-5, atol=0) for name in seeing)

@@ -194,7 +194,7 @@ def main(folder: Path) -> None:
 
     part = folder.with_name(folder.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
-    paths = [part / f"{family.name}.md" for family in weights.families()]
+    paths = [part / f"{family.name}.md" for family in weights.families() if family.presets]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:  # jax traces on one core
         list(
             pool.map(make, [path for path in paths if not path.exists()])

@@ -21,15 +21,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import maxlib
     from maxlib import quantization, weights
-    from maxlib.weights._companions import GENERATION, copy_files, first_ids
-    from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
+    from maxlib.weights._companions import GENERATION, first_ids
 
     shard = size(args.shard)
     source = weights.model_directory(args.model)
     model = maxlib.from_pretrained(source, dtype=args.dtype)
     if args.quantize:
-        quantization.save(quantization.for_inference(model, args.quantize), args.directory)
-        copy_files(source, args.directory, (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION))
+        low = quantization.for_inference(model, args.quantize)
+        quantization.save(low, args.directory, like=source, overwrite=args.overwrite)
     else:
         maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, like=source, overwrite=args.overwrite)
     if not (source / GENERATION).exists():  # then config.json alone knows where texts end

@@ -30,8 +30,9 @@ def tokenize_chats(
     `"tools"` and `"documents"` of a document.
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
-    "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images, for which the placeholder
-    that the template writes is repeated. `pack` puts them into rows.
+    "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; in place of the
+    placeholder that the template writes for an image stand the ids that its processor writes. `pack` puts them into
+    rows.
 
     Args:
       documents: chats, such as those of `chats`.
@@ -115,8 +116,8 @@ def _with_images(
             raise ValueError(f"the chat has {len(found)} images: give images=data.ImageProcessor.from_directory(...)")
         return {"tokens": tokens, "targets": targets}
     cut = images.join([images(image) for image in found])
-    counts = np.prod(cut.grids, axis=1) // images.merge**2
-    tokens, targets = expand(tokens, targets, images.image_token, counts.tolist())
+    placeholders = [images.placeholders(grid) for grid in cut.grids.tolist()]
+    tokens, targets = expand(tokens, targets, images.image_token, placeholders)
     return {"tokens": tokens, "targets": targets, "images": cut}
 
 

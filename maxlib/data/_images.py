@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -25,7 +26,8 @@ class ImageProcessor:
     """Cuts images of any size into patches, as Hugging Face's processor of Qwen's models does.
 
     An image keeps its shape and gets sides that are multiples of `patch_size * merge`: the nearest ones, unless it then
-    has more or fewer pixels than allowed. Files need Pillow.
+    has more or fewer pixels than allowed. Pillow resizes images, as it does for transformers' processors where
+    torchvision is not installed; pixels are equal to theirs. torchvision rounds some bytes of resized images otherwise.
 
     Args:
         image_token: Id of the placeholder, which each square of `merge` x `merge` patches has one of.
@@ -47,9 +49,15 @@ class ImageProcessor:
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
+    prepares: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor",)  # what its class in transformers begins with
+    normalizes: ClassVar[bool] = True
+
     @classmethod
     def from_directory(cls, directory: str | os.PathLike) -> "ImageProcessor":
         """Reads what a Hugging Face directory says of images, in the files of its processor and in `config.json`.
+
+        Returns:
+            What prepares images as its model needs them: an `ImageProcessor`, or one of Pixtral or Gemma 4.
 
         Raises:
             FileNotFoundError: when it has no such file, as for a model of text.
@@ -59,10 +67,23 @@ class ImageProcessor:
         path = next((directory / name for name in _FILES if (directory / name).exists()), None)
         if path is None:
             raise FileNotFoundError(f"{directory} has none of {list(_FILES)}: its model reads no images")
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        fields = fields.get("image_processor", fields)
-        _check_fields(path, fields)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = found.get("image_processor", found)
+        kind = str(fields.get("image_processor_type"))
+        known = [ImageProcessor, PixtralImageProcessor, Gemma4ImageProcessor]
+        made = next((one for one in known if kind.startswith(one.prepares)), None)
+        if made is None:
+            raise ValueError(
+                f"{path}: images of any size are prepared by {', '.join(name for one in known for name in one.prepares)}, this "
+                f"model's by {kind}: make its Patches with its own processor"
+            )
+        _check_fields(path, fields, normalizes=made.normalizes)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return made._read(path, fields, config)
+
+    @classmethod
+    def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "ImageProcessor":
+        """Reads the fields of an image processor in `path`, and those of the model's config.json."""
         smallest, largest = (_pixels(path, fields, *names) for names in _SIZES)
         return cls(
             image_token=config["image_token_id"],
@@ -94,6 +115,10 @@ class ImageProcessor:
         values = np.asarray(self._resized(image), np.float32) / 255  # [H, W, 3]
         values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
         return vision.cut(values.transpose(2, 0, 1), self.patch_size, merge=self.merge, frames=self.frames)
+
+    def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
+        """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
+        return [self.image_token] * (math.prod(int(n) for n in grid) // self.merge**2)
 
     def join(self, images: Sequence["Patches"]) -> "Patches":
         """Joins the images of a document, `n patch_dim` and `i 3`; there may be none."""
@@ -146,6 +171,153 @@ class ImageProcessor:
         return near[0], near[1]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PixtralImageProcessor(ImageProcessor):
+    """Cuts images as Hugging Face's processor of Pixtral and of Mistral's models that see does.
+
+    An image whose longer side is longer than `longest_edge` is made smaller; then both sides are rounded up to
+    multiples of `patch_size * merge`. Behind each row of squares but the last stands `break_token`, behind the image
+    `end_token`. `min_pixels` and `max_pixels` are not used.
+
+    Args:
+        break_token: Id between the rows of an image.
+        end_token: Id behind an image.
+        longest_edge: Most pixels along a side, before rounding up.
+    """
+
+    break_token: int
+    end_token: int
+    longest_edge: int = 1540
+    patch_size: int = 14
+    frames: int = 1
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    prepares: ClassVar[tuple[str, ...]] = ("PixtralImageProcessor",)
+
+    @classmethod
+    def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "PixtralImageProcessor":
+        from maxlib.tokenization import load_tokenizer
+
+        # What places the tokens has a file of its own, beside that of the images or around it.
+        outer = path.parent / "processor_config.json"
+        own = json.loads(outer.read_text(encoding="utf-8")) if outer.exists() else {}
+        merge = config.get("spatial_merge_size", 2) if config["model_type"] == "mistral3" else 1
+        patch = config["vision_config"].get("patch_size", 16)
+        _check_same(outer, {"patch_size": patch, "spatial_merge_size": merge}, own)
+        edge = (fields.get("size") or {"longest_edge": 1024}).get("longest_edge")
+        if not isinstance(edge, int):
+            raise ValueError(f"{path}: size.longest_edge must be a number of pixels, got {fields.get('size')!r}")
+        tokenizer = load_tokenizer(path.parent)
+        ids = {}
+        for name in ("break", "end"):
+            text = own.get(f"image_{name}_token", f"[IMG_{name.upper()}]")
+            if (found := tokenizer.token_to_id(text)) is None:
+                raise ValueError(f"{path.parent}: the tokenizer must have {text}, which stands among an image's tokens")
+            ids[f"{name}_token"] = found
+        image = config.get("image_token_index", config.get("image_token_id"))
+        if not isinstance(image, int):
+            raise ValueError(f"{path.parent / 'config.json'}: image_token_index must be given, got {image!r}")
+        more: Any = {"mean": _triple(fields, "image_mean", cls.mean), "std": _triple(fields, "image_std", cls.std)}
+        return cls(image_token=image, patch_size=patch, merge=merge, longest_edge=edge, **ids, **more)
+
+    def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
+        """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
+        rows, columns = (int(n) // self.merge for n in grid[1:])
+        row = [self.image_token] * columns
+        return [*[*row, self.break_token] * (rows - 1), *row, self.end_token]
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the height and width that an image is resized to."""
+        ratio, side = max(height / self.longest_edge, width / self.longest_edge), self.patch_size * self.merge
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        if not (height and width):
+            raise ValueError(f"an image must be at most {self.longest_edge} times as long as wide")
+        return -(-height // side) * side, -(-width // side) * side
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4ImageProcessor(ImageProcessor):
+    """Cuts images as Hugging Face's processor of Gemma 4 does.
+
+    An image becomes as large as it can with at most `max_squares` squares of `merge` x `merge` patches, with sides that
+    are multiples of them, rounded down. Around its placeholders stand `begin_token` and `end_token`. `min_pixels` and
+    `max_pixels` are not used.
+
+    Args:
+        begin_token: Id before an image.
+        end_token: Id behind an image.
+        max_squares: Most squares, each with a placeholder.
+    """
+
+    begin_token: int
+    end_token: int
+    max_squares: int = 280
+    merge: int = 3
+    frames: int = 1
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)  # pixels stay from 0 to 1
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    prepares: ClassVar[tuple[str, ...]] = ("Gemma4ImageProcessor", "Gemma4UnifiedImageProcessor")
+    normalizes: ClassVar[bool] = False
+
+    @classmethod
+    def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "Gemma4ImageProcessor":
+        vision = config["vision_config"]
+        patch, pool = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
+        _check_same(path, {"patch_size": patch, "pooling_kernel_size": pool}, fields)
+        # The 12B model's patches are the squares of the others.
+        unified = config["model_type"] == "gemma4_unified"
+        usual = {"image_token_id": 258_880, "boi_token_id": 255_999, "eoi_token_id": 258_882}
+        image, begin, end = (config.get(name, value) for name, value in usual.items())
+        return cls(
+            image_token=image,
+            begin_token=begin,
+            end_token=end,
+            patch_size=patch * pool if unified else patch,
+            merge=1 if unified else pool,
+            max_squares=fields.get("max_soft_tokens", 280),
+        )
+
+    def __call__(self, image: Any) -> "Patches":
+        """Returns the patches of one image, `n patch_dim`, and its grid, `1 3`; see `ImageProcessor`."""
+        from maxlib.nn.vision import Patches
+
+        found, p = super().__call__(image), self.patch_size
+        # The colors of a pixel stand together: [n, C, a, b] -> [n, a, b, C]
+        pixels = np.asarray(found.pixels).reshape(-1, 3, p, p).transpose(0, 2, 3, 1)
+        return Patches(pixels.reshape(len(pixels), -1), found.grids)
+
+    def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
+        """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
+        return [self.begin_token, *super().placeholders(grid), self.end_token]
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the height and width that an image is resized to."""
+        side = self.patch_size * self.merge
+        by = math.sqrt(self.max_squares * side**2 / (height * width))
+        rows, columns = math.floor(by * height / side), math.floor(by * width / side)
+        if not rows:  # so long that not even one square fits across: a strip of one
+            rows, columns = 1, min(width // height, self.max_squares)
+        elif not columns:
+            rows, columns = min(height // width, self.max_squares), 1
+        return rows * side, columns * side
+
+
+def _triple(fields: Mapping[str, Any], name: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Reads a number for each color."""
+    red, green, blue = fields.get(name) or usual
+    return red, green, blue
+
+
+def _check_same(path: Path, wanted: Mapping[str, int], fields: Mapping[str, Any]) -> None:
+    """Raises ValueError if a processor's field is not what the model's config.json says."""
+    for name, value in wanted.items():
+        if fields.get(name) not in (None, value):
+            raise ValueError(f"{path}: {name} must be {value}, as the model's config.json says, got {fields[name]!r}")
+
+
 _SIZES = (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
 
 
@@ -157,16 +329,10 @@ def _pixels(path: Path, fields: Mapping[str, Any], name: str, old: str) -> int:
     return found
 
 
-def _check_fields(path: Path, fields: Mapping[str, Any]) -> None:
+def _check_fields(path: Path, fields: Mapping[str, Any], *, normalizes: bool) -> None:
     """Raises ValueError unless images are prepared as `ImageProcessor` does."""
-    kind = str(fields.get("image_processor_type"))
-    if not kind.startswith("Qwen2VLImageProcessor"):
-        raise ValueError(
-            f"{path}: images of any size are prepared by Qwen2VLImageProcessor, this model's by {kind}: make its Patches "
-            "with its own processor"
-        )
-    expected = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
-    expected |= {"resample": _BICUBIC, "rescale_factor": 1 / 255}
+    expected = dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), True)
+    expected |= {"do_normalize": normalizes, "resample": _BICUBIC, "rescale_factor": 1 / 255}
     for name, value in expected.items():
         if fields.get(name) not in (None, value):
             raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
@@ -203,25 +369,28 @@ def _image(part: Mapping[str, Any]) -> Any:
 
 
 def expand(
-    tokens: np.ndarray, targets: np.ndarray, image_token: int, counts: Sequence[int]
+    tokens: np.ndarray, targets: np.ndarray, image_token: int, placeholders: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Repeats each placeholder as often as its image has squares of patches; no placeholder is a target.
+    """Writes the ids that stand for an image in place of its placeholder; none of them is a target.
 
     Args:
         tokens: Ids with one placeholder for each image.
         targets: What is to be predicted from each token.
         image_token: Id of the placeholder.
-        counts: Squares of each image.
+        placeholders: The ids that stand for each image.
 
     Raises:
         ValueError: when there are not as many placeholders as images.
     """
     at = np.flatnonzero(tokens == image_token)
-    if len(at) != len(counts):
-        raise ValueError(f"the template wrote {len(at)} image placeholders for {len(counts)} images")
+    if len(at) != len(placeholders):
+        raise ValueError(f"the template wrote {len(at)} image placeholders for {len(placeholders)} images")
     times = np.ones(len(tokens), np.int64)
-    times[at] = counts
-    out = np.full(times.sum(), -1, np.int32)
-    out[np.cumsum(times) - 1] = targets  # the last of a placeholder predicts what comes after the image
+    times[at] = [len(ids) for ids in placeholders]
+    written, ends = np.repeat(tokens, times), np.cumsum(times)
+    for ids, end in zip(placeholders, ends[at], strict=True):
+        written[end - len(ids) : end] = ids
+    out = np.full(len(written), -1, np.int32)
+    out[ends - 1] = targets  # the last id of an image predicts what comes after it
     out[out == image_token] = -1
-    return np.repeat(tokens, times), out
+    return written, out

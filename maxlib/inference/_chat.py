@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from maxlib import quantization
 from maxlib._utils.deprecation import deprecated
 from maxlib._utils.files import read_json_object
 from maxlib.inference._generate import Generator
@@ -14,6 +15,7 @@ from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._text import stream_text
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import from_pretrained, model_directory
+from maxlib.weights._files import QUANTIZED
 
 
 def stop_tokens(directory: str | Path) -> list[int]:
@@ -44,6 +46,12 @@ def _end_of_text(path: Path) -> Any:
         raise ValueError(f"{path}: text_config must be a JSON object, got {inner!r:.100}")
     own = fields.get("eos_token_id")  # null says nothing, too
     return inner.get("eos_token_id") if own is None else own
+
+
+def read_model(directory: Path) -> Any:
+    """Returns the model of a directory, whose weights may be quantized (`quantization.save`)."""
+    quantized = (directory / QUANTIZED).exists()
+    return quantization.load(directory) if quantized else from_pretrained(directory)
 
 
 class Chat:
@@ -79,7 +87,7 @@ class Chat:
         """Loads a model with its tokenizer, its template, and the ids that end a turn.
 
         Args:
-            name: A Hugging Face directory, or a name on the hub.
+            name: A Hugging Face directory, or a name on the hub; also a directory that `quantization.save` wrote.
             dtype: Dtype of the computation.
             sampler: Draws tokens; greedy by default.
         """
@@ -88,7 +96,7 @@ class Chat:
             template = ChatTemplate.from_directory(directory)
         except FileNotFoundError:
             template = None
-        generator = Generator(from_pretrained(directory), dtype=dtype)
+        generator = Generator(read_model(directory), dtype=dtype)
         ends = stop_tokens(directory)
         return cls(generator, load_tokenizer(directory), template, stop_token_ids=ends, sampler=sampler)
 

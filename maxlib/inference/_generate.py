@@ -34,7 +34,12 @@ class Generator:
     """
 
     def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None, seed: int = 0):
-        self.model = _cast_matrices(nn.unstack(model), dtype)
+        if isinstance(model, nn.mtp.Drafter):
+            raise ValueError(
+                f"{type(model).__name__} drafts for another model and writes no text itself: make the Generator of that one, "
+                "and give this as drafter= to inference.speculate"
+            )
+        self.model = cast_matrices(nn.unstack(model), dtype)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -233,7 +238,7 @@ def _draw(model, hidden, keys, step, sampler: Callable):
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
-def _cast_matrices(model: Any, dtype: Any) -> Any:
+def cast_matrices(model: Any, dtype: Any) -> Any:
     """Casts weights of matmuls, unless quantized; norm scales and biases keep their dtype, so they act as in
     training.
     """

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 from rich.progress import track
 
-from maxlib.inference._chat import stop_tokens
+from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._scoring import Score, continue_until, score
 from maxlib.tokenization import ChatTemplate, load_tokenizer
-from maxlib.weights import from_pretrained, model_directory
+from maxlib.weights import model_directory
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -96,7 +96,7 @@ class Harness(_TemplateLM):
         with contextlib.suppress(FileNotFoundError):
             options = {"template": ChatTemplate.from_directory(directory)} | options
         options = {"eos": next(iter(stop_tokens(directory)), None)} | options
-        return cls(from_pretrained(directory), load_tokenizer(directory), **options)
+        return cls(read_model(directory), load_tokenizer(directory), **options)
 
     def evaluate(self, tasks: Sequence[Any], **options: Any) -> dict[str, float]:
         """Runs tasks, and returns numbers by name: `task/metric`, with `/filter` where the task has filters.

@@ -1,10 +1,12 @@
 """Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with drafts of the model's own MTP module (DeepSeek
-V3, arXiv:2412.19437).
+V3, arXiv:2412.19437), or of a drafter that reads the model's last keys (Gemma 4).
+
+Shapes: B rows, T tokens of the longest prompt with padding, N drafts.
 """
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -15,7 +17,9 @@ from jaxtyping import Array, Bool, Int
 from maxlib import nn
 from maxlib.inference._generate import (
     Generator,
+    Images,
     Prompts,
+    cast_matrices,
     check_inputs,
     check_length,
     check_room,
@@ -42,12 +46,12 @@ class Speculated:
 
 @nn.pytree
 class _State:
-    """State between two passes: `token` is decided but not cached yet, `draft` is the guess at the token after it."""
+    """State between two passes: `token` is decided but not cached yet, `drafts` are guesses at the tokens after it."""
 
     cache: nn.Cache
-    draft_cache: nn.Cache
+    draft_cache: nn.Cache | None  # None with a drafter, which has no keys of its own
     token: Int[Array, " B"]
-    draft: Int[Array, " B"]
+    drafts: Int[Array, "B N"]
 
 
 def speculate(
@@ -55,17 +59,25 @@ def speculate(
     prompts: Prompts,
     *,
     max_new_tokens: int,
+    drafter: Any = None,
+    num_drafts: int = 4,
+    images: Images | None = None,
     stop_token_ids: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
     """Generates the same tokens as `generator.generate` does greedily, with its caches, in fewer forward passes.
 
-    Each pass also checks one draft of the model's first MTP module (Leviathan et al. 2023, arXiv:2211.17192).
+    Each pass also checks drafts (Leviathan et al. 2023, arXiv:2211.17192): one of the model's first MTP module, or
+    `num_drafts` of a drafter. A window's ring of keys has a slot more for each, so that refused ones can be taken back.
 
     Args:
-        generator: A generator whose model drafts (DeepSeek: read it with `num_mtp=1`).
+        generator: A generator whose model drafts (DeepSeek: read it with `num_mtp=1`), or the drafter's target.
         prompts: Token ids of each prompt.
         max_new_tokens: Most new tokens per prompt.
+        drafter: A model that drafts for this one (`nn.mtp.Drafter`), such as a
+            `models.gemma4_assistant.Gemma4Assistant`; None takes the model's own module.
+        num_drafts: Drafts of the drafter in each pass.
+        images: With a drafter, images as `generator.stream` takes them.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         capacity: Tokens that a row of the cache holds, by default as many as needed.
 
@@ -73,30 +85,33 @@ def speculate(
         The texts, and how well the drafts did.
 
     Raises:
-        ValueError: when the model does not draft, or has caches that cannot be rewound, from which a rejected draft
-            could not be removed, when a prompt has placeholders of images, or when prompt and new tokens are more than
-            the model was made for.
+        ValueError: when the model does not draft, when the drafter is for another one, when a cache cannot be rewound,
+            from which a rejected draft could not be removed, when images do not fit the prompts or are given to a
+            model that drafts itself, or when prompt and new tokens are more than the model was made for.
     """
-    model, dtype, cache_dtype = generator.model, generator.dtype, generator.cache_dtype
+    model, dtype = generator.model, generator.dtype
     tokens, valid = right_padded(prompts, generator.vocab)
     stop = check_stop(stop_token_ids, generator.vocab)
     longest = max(map(len, prompts)) + max_new_tokens
     check_length(model, longest)
-    capacity = shared_capacity(longest + 1) if capacity is None else capacity
-    check_room(prompts, max_new_tokens + 1, capacity)  # a refused draft takes a place, too
-    capacity = max(capacity, tokens.shape[1])
-    _check_drafts(model, capacity, cache_dtype)
-    check_inputs(model, tokens, None)  # the module reads text only
-    state = _start(model, tokens, valid, capacity=capacity, dtype=dtype, cache_dtype=cache_dtype)
+    _check_source(model, drafter, num_drafts, images)
+    count = 1 if drafter is None else num_drafts
+    capacity = shared_capacity(longest + count) if capacity is None else capacity
+    check_room(prompts, max_new_tokens + count, capacity)  # refused drafts take places, too
+    made = _Made(max(capacity, tokens.shape[1]), count, dtype, generator.cache_dtype)
+    _check_caches(model, drafter, made)
+    seen = check_inputs(model, tokens, images)  # a module reads text only
+    drafter = None if drafter is None else cast_matrices(nn.unstack(drafter), dtype)
+    state = _start(model, drafter, tokens, valid, seen, made=made)
     rows = [_Row(max_new_tokens, stop) for _ in prompts]
-    steps, new, taken = 0, np.asarray(state.token)[:, None], np.zeros(len(rows), bool)
-    for row, found in zip(rows, new, strict=True):
-        row.add(found)
+    steps = 0
+    for row, first in zip(rows, np.asarray(state.token), strict=True):
+        row.add([first])
     while any(row.running for row in rows):
-        state, new, taken = _step(model, state, dtype=dtype)
+        state, new, taken = _step(model, drafter, state, made=made)
         steps += 1
         for row, found, took in zip(rows, np.asarray(new), np.asarray(taken), strict=True):
-            row.check(found, bool(took))
+            row.check(found, int(took))
     drafts, accepted = sum(row.drafts for row in rows), sum(row.accepted for row in rows)
     return Speculated([row.text for row in rows], accepted / max(drafts, 1), steps)
 
@@ -109,13 +124,13 @@ class _Row:
         self.text: list[int] = []
         self.running, self.drafts, self.accepted = True, 0, 0
 
-    def check(self, found: np.ndarray, took: bool) -> None:
-        """Adds the first token of a pass, and the one after the draft if that was accepted."""
+    def check(self, found: np.ndarray, took: int) -> None:
+        """Adds the first token of a pass, and those after the `took` drafts that were accepted."""
         if self.running:
-            self.drafts, self.accepted = self.drafts + 1, self.accepted + took
+            self.drafts, self.accepted = self.drafts + len(found) - 1, self.accepted + took
             self.add(found[: 1 + took])
 
-    def add(self, found: np.ndarray) -> None:
+    def add(self, found: Iterable[Any]) -> None:
         """Adds tokens until the row stops."""
         for token in map(int, found):
             if self.running:
@@ -123,37 +138,59 @@ class _Row:
             self.running = self.running and token not in self.stop and len(self.text) < self.limit
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
-def _start(model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], *, capacity, dtype, cache_dtype) -> _State:
-    """Runs the prompts, and returns the first token of each and a draft of the second."""
-    cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
-    out = model(tokens, valid=valid, cache=cache, dtype=dtype)
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """What a compiled program is made for: places of a cache, drafts in a pass, and dtypes."""
+
+    capacity: int
+    count: int
+    dtype: Any
+    cache_dtype: Any
+
+    def cache(self, init: Callable[..., nn.Cache], batch: int) -> nn.Cache:
+        """Returns an empty cache from which the drafts of a pass can be taken back."""
+        cache = init(batch, self.capacity, dtype=self.cache_dtype)
+        # A drafter sees one key more than a window has.
+        return dataclasses.replace(cache, layers=nn.cache.with_spare_slots(cache.layers, self.count + 1))
+
+
+@functools.partial(jax.jit, static_argnames="made")
+def _start(model, drafter, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], seen, *, made: _Made) -> _State:
+    """Runs the prompts, and returns the first token of each and drafts of the next ones."""
+    out = model(tokens, valid=valid, cache=made.cache(model.init_cache, len(tokens)), dtype=made.dtype, **seen)
     last = valid.sum(axis=1) - 1
     token = _best(model, _at(out.hidden, last))
+    if drafter is not None:
+        drafts = drafter.draft(model, _at(out.hidden, last), token, out.cache, count=made.count)
+        return _State(out.cache, None, token, drafts)
     # The draft module needs the next token at each place: the prompt moved left, and at its end the new token.
     after = jnp.roll(tokens, -1, axis=1)
     after = jnp.where(jnp.arange(tokens.shape[1])[None] == last[:, None], token[:, None], after)
-    drafts = model.init_draft_cache(tokens.shape[0], capacity, dtype=cache_dtype)
+    drafts = made.cache(model.init_draft_cache, len(tokens))
     hidden, drafts = model.draft(out.hidden, after, valid=valid, cache=drafts)
-    return _State(out.cache, drafts, token, _best(model, _at(hidden, last)))
+    return _State(out.cache, drafts, token, _best(model, _at(hidden, last))[:, None])
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="state")
-def _step(model, state: _State, *, dtype) -> tuple[_State, Int[Array, "B 2"], Bool[Array, " B"]]:
-    """Runs one pass over `state.token` and its draft.
+@functools.partial(jax.jit, static_argnames="made", donate_argnames="state")
+def _step(model, drafter, state: _State, *, made: _Made) -> tuple[_State, Int[Array, "B M"], Int[Array, " B"]]:
+    """Runs one pass over `state.token` and its drafts.
 
     Returns:
-        The new state, the tokens after both, and True where the draft was right.
+        The new state, the tokens after each, and how many drafts were right, from the first one on.
     """
-    out = model(jnp.stack([state.token, state.draft], axis=1), cache=state.cache, dtype=dtype)
+    inputs = jnp.concatenate([state.token[:, None], state.drafts], axis=1)  # [B, N + 1]
+    out = model(inputs, cache=state.cache, dtype=made.dtype)
     new = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
-    taken = new[:, 0] == state.draft
+    # A draft counts if all before it were right, too.
+    taken = jnp.cumprod(new[:, :-1] == state.drafts, axis=1).sum(axis=1)
     cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # later slots are overwritten
-    valid = jnp.stack([jnp.ones_like(taken), taken], axis=1)
+    token = jnp.take_along_axis(new, taken[:, None], axis=1)[:, 0]
+    if drafter is not None:
+        drafts = drafter.draft(model, _at(out.hidden, taken), token, cache, count=made.count)
+        return _State(cache, None, token, drafts), new, taken
+    valid = jnp.arange(new.shape[1])[None] <= taken[:, None]
     hidden, drafts = model.draft(out.hidden, new, valid=valid, cache=state.draft_cache)
-    last = taken.astype(jnp.int32)
-    token = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
-    return _State(cache, drafts, token, _best(model, _at(hidden, last))), new, taken
+    return _State(cache, drafts, token, _best(model, _at(hidden, taken))[:, None]), new, taken
 
 
 def _at(hidden, place):
@@ -166,20 +203,38 @@ def _best(model, hidden) -> Int[Array, " B"]:
     return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
 
 
-def _check_drafts(model: Any, capacity: int, dtype: Any) -> None:
-    """Raises ValueError if the model does not draft, or its caches cannot be rewound."""
-    if not isinstance(model, nn.mtp.SupportsDrafting):
-        raise ValueError(f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting")
+def _check_source(model: Any, drafter: Any, num_drafts: int, images: Any) -> None:
+    """Raises ValueError if nothing drafts for the model, or what does cannot."""
+    if drafter is None:
+        if not isinstance(model, nn.mtp.SupportsDrafting):
+            raise ValueError(
+                f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; give drafter= a "
+                "model that drafts for it"
+            )
+        if images is not None:
+            raise ValueError(f"{type(model).__name__} drafts from text only: use generator.generate for images")
+        return
+    if not isinstance(drafter, nn.mtp.Drafter):
+        raise ValueError(
+            f"drafter must have the methods of nn.mtp.Drafter, as a gemma4_assistant does, got {type(drafter).__name__}"
+        )
+    if num_drafts < 1:
+        raise ValueError(f"num_drafts must be at least 1, got {num_drafts}")
+    drafter.check_target(model)
+
+
+def _check_caches(model: Any, drafter: Any, made: _Made) -> None:
+    """Raises ValueError if a refused draft cannot be taken back."""
     if any(rope.needs_length for rope in getattr(model, "ropes", ())):
         raise ValueError(
             f"{type(model).__name__} rotates by the length of the text so far, which a draft that is refused makes wrong; "
             "use generator.generate"
         )
-    make = lambda: (model.init_cache(1, capacity, dtype=dtype), model.init_draft_cache(1, capacity, dtype=dtype))
-    caches = jax.eval_shape(make)
+    inits = [model.init_cache, *([model.init_draft_cache] if drafter is None else [])]
+    caches = [jax.eval_shape(functools.partial(made.cache, init, 1)) for init in inits]
     if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
         kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
         raise ValueError(
-            f"{type(model).__name__} has layers that keep only a window or a state ({', '.join(sorted(kept))}), from which "
-            "a refused draft cannot be taken back; use generator.generate"
+            f"{type(model).__name__} has layers that keep only a state ({', '.join(sorted(kept))}), from which a refused "
+            "draft cannot be taken back; use generator.generate"
         )

@@ -98,9 +98,13 @@ class Config(ModelConfig):
         super().__post_init__()
         if self.vision is not None:
             self.vision.check(self)
-        own = self.types[: self.num_layers - self.num_shared]
         if self.types[-1] != GLOBAL:
             raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Raises ValueError unless the layers that take keys find some of their type."""
+        own = self.types[: self.num_layers - self.num_shared]
         if not 0 <= self.num_shared < self.num_layers or {*own} != {*self.types}:
             got = f"{self.num_shared} of {self.types}"
             raise ValueError(
@@ -250,6 +254,14 @@ class Gemma4(nn.NativeVisionDecoder):
         super().check_images(tokens, images)
         if self.cfg.vision is not None:
             self.cfg.vision.check_inputs(tokens, images)
+
+    def last_keys(self, cache: nn.Cache) -> dict[str, nn.cache.Ordered]:
+        """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is
+        added to a token's index to find it among them.
+        """
+        own = self.cfg.types[: self.cfg.num_layers - self.cfg.num_shared]
+        last = {kind: self.layers.cache_of(i, cache.layers) for i, kind in enumerate(own)}
+        return {kind: one.in_order(cache.length) for kind, one in last.items()}
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
         """Returns a vector of each token for each layer, if the model has them."""

@@ -22,6 +22,7 @@ from maxlib.nn._context import Context, is_known
 from maxlib.nn._pytree import pytree, static
 
 Extended = tuple["AttentionCache", Array, Array, Array, Array]
+Ordered = tuple[Array, Array, Int[Array, " B"]]
 
 
 @pytree
@@ -96,6 +97,19 @@ def can_rewind(layers: Any) -> bool:
     return all(isinstance(one, LayerCache) and one.can_rewind for one in layer_caches(layers))
 
 
+def with_spare_slots(layers: Any, slots: int) -> Any:
+    """Returns empty caches whose rings have more slots, so that so many tokens can be taken back.
+
+    Args:
+        layers: Caches of layers, from `init_cache`.
+        slots: Number of slots to add to each ring.
+    """
+    # [..., W, K, H]; in front of W are rows, and layers that are stored together.
+    more = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 3) + [(0, slots), (0, 0), (0, 0)])
+    widen = lambda one: RingCache(more(one.k), more(one.v), slots) if isinstance(one, RingCache) else one
+    return jax.tree.map(widen, layers, is_leaf=lambda one: isinstance(one, RingCache))
+
+
 @pytree
 class KVCache(LayerCache):
     """Cache of keys and values with `capacity` slots; token `i` is stored in slot `i`.
@@ -127,36 +141,53 @@ class KVCache(LayerCache):
         new_k, new_v = _put_rows(self.k, k, ctx), _put_rows(self.v, v, ctx)
         return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
 
+    def in_order(self, length: Int[Array, " B"]) -> Ordered:
+        """Returns keys and values, and what is added to a token's index to find it among them."""
+        return self.k, self.v, jnp.zeros_like(length)
+
 
 @pytree
 class RingCache(LayerCache):
-    """Cache of the last W keys and values, with W = `mask.ring`; token `i` is stored in slot `i % W`.
+    """Cache of the last W keys and values, with W = `mask.ring + spare`; token `i` is stored in slot `i % W`.
 
     Attributes:
         k: Keys, `B W K Hk`.
         v: Values, `B W K Hv`.
+        spare: Slots beyond those that the mask needs, which is how many tokens may be taken back
+            (`with_spare_slots`).
     """
 
     kind: ClassVar[str | None] = "ring"
 
     k: Num[Array, "B W K Hk"]
     v: Num[Array, "B W K Hv"]
+    spare: int = static(default=0)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Returns True if there are spare slots."""
+        return self.spare > 0
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens, and returns the keys and values to attend to.
 
         For one token these are the ring itself, whose order does not matter: all W slots, or a run of them, are
-        attended to. For several they are the ring in order, followed by the new tokens.
+        attended to. For several, and with spare slots, they are the ring in order, followed by the new tokens.
         """
-        new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx))
-        if k.shape[1] == 1:
+        new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx), self.spare)
+        if k.shape[1] == 1 and not self.spare:
             return new, new.k, new.v, *self._slots(k_start, k_end)
         # Several tokens at once: the first of them still see entries that the last ones overwrite.
         # Token i is at W + i - length in the joined arrays, [B, W + T, K, H].
-        shift = (self.k.shape[1] - ctx.length)[:, None]
-        keys, values = (jnp.concatenate([self._in_order(old, ctx), x.astype(old.dtype)], axis=1)
-                        for old, x in ((self.k, k), (self.v, v)))  # fmt: skip
-        return new, keys, values, k_start + shift, k_end + shift
+        old_k, old_v, shift = self.in_order(ctx.length)
+        keys, values = (jnp.concatenate([old, x.astype(old.dtype)], axis=1) for old, x in ((old_k, k), (old_v, v)))
+        return new, keys, values, k_start + shift[:, None], k_end + shift[:, None]
+
+    def in_order(self, length: Int[Array, " B"]) -> Ordered:
+        """Returns keys and values from the oldest to the newest, which ends at `length`, and what is added to a token's
+        index to find it among them.
+        """
+        return self._from_oldest(self.k, length), self._from_oldest(self.v, length), self.k.shape[1] - length
 
     def _put(self, ring: Array, new: Array, ctx: Context) -> Array:
         """Writes the last W real new tokens into their slots."""
@@ -167,10 +198,10 @@ class RingCache(LayerCache):
         slot = jnp.where(last, (ctx.length[:, None] + t) % W, W)  # slot W does not exist: dropped
         return ring.at[jnp.arange(B)[:, None], slot].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
 
-    def _in_order(self, ring: Array, ctx: Context) -> Array:
-        """Returns the ring from its oldest entry to its newest, ending at `ctx.length`."""
+    def _from_oldest(self, ring: Array, length: Int[Array, " B"]) -> Array:
+        """Returns the ring from its oldest entry to its newest, ending at `length`."""
         W = ring.shape[1]
-        slot = (ctx.length[:, None] + jnp.arange(W)[None, :]) % W
+        slot = (length[:, None] + jnp.arange(W)[None, :]) % W
         return jnp.take_along_axis(ring, slot[:, :, None, None], axis=1)
 
     def _slots(self, k_start: Array, k_end: Array) -> tuple[Array, Array]:
@@ -213,6 +244,15 @@ class QuantizedCache(LayerCache):
         # [B, S, K, H] * [B, S, K, 1], in float32
         keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(whole, factors, strict=True))
         return QuantizedCache(values, scales), keys, vals, start, end
+
+    def in_order(self, length: Int[Array, " B"]) -> Ordered:
+        """Returns keys and values multiplied by their scales, in float32, and what is added to a token's index to find
+        it among them.
+        """
+        *whole, shift = self.values.in_order(length)
+        *factors, _ = self.scales.in_order(length)
+        keys, vals = (q.astype(jnp.float32) * s for q, s in zip(whole, factors, strict=True))
+        return keys, vals, shift
 
 
 @pytree

@@ -64,6 +64,29 @@ class SupportsDrafting(Model, Protocol):
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache: ...
 
 
+@runtime_checkable
+class Drafter(Protocol):
+    """Protocol of models that draft several tokens for another model, their target, from what that has computed."""
+
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError for a model that this one does not draft for."""
+        ...
+
+    def draft(
+        self, target: Any, hidden: Float[Array, "B 1 D"], token: Int[Array, " B"], cache: Cache, *, count: int
+    ) -> Int[Array, "B N"]:
+        """Returns `count` drafts of the tokens after `token`.
+
+        Args:
+            target: The model that is drafted for.
+            hidden: Its output at the last token of `cache`.
+            token: The token after that.
+            cache: The target's cache.
+            count: Number N of drafts.
+        """
+        ...
+
+
 class MTP(nnx.Module):
     """Module that predicts one token further: `norm(block(project([embed_norm(next token), hidden_norm(hidden)])))`.
 

@@ -272,6 +272,14 @@ class Stack(StackedLayers):
             found.append(caches if group.repeats is None else [repeat(cache, group.repeats) for cache in caches])
         return tuple(found)
 
+    def cache_of(self, i: int, caches: Any) -> Any:
+        """Returns layer `i`'s cache among those of `init_cache`."""
+        path, repeat = self.where(i)
+        kind, slot = path.split(".")
+        found = caches[list(self.layer_groups).index(kind)][int(slot)]
+        # [repeats, B, ...] -> [B, ...]
+        return found if repeat is None else jax.tree.map(lambda a: a[repeat], found)
+
     def regrouped(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
         """Returns a stack of its own with the same layers in another grouping; those stored together must be alike."""
         layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)

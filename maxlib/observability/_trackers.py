@@ -1,7 +1,9 @@
 """Writers for trackers: Weights & Biases, trackio, MLflow and TensorBoard. Each package is an extra."""
 
 import importlib
+import importlib.util
 import json
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +31,7 @@ class _Tracker:
         self._config = {key: _plain(value) for key, value in (config or {}).items()}
         self._run: Any = None
         self._kept: str | None = None
+        _require(self.name)  # an error now, not after the first step
 
     def resume(self, step: int) -> None:
         """Does nothing: trackers keep what they have."""
@@ -37,7 +40,7 @@ class _Tracker:
         if jax.process_index() > 0 or not values:
             return
         if self._run is None:
-            self._run = self._start(_package(self.name), self._id())
+            self._run = self._start(importlib.import_module(self.name), self._id())
         self._log(step, _numbers(values))
 
     def close(self) -> None:
@@ -183,11 +186,10 @@ class MLflow(_Tracker):
         self._client.set_terminated(self._run)
 
 
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f'{name} must be installed to log there: pip install "maxlib[{name}]"') from error
+def _require(name: str) -> None:
+    """Raises ImportError where a package is not installed; it is imported later."""
+    if name not in sys.modules and importlib.util.find_spec(name) is None:
+        raise ImportError(f"{name} must be installed to log there: pip install {name}")
 
 
 class TensorBoard:

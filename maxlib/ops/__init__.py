@@ -27,6 +27,7 @@ from maxlib.ops._cross_entropy import linear_gather_log_probs as linear_gather_l
 from maxlib.ops._cross_entropy import linear_log_probs as linear_log_probs
 from maxlib.ops._cross_entropy import linear_top_k as linear_top_k
 from maxlib.ops._cross_entropy import top_k_divergence as top_k_divergence
+from maxlib.ops._gated_delta import explain_gated_delta_rule as explain_gated_delta_rule
 from maxlib.ops._gated_delta import gated_delta_rule as gated_delta_rule
 from maxlib.ops._glu import ClampedSwiGLU as ClampedSwiGLU
 from maxlib.ops._glu import geglu as geglu

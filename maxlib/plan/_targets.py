@@ -138,8 +138,7 @@ def devices_of(target: Target) -> list[Any]:
         return _gpu_devices(target)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            f'{target.name}: a plan for TPUs needs libtpu, but no TPU: pip install "maxlib[tpu]", in a copy of the repository '
-            'pip install -e ".[tpu]"; it exists for x86 Linux'
+            f"{target.name}: compiling or estimating for TPUs needs libtpu (Linux, x86), but no TPU; install it: pip install libtpu"
         )
     from jax.experimental import topologies
 

@@ -3,6 +3,7 @@ weight.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,23 @@ from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
 from maxlib.weights import _buckets as buckets
-from maxlib.weights._files import Header, find_tensors, shard, write_file, write_index
+from maxlib.weights._companions import write_companions
+from maxlib.weights._files import QUANTIZED, Header, find_tensors, shard, write_file, write_index
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
 
-MANIFEST = "quantization.json"
+MANIFEST = QUANTIZED
 _VERSION = 1
 
 
-def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
+def save(
+    model: Any,
+    directory: str | Path,
+    *,
+    like: str | Path | None = None,
+    tokenizer: Any = None,
+    generation: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
     """Writes a model from `for_inference` as it is in memory; the directory appears only when it is complete.
 
     Runs on one host.
@@ -35,6 +45,11 @@ def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
     Args:
         model: A model with quantized weights.
         directory: Where to write it; also "s3://bucket/model" or "gs://bucket/model".
+        like: Directory of the model that this one was made of, or its name on the hub: tokenizer, chat template,
+            processors, generation_config.json and the ids in its config.json are taken from it, as `save_pretrained`
+            does. Without it and `generation`, nothing written says which id ends a text.
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one, in place of that of `like`.
+        generation: Entries of generation_config.json (`{"eos_token_id": 1}`), beside or in place of those of `like`.
         overwrite: True replaces what is there.
 
     Raises:
@@ -42,8 +57,10 @@ def save(model: Any, directory: str | Path, *, overwrite: bool = False) -> None:
     """
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
     headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
+    source = None if like is None else weights.model_directory(like)
     with whole_directory(directory, overwrite=overwrite) as part:
-        write_json(part / "config.json", model.cfg.to_hf())
+        ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
+        write_json(part / "config.json", model.cfg.to_hf() | ids)
         write_json(part / MANIFEST, _manifest(model))
         files = shard(headers, MAX_SHARD_BYTES)
         for name, members in files.items():

@@ -19,6 +19,7 @@ ARRAY_AXES: dict[str, str] = {
     "expert": "experts, in the matrices of a mixture",
     "expert_embed": "width of the residual stream, in an expert's matrix",
     "router": "experts, as a router scores them",
+    "cluster": "clusters of tokens, as a head scores them",
     "norm": "width of a scale or a bias of the residual stream",
     "position": "places of a table of learned positions",
     "per_layer": "small vectors of a token, one after the other for every layer",

@@ -279,12 +279,8 @@ def _backward(work, flow, grad_in, t):
     """Runs a chunk backward on every stage; `grad_in` is the gradient of the loss, for the last chunk."""
     plan, schedule = work.plan, work.plan.schedule
     turn, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
-    lost = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
-    along = lambda a: lost.reshape(-1, *[1] * (a.ndim - 1))
-    # A roll by -1 brings gradients to the stage before (from stage 0 to the last one, where V > 1); the last chunk
-    # takes the gradient of the loss instead.
-    join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
-    grad_in = placed(jax.tree.map(join, flow.returned, grad_in), plan)
+    is_last = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
+    grad_in = placed(_arriving(flow.returned, grad_in, is_last), plan)
     # Each stage looks up its own slot: [stages, kept, size, rows, ...] -> [stages, size, rows, ...]
     kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
     ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
@@ -294,6 +290,16 @@ def _backward(work, flow, grad_in, t):
     grad_in = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.grad_in, returned)
     total = _placed_parts(placed(total, plan), 1, plan)
     return flow._replace(layers=total, returned=placed(returned, plan), grad_in=placed(grad_in, plan))
+
+
+def _arriving(returned: Tree, of_loss: Tree, is_last: jax.Array) -> Tree:
+    """Returns what each stage goes backward with, `[stages, rows, ...]`: the gradient of its successor's input, or in
+    the last chunk that of the loss.
+    """
+    along = lambda a: is_last.reshape(-1, *[1] * (a.ndim - 1))
+    # A roll by -1 brings gradients to the stage before (from stage 0 to the last one, where V > 1).
+    join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
+    return jax.tree.map(join, returned, of_loss)
 
 
 def _empty(work) -> _Flow:

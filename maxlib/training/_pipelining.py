@@ -37,58 +37,100 @@ class OneFOneB:
         """Returns the gradient of the mean loss, that mean, and the statistics of the batch."""
         goal, options = split_options(self.loss)
         dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
-        if not isinstance(rest, nn.stack.SupportsPipelining) or not len(rest.layers.body):
-            raise TypeError(
-                "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
-                f"layers repeat; got {type(rest).__name__}"
-            )
-        if getattr(rest, "layers_take_tokens", False):
-            raise ValueError(
-                f"the layers of {type(rest).__name__} take token ids or inputs of their own, which do not travel through "
-                "the stages of a pipeline: take rules without a Pipeline"
-            )
+        _check_model(rest)
         goal.check_names(batch)
         _check_rows(batch)
-        # Trained layers inside the pipeline, and all other parameters: embedding, first and last layers, norm, head.
-        inside = nn.tree.path_of(rest, rest.layers.body) + "."
-        body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
-        outer = {path: w for path, w in trainable.items() if not path.startswith(inside)}
+        body, outer, inside = _split(trainable, rest)
         from_hidden = lambda model, hidden, batch: goal.from_hidden(model, hidden, batch, **options)
+        parts = _Parts(rest, batch, from_hidden, dtype, remat)
 
-        def before(outer):
-            model = nn.combine(outer, rest)
-            x, ctx = model.enter(model.embed_tokens(batch["tokens"], dtype), **_inputs(batch))
-            x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=remat)
-            x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=remat)
-            targets = _targets_by_row(from_hidden, model, x.x if isinstance(x, nn.stack.WithShared) else x, batch)
-            return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
-
-        def stage(layers, fixed, active, x, data):
-            ctx, targets, _ = data
-            x, _, aux = nn.stack.scan_group(nn.combine(layers, fixed), x, ctx, active=active)
-            return x, jnp.sum(targets) * _own(aux), aux
-
-        def after(outer, x, data):
-            model, (ctx, targets, batch) = nn.combine(outer, rest), data
-            x, _, aux = nn.stack.run_group(model.layers.suffix, x, ctx, remat=remat)
-            loss, stats = from_hidden(model, model.leave(x, ctx), batch)
-            # The one counts microbatches: what layers report is their mean.
-            return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient((stats, aux, jnp.ones(())))
-
-        (x, more), pull, (ctx, targets, first) = jax.vjp(before, outer, has_aux=True)
+        (x, more), pull, (ctx, targets, first) = jax.vjp(parts.before, outer, has_aux=True)
         sums_over_rows = goal.sums_over_rows and not _reports(nn.combine(trainable, rest).layers, x, ctx)
         (loss, (stats, last, microbatches), aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
-            stage, after, body, rest.layers.body, outer, x, (ctx, targets, batch), sums_over_rows=sums_over_rows
+            parts.stage,
+            parts.after,
+            body,
+            rest.layers.body,
+            outer,
+            x,
+            (ctx, targets, batch),
+            sums_over_rows=sums_over_rows,
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
         d_outer = jax.tree.map(jnp.add, _head_gradients(d_outer, rest), d_before)
         grads = {inside + path: g for path, g in d_body.items()} | d_outer
         count = divisor(stats.num_targets)
+        mean = lambda g, p: (g / count).astype(p.dtype)  # sums are float32
         reports = first | {"body": aux, "suffix": jax.tree.map(lambda a: a / microbatches, last)}
         groups = rest.layers.layer_groups
         aux = in_layer_order(groups.values(), [reports[name] for name in groups])
-        mean = lambda g, p: (g / count).astype(p.dtype)  # sums are float32
         return jax.tree.map(mean, grads, trainable), (loss + more) / count, with_reports(stats, aux)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What a model computes before its pipeline, in a stage, and after it.
+
+    Attributes:
+      rest: the model without the trained arrays.
+      batch: the whole batch, which `before` sees; `after` gets a microbatch.
+      from_hidden: `(model, hidden, batch) -> (loss, Stats)`.
+      dtype: of the arithmetic.
+      remat: policy of the layers before and after the pipeline.
+    """
+
+    rest: Any
+    batch: Batch
+    from_hidden: Callable[..., tuple[Array, Stats]]
+    dtype: Any
+    remat: Any
+
+    def before(self, outer: dict[str, Any]) -> Any:
+        """Embeds, and runs the layers before the pipeline; adds up the losses that these report."""
+        model, batch = nn.combine(outer, self.rest), self.batch
+        x, ctx = model.enter(model.embed_tokens(batch["tokens"], self.dtype), **_inputs(batch))
+        x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=self.remat)
+        x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=self.remat)
+        targets = _targets_by_row(self.from_hidden, model, x.x if isinstance(x, nn.stack.WithShared) else x, batch)
+        return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
+
+    def stage(self, layers: dict[str, Any], fixed: Any, active: Any, x: Any, data: Any) -> Any:
+        """Runs layers of the pipeline, of which `layers` are trained and `fixed` are not."""
+        ctx, targets, _ = data
+        x, _, aux = nn.stack.scan_group(nn.combine(layers, fixed), x, ctx, active=active)
+        return x, jnp.sum(targets) * _own(aux), aux
+
+    def after(self, outer: dict[str, Any], x: Any, data: Any) -> Any:
+        """Runs the layers after the pipeline, and computes the loss of a microbatch."""
+        model, (ctx, targets, batch) = nn.combine(outer, self.rest), data
+        x, _, aux = nn.stack.run_group(model.layers.suffix, x, ctx, remat=self.remat)
+        loss, stats = self.from_hidden(model, model.leave(x, ctx), batch)
+        # The one counts microbatches: what layers report is their mean.
+        return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient((stats, aux, jnp.ones(())))
+
+
+def _check_model(model: Any) -> None:
+    """Raises an error for a model whose layers cannot be a pipeline's."""
+    if not isinstance(model, nn.stack.SupportsPipelining) or not len(model.layers.body):
+        raise TypeError(
+            "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
+            f"layers repeat; got {type(model).__name__}"
+        )
+    if getattr(model, "layers_take_tokens", False):
+        raise ValueError(
+            f"the layers of {type(model).__name__} take token ids or inputs of their own, which do not travel through "
+            "the stages of a pipeline: take rules without a Pipeline"
+        )
+
+
+def _split(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Returns the trained layers inside the pipeline, all other parameters (embedding, first and last layers, norm,
+    head), and the prefix of the former's paths.
+    """
+    inside = nn.tree.path_of(rest, rest.layers.body) + "."
+    body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
+    outer = {path: w for path, w in trainable.items() if not path.startswith(inside)}
+    return body, outer, inside
 
 
 def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:

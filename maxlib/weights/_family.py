@@ -21,6 +21,7 @@ from flax import nnx
 from maxlib import distributed, nn, sharding
 from maxlib.weights._card import ModelCard, write_card
 from maxlib.weights._companions import write_companions
+from maxlib.weights._files import QUANTIZED
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import model_directory
 from maxlib.weights._loading import load
@@ -171,6 +172,11 @@ def from_pretrained(
         TypeError: For an argument that is no field of the configuration.
     """
     directory = model_directory(name, revision=revision, token=token)
+    if (directory / QUANTIZED).exists():
+        raise ValueError(
+            f"{directory} holds quantized weights ({QUANTIZED}): read it with maxlib.quantization.load, or give the directory "
+            "that it was made of"
+        )
     family, cfg = read_model(directory, family=family)
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)

@@ -38,6 +38,7 @@ DTYPES: dict[str, Any] = {
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 PROCESSOR_FILES = ("chat_template*", "*preprocessor_config.json", "processor_config.json")
+QUANTIZED = "quantization.json"  # beside weights that `maxlib.quantization` wrote
 # What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
 OWN_FILES = (
     "README.md",
@@ -45,7 +46,7 @@ OWN_FILES = (
     "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
-    "quantization.json",
+    QUANTIZED,
     "adapter_config.json",
     *TOKENIZER_FILES,
     *PROCESSOR_FILES,

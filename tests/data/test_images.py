@@ -1,6 +1,9 @@
 """Images of chats: patches like transformers', placeholders like its processor's, rows that keep both together."""
 
+import importlib
 import json
+import sys
+import types
 
 import grain
 import jax
@@ -8,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from maxlib import data, tokenization, training
-from maxlib.models import qwen3_vl
+from maxlib import data, nn, tokenization, training
+from maxlib.models import gemma4, mistral, qwen3_vl
 from maxlib.tokenization import ChatTemplate
 
 TEMPLATE = (
@@ -85,12 +89,109 @@ def test_patches_are_those_of_transformers(size, tmp_path):
     assert got.pixels.shape[1] == ours.patch_dim and ours.image_token == 7
 
 
+PLACES = "image", "image_break", "image_end"
+WORDS = {"[IMG]": 60, "[IMG_BREAK]": 58, "[IMG_END]": 59}
+SHAPES = [(64, 96), (45, 70), (7, 9), (301, 40), (200, 300), (31, 400), (1, 90)]
+
+
+def directory(path, settings: dict, config: dict):
+    """A directory with a tokenizer of one word per id."""
+    words = {f"w{i}": i for i in range(64) if i not in WORDS.values()} | WORDS
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens([*WORDS])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    for name, fields in (settings | {"config.json": config}).items():
+        (path / name).write_text(json.dumps(fields))
+    return path
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+@pytest.mark.parametrize("nested", [False, True])
+def test_pixtral_is_transformers_own(tmp_path, monkeypatch, merge, nested):
+    """Pixels, sizes and the tokens of an image, with settings as transformers 4 and 5 write them."""
+    pytest.importorskip("torch")
+    module = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
+    images = {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 96}}
+    named = images | {"image_processor_type": "PixtralImageProcessor"}
+    places = {"patch_size": 8, "spatial_merge_size": merge}
+    apart = {"preprocessor_config.json": named, "processor_config.json": places}
+    settings = {"processor_config.json": places | {"image_processor": named}} if nested else apart
+    config = {"model_type": "mistral3", "image_token_index": 60, "spatial_merge_size": merge}
+    config |= {"vision_config": {"patch_size": 8}}
+    ours = data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
+    given = [rgb(*size, seed=i) for i, size in enumerate(SHAPES)]
+    make = module.PixtralImageProcessorPil(**images | {"patch_size": 8 * merge})  # as the processor around it asks for
+    want = make(images=[image.transpose(2, 0, 1) for image in given], return_tensors="np")
+    got = [ours(image) for image in given]
+    cut = mistral.Vision(patch_size=8, merge=merge).patches(want["pixel_values"], want["image_sizes"])
+    joined = ours.join(got)
+    np.testing.assert_array_equal(joined.grids, np.asarray(cut.grids)[: len(given)])
+    np.testing.assert_allclose(joined.pixels, cut.pixels[: len(joined.pixels)], rtol=0, atol=1e-5)
+    # Its module takes a function of one that needs torchvision; this one has it, too.
+    monkeypatch.setitem(sys.modules, "transformers.models.pixtral.image_processing_pixtral", module)
+    processor = importlib.import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+    around = types.SimpleNamespace(
+        **places, **{f"{name}_token": word for name, word in zip(PLACES, WORDS, strict=True)}
+    )
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for i, one in enumerate(got):
+        text = processor.replace_image_token(around, want, i)
+        assert ours.placeholders(one.grids[0]) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_gemma4_is_transformers_own(tmp_path, kind):
+    """The 12B's patches are the squares of the other sizes'; its own processor needs torchvision."""
+    pytest.importorskip("torch")
+    module = pytest.importorskip("transformers.models.gemma4.image_processing_pil_gemma4")
+    unified = kind == "gemma4_unified"
+    name = "Gemma4UnifiedImageProcessor" if unified else "Gemma4ImageProcessor"
+    fields = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+    config = {"model_type": kind, "image_token_id": 60, "boi_token_id": 58, "eoi_token_id": 59}
+    config |= {"vision_config": {"patch_size": 4, "pooling_kernel_size": 3}}
+    settings = {"processor_config.json": {"image_processor": fields | {"image_processor_type": name}}}
+    ours = data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
+    shape = {"patch_size": 4, "pool": 3}
+    sees = gemma4.UnifiedVision(**shape) if unified else gemma4.Vision(**shape, dim=16, num_heads=2, head_dim=8)
+    for i, size in enumerate(SHAPES):
+        image = rgb(*size, seed=i)
+        want = module.Gemma4ImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")
+        got = ours(image)
+        cut = nn.vision.patches_by_position(want["pixel_values"], want["image_position_ids"], merge=3)
+        pixels, grid = np.asarray(cut.pixels)[: cut.grids[0].prod()], cut.grids
+        if unified:  # squares of patches, their pixels row by row
+            _, rows, columns = grid[0] // [1, 3, 3]
+            pixels = pixels.reshape(-1, 3, 3, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5).reshape(rows * columns, -1)
+            grid = np.array([[1, rows, columns]])
+        np.testing.assert_array_equal(got.grids, grid)
+        np.testing.assert_allclose(got.pixels, pixels, rtol=0, atol=1e-5)
+        assert got.pixels.shape[1] == sees.patch_dim and ours.merge == sees.merge
+        count = want["num_soft_tokens_per_image"][0]
+        assert ours.placeholders(got.grids[0]) == [58, *[60] * int(count), 59]
+
+
+def test_settings_that_do_not_fit_the_model_are_refused(tmp_path):
+    named = {"image_processor_type": "PixtralImageProcessor"}
+    config = {"model_type": "mistral3", "image_token_index": 60, "vision_config": {"patch_size": 14}}
+    read = lambda settings, config=config: data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
+    with pytest.raises(ValueError, match="spatial_merge_size must be 2, as the model's config.json says, got 1"):
+        read({"preprocessor_config.json": named, "processor_config.json": {"spatial_merge_size": 1}})
+    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which stands among"):
+        read({"preprocessor_config.json": named, "processor_config.json": {"image_break_token": "[BREAK]"}})
+    with pytest.raises(ValueError, match=r"size.longest_edge must be a number of pixels, got \{'height': 3\}"):
+        read({"preprocessor_config.json": named | {"size": {"height": 3}}, "processor_config.json": {}})
+    named = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 8}
+    with pytest.raises(ValueError, match="patch_size must be 16, as the model's config.json says, got 8"):
+        read({"preprocessor_config.json": named}, {"model_type": "gemma4", "vision_config": {}})
+
+
 def test_directories_of_other_processors_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="its model reads no images"):
         data.ImageProcessor.from_directory(tmp_path)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps({"image_processor_type": "SiglipImageProcessor"}))
-    with pytest.raises(ValueError, match="prepared by Qwen2VLImageProcessor, this model's by SiglipImageProcessor"):
+    with pytest.raises(ValueError, match="prepared by Qwen2VLImageProcessor, .*, this model's by SiglipImageProcessor"):
         data.ImageProcessor.from_directory(tmp_path)
     path.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "resample": 2}))
     with pytest.raises(ValueError, match="resample must be 3, got 2"):

@@ -48,6 +48,13 @@ def test_einsum_describes_every_dimension():
         nn.Einsum("...D,FD->...F", (4, 8), ("mlp",), rngs=nnx.Rngs(0))
 
 
+def test_einsum_refuses_another_width_also_where_the_weight_has_no_other_axis():
+    layer = nn.Einsum("...D,D->...", (8,), ("embed",), rngs=nnx.Rngs(0))
+    assert layer(X).shape == X.shape[:-1]
+    with pytest.raises(ValueError, match=r"the weight of '\.\.\.D,D->\.\.\.'"):
+        layer(X[..., :5])
+
+
 def test_a_misspelt_axis_is_named_where_the_layer_is_built():
     with pytest.raises(
         ValueError, match=r"Einsum\('...D,FD->...F'\): no axis is named 'embde'; did you mean 'embed'\?"

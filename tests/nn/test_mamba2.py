@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding
+from maxlib.sharding.strategies import SplitSequence
 
 DIM, SEQ = 16, 80
 SIZES = {"num_heads": 4, "head_dim": 6, "state_dim": 8}
@@ -143,3 +144,18 @@ def test_steps_stay_within_their_limits():
     dt = limited._step(limited.dt(jnp.asarray(X)))
     assert float(dt.min()) == 0.5 and float(dt.max()) == np.float32(0.6)
     assert np.abs(run(limited, X) - run(plain, X)).max() > 0.1
+
+
+def test_traffic_is_that_of_transitions_states_and_the_last_inputs():
+    """Of each device: N transitions and states [P, S] in float32, and three inputs of the convolution."""
+    split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=2, rows=3, tokens=20, width=2, passes=3)
+    inputs = 3 * (4 * 6 + 2 * 2 * 8)  # x of N heads; b and c of two groups
+    whole = 3 * 4 * (4 * 4 * (1 + 6 * 8) + 2 * inputs) / 2
+    assert layer("groups").traffic(split) == {"all-gather": 2 * whole, "reduce-scatter": whole}
+
+
+def test_a_convolution_sends_its_last_inputs():
+    split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=2, rows=3, tokens=20, width=2, passes=3)
+    width = layer("convolution").conv_width
+    whole = 3 * 4 * (width - 1) * DIM * 2
+    assert width > 2 and layer("convolution").traffic(split) == {"all-gather": 2 * whole, "reduce-scatter": whole}

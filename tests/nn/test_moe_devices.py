@@ -43,6 +43,7 @@ def test_eight_devices_equal_one(name):
 
 SPLIT_EXPERTS = {
     "one on each device": (dict(expert=8), sharding.EP, (1, MLP, DIM)),
+    "two on each device": (dict(expert=4, data=2), sharding.EP, (2, MLP, DIM)),
     "in parts": (dict(expert=2, fsdp=2, tensor=2), sharding.PRESETS["ep_tp"], (4, MLP // 2, DIM // 2)),
 }
 
@@ -50,7 +51,7 @@ SPLIT_EXPERTS = {
 @pytest.mark.parametrize(
     ("name", "capacity_factor"),
     [  # without one: below, too
-        ("one on each device", 8 / X),
+        ("two on each device", 8 / X),
         *(pytest.param(name, c, marks=pytest.mark.full) for name in SPLIT_EXPERTS for c in (None, 8 / X)),
     ],
 )

@@ -147,7 +147,7 @@ def test_an_implementation_that_is_wrong_is_found(monkeypatch):
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
     off = lambda *args, **kwargs: 1.01 * dispatch.by_name("reference").run(*args, **kwargs)[0]
     run = lambda q, k, v, *, mask_hint, **more: off(q, k, v, scale=q.shape[-1] ** -0.5, **more)
-    monkeypatch.setitem(worker.INTERPRETED, "cudnn", run)
+    monkeypatch.setitem(worker.INTERPRETED, ("attention", "cudnn"), run)
     rows = [row for row in worker.check("attention", "cudnn", [], 1) if "case" in row]
     assert [row["status"] for row in rows] == ["wrong"] and rows[0]["error"] == pytest.approx(0.01, rel=0.2)
 

@@ -11,7 +11,7 @@ import pytest
 from jax import export
 
 from maxlib import ops
-from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, groups, mosaic_gpu
+from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, config, groups, mosaic_gpu
 from maxlib.ops._grouped_matmul import dispatch
 from tests.ops.attention import emulator
 from tests.ops.hopper import gpu, no_gpu
@@ -34,7 +34,9 @@ def both(rows, weights, counts, d_out, weight_order="EOI"):
 
 @pytest.fixture
 def emulated(monkeypatch):
+    """Two processors, so that each has several tiles."""
     emulator.install(monkeypatch, by_rows, by_experts)
+    monkeypatch.setattr(by_rows, "processors", lambda: 2)
 
 
 @no_gpu
@@ -45,8 +47,18 @@ def test_the_kernels_code_equals_a_loop_over_experts(emulated, counts_of):
     rows, weights, d_out = arrays(M, I, O, 4)
     run = jax.jit(both)
     for counts in map(COUNTS.get, counts_of):
-        spoiled = rows.at[sum(counts) :].set(jnp.nan)  # rows of no expert need not be finite
-        close(run(spoiled, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
+        spoiled, d_spoiled = (x.at[sum(counts) :].set(jnp.nan) for x in (rows, d_out))  # those of no expert
+        close(run(spoiled, weights, jnp.array(counts), d_spoiled), loop(rows, weights, counts, d_out))
+
+
+@no_gpu
+@pytest.mark.full
+def test_what_is_not_finite_stays_with_its_expert(emulated):
+    rows, weights, d_out = arrays(M, I, O, 4)
+    first, counts = COUNTS["uneven"][0], COUNTS["uneven"]
+    got = jax.jit(both)(rows.at[first - 1].set(jnp.nan), weights, jnp.array(counts), d_out)
+    want = loop(rows, weights, counts, d_out)
+    close([x[first:] if i < 2 else x[1:] for i, x in enumerate(got)], [want[0][first:], want[1][first:], want[2][1:]])
 
 
 @no_gpu
@@ -81,19 +93,36 @@ def test_every_kernel_lowers(dtype):
     assert text.count("@mosaic_gpu_v2(") == 3
 
 
+@no_gpu
+@pytest.mark.full
+def test_wide_tiles(emulated, monkeypatch):
+    """Of 256 columns, of which the last ones have 128 or none at all."""
+    rows, weights, d_out = arrays(M, I, 384, 4)
+    monkeypatch.setattr(config, "row_tiles", lambda width, products: config.Tiles(columns=256, stages=3))
+    for name in ("uneven", "nothing"):
+        got = jax.jit(both)(rows, weights, jnp.array(COUNTS[name]), d_out)
+        close(got, loop(rows, weights, COUNTS[name], d_out))
+
+
+def test_tiles_are_wide_where_little_is_wasted():
+    assert config.row_tiles(4096, 1) == config.row_tiles(2880, 1) == config.Tiles(columns=256, stages=3)
+    assert config.row_tiles(4096, 2) == config.row_tiles(384, 1) == config.Tiles(columns=128, stages=4)
+
+
 TILES = jax.jit(groups.tiles, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_tiles_cover_every_row_of_an_expert_once(counts):
     owner = np.full(M, -1)
-    for expert, begin, first, last in np.asarray(TILES(np.array(counts), M, 128)):
+    table, (used,) = TILES(np.array(counts), M, 128)
+    for expert, begin, first, last in np.asarray(table)[:used]:
         assert begin % 8 == 0
-        assert begin <= first <= last <= begin + 128
+        assert begin <= first < last <= begin + 128
         assert (owner[first:last] == -1).all()
         owner[first:last] = expert
     np.testing.assert_array_equal(owner[: sum(counts)], np.repeat(np.arange(4), counts))
-    assert (owner[sum(counts) :] == -1).all()
+    assert (owner[sum(counts) :] == 4).all()  # rows of no expert have tiles of zeros
 
 
 @pytest.mark.parametrize(

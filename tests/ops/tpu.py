@@ -4,8 +4,9 @@ table.
     python -m tests.ops.tpu v5e [--json out.json]
 
 Needs libtpu (`pip install "maxlib[tpu]"`), and a process for each topology; `nox -s kernels_tpu` runs them all. Fails
-where a kernel does not compile, where memory does not grow in proportion to the sequence, or where decoding copies a
-cache of eight heads. (Fewer heads have another layout in memory than a matrix of all heads has, and are copied.)
+where a kernel does not compile, where memory does not grow in proportion to the sequence, where decoding copies a
+cache of eight heads, or where the kernels of the gated delta rule take more than its chunks in XLA, or a plan does not
+count them. (Fewer heads have another layout in memory than a matrix of all heads has, and are copied.)
 """
 
 import argparse
@@ -23,7 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from maxlib import ops
 from maxlib.kernels.attention.mosaic_tpu import config, mosaic_tpu
+from maxlib.ops._gated_delta import api
+from maxlib.plan._hlo import read_costs
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MIB = 2**20
@@ -43,6 +47,60 @@ DECODING = {
     "a short cache": (2, 1, 33, 8, 8, 64, 64, None),
     "one key head": (4, 1, 8192, 128, 1, 576, 512, None),
 }
+# about: B, T, K, N, Hk, Hv, dtype
+DELTA = {
+    "delta, 8k": (1, 8192, 16, 32, 128, 128, jnp.bfloat16),
+    "delta, 8k, float32": (1, 8192, 16, 32, 128, 128, jnp.float32),
+    "delta, odd sizes": (2, 1000, 2, 6, 96, 64, jnp.bfloat16),
+    "delta, many values to a key": (1, 1100, 1, 16, 128, 128, jnp.float32),
+    "delta, wide heads": (1, 300, 2, 2, 256, 256, jnp.float32),
+    "delta, few tokens": (2, 5, 2, 4, 128, 128, jnp.bfloat16),
+}
+COMPARED = ("delta, 8k",)  # with chunks in XLA
+
+
+def compile_delta(device, sizes: tuple, implementation: str, *, gradients: bool):
+    """The gated delta rule in one or both passes, compiled."""
+    (B, T, K, N, Hk, Hv, dtype), here = sizes, jax.sharding.SingleDeviceSharding(device)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct((B, *shape), dtype, sharding=here)
+    q, v, rates, state = array(dtype, T, K, Hk), array(dtype, T, N, Hv), array(jnp.float32, T, N), (N, Hk, Hv)
+
+    def run(d, starts, state, *x):
+        rule = lambda *x: ops.gated_delta_rule(
+            *x[:5], is_start=starts, initial_state=x[5], implementation=implementation
+        )
+        if not gradients:
+            return rule(*x, state)
+        out, vjp = jax.vjp(rule, *x, state)
+        return out, vjp((d, out[1]))
+
+    given = v, array(jnp.bool_, T), array(jnp.float32, *state), q, q, v, rates, rates
+    return jax.jit(run).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+
+
+def delta(device) -> list[str]:
+    """Prints the temporary memory of both implementations, in MiB; returns the cases that fail."""
+    api.current_device = lambda: ("tpu", device.device_kind)  # which is not here
+    print("\n| | pass | `chunked`, MiB | `mosaic_tpu`, MiB |\n|---|---|---|---|")
+    fails = []
+    for about, sizes in DELTA.items():
+        for gradients in (False, True) if about in COMPARED else (True,):
+            compiled = compile_delta(device, sizes, "mosaic_tpu", gradients=gradients)
+            found, other = memory_of(compiled), None
+            if about in COMPARED:
+                other = memory_of(compile_delta(device, sizes, "chunked", gradients=gradients))
+            B, T, _, N, Hk, Hv, _ = sizes
+            counted = read_costs(compiled.as_text(), {}).flops
+            if (other is not None and found > other) or counted < 2 * B * T * N * (2 * 64 * Hv + 3 * Hk * Hv):
+                fails.append(about)
+            cells = about, "both" if gradients else "forward", "" if other is None else f"{other:.0f}", f"{found:.0f}"
+            print(f"| {' | '.join(cells)} |", flush=True)
+    return fails
+
+
+def memory_of(compiled) -> float:
+    """MiB of temporary memory in HBM."""
+    return compiled.memory_analysis().temp_size_in_bytes / MIB
 
 
 def compile_one(device, sizes: tuple, *, gradients: bool, dtype=jnp.bfloat16) -> int:
@@ -89,6 +147,7 @@ def main() -> int:
     ]
     if temporary["32k"] > min(2.2 * temporary["16k"], 3 * arguments(BOTH_PASSES["32k"])):
         fails.append("32k")
+    fails += delta(device)
     if args.json:
         args.json.write_text(json.dumps({"device": device.device_kind, "temporary": temporary, "fails": fails}))
     if fails:

@@ -69,6 +69,7 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
     assert last["loss"] == metrics["loss"] and 1.0 < last["eval/loss"] < 6.0 and last["eval/num_targets"] == 3 * 8 * 12
     assert same(before, {path: v.get_value() for path, v in nn.variables(model).items()})
     assert not same(nn.partition(kept)[0], state.trainable)
+    assert (tmp_path / "goodput.jsonl").stat().st_size > 0
     rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4, 6]

@@ -10,7 +10,8 @@ NAMES = "expert_gate", "expert_up"
 def owners(rows_per_expert: Int[Array, " E"], num_rows: int) -> Int[Array, " M"]:
     """Returns the expert of each row; E for rows beyond the last expert's."""
     # The number of experts whose rows end at or before this row.
-    return jnp.searchsorted(jnp.cumsum(rows_per_expert), jnp.arange(num_rows), side="right")
+    # As comparisons with all of them, in one pass; a search would be a loop of small kernels on a GPU.
+    return jnp.searchsorted(jnp.cumsum(rows_per_expert), jnp.arange(num_rows), side="right", method="compare_all")
 
 
 def only_used(rows: Num[Array, "M D"], rows_per_expert: Int[Array, " E"]) -> Num[Array, "M D"]:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops import _attention, _grouped_matmul
+from maxlib.ops import _attention, _gated_delta, _grouped_matmul
 from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, Tokens, key_intervals
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 """Largest error of an array, as a share of its norm. Rounding to bfloat16 alone makes 0.002."""
+
+SMALL_ENOUGH = 4096  # tokens whose scores a definition can hold, or states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Attention:
         few = {"tokens": min(self.tokens, 200), "cache": min(self.cache, 150), "documents": min(self.documents, 2)}
         heads = {"heads": max(2, 2 * self.heads // self.kv_heads), "kv_heads": 2}
         return dataclasses.replace(self, window=window, **few, **heads)
+
+    @property
+    def truth(self) -> str:
+        """Names the implementation to compare with: where scores do not fit into memory, one that was compared."""
+        return "chunked" if self.tokens + self.cache > SMALL_ENOUGH else "reference"
 
     @property
     def mask(self) -> Mask:
@@ -100,6 +107,7 @@ class GroupedMatmul:
     width_out: int = 2048
 
     op = "grouped_matmul"
+    truth = "reference"
     gradients = True
 
     def small(self) -> "GroupedMatmul":
@@ -132,7 +140,68 @@ class GroupedMatmul:
         return once, 2 * once
 
 
-Case = Attention | GroupedMatmul
+@dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """One call of the gated delta rule in two parts, the second from the state that the first one leaves."""
+
+    tokens: int = 8192
+    batch: int = 1
+    key_heads: int = 8
+    heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    documents: int = 1
+
+    op = "gated_delta_rule"
+    gradients = True
+
+    def small(self) -> "GatedDelta":
+        """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
+        few = {"tokens": min(self.tokens, 150), "key_heads": 1, "heads": self.heads // self.key_heads}
+        return dataclasses.replace(self, **few, documents=min(self.documents, 2), batch=1, key_dim=32, value_dim=32)
+
+    @property
+    def truth(self) -> str:
+        """Names the implementation to compare with: where the definition's states do not fit, one that was compared."""
+        return "chunked" if self.tokens > SMALL_ENOUGH else "sequential"
+
+    def arrays(self, dtype: Any) -> dict[str, jax.Array]:
+        """Returns queries, keys, values, rates, and the output's cotangent."""
+        B, T, N = self.batch, self.tokens, self.heads
+        keys = jax.random.split(jax.random.key(0), 6)
+        draw = lambda i, *shape: jax.random.normal(keys[i], (B, T, *shape), dtype)
+        # States forget over some ten tokens in one head and some thousand in another.
+        rates = jnp.logspace(-4, -1, N) * jax.nn.softplus(jax.random.normal(keys[3], (B, T, N)))
+        return {
+            "q": draw(0, self.key_heads, self.key_dim),
+            "k": draw(1, self.key_heads, self.key_dim),
+            "v": draw(2, N, self.value_dim),
+            "log_decay": -rates,
+            "beta": jax.nn.sigmoid(jax.random.normal(keys[4], (B, T, N))),
+            "d": draw(5, N, self.value_dim),
+        }
+
+    def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
+        """Runs `run`, a function like `ops.gated_delta_rule`, on both parts."""
+        x, half = {name: a for name, a in given.items() if name != "d"}, self.tokens // 3
+        length = -(-self.tokens // self.documents)
+        index = jnp.arange(self.tokens)[None]
+        starts = jnp.broadcast_to((index % length == 0) & (index > 0), (self.batch, self.tokens))
+        part = lambda at: {name: a[:, at] for name, a in (x | {"is_start": starts}).items()}
+        # As prefill in two calls: the output and the gradients of the second depend on the state in between.
+        first, state = run(**part(slice(half)))
+        last, _ = run(**part(slice(half, None)), initial_state=state)
+        return jnp.concatenate([first, last], axis=1)
+
+    def flops(self) -> tuple[float, float]:
+        """Returns the FLOPs of both passes in chunks of 64 tokens."""
+        C, Hk, Hv = 64, self.key_dim, self.value_dim
+        token = self.key_heads * 2 * C * Hk + self.heads * (C * (Hk + 2 * Hv) + 3 * Hk * Hv)
+        once = 2.0 * self.batch * self.tokens * token
+        return once, 2 * once
+
+
+Case = Attention | GroupedMatmul | GatedDelta
 
 CASES: dict[str, Case] = {
     "causal-2k": Attention(2048),
@@ -151,10 +220,18 @@ CASES: dict[str, Case] = {
     "decode": Attention(1, batch=8, heads=32, kv_heads=8, cache=32767, gradients=False),
     "experts": GroupedMatmul(),
     "many experts": GroupedMatmul(65536, 128, 2048, 768),
+    "delta-2k": GatedDelta(2048),
+    "delta-32k": GatedDelta(32768),
+    "delta, documents": GatedDelta(8192, documents=8),
+    "delta, odd sizes": GatedDelta(3001, batch=2, key_heads=4, heads=4, key_dim=96, value_dim=64),
 }
 
 
 def functions(op: str, implementation: str):
     """Returns the public function of an operation, bound to an implementation."""
-    run = {"attention": _attention.attention, "grouped_matmul": _grouped_matmul.grouped_matmul}[op]
+    run = {
+        "attention": _attention.attention,
+        "grouped_matmul": _grouped_matmul.grouped_matmul,
+        "gated_delta_rule": _gated_delta.gated_delta_rule,
+    }[op]
     return lambda *args, **kwargs: run(*args, **kwargs, implementation=implementation)

@@ -22,7 +22,7 @@ not: its caller sees the error."""
 def check(
     implementations: list[str] | None = None, *, deadline: float = 120.0, rounds: int = 5, write: bool = True
 ) -> list[dict[str, Any]]:
-    """Runs implementations of attention and of grouped matmuls on this machine and compares them with float32.
+    """Runs implementations of attention, grouped matmuls and the gated delta rule and compares them with float32.
 
     An implementation that is wrong, differs from run to run, hangs or ends its process on an accelerator is written to
     this device kind's table; from then on it does not run here. One that passes again is taken out.

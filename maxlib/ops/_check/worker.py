@@ -17,27 +17,31 @@ import numpy as np
 
 from maxlib.hardware import chip_of
 from maxlib.kernels.attention.mosaic_tpu import mosaic_tpu
-from maxlib.ops import _attention, _grouped_matmul
+from maxlib.ops import _attention, _gated_delta, _grouped_matmul
 from maxlib.ops._attention import dispatch, splash
-from maxlib.ops._check.cases import CASES, TOLERANCE, Attention, Case, functions
+from maxlib.ops._check.cases import CASES, TOLERANCE, Attention, Case, GatedDelta, functions
 from maxlib.ops._findings import tiles_key
+from maxlib.ops._gated_delta import dispatch as gated_delta
+from maxlib.ops._gated_delta.api import _gated_delta_rule
 from maxlib.ops._grouped_matmul.dispatch import TABLE
 
 REPEATS = 10  # runs that must agree to the last bit
-SMALL_ENOUGH = 4096  # tokens whose scores the reference can hold
+OPS = ("attention", "grouped_matmul", "gated_delta_rule")
 
 
 def names(op: str) -> list[str]:
     """Returns the implementations of an operation that can be checked: all but the definition."""
     if op == "attention":
         return [one.name for one in dispatch.implementations() if one.name != "reference"]
+    if op == "gated_delta_rule":
+        return [name for name in gated_delta.TABLE if name != "sequential"]
     return [name for name in TABLE if name != "reference"]
 
 
 def describe() -> dict[str, Any]:
     """Returns the device that this process runs on, and every implementation by operation."""
     device = jax.devices()[0]
-    found = {op: names(op) for op in ("attention", "grouped_matmul")}
+    found = {op: names(op) for op in OPS}
     return {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__, "implementations": found}
 
 
@@ -81,22 +85,23 @@ def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tup
     why = _refusal(case, implementation, given)
     if why is None:
         return functions(case.op, implementation), "natively"
-    if jax.default_backend() == "cpu" and implementation in INTERPRETED:
-        return INTERPRETED[implementation], "interpreted"
+    if jax.default_backend() == "cpu" and (case.op, implementation) in INTERPRETED:
+        return INTERPRETED[case.op, implementation], "interpreted"
     return None, why
 
 
 def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> str | None:
-    explain = {"attention": _attention.explain_attention, "grouped_matmul": _grouped_matmul.explain_grouped_matmul}
-    options = {"implementation": implementation}
+    options: dict[str, Any] = {"implementation": implementation}
     if isinstance(case, Attention):
         hint = case.intervals()[2]
         options |= {"mask_hint": hint and hint.static, "softcap": case.softcap, "sinks": given.get("sinks")}
         args = [given[name] for name in "qkv"]
         # The chooser sees what a layer passes: ends of intervals, and what is known of the mask.
-        answer = explain[case.op](*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
+        answer = _attention.explain_attention(*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
+    elif isinstance(case, GatedDelta):
+        answer = _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
     else:
-        answer = explain[case.op](given["rows"], given["weights"], **options)
+        answer = _grouped_matmul.explain_grouped_matmul(given["rows"], given["weights"], **options)
     return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
 
 
@@ -109,7 +114,17 @@ def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
     return mosaic_tpu(q, k, v, scale=q.shape[-1] ** -0.5, softcap=softcap, **more)[0]
 
 
-INTERPRETED = {"splash": _splash, "mosaic_tpu": _mosaic_tpu}
+# The function behind the public one, which would refuse a CPU.
+def _delta_tpu(q, k, v, log_decay, beta, *, is_start, initial_state=None):
+    options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "implementation": "mosaic_tpu"}
+    return _gated_delta_rule(q, k, v, log_decay, beta, is_start, None, initial_state, **options)
+
+
+INTERPRETED = {
+    ("attention", "splash"): _splash,
+    ("attention", "mosaic_tpu"): _mosaic_tpu,
+    ("gated_delta_rule", "mosaic_tpu"): _delta_tpu,
+}
 
 
 def _interpreter() -> contextlib.AbstractContextManager:
@@ -134,11 +149,9 @@ def _results(case: Case, run: Callable) -> Callable:
 
 def _compared(case: Case, run: Callable, given: dict[str, jax.Array]) -> dict[str, Any]:
     """Compares the results with float32's, and on an accelerator with those of further runs."""
-    # Scores of 32k tokens do not fit into memory: there `chunked` stands for the reference that it was compared with.
     with jax.default_matmul_precision("float32"):
         wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-        long = isinstance(case, Attention) and case.tokens + case.cache > SMALL_ENOUGH
-        truth = _results(case, functions(case.op, "chunked" if long else "reference"))(wide)
+        truth = _results(case, functions(case.op, case.truth))(wide)
     compiled = _results(case, run)
     # One number for each array: a wrong tile moves the norm, and rounding does not.
     got = jax.device_get(compiled(given))

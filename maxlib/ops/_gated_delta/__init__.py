@@ -1,3 +1,4 @@
-"""Gated delta rule: one public function, its definition, and its form in matmuls."""
+"""Gated delta rule: its public function, its definition, its form in matmuls, and the choice among them."""
 
+from maxlib.ops._gated_delta.api import explain_gated_delta_rule as explain_gated_delta_rule
 from maxlib.ops._gated_delta.api import gated_delta_rule as gated_delta_rule

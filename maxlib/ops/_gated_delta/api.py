@@ -1,20 +1,24 @@
 """The public function of the gated delta rule: checks its arguments and chooses an implementation."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib.hardware import current_device
+from maxlib.kernels.gated_delta import mosaic_tpu
 from maxlib.ops._cost import register_flops
+from maxlib.ops._explanation import Explanation
+from maxlib.ops._gated_delta import dispatch
 from maxlib.ops._gated_delta.chunked import CHUNK, chunked
-from maxlib.ops._gated_delta.inputs import prepare
+from maxlib.ops._gated_delta.inputs import grouped, widened
 from maxlib.ops._gated_delta.parallel import AxisName, across
 from maxlib.ops._gated_delta.sequential import sequential
 
-IMPLEMENTATIONS = ("chunked", "sequential")
-FEW = 8  # tokens up to which the recurrence is faster than a chunk
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def gated_delta_rule(
@@ -50,21 +54,54 @@ def gated_delta_rule(
       scale: factor on the queries; default `Hk ** -0.5`.
       l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; None chooses the faster one.
+      implementation: "sequential", token by token; "chunked", in matmuls; "mosaic_tpu", kernels for TPUs, by name only
+        until a TPU has run them. None chooses the fastest; `explain_gated_delta_rule` tells which one and why.
 
     Returns:
       The output, in the dtype of `v`, and the state after the last real token, for the next call.
 
     Raises:
-      ValueError: when shapes do not agree, or no implementation has this name.
+      ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    if implementation is None:
-        implementation = "sequential" if q.shape[1] <= FEW else "chunked"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None, got {implementation!r}")
-    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": implementation}
+    name = dispatch.choose(_describe(q, v, axis_name), implementation)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": name}
     return _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
+
+
+def explain_gated_delta_rule(
+    q: Shaped,
+    v: Shaped,
+    *,
+    axis_name: AxisName | None = None,
+    implementation: str | None = None,
+    device: tuple[str, str] | None = None,
+) -> Explanation:
+    """Explains which implementation `gated_delta_rule` would run for these arguments, and why.
+
+    Args:
+      q: queries, `B T K Hk`, an array or a `jax.ShapeDtypeStruct`.
+      v: values, `B T N Hv`, likewise.
+      axis_name: as in `gated_delta_rule`.
+      implementation: as in `gated_delta_rule`.
+      device: platform and device kind, such as `("tpu", "TPU v5p")`; default: the device in use.
+
+    Returns:
+      An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+
+    Raises:
+      ValueError: when no implementation has this name.
+    """
+    return dispatch.explain(_describe(q, v, axis_name, device), implementation)
+
+
+def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> dispatch.Call:
+    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
+    # A device that holds a part of the sequence computes its transition beside its values.
+    width = Hv if axis_name is None else Hv + Hk
+    platform, kind = device or current_device()
+    return dispatch.Call(B, T, K, N, Hk, width, str(v.dtype), platform, kind)
 
 
 def _flops(q, k, v, *_) -> float:
@@ -81,23 +118,29 @@ def _gated_delta_rule(
     q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, implementation
 ):
     (B, _, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    x = prepare(q, k, v, log_decay, beta, is_start, valid, scale=scale, l2_norm=l2_norm)
-    shape = (B, K, N // K, Hk, Hv)
-    state = jnp.zeros(shape, x.v.dtype) if initial_state is None else initial_state.reshape(shape).astype(x.v.dtype)
-    run = _run(implementation, v.dtype)
+    x = grouped(q, k, v, log_decay, beta, is_start, valid)
+    shape, wide = (B, K, N // K, Hk, Hv), x.beta.dtype
+    state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
+    run = _run(implementation, v.dtype, scale=scale, l2_norm=l2_norm)
     out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
     out = out.reshape(v.shape).astype(v.dtype)
     out = out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
     return out, state.reshape(B, N, Hk, Hv)
 
 
-def _run(implementation: str, dtype: Any):
+def _run(implementation: str, dtype: Any, **norm: Any) -> Callable:
+    """Returns a function of `Inputs` and a state that runs an implementation."""
+    # The kernels take inputs in their own dtype: what they read and keep is half as large as in float32, and they norm
+    # queries and keys on the chip. Both other forms get everything in float32 or wider.
+    if implementation == "mosaic_tpu":
+        return lambda x, state: mosaic_tpu(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state, **norm)
     if implementation == "sequential":
-        return sequential
+        return lambda x, state: sequential(widened(x, **norm), state)
     # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
     # than one.
     narrow = jnp.dtype(dtype).itemsize < 4
-    return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
+    run = functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
+    return lambda x, state: run(widened(x, **norm), state)
 
 
 def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:

@@ -10,14 +10,14 @@ EPS = 1e-6  # added to the squared norm of a query or key
 
 
 class Inputs(NamedTuple):
-    """Contributions of each token to the recurrence, in float32 or float64.
+    """Contributions of each token to the recurrence.
 
     Args:
-      q: queries, `B T K Hk`, scaled.
+      q: queries, `B T K Hk`.
       k: keys, `B T K Hk`.
       v: values, `B T K G Hv`, of the G value heads that share a key head.
-      log_decay: logarithm of the factor on the state, `B T K G`.
-      beta: step towards the value, `B T K G`.
+      log_decay: logarithm of the factor on the state, `B T K G`, float32 or float64.
+      beta: step towards the value, `B T K G`, float32 or float64.
       is_start: `B T`, True where the state before a token is zero.
     """
 
@@ -29,19 +29,24 @@ class Inputs(NamedTuple):
     is_start: Array
 
 
-def prepare(q, k, v, log_decay, beta, is_start, valid, *, scale: float | None, l2_norm: bool) -> Inputs:
-    """Returns the inputs of an implementation: normed and scaled, in float32 or wider, heads grouped by key head."""
+def grouped(q, k, v, log_decay, beta, is_start, valid) -> Inputs:
+    """Returns the inputs with heads grouped by key head, and padding that leaves the state as it is."""
     wide = jnp.promote_types(v.dtype, jnp.float32)
-    q, k, v, log_decay, beta = (a.astype(wide) for a in (q, k, v, log_decay, beta))
-    if l2_norm:
-        q, k = _unit(q), _unit(k)
+    log_decay, beta = (a.astype(wide) for a in (log_decay, beta))
     by_key_head = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])  # [B, T, N, ...] -> [B, T, K, G, ...]
     if valid is not None:
         # A token with g = 0 and beta = 0 leaves the state as it is.
         log_decay, beta = (jnp.where(valid[:, :, None], a, 0.0) for a in (log_decay, beta))
     starts = jnp.zeros(q.shape[:2], bool) if is_start is None else is_start
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     return Inputs(q, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), starts)
+
+
+def widened(x: Inputs, *, scale: float, l2_norm: bool) -> Inputs:
+    """Returns the inputs in float32 or wider, with queries and keys of length one if asked, queries scaled."""
+    q, k, v = (a.astype(x.beta.dtype) for a in (x.q, x.k, x.v))
+    if l2_norm:
+        q, k = _unit(q), _unit(k)
+    return x._replace(q=q * scale, k=k, v=v)
 
 
 def _unit(x: Array) -> Array:

@@ -33,14 +33,15 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
 
 def _check_padding(batch: dict[str, Any]) -> None:
     """Raises ValueError for targets at padding: it attends to nothing, but the loss would learn them."""
-    targets, ids, valid = (batch.get(name) for name in ("targets", "segment_ids", "valid"))
-    mask, says = (valid, "valid is False") if ids is None else (ids, "segment_ids is 0")
-    if mask is None or np.shape(mask) != np.shape(targets):
+    packed = "segment_ids" in batch
+    mask, targets = batch.get("segment_ids" if packed else "valid"), np.asarray(batch["targets"])
+    if mask is None or np.shape(mask) != targets.shape:
         return
-    if count := int(np.sum((np.asarray(mask) == 0) & (np.asarray(targets) >= 0))):
+    if count := int(np.sum((np.asarray(mask) == 0) & (targets >= 0))):
+        says = "segment_ids is 0" if packed else "valid is False"
         raise ValueError(
             f"{count} targets of the first batch are at padding, where {says}: set them to -1"
-            + ("" if ids is None else "; segment_ids count documents from 1, and 0 is padding")
+            + ("; segment_ids count documents from 1, and 0 is padding" if packed else "")
         )
 
 
@@ -49,8 +50,9 @@ def _warn_of_restarts(batch: dict[str, Any]) -> None:
     positions, valid = batch.get("positions"), np.asarray(batch.get("valid", True))
     if positions is None or "segment_ids" in batch or np.ndim(positions) != 2:
         return
-    falls = np.diff(np.asarray(positions)) < 0  # [B, T - 1], from each token to the next
-    real = np.broadcast_to(valid != 0, np.shape(positions))
+    at = np.asarray(positions)
+    falls = at[:, 1:] < at[:, :-1]  # [B, T - 1], from each token to the next
+    real = np.broadcast_to(valid != 0, at.shape)
     if (falls & real[:, 1:] & real[:, :-1]).any():
         warnings.warn(
             "positions of the first batch begin again within a row, and there are no segment_ids: its documents attend to one "

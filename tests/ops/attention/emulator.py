@@ -4,7 +4,8 @@ other.
 It executes the very functions that are compiled for the GPU, with stand-ins for the few primitives they use, and is
 built to find mistakes in their synchronization: warpgroups take turns at random (but the same in every run), and
 whatever is asynchronous happens as late as it may. A copy into shared memory first fills its place with NaN, and brings
-its data when somebody waits for it; a matmul reads its operands when its result is waited for. Waiting for what never
+its data when somebody waits for it; a copy out of it reads when somebody waits for it, which has to be before the end;
+a matmul reads its operands when its result is waited for. Waiting for what never
 comes is an error, and so is a barrier that completes twice before a waiter has seen it.
 """
 
@@ -42,6 +43,7 @@ class Block:
         self.coordinates, self.count, self.error = coordinates, count, None
         self.blocked = [lambda: True] * count  # what each waits for
         self.queues = [[] for _ in range(count)]  # matmuls in flight
+        self.stores = [[] for _ in range(count)]  # copies to global memory in flight
         self.alive, self.running = set(range(count)), None
         self.go = [threading.Semaphore(0) for _ in range(count)]
         self.back = threading.Semaphore(0)
@@ -52,6 +54,7 @@ class Block:
         try:
             with np.errstate(all="ignore"):
                 body()
+            assert not self.stores[i], "a block ended while a copy was reading its shared memory"
         except Stopped:
             pass
         except BaseException as error:
@@ -278,6 +281,17 @@ def copy_in(source, target, barrier):
     Block.current.hand_over()
 
 
+def copy_out(source, target):
+    """Reads shared memory only when somebody waits for the copy."""
+    Block.current.stores[Block.current.running].append(lambda: target.write(source.array))
+
+
+def wait_for_stores(n, wait_read_only=False):
+    stores = Block.current.stores[Block.current.running]
+    while len(stores) > n:
+        stores.pop(0)()
+
+
 def arrive(barrier):
     barrier.arrive()
     Block.current.hand_over()
@@ -378,9 +392,9 @@ PLGPU = types.SimpleNamespace(
     layout_cast=lambda x, layout: x,
     broadcasted_iota=iota,
     copy_gmem_to_smem=copy_in,
-    copy_smem_to_gmem=lambda source, target: target.write(source.array),
+    copy_smem_to_gmem=copy_out,
     commit_smem=lambda: None,
-    wait_smem_to_gmem=lambda n: None,
+    wait_smem_to_gmem=wait_for_stores,
     barrier_wait=lambda barrier: barrier.wait(),
     barrier_arrive=arrive,
     wgmma=wgmma,
@@ -407,6 +421,7 @@ LAX = types.SimpleNamespace(
     rem=lambda x, y: np.int32(x % y),
     div=lambda x, y: np.int32(x // y),
     fori_loop=fori_loop,
+    slice=lambda x, start, stop: x[tuple(map(slice, start, stop))],
     broadcast_in_dim=broadcast_in_dim,
     optimization_barrier=lambda x: x,
 )

@@ -11,6 +11,7 @@ from jax import export
 
 from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from maxlib.ops._attention import attention, explain_attention
+from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases, emulator
 from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
 from tests.ops.hopper import gpu, no_gpu
@@ -70,17 +71,45 @@ def test_every_mask(lengths, emulated):
     check(mosaic_gpu, cases.Case((2, 1), (64, 64), lengths, None, True, None), MASKS, jnp.float32, 1e-5)
 
 
+@no_gpu
+@pytest.mark.parametrize("processors", [1, slow_if(True, 2), slow_if(True, 132)], ids="processors={}".format)
+def test_keys_are_summed_over_parts_of_their_heads_where_processors_would_be_idle(processors, emulated, monkeypatch):
+    """Not at all, two of the four heads at a time, and one."""
+    monkeypatch.setattr(config, "processors", lambda: processors)
+    case = cases.Case((4, 1), (64, 96), (40, 150), None, True, None)  # two rows of two blocks of keys
+    assert config.key_gradient_parts(4, 4) == {1: 1, 2: 2, 132: 4}[processors]
+    check(mosaic_gpu, case, some_masks(case, 1), jnp.float32, 1e-5)
+
+
+def test_a_divisor_of_the_heads_fills_the_processors():
+    assert [config.key_gradient_parts(64, groups) for groups in (1, 3, 8, 12)] == [1, 3, 8, 12]
+    assert [config.key_gradient_parts(blocks, 12) for blocks in (528, 527, 133, 132, 100)] == [1, 2, 4, 4, 6]
+
+
 DECODING = [
     cases.Case((8, 2), (64, 64), (3, 1536), 2.0, True, None),  # three parts
-    cases.Case((3, 1), (128, 64), (1, 330), None, False, None),  # a length that does not divide: one
+    cases.Case((3, 1), (128, 64), (1, 330), None, False, None),  # too short: one
+    cases.Case((4, 1), (64, 80), (2, 1611), None, True, None),  # three parts of 13 blocks
 ]
 
 
 @no_gpu
-@pytest.mark.parametrize("case", [DECODING[0], slow_if(True, DECODING[1])], ids=str)
+@pytest.mark.parametrize("case", [DECODING[0], *(slow_if(True, case) for case in DECODING[1:])], ids=str)
 def test_decoding_equals_the_reference(case, emulated):
     assert config.decode_parts(4, 1536) == 3
     check(mosaic_gpu, case, some_masks(case, 1), jnp.float32, 1e-5, results=values)
+
+
+@no_gpu
+@pytest.mark.parametrize("filled", [0, 1, 129, 700])
+def test_a_cache_of_which_little_is_filled(filled, emulated):
+    """Fewer blocks than parts, none at all, and one more than there are parts."""
+    case = cases.Case((2, 1), (64, 64), (1, 2560), None, True, None)
+    given, bounds = cases.arrays(case, jnp.float32), (jnp.zeros((2, 1), jnp.int32), jnp.full((2, 1), filled))
+    assert config.decode_parts(2, 2560) == 5
+    got, want = (values(run, case)(given, *bounds) for run in (mosaic_gpu, reference))
+    np.testing.assert_allclose(got["out"], want["out"], atol=1e-5)
+    np.testing.assert_allclose(got["lse"], want["lse"], atol=1e-5)
 
 
 @no_gpu

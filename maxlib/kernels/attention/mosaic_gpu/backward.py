@@ -4,10 +4,13 @@ Both recompute a tile's probabilities from the log-sum-exp. With `delta`, the ro
 d_logits = probs * (d_out v - delta), dq = scale d_logits k, dk = scale d_logits^T q, dv = probs^T d_out.
 
 `queries` visits tiles as the forward kernel does: queries stay, keys and values stream. `keys` is its transpose: keys
-and values stay, and all query heads that share them stream past, so that their gradients are summed in registers.
+and values stay, and all query heads that share them stream past, so that their gradients are summed in registers. If
+that leaves processors without work, each block of threads takes a part of these heads and writes its sums in float32;
+XLA adds the parts, always in the same order.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +22,7 @@ from jaxtyping import Array, Float
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import Logits
-from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
 from maxlib.kernels.attention.tiles import causal_tiles
@@ -125,7 +128,9 @@ def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
         )
         ends = [lambda x=_compat.load(x.at[batch, rows], BY_ROW): x for x in (start, end)]
         stats = [lambda x=_compat.load(x.at[batch, head, rows], BY_ROW): x for x in (lse, delta)]
-        step = functools.partial(_queries_step, own, first_key, ends, stats, logits=logits, tiles=tiles)
+        ahead = lambda i: memory.ahead(own.k, i, visited, tiles.stages)
+        step = functools.partial(_queries_step, own, first_key, ends, stats, ahead, logits=logits, tiles=tiles)
+        ahead(jnp.int32(0))
         total = lax.fori_loop(0, full, functools.partial(step, masked=False), _zeros(q.shape[3]))
         total = lax.fori_loop(full, visited, functools.partial(step, masked=True), total)
         own.q()[...] = (total * logits.scale).astype(q.dtype)
@@ -142,19 +147,19 @@ def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
 
 
-def _queries_step(own, first_key, ends, stats, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
-    """Adds one block of keys to dq, without the factor `scale`."""
+def _queries_step(own, first_key, ends, stats, ahead, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
+    """Adds one block of keys to dq, without the factor `scale`; `ahead` waits for the keys of a step."""
     slot = lax.rem(i, jnp.int32(tiles.stages))
     (k, v), (lse, delta) = (x.buffers[0].at[slot] for x in (own.k, own.v)), stats
 
     def tile(scores, d_probs):
-        plgpu.barrier_wait(own.k.ready.at[slot])
-        plgpu.wgmma(scores, own.q(), _compat.transpose(k))
+        plgpu.wgmma(scores, own.q(), _compat.transpose(k))  # the step before has waited for the keys
         plgpu.barrier_wait(own.v.ready.at[slot])
         plgpu.wgmma(d_probs, own.d_out(), _compat.transpose(v))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=1))
         mask = (lambda x: hide(x, ends, first_key(i), axis=1)) if masked else (lambda x: x)
-        weights, d_probs = settle(logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0)), d_probs)
+        weights = logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0))
+        weights, d_probs = settle(weights, d_probs, lambda: ahead(i + 1))
         return weights * (d_probs - spread(delta(), d_probs))
 
     shape = plgpu.WGMMAAccumulatorRef((ROWS, tiles.columns), jnp.float32)
@@ -177,6 +182,7 @@ class KeyScratch(NamedTuple):
     d_out: memory.Stream  # stage c Hv, and delta
     loaded: Any
     finished: Any
+    sums: Any  # W r and a few columns of a gradient in float32; None if a block of threads sums over all heads
 
 
 def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles) -> tuple[Float[Array, "B S K _"], ...]:
@@ -185,18 +191,29 @@ def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles)
     # [B, Q, C] -> [B, C, Q]: a block of keys visits the blocks of queries that attend to it.
     tiled = intervals.tiles(given.start, given.end, S, tiles.columns, tiles.rows)
     visits = intervals.walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
-    kernel = functools.partial(_keys_kernel, wanted=wanted, logits=logits, tiles=tiles)
-    shape = {"dk": given.k, "dv": given.v}
-    out = tuple(jax.ShapeDtypeStruct(shape[name].shape, shape[name].dtype) for name in wanted)
-    scratch = _key_scratch(given.q.dtype, Hk, Hv, wanted, tiles)
-    name, grid = "_".join(wanted), (K, visits.shape[1], B)
+    parts = config.key_gradient_parts(visits.shape[0] * visits.shape[1] * K, given.q.shape[2] // K)
+    kernel = functools.partial(_keys_kernel, wanted=wanted, parts=parts, logits=logits, tiles=tiles)
+    like, dtype = {"dk": given.k, "dv": given.v}, given.k.dtype if parts == 1 else jnp.float32
+    # The parts of one batch row follow each other in the batch axis: the memory unit's arrays have at most five axes.
+    out = tuple(jax.ShapeDtypeStruct((B * parts, *like[name].shape[1:]), dtype) for name in wanted)
+    scratch = _key_scratch(given.q.dtype, Hk, Hv, wanted, parts, tiles)
+    name, grid = "_".join(wanted) + ("_parts" if parts > 1 else ""), (K * parts, visits.shape[1], B)
     widths = {"dk": Hk + Hv, "dv": Hv}  # in addition to q k
     cost = {"pairs": given.pairs(tiles.columns, tiles.rows), "width": Hk + sum(widths[name] for name in wanted)}
-    return _launch(name, kernel, out, scratch, grid, ("kv_head", "tile", "batch"), tiles, **cost)(*given, visits)
+    sums = _launch(name, kernel, out, scratch, grid, ("part", "tile", "batch"), tiles, **cost)(*given, visits)
+    return sums if parts == 1 else tuple(_add_parts(x, parts).astype(given.k.dtype) for x in sums)
 
 
-def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], tiles: Tiles):
+def _add_parts(sums: Float[Array, "BP S K H"], parts: int) -> Float[Array, "B S K H"]:
+    """Adds the parts of each batch row, one after the other, so that the order is the same in every run."""
+    sums = sums.reshape(-1, parts, *sums.shape[1:])
+    return sum((sums[:, i] for i in range(1, parts)), sums[:, 0])
+
+
+def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], parts: int, tiles: Tiles):
     """Allocates K and V; if dk is not wanted, V is not read and dv is stored over K."""
+    chunk = math.gcd(32, key_dim, value_dim)
+    sums = memory.matrices(jnp.float32, chunk)(tiles.warpgroups, ROWS, chunk)
     shared = memory.matrices(dtype, key_dim, value_dim, tiles.columns)
     keys, values = shared(tiles.warpgroups, ROWS, key_dim), shared(tiles.warpgroups, ROWS, value_dim)
     vector = lambda dtype: plgpu.SMEM((tiles.stages, tiles.columns), dtype)
@@ -209,16 +226,19 @@ def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], t
         d_out=memory.stream(tiles, matrix(value_dim), numbers),
         loaded=memory.barrier(tiles.warpgroups, 2 if "dk" in wanted else 1),
         finished=memory.barrier(1, tiles.warpgroups),
+        sums=sums if parts > 1 else None,
     )
     return scratch if "dk" in wanted else scratch._replace(k=plgpu.RefUnion(keys, values), v=None)
 
 
-def _keys_kernel(*refs, wanted, logits: Logits, tiles: Tiles):
+def _keys_kernel(*refs, wanted, parts: int, logits: Logits, tiles: Tiles):
     (q, k, v, d_out, lse, delta, start, end), (visits, *outputs, scratch) = Given(*refs[:8]), refs[8:]
-    batch, kv_head, warpgroup, tile = (lax.axis_index(name) for name in ("batch", "kv_head", "warpgroup", "tile"))
+    batch, index, warpgroup, tile = (lax.axis_index(name) for name in ("batch", "part", "warpgroup", "tile"))
+    kv_head, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
     first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
     first_query = lambda step: memory.column(step, first, full_first, full) * tiles.columns
-    groups = q.shape[2] // k.shape[2]
+    groups = q.shape[2] // k.shape[2] // parts  # query heads of this block of threads, from `first_head` on
+    first_head = index * groups
     if "dk" not in wanted:
         scratch = scratch._replace(k=scratch.k[0], v=scratch.k[1])
 
@@ -231,19 +251,27 @@ def _keys_kernel(*refs, wanted, logits: Logits, tiles: Tiles):
         read = [(k.at[place], own.k()), (v.at[place], own.v())]
         memory.load(scratch.loaded.at[warpgroup], *read[: 2 if "dk" in wanted else 1])
 
+        ahead = lambda i: memory.ahead(own.q, i, groups * visited, tiles.stages)
+        ahead(jnp.int32(0))
+
         # The query heads of a key head follow each other, so that dk and dv add up in registers.
         def one_head(group, totals):
-            step = functools.partial(_keys_step, own, first_key, group * visited, wanted, logits=logits, tiles=tiles)
+            how = {"logits": logits, "tiles": tiles}
+            step = functools.partial(_keys_step, own, first_key, group * visited, wanted, ahead, **how)
             totals = lax.fori_loop(0, full, functools.partial(step, masked=False), totals)
             return lax.fori_loop(full, visited, functools.partial(step, masked=True), totals)
 
         totals = lax.fori_loop(0, groups, one_head, tuple(_zeros(x.shape[3]) for x in outputs))
-        buffers = [{"dk": own.k, "dv": own.v}[name]() for name in wanted]
-        if "dk" not in wanted and k.shape != v.shape:  # then dv of one warpgroup overlaps the keys of another
-            memory.finish_together(own.finished.at[0])
-        for name, buffer, total in zip(wanted, buffers, totals, strict=True):
-            buffer[...] = (total * (logits.scale if name == "dk" else 1.0)).astype(k.dtype)
-        memory.store(*((buffer, x.at[place]) for buffer, x in zip(buffers, outputs, strict=True)))
+        totals = [x * logits.scale if name == "dk" else x for name, x in zip(wanted, totals, strict=True)]
+        if parts == 1:
+            if "dk" not in wanted and k.shape != v.shape:  # then dv of one warpgroup overlaps the keys of another
+                memory.finish_together(own.finished.at[0])
+            buffers = [{"dk": own.k, "dv": own.v}[name]() for name in wanted]
+            _store_gradients(totals, buffers, [x.at[place] for x in outputs])
+        else:
+            here = batch * parts + part, *place[1:]
+            targets = [lambda columns, x=x: x.at[*here, columns] for x in outputs]
+            _store_sums(totals, scratch.sums.at[warpgroup], targets)
 
     @pl.when(warpgroup == tiles.warpgroups)
     def _memory():
@@ -253,14 +281,33 @@ def _keys_kernel(*refs, wanted, logits: Logits, tiles: Tiles):
         def _(group):
             @pl.loop(0, visited)
             def _(step):
-                rows, head = pl.ds(first_query(step), tiles.columns), kv_head * groups + group
+                rows, head = pl.ds(first_query(step), tiles.columns), first_head + group
                 with_q = q.at[batch, rows, head], lse.at[batch, head, rows], start.at[batch, rows], end.at[batch, rows]
                 with_d_out = d_out.at[batch, rows, head], delta.at[batch, head, rows]
                 memory.feed(group * visited + step, tiles.stages, [(scratch.q, with_q), (scratch.d_out, with_d_out)])
 
 
-def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
-    """Adds one block of queries to dk and dv. Tiles are transposed: keys are rows and queries columns."""
+def _store_gradients(totals, buffers, targets):
+    """Stores gradients over the keys and values that stayed in shared memory."""
+    for buffer, total in zip(buffers, totals, strict=True):
+        buffer[...] = total.astype(buffer.dtype)
+    memory.store(*zip(buffers, targets, strict=True))
+
+
+def _store_sums(totals, buffer, targets):
+    """Stores float32 sums through a narrow buffer, a few columns at a time."""
+    width = buffer.shape[1]
+    for total, target in zip(totals, targets, strict=True):
+        for left in range(0, total.shape[1], width):
+            buffer[...] = lax.slice(total, (0, left), (ROWS, left + width))
+            memory.store((buffer, target(pl.ds(left, width))))
+
+
+def _keys_step(own, first_key, done, wanted, ahead, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
+    """Adds one block of queries to dk and dv. Tiles are transposed: keys are rows and queries columns.
+
+    `ahead` waits for the queries of a step; `done` steps belong to the heads before.
+    """
     slot = lax.rem(done + i, jnp.int32(tiles.stages))
     q, d_out = own.q.buffers[0].at[slot], own.d_out.buffers[0].at[slot]
     start, end, lse, delta = (
@@ -269,8 +316,7 @@ def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits:
     )
 
     def tile(scores, *d_probs):
-        plgpu.barrier_wait(own.q.ready.at[slot])
-        plgpu.wgmma(scores, own.k(), _compat.transpose(q))
+        plgpu.wgmma(scores, own.k(), _compat.transpose(q))  # the step before has waited for the queries
         plgpu.barrier_wait(own.d_out.ready.at[slot])
         for acc in d_probs:
             plgpu.wgmma(acc, own.v(), _compat.transpose(d_out))
@@ -278,9 +324,11 @@ def _keys_step(own, first_key, done, wanted, i, totals, *, masked: bool, logits:
         mask = (lambda x: hide(x, (start, end), first_key, axis=0)) if masked else (lambda x: x)
         probs = probabilities(logits, bent, mask, lse, axis=1)
         if "dk" not in wanted:
+            ahead(done + i + 1)
             return [probs]
         weights = logits.slope(bent, probs)
-        (probs, weights), d_probs = settle((probs if "dv" in wanted else weights, weights), *d_probs)
+        ready = probs if "dv" in wanted else weights, weights
+        (probs, weights), d_probs = settle(ready, d_probs[0], lambda: ahead(done + i + 1))
         return [weights * (d_probs - spread(delta(), d_probs, axis=1)), probs][: len(wanted)]
 
     factors = pl.run_scoped(

@@ -6,9 +6,16 @@ yet.
 
 import dataclasses
 
+import jax
+
 ROWS = 64  # rows of a tile per warpgroup: the M dimension of one wgmma instruction
 WIDEST = 256  # largest head width
-PROCESSORS = 132  # streaming multiprocessors of an H100 or H200
+
+
+def processors() -> int:
+    """Returns the number of streaming multiprocessors of the GPU here (an H20 has 78); an H100's, 132, without one."""
+    device, *_ = jax.devices()
+    return device.core_count if device.platform == "gpu" else 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +59,11 @@ def decode_tiles(key_dim: int, value_dim: int) -> Tiles:
 
 
 def decode_parts(num_blocks: int, num_keys: int) -> int:
-    """Returns the number of parts to cut the keys into, so that all processors have work.
+    """Returns the number of parts to deal the blocks of keys to, so that all processors have work.
 
-    Each part has at least 512 keys, and the same multiple of 8; 1 if the keys cannot be divided so.
+    Each part has about 512 keys or more where all keys are filled.
     """
-    wanted = max(1, min(4 * PROCESSORS // num_blocks, num_keys // 512))
-    return max(parts for parts in range(1, wanted + 1) if num_keys % (8 * parts) == 0 or parts == 1)
+    return max(1, min(4 * processors() // num_blocks, num_keys // 512))
 
 
 def query_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> Tiles:
@@ -75,6 +81,16 @@ def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tupl
     if not _is_wide(key_dim, value_dim, softcap):
         return {("dk", "dv"): two}
     return {("dk",): two if key_dim + value_dim <= 384 else Tiles(warpgroups=1, columns=64), ("dv",): two}
+
+
+def key_gradient_parts(num_blocks: int, num_groups: int) -> int:
+    """Returns the number of parts to cut the query heads of a key head into, a divisor of `num_groups`.
+
+    A block of threads sums over all of them, so `num_blocks` blocks of keys may leave processors idle. The fewest parts
+    are taken that give every processor four blocks, because under a causal mask blocks differ in length.
+    """
+    divisors = [parts for parts in range(1, num_groups + 1) if num_groups % parts == 0]
+    return next((parts for parts in divisors if parts * num_blocks >= 4 * processors()), num_groups)
 
 
 def _is_wide(key_dim: int, value_dim: int, softcap: bool) -> bool:

@@ -1,8 +1,8 @@
 """Few queries against a long cache, with the forward kernel: one block of threads per part of the keys and key head.
 
 One query per head would leave most processors idle and most of each tile empty. Therefore the query heads that share a
-key head become the queries of one tile, and the keys are cut into parts along the kernel's batch axis (a view, no data
-moves). The parts are merged by their log-sum-exps.
+key head become the queries of one tile, and the visited blocks of keys are dealt to several blocks of threads in turn,
+so that each has work however much of the cache is filled. The parts are merged by their log-sum-exps.
 """
 
 import einops
@@ -30,18 +30,10 @@ def decode(
     # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B, R, K, Hk] with R = T * G.
     rows = einops.rearrange(q, "B T (K G) H -> B (T G) K H", K=K)
     R = rows.shape[1]
-    rows = jnp.repeat(jnp.pad(rows, ((0, 0), (0, -R % 8), (0, 0), (0, 0))), P, axis=0)
-    # Parts join the batch: [B, S, K, H] -> [B * P, S / P, K, H], and every part reads the same queries.
-    keys, values = (x.reshape(B * P, S // P, K, -1) for x in (k, v))
-    first = jnp.arange(P, dtype=jnp.int32)[None, :, None] * (S // P)
-
-    def of_part(ends):
-        """Converts bounds `B T` into indices within each part, `(B P) rows`."""
-        ends = jnp.clip(ends[:, None] - first, 0, S // P).reshape(B * P, T)
-        return jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge")
-
-    given = rows, keys, values, of_part(start), of_part(end), jnp.full(K, -jnp.inf)
-    out, lse = forward(*given, logits=logits, tiles=tiles, name="decode")
+    rows = jnp.pad(rows, ((0, 0), (0, -R % 8), (0, 0), (0, 0)))
+    to_rows = lambda ends: jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge")
+    given = rows, k, v, to_rows(start), to_rows(end), jnp.full(K, -jnp.inf)
+    out, lse = forward(*given, logits=logits, tiles=tiles, parts=P, name="decode")
     parts = lambda x: einops.rearrange(x, "(B P) R ... -> P B R ...", P=P)
     out, lse = parts(out[:, :R].astype(jnp.float32)), parts(jnp.swapaxes(lse, 1, 2)[:, :R] / LOG2_E)
     out, lse = merge_parts(out, lse)  # [P, B, R, K, Hv] -> [B, R, K, Hv]

@@ -20,7 +20,7 @@ from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
 from maxlib.kernels.attention.mosaic_gpu import intervals, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.kernels.attention.mosaic_gpu.logits import hide, spread
+from maxlib.kernels.attention.mosaic_gpu.logits import hide, settle, spread
 from maxlib.kernels.attention.tiles import causal_tiles
 
 
@@ -46,9 +46,14 @@ def forward(
     *,
     logits: Logits,
     tiles: Tiles,
+    parts: int = 1,
     name: str = "forward",
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N P"]]:
-    """Computes the output and the log-sum-exp of every row; sinks (`-inf` for none) and log-sum-exp are in base 2."""
+) -> tuple[Float[Array, "Bp T N Hv"], Float[Array, "Bp N P"]]:
+    """Computes the output and the log-sum-exp of every row; sinks (`-inf` for none) and log-sum-exp are in base 2.
+
+    The visited blocks of keys are dealt to `parts` blocks of threads in turn, whose results stand one after the other
+    in the batch axis (Bp = B * parts), so that each has its share however few keys are filled.
+    """
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
     padded = start.shape[1]  # P
     visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
@@ -58,12 +63,12 @@ def forward(
     call = _compat.kernel(
         functools.partial(_kernel, logits=logits, tiles=tiles),
         out_type=(
-            jax.ShapeDtypeStruct((B, T, N, Hv), q.dtype),
-            jax.ShapeDtypeStruct((B, N, padded), jnp.float32),
+            jax.ShapeDtypeStruct((B * parts, T, N, Hv), q.dtype),
+            jax.ShapeDtypeStruct((B * parts, N, padded), jnp.float32),
         ),
         scratch_types=(_scratch(Hk, Hv, q.dtype, tiles),),
-        grid=(N, padded // tiles.rows, B),
-        grid_names=("head", "tile", "batch"),
+        grid=(N, padded // tiles.rows, B * parts),
+        grid_names=("head", "tile", "part"),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="attention_" + name,
@@ -89,12 +94,13 @@ def _scratch(key_dim: int, value_dim: int, dtype, tiles: Tiles) -> Scratch:
 
 
 def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Logits, tiles: Tiles):
-    batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
+    head, index, warpgroup = (lax.axis_index(name) for name in ("head", "part", "warpgroup"))
+    parts = out.shape[0] // q.shape[0]  # of a row's keys
+    batch, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
     # Later queries attend to more keys under a causal mask. The longest tiles start first, so that no processor is left
     # with one of them at the end.
     tile = visits.shape[1] - 1 - lax.axis_index("tile")
-    first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
-    block = lambda step: memory.column(step, first, full_first, full)
+    visited, full, block = _deal(*(visits[batch, tile, i] for i in range(4)), part=part, parts=parts)
 
     @pl.when(warpgroup < tiles.warpgroups)
     def _compute():
@@ -106,7 +112,7 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
         ends = [lambda x=_compat.load(x.at[batch, rows], by_row): x for x in (start, end)]
         turns = _Turns(scratch.turn, warpgroup, tiles.warpgroups)
         result = _attend(own, turns, block, visited, full, ends, logits=logits, tiles=tiles)
-        _store(result, own, sinks[head], out.at[batch, rows, head], lse.at[batch, head, rows])
+        _store(result, own, sinks[head], out.at[index, rows, head], lse.at[index, head, rows])
 
     @pl.when(warpgroup == tiles.warpgroups)
     def _memory():
@@ -117,6 +123,17 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
         def _(step):
             keys = batch, pl.ds(block(step) * tiles.columns, tiles.columns), kv_head
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
+
+
+def _deal(first, visited, full_first, full, *, part, parts: int):
+    """Returns the steps of one part, how many of them have full tiles, and the block of keys in each step."""
+    if parts == 1:
+        return visited, full, lambda step: memory.column(step, first, full_first, full)
+    # A part takes the steps part, part + P, part + 2P, ... of the walk, so that the full tiles still come first.
+    share = lambda steps: lax.div(jnp.maximum(steps - part + parts - 1, 0), jnp.int32(parts))
+    # Without any, it goes through one masked tile behind the visited ones, to which nobody attends.
+    block = lambda step: memory.column(part + step * parts, first, full_first, full)
+    return jnp.maximum(share(visited), 1), share(full), block
 
 
 class _Turns:
@@ -155,8 +172,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
 
     def step(i, carry, *, masked: bool):
         acc, probs, peak, total = carry
-        here, before = slot(i), slot(i - 1)
-        plgpu.barrier_wait(own.k.ready.at[here])
+        here, before = slot(i), slot(i - 1)  # the step before has waited for the keys
 
         def multiply(scores, acc_ref):
             acc_ref[...] = acc
@@ -169,12 +185,12 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             plgpu.barrier_arrive(own.k.free.at[here])
             new = softmax(products, i, peak, total, masked=masked)
-            return *new, acc_ref[...]
+            # The wait for the next keys is a branch, and keeps the exponentials in front of the wait for p v.
+            return settle(new, acc_ref, lambda: memory.ahead(own.k, i + 1, visited, tiles.stages))
 
-        new_probs, new_peak, total, shrink, acc = pl.run_scoped(multiply, scores_ref, acc_ref)
-        plgpu.barrier_arrive(own.v.free.at[before])
         # Rounding must stay behind the wait: registers that a matmul reads may not be written while one is in flight.
-        new_probs, acc = lax.optimization_barrier((new_probs, acc))
+        (new_probs, new_peak, total, shrink), acc = pl.run_scoped(multiply, scores_ref, acc_ref)
+        plgpu.barrier_arrive(own.v.free.at[before])
         return acc * spread(shrink, acc), new_probs.astype(probs.dtype), new_peak, total
 
     def last_values(acc_ref):
@@ -187,6 +203,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
     products = pl.run_scoped(first_scores, scores_ref)
     plgpu.barrier_arrive(own.k.free.at[0])
     probs, peak, total, _ = softmax(products, jnp.int32(0), _row(LOWEST), _row(0.0), masked=True)
+    memory.ahead(own.k, jnp.int32(1), visited, tiles.stages)
     carry = zeros, probs.astype(v.dtype), peak, total
     # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
     carry = lax.fori_loop(1, full, functools.partial(step, masked=False), carry)

@@ -1,5 +1,7 @@
 """Operations on a tile of raw products of queries and keys in registers, for the forward and backward kernels."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,11 +18,16 @@ def probabilities(logits: Logits, bent, hide, lse, axis: int):
     return jnp.exp2(hide(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
 
 
-def settle(ready, pending):
-    """Waits for the accumulator `pending`, and keeps everything that uses `ready` after the wait.
+def settle(ready, pending, between: Callable[[], None]):
+    """Computes `ready`, calls `between`, and only then waits for the accumulator `pending`, which still multiplies.
 
-    The compiler serialises overlapping matmuls if their input registers are written between them.
+    `between` has to branch, as `memory.ahead` does. Without a branch the assembler moves the wait for `pending` in
+    front of the exponentials of `ready`, so that they no longer run beside the matmul (tests/ops/sass.py counts them).
+    What uses the results stays behind the wait: the compiler serialises overlapping matmuls if their input registers
+    are written between them.
     """
+    ready = lax.optimization_barrier(ready)
+    between()
     return lax.optimization_barrier((ready, pending[...]))
 
 

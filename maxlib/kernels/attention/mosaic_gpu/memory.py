@@ -29,14 +29,25 @@ def matrices(dtype, *widths: int) -> Callable:
 
     wgmma reads its operands in this layout, without bank conflicts.
     """
-    pattern = swizzle(*widths)
-    transforms = (plgpu.TilingTransform((8, pattern // 2)), plgpu.SwizzleTransform(pattern))
+    size = jnp.dtype(dtype).itemsize
+    pattern = swizzle(*widths, size=size)
+    transforms = (plgpu.TilingTransform((8, pattern // size)), plgpu.SwizzleTransform(pattern))
     return lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def swizzle(*widths: int) -> int:
-    """Returns the bytes of the widest swizzle pattern that divides rows of all these widths (16-bit elements)."""
-    return math.gcd(128, *(2 * width for width in widths))
+def single_rows(dtype, *shape: int):
+    """Allocates matrices of 16-bit numbers in shared memory, 64 columns wide, that leave by any number of rows.
+
+    Its swizzled tiles have one row each. Without a swizzle, the rows that a warp stores together would meet in the same
+    few banks; with wider rows they would, too, because the pattern repeats every 8 * 128 bytes.
+    """
+    transforms = (plgpu.TilingTransform((1, shape[-1])), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def swizzle(*widths: int, size: int = 2) -> int:
+    """Returns the bytes of the widest swizzle pattern that divides rows of these widths; elements have `size` bytes."""
+    return math.gcd(128, *(size * width for width in widths))
 
 
 def barrier(count: int, arrivals: int = 1):
@@ -73,6 +84,12 @@ def feed(step, stages: int, streams: list[tuple[Stream, tuple]]):
         pl.when(step >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
         for buffer, source in zip(buffers, sources, strict=True):
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
+
+
+def ahead(stream: Stream, step, steps, stages: int):
+    """Waits until the buffers of `step` have arrived; does nothing if there are only `steps` steps."""
+    ready = stream.ready.at[lax.rem(step, jnp.int32(stages))]
+    pl.when(step < steps)(lambda: plgpu.barrier_wait(ready))
 
 
 def finish_together(finished):

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.kernels.grouped_matmul.rows import NAMES, only_used, owners
+from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels.grouped_matmul.rows import NAMES, only_used
 
 
 def mosaic_gpu(
@@ -21,12 +22,8 @@ def mosaic_gpu(
     weight_order: str = "EOI",
     out_dtype: None = None,
 ) -> Num[Array, "M O"]:
-    """Computes `grouped_matmul`, as `tiled` does.
-
-    Unlike there, rows that are not finite may also spoil the gradient of the next expert's weights.
-    """
-    ours = lambda rows: _multiply(rows, weights, rows_per_expert, weight_order)
-    return _on_whole_tiles(ours, rows, rows_per_expert)
+    """Computes `grouped_matmul`, as `tiled` does."""
+    return _on_whole_tiles(lambda rows: _multiply(rows, weights, rows_per_expert, weight_order), rows)
 
 
 def glu(
@@ -44,15 +41,16 @@ def glu(
     both have names, so that `jax.checkpoint` can keep them or run the kernel again.
     """
     ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation)
-    return _on_whole_tiles(ours, rows, rows_per_expert)
+    return _on_whole_tiles(ours, rows)
 
 
-def _on_whole_tiles(multiply, rows, rows_per_expert):
-    """Runs `multiply` on rows padded to a multiple of 8, with zeros beyond the last expert's rows."""
+def _on_whole_tiles(multiply, rows):
+    """Runs `multiply` on rows padded to a multiple of 8, the memory unit's tiles.
+
+    Rows beyond the last expert's need not be finite: their result and gradient are zeros, which the kernels write.
+    """
     M = rows.shape[0]
-    rows = jnp.pad(rows, ((0, -M % 8), (0, 0)))  # the memory unit's tiles
-    # Rows beyond the last expert's need not be finite, and the kernel does not write their results.
-    return only_used(multiply(only_used(rows, rows_per_expert)), rows_per_expert)[:M]
+    return multiply(jnp.pad(rows, ((0, -M % 8), (0, 0))))[:M]
 
 
 # ---------------------------------------------------------------------------------------------- one matrix
@@ -85,7 +83,7 @@ def _gradients(weight_order, rows, weights, rows_per_expert, d_out):
     (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows")
     pairs = [(d, rows) if weight_order == "EOI" else (rows, d) for d in d_out]
     d_weights = [by_experts(*pair, rows_per_expert, w.dtype) for pair, w in zip(pairs, weights, strict=True)]
-    return only_used(d_rows, rows_per_expert), d_weights
+    return d_rows, d_weights
 
 
 _multiply.defvjp(_forward, _backward)
@@ -120,12 +118,22 @@ def _joined(activation, dtype):
 def _glu_backward(weight_order, activation, residuals, d_out):
     rows, gate, up, rows_per_expert, biases, *found = residuals
     d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
-    d_found = [only_used(d, rows_per_expert) for d in d_found]
     d_rows, d_weights = _gradients(weight_order, rows, (gate, up), rows_per_expert, d_found)
-    # The gradient of a bias sums over its expert's rows: [M, E]^T [M, O] -> [E, O].
-    share = jax.nn.one_hot(owners(rows_per_expert, len(rows)), len(rows_per_expert), dtype=rows.dtype)
-    total = lambda d, b: jnp.einsum("ME,MO->EO", share, d, preferred_element_type=jnp.float32).astype(b.dtype)
-    return d_rows, *d_weights, None, tuple(map(total, d_found, biases))
+    return (
+        d_rows,
+        *d_weights,
+        None,
+        tuple(_bias_gradient(*pair, rows_per_expert) for pair in zip(d_found, biases, strict=False)),
+    )
+
+
+def _bias_gradient(d_found, bias, rows_per_expert):
+    """Sums over each expert's rows: [M, E]^T [M, O] -> [E, O]; rows of no expert need not be finite."""
+    first, last = groups.bounds(rows_per_expert).T[:, None]
+    row = jnp.arange(len(d_found))[:, None]
+    share = ((first <= row) & (row < last)).astype(d_found.dtype)
+    d_found = only_used(d_found, rows_per_expert)
+    return jnp.einsum("ME,MO->EO", share, d_found, preferred_element_type=jnp.float32).astype(bias.dtype)
 
 
 _glu.defvjp(_glu_forward, _glu_backward)

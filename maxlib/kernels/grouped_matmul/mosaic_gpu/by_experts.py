@@ -1,8 +1,9 @@
 """Sums of outer products per expert (the gradient of the weights), a tile of one matrix per block of threads.
 
-The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts are set to zero in
-shared memory before they are multiplied. Two warpgroups own 64 rows of the tile each; one more only asks for the next
-blocks. An expert without rows gets zeros.
+The rows of an expert stream past, 64 at a time. In the first and last block, rows of other experts or of none, which
+need not be finite, are set to zero in shared memory, in both operands, before they are multiplied. Two warpgroups own
+64 rows of the tile each; one more only asks for the next blocks. An expert without rows gets zeros. Blocks of the same
+expert follow each other, so that its rows stay in the L2 cache.
 
 Letters: o 64 outputs of a warpgroup, i 128 inputs, s 64 rows that are summed in one step.
 """
@@ -32,6 +33,7 @@ class Scratch(NamedTuple):
     rows: Any  # stage s i
     ready: Any
     free: Any
+    cleared: Any  # a block of an expert's first or last rows has been cleared
     out: Any  # W o i
 
 
@@ -46,14 +48,15 @@ def by_experts(
         rows=shared(STAGES, SUMMED, INPUTS),
         ready=memory.barrier(STAGES, WARPGROUPS + 1),
         free=memory.barrier(STAGES, WARPGROUPS),
-        out=plgpu.SMEM((WARPGROUPS, OUTPUTS, INPUTS), dtype),
+        cleared=memory.barrier(1, WARPGROUPS),
+        out=memory.matrices(dtype, INPUTS)(WARPGROUPS, OUTPUTS, INPUTS),
     )
     call = _compat.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((E, O, I), dtype),
         scratch_types=(scratch,),
-        grid=(-(-I // INPUTS), -(-O // (WARPGROUPS * OUTPUTS)), E),
-        grid_names=("input", "output", "expert"),
+        grid=(E, -(-O // (WARPGROUPS * OUTPUTS)), -(-I // INPUTS)),
+        grid_names=("expert", "output", "input"),  # the last one varies fastest
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="grouped_matmul_d_weights",
@@ -108,12 +111,10 @@ def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
 
         @pl.when((here < first) | (here + SUMMED > last))  # the block contains rows of other experts
         def _():
-            row = here + plgpu.broadcasted_iota(jnp.int32, (SUMMED, OUTPUTS), 0, layout=plgpu.Layout.WGMMA)
-            mine = jnp.where(
-                (first <= row) & (row < last), _compat.load(a, plgpu.Layout.WGMMA).astype(jnp.float32), 0.0
-            )
-            a[...] = mine.astype(scratch.d_out.dtype)
+            _clear(a, here, first, last)
+            pl.when(warpgroup == 0)(lambda: _clear(scratch.rows.at[slot], here, first, last))
             plgpu.commit_smem()
+            memory.finish_together(scratch.cleared.at[0])  # both multiply with the same `rows`
 
         plgpu.wgmma(acc, _compat.transpose(a), scratch.rows.at[slot])
         # One matmul stays in flight; the one before it is done, so its slot is free for the next copy.
@@ -121,3 +122,10 @@ def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
         pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.free.at[lax.rem(i - 1, jnp.int32(STAGES))]))
 
     return acc[...]
+
+
+def _clear(block, here, first, last):
+    """Sets rows outside [first, last) of a block in shared memory to zero; its own rows begin at `here`."""
+    row = here + plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+    values = _compat.load(block, plgpu.Layout.WGMMA).astype(jnp.float32)
+    block[...] = jnp.where((first <= row) & (row < last), values, 0.0).astype(block.dtype)

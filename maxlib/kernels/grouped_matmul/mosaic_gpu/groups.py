@@ -12,21 +12,26 @@ def bounds(rows_per_expert: Int[Array, " E"]) -> Int[Array, "E 2"]:
     return jnp.stack([stop - rows_per_expert, stop], axis=1).astype(jnp.int32)
 
 
-def tiles(rows_per_expert: Int[Array, " E"], num_rows: int, size: int) -> Int[Array, "tiles 4"]:
-    """Returns four numbers per tile: its expert, where it begins, and its first and last (exclusive) own row.
+def tiles(
+    rows_per_expert: Int[Array, " E"], num_rows: int, size: int
+) -> tuple[Int[Array, "tiles 4"], Int[Array, " 1"]]:
+    """Returns four numbers per tile, and how many tiles there are; the table has room for as many as there can be.
 
-    The table has as many tiles as `num_rows` rows can need; those that are not needed have no rows.
+    The numbers are its expert, where it begins, and its first and last (exclusive) own row. Rows that are left over
+    belong to an expert E without a matrix.
     """
-    E, stop = len(rows_per_expert), jnp.cumsum(rows_per_expert)
-    start = stop - rows_per_expert
+    E = len(rows_per_expert)
+    counts = jnp.append(rows_per_expert, num_rows - rows_per_expert.sum())
+    start, stop = bounds(counts).T
     begin = start // ALIGNED * ALIGNED
-    count = jnp.where(rows_per_expert > 0, -(-(stop - begin) // size), 0)
+    count = jnp.where(counts > 0, -(-(stop - begin) // size), 0)
     last = jnp.cumsum(count)  # tiles of the experts up to each one
-    tile = jnp.arange((num_rows + E * (size + ALIGNED)) // size + 1, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(last, tile, side="right"), E - 1)
+    tile = jnp.arange((num_rows + (E + 1) * (size + ALIGNED)) // size + 1, dtype=jnp.int32)
+    # The experts whose tiles end at or before this one: one comparison with each, where a search would be a loop.
+    expert = jnp.minimum((last[None] <= tile[:, None]).sum(1), E)
     here = begin[expert] + (tile - last[expert] + count[expert]) * size
     table = jnp.stack([expert, here, jnp.maximum(start[expert], here), jnp.minimum(stop[expert], here + size)], axis=1)
-    return jnp.where((tile < last[-1])[:, None], table, 0).astype(jnp.int32)
+    return jnp.where((tile < last[-1])[:, None], table, 0).astype(jnp.int32), last[-1:].astype(jnp.int32)
 
 
 def whole_blocks(bias: Float[Array, "E C"], size: int) -> Float[Array, "E _"]:

@@ -1,0 +1,153 @@
+"""Gated delta rule on TPUs: layouts, and the custom gradient around the kernels.
+
+The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxlib.kernels.gated_delta.chunk import Spec
+
+CHUNK = 128  # tokens: matrices of 128 fill the lanes and the matmul unit
+SMALLEST = 16  # rows below 128 tokens are one chunk of 16, 32, 64 or 128
+MOST = 8  # chunks of a block
+VMEM = 12 * 2**20  # bytes that buffers may take, of the 16 MiB that every generation gives a kernel unasked
+
+
+def mosaic_tpu(
+    q: Float[Array, "B T K Hk"],
+    k: Float[Array, "B T K Hk"],
+    v: Float[Array, "B T K G Hv"],
+    log_decay: Float[Array, "B T K G"],
+    beta: Float[Array, "B T K G"],
+    is_start: Bool[Array, "B T"],
+    state: Float[Array, "B K G Hk Hv"],
+    *,
+    scale: float,
+    l2_norm: bool,
+) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B K G Hk Hv"]]:
+    """Returns the outputs, in the dtype of `v`, and the state after the last token.
+
+    Rates and states are float32. Differentiable once (reverse mode) in all arrays but `is_start`, which is True where
+    the state before a token is zero.
+    """
+    spec = Spec(scale, l2_norm, parts=(2, 2) if v.dtype.itemsize < 4 else (3, 3))
+    return _apply(spec, q, k, v, log_decay, beta, is_start.astype(jnp.float32), state)
+
+
+def refuses(groups: int, key_dim: int, value_dim: int, dtype: Any) -> str | None:
+    """Returns the reason why the kernels cannot run a call, or None.
+
+    Args:
+      groups: value heads that share a key head.
+      key_dim: width of keys.
+      value_dim: width of values.
+      dtype: dtype of the values.
+    """
+    if str(dtype) not in ("bfloat16", "float32"):
+        return f"takes values in bfloat16 or float32, not in {dtype}"
+    if (least := _vmem(1, CHUNK, groups, key_dim, value_dim, jnp.dtype(dtype).itemsize)) > VMEM:
+        return (
+            f"needs {least / 2**20:.0f} MiB of vector memory for {groups} states of {key_dim} x {value_dim} and one chunk, "
+            f"of which there are {VMEM >> 20}"
+        )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- the custom VJP
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(spec: Spec, q, k, v, log_decay, beta, starts, state):
+    return _forward(spec, q, k, v, log_decay, beta, starts, state, keep=False)[0]
+
+
+def _forward(spec: Spec, *args, keep: bool):
+    from maxlib.kernels.gated_delta.kernels import forward
+
+    *tokens, state = args
+    cut = _Cut.of(*tokens[1:3])
+    out, last, before = forward(cut.blocks(*tokens), state, spec=spec, keep=keep)
+    return (cut.joined(out), last), before
+
+
+def _apply_forward(spec: Spec, *args):
+    results, before = _forward(spec, *args, keep=True)
+    return results, (args[:-1], before)
+
+
+def _apply_backward(spec: Spec, kept, cotangents):
+    from maxlib.kernels.gated_delta.kernels import backward
+
+    (tokens, before), (d_out, d_last) = kept, cotangents
+    cut = _Cut.of(*tokens[1:3])
+    d, d_state = backward(cut.blocks(*tokens), before, cut.by_head(d_out), d_last, spec=spec)
+    return *(cut.joined(a) for a in (d.q, d.k, d.v)), cut.rates(d.log_decay), cut.rates(d.beta), None, d_state
+
+
+_apply.defvjp(_apply_forward, _apply_backward)
+
+
+# ---------------------------------------------------------------------------------------------- layouts
+
+
+def _vmem(chunks: int, chunk: int, groups: int, key_dim: int, value_dim: int, width: int) -> int:
+    """Returns the bytes of the backward kernel's buffers, for values of `width` bytes."""
+    keys, values, lanes = (-(-size // 128) * 128 for size in (key_dim, value_dim, chunk))
+    tokens, state = chunks * chunk, 4 * key_dim * values
+    # Whatever comes or goes has two places: q, k, v, the output's gradient, and theirs; states.
+    moving = 2 * (tokens * width * (4 * keys + 3 * values) + state * (1 + 2 * groups))
+    return moving + chunks * (4 * chunk * lanes + state) + 2 * 4 * tokens * keys
+
+
+class _Cut(NamedTuple):
+    """Sizes by which T tokens are cut: `count` blocks of `chunks` chunks of `chunk` tokens."""
+
+    tokens: int
+    count: int
+    chunks: int
+    chunk: int
+
+    @classmethod
+    def of(cls, k, v) -> "_Cut":
+        """Returns the sizes for keys `B T K Hk` and values `B T K G Hv`."""
+        T, (groups, value_dim) = k.shape[1], v.shape[3:]
+        chunk = min(CHUNK, max(SMALLEST, 1 << (T - 1).bit_length()))
+        vmem = functools.partial(
+            _vmem, chunk=chunk, groups=groups, key_dim=k.shape[3], value_dim=value_dim, width=v.dtype.itemsize
+        )
+        fitting = max(n for n in range(1, MOST + 1) if n == 1 or vmem(n) <= VMEM)
+        total = -(-T // chunk)
+        count = -(-total // fitting)
+        return cls(T, count, -(-total // count), chunk)  # blocks of equal length, so that little is padded
+
+    def blocks(self, q, k, v, log_decay, beta, starts):
+        """Cuts the arguments of `mosaic_tpu`."""
+        from maxlib.kernels.gated_delta.kernels import Blocks
+
+        sizes = {"n": self.count, "C": self.chunk}
+        rates = lambda a: einops.rearrange(self._padded(a), "B (n r C) K G -> B K G n r C", **sizes)
+        starts = einops.rearrange(self._padded(starts), "B (n r C) -> B n r C", **sizes)
+        return Blocks(self.by_head(q), self.by_head(k), self.by_head(v), rates(log_decay), rates(beta), starts)
+
+    def by_head(self, a):
+        """Cuts tokens into blocks, heads first: `B T heads H` to `B heads n t H`, of any number of axes of heads."""
+        return einops.rearrange(self._padded(a), "B (n t) ... H -> B ... n t H", n=self.count)
+
+    def joined(self, a):
+        """Inverts `by_head`."""
+        return einops.rearrange(a, "B ... n t H -> B (n t) ... H")[:, : self.tokens]
+
+    def rates(self, a):
+        """Joins rates again: `B K G n r C` to `B T K G`."""
+        return einops.rearrange(a, "B K G n r C -> B (n r C) K G")[:, : self.tokens]
+
+    def _padded(self, a):
+        # Tokens without decay, step and value leave the state as it is.
+        missing = self.count * self.chunks * self.chunk - self.tokens
+        return jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))

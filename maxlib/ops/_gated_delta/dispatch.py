@@ -1,0 +1,108 @@
+"""The table of the gated delta rule, in order of preference: where each form runs, and which one a call gets."""
+
+import dataclasses
+
+from maxlib.kernels.gated_delta import refuses
+from maxlib.ops._explanation import Explanation
+from maxlib.ops._findings import refused as failed_check
+
+FEW = 8  # tokens up to which the recurrence is faster than a chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute the gated delta rule.
+
+    Args:
+      about: what it is, in a line.
+      platforms: where it runs; None for everywhere.
+      by_name: why it runs only where it is asked for; None if it may be chosen.
+    """
+
+    about: str
+    platforms: frozenset[str] | None = None
+    by_name: str | None = None
+
+
+# The order is that of speed as far as it is known. Kernels stand by until hardware has run them (decision 24).
+TABLE = {
+    "mosaic_tpu": Implementation(
+        "kernels for TPUs in both passes", frozenset({"tpu"}), by_name="it has not run on a TPU yet"
+    ),
+    "chunked": Implementation("chunks of 64 tokens in matmuls, by XLA"),
+    "sequential": Implementation(f"the definition, token by token: the fastest form for up to {FEW} tokens"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of the gated delta rule, as far as it decides the implementation: shapes, dtype, device."""
+
+    batch: int
+    tokens: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    platform: str
+    device_kind: str
+
+    def __str__(self) -> str:
+        return (
+            f"B={self.batch} T={self.tokens} K={self.key_heads} N={self.heads} Hk={self.key_dim} Hv={self.value_dim} "
+            f"{self.dtype} on {self.platform} ({self.device_kind})"
+        )
+
+    def refusals(self) -> dict[str, str | None]:
+        """Returns for each implementation why it cannot run this call, or None."""
+        return {name: self._refusal(name) or failed_check(OP, name, self.device_kind) for name in TABLE}
+
+    def _refusal(self, name: str) -> str | None:
+        platforms = TABLE[name].platforms
+        if platforms is not None and self.platform not in platforms:
+            return f"runs on {' and '.join(sorted(platforms))}, not on {self.platform}"
+        if name != "mosaic_tpu":
+            return None
+        return refuses(self.heads // self.key_heads, self.key_dim, self.value_dim, self.dtype)
+
+
+OP = "gated_delta_rule"
+
+
+def explain(call: Call, name: str | None = None) -> Explanation:
+    """Finds the implementation that would run a call, without running it.
+
+    Args:
+      call: the call.
+      name: name of the requested implementation; None for the fastest that may be chosen.
+
+    Raises:
+      ValueError: when no implementation has this name.
+    """
+    if name is not None and name not in TABLE:
+        raise ValueError(f"implementation must be one of {', '.join(TABLE)}, or None, got {name!r}")
+    refused = {one: why for one, why in call.refusals().items() if why is not None}
+    if name in refused:
+        return Explanation(OP, call, None, f"{name} was asked for and {refused[name]}", refused)
+    if name is not None:
+        return Explanation(OP, call, name, "asked for by name", refused)
+    # What failed `check` here is said rather than that a row wants to be named.
+    refused = {one: f"runs only by name: {row.by_name}" for one, row in TABLE.items() if row.by_name} | refused
+    # Decoding has a token or a few at a time, and a chunk would be padding.
+    order = ("sequential", *TABLE) if call.tokens <= FEW else tuple(TABLE)
+    best = next((one for one in order if one not in refused), None)
+    reason = "all of them are refused" if best is None else TABLE[best].about
+    return Explanation(OP, call, best, reason, refused)
+
+
+def choose(call: Call, name: str | None) -> str:
+    """Returns the implementation to run. A named one is never replaced by another.
+
+    Raises:
+      ValueError: when the named implementation cannot run the call, or does not exist.
+    """
+    found = explain(call, name)
+    if found.chosen is None:
+        raise ValueError(f"{OP}: {found.reason}. Pass implementation=None for the best one that can.")
+    return found.chosen

@@ -1,0 +1,211 @@
+"""A small Qwen3.5-like hybrid in float32: its training step against transformers + torch and against attention alone,
+decoding after short and long texts, and the memory of a state, in turn on the same machine.
+
+    python -m tests.benchmarks.hybrid [--rounds 5] [--tokens 2048] [--contexts 512 4096 32768] [--json out.json]
+
+Four layers 512 wide, three of gated DeltaNet and one of gated attention, random weights, the same in both libraries.
+`attention` has four attention layers, and an MLP as wide as makes the step's FLOPs those of the hybrid. Ratios are
+medians over rounds in which each contender runs once. transformers runs as it does without CUDA kernels, in torch.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+import transformers
+from flax import nnx
+
+import maxlib
+from maxlib import nn, ops
+from maxlib.models import qwen3_5
+from maxlib.observability import training_flops
+from tests.benchmarks.train_step import measure
+
+CONFIG = transformers.Qwen3_5TextConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1792,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=256,
+    linear_num_key_heads=8,
+    linear_num_value_heads=8,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    max_position_embeddings=131_072,
+    attn_implementation="sdpa",
+)
+LEAST = {"transformers": 2.0, "attention": 0.8, "decode": 1.0}  # times the other's speed
+
+
+def pair() -> tuple[transformers.PreTrainedModel, qwen3_5.Qwen35]:
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5ForCausalLM(CONFIG)
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        return theirs, maxlib.from_pretrained(directory)
+
+
+def loss_of(model, tokens, key=None) -> jax.Array:
+    hidden = model(tokens[:, :-1], dtype=jnp.float32).hidden
+    weights = jnp.full((tokens.shape[0], tokens.shape[1] - 1), 1.0 / (tokens.shape[1] - 1))
+    return ops.linear_cross_entropy(hidden, model.head_weight(), tokens[:, 1:], weights=weights).loss
+
+
+def of_attention(hybrid: qwen3_5.Qwen35, tokens) -> qwen3_5.Qwen35:
+    """A model of attention layers alone whose training step has the FLOPs of the hybrid's, to a thousandth."""
+    build = lambda width: qwen3_5.Qwen35(
+        dataclasses.replace(hybrid.cfg, layer_types=(qwen3_5.FULL,) * 4, mlp_dim=width), rngs=nnx.Rngs(0)
+    )
+    flops = lambda model: training_flops(loss_of, model, tokens)
+    wanted, least, more = (
+        flops(hybrid),
+        flops(nnx.eval_shape(lambda: build(512))),
+        flops(nnx.eval_shape(lambda: build(1024))),
+    )
+    width = round(512 + 512 * (wanted - least) / (more - least))  # FLOPs are linear in the width
+    model = build(width)
+    print(f"FLOPs of a step: hybrid {wanted:.4g}, attention {flops(model):.4g} with an MLP of {width}")
+    return model
+
+
+def trainer(model, tokens):
+    trainable, rest = nn.partition(model)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+
+    def step(state, tokens):
+        trainable, opt_state = state
+        loss, grads = jax.value_and_grad(lambda t: loss_of(nn.combine(t, rest), tokens))(trainable)
+        updates, opt_state = optimizer.update(grads, opt_state, trainable)
+        return (optax.apply_updates(trainable, updates), opt_state), loss
+
+    trainable = jax.tree.map(jnp.copy, trainable)  # the step takes it over
+    state = [(trainable, jax.jit(optimizer.init)(trainable))]
+    compiled = jax.jit(step, donate_argnums=0).lower(state[0], tokens).compile()
+
+    def run():
+        state[0], loss = compiled(state[0], tokens)
+        return float(loss)
+
+    return run
+
+
+def torch_trainer(model, tokens):
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
+    ids = torch.tensor(np.asarray(tokens), dtype=torch.long)
+
+    def run():
+        optimizer.zero_grad()
+        logits = model(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return run
+
+
+def decoder(model, context: int, steps: int = 32):
+    """A call that decodes `steps` tokens after `context` others."""
+    params, rest = nn.partition(model)
+    filled = prefilled(model, context, context + steps)
+
+    @jax.jit
+    def decode(params, cache):
+        model = nn.combine(params, rest)
+
+        def step(flow, _):
+            token, cache = flow
+            out = model(token, cache=cache, dtype=jnp.float32)
+            return (jnp.argmax(model.logits(out.hidden), -1).astype(jnp.int32), out.cache), token
+
+        return jax.lax.scan(step, (jnp.ones((1, 1), jnp.int32), cache), length=steps)[1]
+
+    return lambda: decode(params, filled).block_until_ready()
+
+
+def prefilled(model, context: int, capacity: int, piece: int = 512):
+    """Returns a cache with `context` tokens in it."""
+    params, rest = nn.partition(model)
+
+    @jax.jit
+    def run(params, tokens, cache):
+        return nn.combine(params, rest)(tokens, cache=cache, dtype=jnp.float32).cache
+
+    cache = model.init_cache(1, capacity, dtype=jnp.float32)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, context))
+    for i in range(0, context, piece):
+        cache = run(params, jnp.asarray(tokens[:, i : i + piece], jnp.int32), cache)
+    return cache
+
+
+def state_bytes(model, capacity: int) -> tuple[int, int]:
+    """Bytes of a cache that holds states (and convolution tails), and of one that holds keys and values."""
+    cache = jax.eval_shape(lambda: model.init_cache(1, capacity, dtype=jnp.bfloat16))
+    grows = jax.eval_shape(lambda: model.init_cache(1, 2 * capacity, dtype=jnp.bfloat16))
+    size = lambda a: a.size * a.dtype.itemsize
+    pairs = [(size(a), size(b)) for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(grows), strict=True)]
+    return sum(a for a, b in pairs if a == b), sum(a for a, b in pairs if a != b)
+
+
+def ratio(times: dict[str, list[float]], other: str) -> float:
+    return statistics.median(t / m for m, t in zip(times["hybrid"], times[other], strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 32_768])
+    parser.add_argument("--check", action="store_true", help="fail below `LEAST`")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    theirs, hybrid = pair()
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, args.tokens + 1)), jnp.int32)
+    attention = of_attention(hybrid, tokens)
+    decoders = {
+        (name, n): decoder(m, n) for n in args.contexts for name, m in (("hybrid", hybrid), ("attention", attention))
+    }
+    steps = {
+        "hybrid": trainer(hybrid, tokens),
+        "transformers": torch_trainer(theirs, tokens),
+        "attention": trainer(attention, tokens),
+    }
+    times = measure(steps, args.rounds)
+    found = {name: ratio(times, name) for name in ("transformers", "attention")}
+    for name, value in times.items():
+        print(f"step, {args.tokens} tokens, {name}: {statistics.median(value):.3f} s")
+    speeds = measure(decoders, args.rounds)
+    for n in args.contexts:
+        pair_of = {name: speeds[name, n] for name in ("hybrid", "attention")}
+        found[f"decode after {n}"] = ratio(pair_of, "attention")
+        each = ", ".join(f"{name} {statistics.median(t) / 32 * 1e3:.2f} ms a token" for name, t in pair_of.items())
+        print(f"decoding after {n} tokens: {each}")
+    for n in (*args.contexts, 131_072):
+        states, keys = state_bytes(hybrid, n)
+        print(
+            f"cache for {n} tokens, bfloat16: states {states / 2**20:.2f} MiB, keys and values {keys / 2**20:.2f} MiB"
+        )
+    for name, value in found.items():
+        print(f"{name}: {value:.2f} times its time")
+    if args.json:
+        args.json.write_text(json.dumps({"ratios": found, "seconds": times, "machine": platform.machine()}, indent=1))
+    least = LEAST | {f"decode after {args.contexts[0]}": LEAST["decode"]}
+    if args.check and any(value < least.get(name, 0) for name, value in found.items()):
+        raise SystemExit(f"the hybrid must have at least these speeds: {least}")
+
+
+if __name__ == "__main__":
+    main()
