@@ -7,6 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
 import cards
 import notebooks
+import programs
 
 import examples
 import maxlib
@@ -14,8 +15,8 @@ import maxlib
 notebooks.copy()
 notebooks.keep_compiled()
 cards.write(notebooks.cache_folder())
-examples.write()
-examples.write_commands(notebooks.cache_folder())
+programs.write()
+programs.write_commands(notebooks.cache_folder())
 
 project = "maxlib"
 author = "The maxlib authors"

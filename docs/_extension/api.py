@@ -21,6 +21,7 @@ BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MORE = re.compile(r"^## More\n\n```\{api\} (\S+)\n\*\n```$", re.MULTILINE)  # left out where nothing is left
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
 LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
+KNOWN = {"PRESETS": "Published sizes by name.", "FAMILY": "The family, as `weights.families` lists it."}
 LONGEST = 60  # letters of a default
 NUMBER = r"Array \| ndarray \| bool \| number \| (?:bool \| )?int \| float \| complex"
 SCHEDULE = re.compile(rf"Callable\[\[{NUMBER}\], {NUMBER}\]")
@@ -92,7 +93,7 @@ def documentation(module: str, name: str) -> str:
     own = inspect.getdoc(wrapped) if inspect.isfunction(wrapped) else None
     if not own and "__doc__" in getattr(value, "__dict__", {}):
         own = inspect.cleandoc(value.__doc__)
-    return own or comment(module, name) or f"A `{type(value).__name__}`."
+    return own or comment(module, name) or KNOWN.get(name) or f"A `{type(value).__name__}`."
 
 
 def comment(module: str, name: str) -> str:
@@ -100,8 +101,8 @@ def comment(module: str, name: str) -> str:
     folder = Path(inspect.getfile(importlib.import_module(module))).parent
     for path in sorted(folder.rglob("*.py")):
         if match := re.search(rf"((?:^#[^\n]*\n)*)^{name}\b[^=\n]*=[^\n]*", path.read_text(), re.MULTILINE):
-            trailing = re.search(r"  # (.*)$", match[0])
-            before = " ".join(line.lstrip("# ") for line in match[1].splitlines())
+            trailing = re.search(r"  # (?!fmt:)(.*)$", match[0])
+            before = " ".join(line.lstrip("# ") for line in match[1].splitlines() if not line.startswith("# fmt:"))
             if text := (trailing[1] if trailing else before):
                 return text[0].upper() + text[1:].rstrip(".") + "."
     return ""
@@ -218,11 +219,8 @@ def _readable(text: str | None) -> str | None:
 
 
 def _without_modules(text: str) -> str:
-    return re.sub(
-        r"\b(?:jax\.jaxlib\._jax|jaxlib\._jax|jax|numpy|collections\.abc|typing)\.(?=Array|ndarray|bool|number|Callable)",
-        "",
-        text,
-    )
+    """Leaves out the modules of the types that optax's schedules are made of."""
+    return re.sub(r"~?\b(?:[a-z_]+\.)+(?=(?:Array|ndarray|bool|number|Callable)\b)", "", text)
 
 
 def skip(app, what, name, obj, skip, options):

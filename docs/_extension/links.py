@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import programs
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.util.nodes import make_refnode
@@ -104,8 +105,8 @@ def _link(app, index: Index, docname: str, literal: nodes.literal) -> None:
 
 def _page_of_program(text: str, docname: str) -> str | None:
     """Finds the page of an example program that a text is about: a path, a file name or a command."""
-    words = (word for word in text.split() if word in examples.pages_of_words())
-    page = examples.pages_of_words()[word] if (word := next(words, None)) else None
+    words = (word for word in text.split() if word in programs.pages_of_words())
+    page = programs.pages_of_words()[word] if (word := next(words, None)) else None
     return None if page == docname else page
 
 

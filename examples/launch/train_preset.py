@@ -7,7 +7,6 @@ preemption, start it again with the same options: it finds its newest checkpoint
 import argparse
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
@@ -23,18 +22,22 @@ def main() -> None:
         lambda part: data.pack(tokens[part], length=args.length),
         batch_size=int(args.per_device_batch_size * jax.device_count()),  # of all devices
     )
-    degrees: dict[str, Any] = dict(sharding.parse_degrees(args.mesh))
     trainer = training.Trainer(
         functools.partial(build, args.preset),
         optimizer=training.adamw(training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 20)),
         loader=loader,
         loss=functools.partial(training.next_token_loss, remat=args.remat),
-        layout=sharding.Layout(sharding.make_mesh(**degrees), sharding.preset(args.strategy)),
+        layout=layout(args).on(jax.devices()),
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.checkpoints, every=args.save_every, keep=3),
         timeout=1800,  # ends a process that hangs, so that whoever started it can start it again
     )
     trainer.fit(args.steps)
+
+
+def layout(args: argparse.Namespace) -> sharding.Layout:
+    degrees = {**sharding.parse_degrees(args.mesh), "dcn": sharding.parse_degrees(args.dcn)}
+    return sharding.Layout(degrees, sharding.preset(args.strategy))
 
 
 def build(preset: str) -> nnx.Module:
@@ -56,6 +59,7 @@ def arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, default=3e-4, help="its peak (%(default)s)")
     add("--save-every", type=int, default=100, help="steps between checkpoints (%(default)s)")
     add("--mesh", default="fsdp=-1", help="such as fsdp=-1,tensor=4 (%(default)s)")
+    add("--dcn", default="", help="degrees across slices, such as data=2")
     add("--strategy", default="fsdp", help="such as fsdp_tp_sp (%(default)s)")
     add("--remat", default="full", help="what is computed again, such as full, qkv, dots (%(default)s)")
     return parser.parse_args()

@@ -49,6 +49,7 @@ def estimated(job: Job) -> Plan:
       job: the training step and its target.
 
     Raises:
+      ImportError: for a TPU without libtpu, which describes its topology; estimates for GPUs need nothing.
       ValueError: when the parts of the job do not go together.
     """
     from maxlib.plan._worker import describe

@@ -44,7 +44,7 @@ def pages_of_words() -> dict[str, str]:
 
 
 def write() -> None:
-    """Writes the pages of docs/examples and docs/cli.md; unchanged ones stay, or Sphinx would read them again."""
+    """Lets the pages be in docs/examples; those that are the same stay, or Sphinx would read them again."""
     (HERE / "examples").mkdir(exist_ok=True)
     pages = {page_of(path): page(path) for path in programs()}
     kept = {HERE / f"{name}.md" for name in ("examples/index", *pages)}
