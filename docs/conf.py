@@ -9,7 +9,6 @@ import cards
 import notebooks
 import programs
 
-import examples
 import maxlib
 
 notebooks.copy()

@@ -14,8 +14,6 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.util.nodes import make_refnode
 
-import examples
-
 NAME = re.compile(r"^(?:maxlib\.)?([A-Za-z_][\w.]*[\w])(\(.*\))?$", re.DOTALL)
 DOTTED = re.compile(r"\b(?:maxlib\.)?((?:[a-z_]+\.)+[A-Za-z_]\w*)")
 GUIDES = ("guides/", "start", "tour", "concepts")
