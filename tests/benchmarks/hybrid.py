@@ -19,16 +19,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import torch
 import transformers
 from flax import nnx
 
 import maxlib
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import qwen3_5
 from maxlib.observability import training_flops
-from tests.benchmarks.train_step import measure
+from tests.benchmarks.train_step import loss_of, measure, torch_trainer, trainer
 
 CONFIG = transformers.Qwen3_5TextConfig(
     vocab_size=4096,
@@ -56,12 +55,6 @@ def pair() -> tuple[transformers.PreTrainedModel, qwen3_5.Qwen35]:
         return theirs, maxlib.from_pretrained(directory)
 
 
-def loss_of(model, tokens, key=None) -> jax.Array:
-    hidden = model(tokens[:, :-1], dtype=jnp.float32).hidden
-    weights = jnp.full((tokens.shape[0], tokens.shape[1] - 1), 1.0 / (tokens.shape[1] - 1))
-    return ops.linear_cross_entropy(hidden, model.head_weight(), tokens[:, 1:], weights=weights).loss
-
-
 def of_attention(hybrid: qwen3_5.Qwen35, tokens) -> qwen3_5.Qwen35:
     """A model of attention layers alone whose training step has the FLOPs of the hybrid's, to a thousandth."""
     build = lambda width: qwen3_5.Qwen35(
@@ -77,44 +70,6 @@ def of_attention(hybrid: qwen3_5.Qwen35, tokens) -> qwen3_5.Qwen35:
     model = build(width)
     print(f"FLOPs of a step: hybrid {wanted:.4g}, attention {flops(model):.4g} with an MLP of {width}")
     return model
-
-
-def trainer(model, tokens):
-    trainable, rest = nn.partition(model)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
-
-    def step(state, tokens):
-        trainable, opt_state = state
-        loss, grads = jax.value_and_grad(lambda t: loss_of(nn.combine(t, rest), tokens))(trainable)
-        updates, opt_state = optimizer.update(grads, opt_state, trainable)
-        return (optax.apply_updates(trainable, updates), opt_state), loss
-
-    trainable = jax.tree.map(jnp.copy, trainable)  # the step takes it over
-    state = [(trainable, jax.jit(optimizer.init)(trainable))]
-    compiled = jax.jit(step, donate_argnums=0).lower(state[0], tokens).compile()
-
-    def run():
-        state[0], loss = compiled(state[0], tokens)
-        return float(loss)
-
-    return run
-
-
-def torch_trainer(model, tokens):
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
-    ids = torch.tensor(np.asarray(tokens), dtype=torch.long)
-
-    def run():
-        optimizer.zero_grad()
-        logits = model(ids[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.item()
-
-    return run
 
 
 def decoder(model, context: int, steps: int = 32):

@@ -37,15 +37,22 @@ def maxlib_step(tokens):
         rope=ops.Rope(DIM // HEADS),
     )
     model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
-    trainable, rest = nn.partition(model)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    return trainer(model, tokens)
 
-    def loss_fn(trainable, tokens):
-        model = nn.combine(trainable, rest)
-        hidden = model(tokens[:, :-1], dtype=jnp.float32).hidden
-        targets = tokens[:, 1:]
-        weights = jnp.full(targets.shape, 1.0 / targets.size)
-        return ops.linear_cross_entropy(hidden, model.head_weight(), targets, weights=weights).loss
+
+def loss_of(model, tokens, key=None):
+    """The mean cross-entropy of the next tokens; `key` as losses of a Trainer have it."""
+    hidden = model(tokens[:, :-1], dtype=jnp.float32).hidden
+    targets = tokens[:, 1:]
+    weights = jnp.full(targets.shape, 1.0 / targets.size)
+    return ops.linear_cross_entropy(hidden, model.head_weight(), targets, weights=weights).loss
+
+
+def trainer(model, tokens):
+    """A call that trains a copy of the model for a step."""
+    trainable, rest = nn.partition(jax.tree.map(jnp.copy, model))  # the step takes its arrays over
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    loss_fn = lambda trainable, tokens: loss_of(nn.combine(trainable, rest), tokens)
 
     def step(state, tokens):
         trainable, opt_state = state
@@ -64,7 +71,6 @@ def maxlib_step(tokens):
 
 
 def torch_step(tokens):
-    import torch
     import transformers
 
     config = transformers.LlamaConfig(
@@ -76,7 +82,14 @@ def torch_step(tokens):
         num_key_value_heads=HEADS,
         attn_implementation="sdpa",
     )
-    model = transformers.LlamaForCausalLM(config).train()
+    return torch_trainer(transformers.LlamaForCausalLM(config), tokens)
+
+
+def torch_trainer(model, tokens):
+    """The same with a model of transformers."""
+    import torch
+
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     ids = torch.tensor(np.asarray(tokens), dtype=torch.long)
 
