@@ -182,7 +182,9 @@ class GatedDeltaNet(SequenceMixer):
         return DeltaCache(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a training step."""
+        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
+        training step.
+        """
         N, K, Hk, Hv = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim
         effect = 4 * N * Hk * (Hk + Hv)  # float32
         tail = (self.conv_width - 1) * (2 * K * Hk + N * Hv) * split.width
@@ -200,7 +202,9 @@ class GatedDeltaNet(SequenceMixer):
 
 
 def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
-    """Applies the convolution and the delta rule to one device's part; returns the output and the new cache's arrays."""
+    """Applies the convolution and the delta rule to one device's part; returns the output and the new cache's
+    arrays.
+    """
     filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
     found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), filters, tails, strict=True)]

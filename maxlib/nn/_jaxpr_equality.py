@@ -57,7 +57,9 @@ def _all_same(xs: Iterable[Any], ys: Iterable[Any]) -> bool:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Compares parameters of a program: functions, arrays, shapes, names. Traced arrays and keys only equal themselves."""
+    """Compares parameters of a program: functions, arrays, shapes, names. Traced arrays and keys only equal
+    themselves.
+    """
     if x is y:
         return True
     if type(x) is not type(y) or isinstance(x, Tracer):

@@ -225,7 +225,9 @@ class Mamba2(SequenceMixer):
         return MambaCache(zeros(N, P), zeros(G, S), zeros(G, S), state)
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a training step."""
+        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
+        training step.
+        """
         N, P, G, S = self.num_heads, self.head_dim, self.num_groups, self.state_dim
         effect = 4 * N * (P * S + 1)  # float32; the transition is one number per head
         tail = (self.conv_width - 1) * (N * P + 2 * G * S) * split.width
@@ -243,7 +245,9 @@ class Mamba2(SequenceMixer):
 
 
 def _op(x, b, c, dt, a_log, d, *rest, axis_name, implementation):
-    """Applies the convolution and the recurrence to one device's part; returns the output and the new cache's arrays."""
+    """Applies the convolution and the recurrence to one device's part; returns the output and the new cache's
+    arrays.
+    """
     filters, biases, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:9], rest[9:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
     parts = zip((x, b, c), filters, biases, tails, strict=True)

@@ -139,7 +139,9 @@ def unknown(model: Any) -> dict[str, nnx.Variable]:
 
 
 def _is_matrix(x: nnx.Variable) -> bool:
-    """Returns True for floating matrices, judged by axis names or by the number of dimensions without the layer axis."""
+    """Returns True for floating matrices, judged by axis names or by the number of dimensions without the
+    layer axis.
+    """
     axes, value = x.get_metadata().get("axes"), x.get_value()
     rank = value.ndim if axes is None else len(axes) - num_layer_axes(axes)
     return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)

@@ -156,7 +156,9 @@ def group_at(path: str, groupings: Mapping[str, Grouping]) -> tuple[str, LayerGr
 
 
 def as_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Grouping:
-    """Returns a grouping as a dict, as checkpoints store it; `lead` and `lead_period` are omitted if there is no lead."""
+    """Returns a grouping as a dict, as checkpoints store it; `lead` and `lead_period` are omitted if there is
+    no lead.
+    """
     own = ({"lead": lead} if lead else {}) | ({"lead_period": lead_period} if lead and lead_period > 1 else {})
     return {"num_layers": num_layers, "prefix": prefix, "period": period} | own
 

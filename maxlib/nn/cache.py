@@ -87,7 +87,9 @@ class LayerCache:
 
 
 def layer_caches(layers: Any) -> list[Any]:
-    """Lists the caches in the result of a stack's `init_cache`; arrays outside any `LayerCache` are listed themselves."""
+    """Lists the caches in the result of a stack's `init_cache`; arrays outside any `LayerCache` are listed
+    themselves.
+    """
     return jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, LayerCache))
 
 

@@ -91,7 +91,7 @@ def takes_images(model: Any) -> bool:
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:
-    """Names the kinds of the layers' caches: `full`, `ring` (sliding window), `latent`, or the name of another cache."""
+    """Names the kinds of the layers' caches: `full`, `ring` (sliding window), `latent`, or another cache's name."""
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)

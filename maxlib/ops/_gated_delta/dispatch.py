@@ -16,7 +16,7 @@ class Implementation:
     Args:
       about: what it is, in a line.
       platforms: where it runs; None for everywhere.
-      by_name: why it runs only where it is asked for; None if it may be chosen.
+      by_name: why it runs only by name; None if it may be chosen.
     """
 
     about: str
@@ -84,9 +84,9 @@ def explain(call: Call, name: str | None = None) -> Explanation:
         raise ValueError(f"implementation must be one of {', '.join(TABLE)}, or None, got {name!r}")
     refused = {one: why for one, why in call.refusals().items() if why is not None}
     if name in refused:
-        return Explanation(OP, call, None, f"{name} was asked for and {refused[name]}", refused)
+        return Explanation(OP, call, None, f"{name} was requested, but it {refused[name]}", refused)
     if name is not None:
-        return Explanation(OP, call, name, "asked for by name", refused)
+        return Explanation(OP, call, name, "requested by name", refused)
     # What failed `check` here is said rather than that a row wants to be named.
     refused = {one: f"runs only by name: {row.by_name}" for one, row in TABLE.items() if row.by_name} | refused
     # Decoding has a token or a few at a time, and a chunk would be padding.

@@ -137,7 +137,7 @@ def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
     """Returns the implementation to run; weights are None for the transposed matmul.
 
     Raises:
-        ValueError: The implementation that is asked for does not exist, or cannot run the call.
+        ValueError: The named implementation does not exist, or cannot run the call.
     """
     found = dispatch.explain(
         op, dispatch.refusals(rows, weights, weight_order, out_dtype, current_device()), implementation

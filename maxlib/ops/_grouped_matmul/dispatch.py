@@ -15,7 +15,7 @@ class Implementation:
     Args:
         about: What it is, in a line.
         platforms: Where it runs; None for everywhere.
-        by_name: Why it runs only where it is asked for; None if it may be chosen.
+        by_name: Why it runs only by name; None if it may be chosen.
     """
 
     about: str
@@ -90,4 +90,4 @@ def explain(call: str, reasons: dict[str, str | None], name: str | None = None) 
         return Explanation("grouped_matmul", call, best, TABLE[best].about, unasked | refused)
     if name in refused:
         return Explanation("grouped_matmul", call, None, f"{name} {refused[name]}", refused)
-    return Explanation("grouped_matmul", call, name, "asked for by name", refused)
+    return Explanation("grouped_matmul", call, name, "requested by name", refused)
