@@ -145,7 +145,7 @@ class Halved:
 
 
 def test_a_pipelines_microbatches_are_not_cut_again():
-    with pytest.raises(TypeError, match="finds its own gradient from the whole batch. Leave accumulate out"):
+    with pytest.raises(TypeError, match="computes its own gradient from the whole batch. Omit accumulate"):
         training.accumulate(training.one_f_one_b(tiny.loss), 2)
 
 
@@ -242,7 +242,7 @@ def test_parameters_from_a_hugging_face_directory(tmp_path):
     ours.restore(params_from=tmp_path / "model")  # a warning would be an error
     assert same(nn.partition(model)[0], ours.state.trainable)
     other = trainer()
-    with pytest.raises(ValueError, match="holds another model"):
+    with pytest.raises(ValueError, match="has a different model"):
         other.restore(params_from=tmp_path / "model")
 
 
