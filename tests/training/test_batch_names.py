@@ -136,7 +136,7 @@ def test_documents_longer_than_the_model_are_refused():
     check_first_batch(SHIFTED | {"segment_ids": ids, "positions": at}, model)
     check_first_batch(SHIFTED | {"segment_ids": ids}, model)
     for more in ({"positions": at + 1}, {"segment_ids": np.repeat([[1, 2]], 8, axis=0).repeat([2, 6], axis=1)}):
-        with pytest.raises(ValueError, match="6 positions in one document, the model was made for 5"):
+        with pytest.raises(ValueError, match="6 positions in one document, but the model supports 5"):
             check_first_batch(SHIFTED | more, model)
 
 

@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said():
     with sharding.use(layout), pytest.raises(ValueError, match="which this optimizer does not support"):
         jax.eval_shape(training.make_train_step(tiny.loss, optimizer), state, tiny.batch())
     for offload in (sharding.OFFLOAD_OPTIMIZER, sharding.OFFLOAD_LAYERS):
-        with pytest.raises(ValueError, match="cannot be cut into a pipeline's stages"):
+        with pytest.raises(ValueError, match="cannot also be split into pipeline stages"):
             sharding.Layout(mesh, offload | sharding.PP)
 
 
@@ -118,7 +118,7 @@ def test_a_backend_without_that_memory_is_named(monkeypatch):
 
     mesh = two_devices()
     monkeypatch.setattr(type(mesh.devices.flat[0]), "addressable_memories", lambda _: [Memory()])
-    with pytest.raises(ValueError, match=r"wants the memory 'pinned_host', but cpu has only \['device'\]"):
+    with pytest.raises(ValueError, match=r"needs the memory 'pinned_host', but cpu only has \['device'\]"):
         sharding.Layout(mesh, sharding.OFFLOAD_OPTIMIZER)
 
 
