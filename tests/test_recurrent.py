@@ -163,7 +163,7 @@ def test_zigzag_order_is_refused():
     model.__class__ = Forced
     with (
         sharding.use(layout),
-        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence need them in"),
+        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must get them in"),
     ):
         jax.eval_shape(lambda: model(ids()))
 

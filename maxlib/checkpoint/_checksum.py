@@ -1,4 +1,4 @@
-"""A checksum of an array's content that every mesh computes alike."""
+"""A checksum of an array's content that does not depend on the mesh."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ _MIX = tuple(np.uint32(c) for c in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB
 
 
 def digest(x: Any) -> tuple[jax.Array, jax.Array]:
-    """Computes two 32-bit sums over hashes of each element's bits and place; `x` has any dtype but a key's.
+    """Computes two 32-bit sums over hashes of each element's bits and index, for any dtype except keys.
 
-    A sum has no order, so shards add up to the same whatever the mesh, each device reads only what it holds and two
-    numbers per device travel. For a given place the hash is one to one: a change of one element is never missed, any
-    other one with a chance of 2^-64. Runs where `x` lives, asynchronously; a later donation of `x` waits for it.
+    Sums do not depend on the order, so the result is the same for every mesh, each device only reads its own shard, and
+    only two numbers per device are communicated. For a given index the hash is injective: a change of one element is
+    always detected, other changes are missed with probability 2^-64. It runs asynchronously on the devices of `x`; a
+    later donation of `x` waits for it.
     """
-    with jax.set_mesh(NO_MESH):  # `x` may be on one device, whichever mesh the caller is in
+    with jax.set_mesh(NO_MESH):  # `x` may be on one device, independent of the caller's mesh
         return _digest(_on_device(x) if isinstance(x, jax.Array) else _words_on_host(np.asarray(x)))
 
 
@@ -40,7 +41,7 @@ def _digest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Returns a number for every place, made of one hash per axis and index."""
+    """Returns a number for every index, combined from one hash per axis."""
     places = jnp.full((1,) * len(shape), _MIX[3])
     for axis, size in enumerate(shape):
         h = (lax.iota(jnp.uint32, size) + np.uint32(7919 * axis + 1)) * _MIX[1]
@@ -63,7 +64,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """Returns what `_words` would see, for the dtypes that jax would cut to 32 bits."""
+    """Returns the result of `_words` on the host, for dtypes that jax would truncate to 32 bits."""
     if x.dtype.itemsize <= 4:
         return x
     if np.issubdtype(x.dtype, np.complexfloating):
@@ -79,6 +80,6 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """Moves `x` to its devices' own memory, where it may have been offloaded to the host's."""
+    """Copies `x` to device memory if it was offloaded to host memory."""
     kind = next(iter(x.sharding.device_set)).default_memory().kind
     return x if x.sharding.memory_kind in (None, kind) else jax.device_put(x, x.sharding.with_memory_kind(kind))

@@ -177,7 +177,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(tmp_path):
     read = lambda settings, config=config: data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
     with pytest.raises(ValueError, match="spatial_merge_size must be 2, as the model's config.json says, got 1"):
         read({"preprocessor_config.json": named, "processor_config.json": {"spatial_merge_size": 1}})
-    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which stands among"):
+    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which is one of an"):
         read({"preprocessor_config.json": named, "processor_config.json": {"image_break_token": "[BREAK]"}})
     with pytest.raises(ValueError, match=r"size.longest_edge must be a number of pixels, got \{'height': 3\}"):
         read({"preprocessor_config.json": named | {"size": {"height": 3}}, "processor_config.json": {}})
@@ -257,7 +257,7 @@ def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
 
 def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
     read = lambda document, images=processor: tokenized([document], tokenizer, images)[0]
-    with pytest.raises(ValueError, match="the chat has 1 images: give images="):
+    with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
         read(chat(rgb(8, 8)), None)
     with pytest.raises(ValueError, match="wrote 1 image placeholders for 0 images"):
         read(chat(answer="<image>"))
