@@ -138,9 +138,9 @@ def test_values_beyond_float16_are_refused(model, copied, tmp_path):
         for n, t in tensors.items()
     }
     save_file(big, path / "model.safetensors")
-    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that float16 cannot hold"):
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that overflow float16"):
         maxlib.from_pretrained(path, dtype=jnp.float16)
-    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that float16 cannot hold"):
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that overflow float16"):
         maxlib.save_pretrained(maxlib.from_pretrained(path), tmp_path / "half", dtype=jnp.float16)
     assert not (tmp_path / "half").exists()
 
@@ -307,14 +307,14 @@ def test_existing_directories(model, tmp_path):
     path = tmp_path / "deep" / "hf"
     path.mkdir(parents=True)  # an empty one is welcome
     maxlib.save_pretrained(model, path, max_shard_bytes=10_000)
-    with pytest.raises(FileExistsError, match="holds an export already. .* overwrite=True"):
+    with pytest.raises(FileExistsError, match="already has an export. .* overwrite=True"):
         maxlib.save_pretrained(model, path)
     for name in ("tokenizer.json", "processor_config.json"):  # what one adds to an export
         (path / name).touch()
     maxlib.save_pretrained(model, path, overwrite=True)
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "model.safetensors"]
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"files that are not of an export \(notes.txt\)"):
+    with pytest.raises(FileExistsError, match=r"files that do not belong to an export \(notes.txt\)"):
         maxlib.save_pretrained(model, path, overwrite=True)
     assert (path / "notes.txt").read_text() == "mine"
     with pytest.raises(FileExistsError, match="it is a file or a link"):

@@ -227,7 +227,7 @@ def test_another_spelling_is_read(model, exported, tmp_path):
     assert equal(maxlib.from_pretrained(tmp_path, family=FAMILY), model)
     save_file(old | files, tmp_path / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"tower.* is another spelling of vision.*keep one|vision.* is another spelling"
+        ValueError, match=r"tower.* is another name of vision.*keep one|vision.* is another spelling"
     ):
         maxlib.from_pretrained(tmp_path, family=FAMILY)
 
