@@ -185,7 +185,7 @@ def test_a_state_cannot_be_rewound():
 
     model = hybrid()
     model.__class__ = Drafting
-    with pytest.raises(ValueError, match="keep only a state .*State.* cannot be taken back"):
+    with pytest.raises(ValueError, match="only keep a state .*State.* cannot be removed"):
         inference.speculate(inference.Generator(model), [[1, 2]], max_new_tokens=2)
 
 

@@ -106,7 +106,7 @@ def test_what_cannot_be_continued_is_refused(model, engine):
 
     odd = object.__new__(Shared)
     odd.__dict__.update(model.__dict__)
-    with pytest.raises(ValueError, match="must begin with the axis of rows, got"):
+    with pytest.raises(ValueError, match="must be rows, got"):
         continuous._check_rows(odd)
     assert isinstance(engine, inference.Engine)
 

@@ -213,7 +213,7 @@ def test_tensors_that_do_not_fit_are_named(copied):
         "missing (1):\n  model.layers.1.mlp.gate_proj.weight for layers.body.0.mlp.gate.w[1]\n",
         "  model.layers.2.self_attn.q_proj.weight is (5, 32), but layers.body.0.attn.q.w[2] needs (48, 32)\n",
         "  model.norm.weight is int32, which norm.scale is not\n",
-        "no place for them (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight\n",
+        "without a parameter in the model (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight\n",
     ):
         assert line in text
 
