@@ -147,7 +147,10 @@ def renamed(old, new):
         (renamed("lora_A", "lora_E"), "a kind of adapter that is not supported"),
         (lambda t: {n: v for n, v in t.items() if "lora_A" not in n}, "needs lora_A and lora_B"),
         (lambda t: {n: v[..., 1:] if "lora_A" in n else v for n, v in t.items()}, "inputs and"),
-        (lambda t: t | {"base_model.model.other.weight": np.zeros(3, np.float32)}, "without a counterpart in the model: \['other.weight']"),
+        (
+            lambda t: t | {"base_model.model.other.weight": np.zeros(3, np.float32)},
+            "without a counterpart in the model: ['other.weight']",
+        ),
         (lambda t: {n: v[0] if "lora_B" in n else v for n, v in t.items()}, "both matrices"),
         (lambda t: {}, "has no tensors, so the result would be the base model"),
     ],
