@@ -53,7 +53,7 @@ SEARCHES = {
     "dataloader": "coming-from/pytorch",
     "vllm": "guides/weights",
     "export": "guides/weights",
-    "dpo": "guides/post-training",
+    "dpo": "guides/dpo",
     "tensor parallel": "guides/parallelism",
 }
 FIRST = 5  # results within which the page has to be
