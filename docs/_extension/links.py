@@ -16,7 +16,7 @@ from sphinx.util.nodes import make_refnode
 
 NAME = re.compile(r"^(?:maxlib\.)?([A-Za-z_][\w.]*[\w])(\(.*\))?$", re.DOTALL)
 DOTTED = re.compile(r"\b(?:maxlib\.)?((?:[a-z_]+\.)+[A-Za-z_]\w*)")
-GUIDES = ("guides/", "start", "tour", "concepts")
+GUIDES = ("guides/", "start", "concepts", "notebooks/", "examples/")  # pages that use names, the first first
 MOST = 5  # guides that an entry names
 THEIRS = "coming-from/"  # pages whose tables name other libraries in all columns but the last
 
@@ -125,9 +125,13 @@ def _add_guides(app, index: Index, docname: str, doctree) -> None:
     for signature in list(doctree.findall(addnodes.desc_signature)):
         content = signature.parent[-1]
         for node_id in signature["ids"]:
-            if pages := sorted(used.get((docname, node_id), ())):
+            if pages := sorted(used.get((docname, node_id), ()), key=_rank):
                 content += _paragraph(app, docname, pages)
                 break
+
+
+def _rank(page: str) -> tuple[int, str]:
+    return next(number for number, start in enumerate(GUIDES) if page.startswith(start)), page
 
 
 def _paragraph(app, docname: str, pages: list[str]) -> nodes.paragraph:
