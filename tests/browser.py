@@ -18,7 +18,7 @@ from pathlib import Path
 VIEWS = ((390, "light"), (390, "dark"), (1440, "light"), (1440, "dark"))  # pixels, colors
 BRIEFLY = ((390, "light"), (1440, "dark"))  # of the pages that are not among these:
 PAGES = ("index", "start", "gallery", "concepts", "guides/tour", "guides/index", "guides/finetune", "guides/sharding",
-         "guides/troubleshooting", "api/nn", "api/training", "cards/llama", "models", "plans", "notebooks/plan_70b",
+         "guides/troubleshooting", "api/nn", "api/training", "api/objects/nn.Attention", "api/objects/training.Trainer", "cards/llama", "models", "plans", "notebooks/plan_70b",
          "notebooks/experts")  # fmt: skip
 SOURCES, SOURCE = "_modules/", "_modules/maxlib/nn/_attention"  # hundreds of pages that differ in their text only
 # What people type, and the page that answers. `tests/test_docs.py` checks without a browser that the words are there.

@@ -105,6 +105,32 @@ def anchors(app, doctree) -> None:
             link.parent["ids"].append(link["reftarget"])
 
 
+def as_text(page: str) -> str:
+    """Returns an API page with what its names say in the place of their tables, for readers that are programs."""
+    of_block = iter(listed(page))
+    return EMPTY.sub("", BLOCK.sub(lambda match: _block_as_text(*next(of_block)), page))
+
+
+def _block_as_text(module: str, names: list[str]) -> str:
+    return "\n\n".join(f"### {_call(module, name)}\n\n{documentation(module, name)}" for name in names)
+
+
+def _call(module: str, name: str) -> str:
+    value = getattr(importlib.import_module(module), name)
+    if not inspect.isclass(value) and not inspect.isfunction(value):
+        return f"{module}.{name}"
+    text = stringify_signature(_signature_of(value), show_return_annotation=False, unqualified_typehints=True)
+    return f"{module}.{name}{_readable(text)}"
+
+
+def _signature_of(value: Any) -> inspect.Signature:
+    """Returns the constructor's own signature for flax modules, whose metaclass hides it."""
+    if not inspect.isclass(value) or not issubclass(value, nnx.Module):
+        return _with_short_defaults(inspect.signature(value))
+    found = inspect.signature(value.__init__)
+    return found.replace(parameters=[one for name, one in found.parameters.items() if name != "self"])
+
+
 def public_names(module: str) -> list[str]:
     """Names that users of a module type: all that a facade offers, else what the module itself defines."""
     found = importlib.import_module(module)
@@ -240,15 +266,9 @@ def docstring(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def signature(app, what, name, obj, options, signature, return_annotation):
-    """The constructor's own signature for flax modules, whose metaclass hides it; defaults that readers can read."""
-    if what == "class" and issubclass(obj, nnx.Module):
-        signature = stringify_signature(
-            inspect.signature(obj.__init__), show_return_annotation=False, unqualified_typehints=True
-        )
-        signature = signature.replace("(self, ", "(").replace("(self)", "()")
-    elif what == "class" and dataclasses.is_dataclass(obj):
-        brief = _with_short_defaults(inspect.signature(obj))
-        signature = stringify_signature(brief, show_return_annotation=False, unqualified_typehints=True)
+    """Signatures of flax modules and dataclasses, and defaults that readers can read."""
+    if what == "class" and (issubclass(obj, nnx.Module) or dataclasses.is_dataclass(obj)):
+        signature = stringify_signature(_signature_of(obj), show_return_annotation=False, unqualified_typehints=True)
     return _readable(signature), _readable(return_annotation)
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import api
 import figures
 import programs
 from docutils import nodes
@@ -188,8 +189,9 @@ def landing_figure(app, docname: str, source: list[str]) -> None:
 def write_llms_full(app, error) -> None:
     """Writes every page of text into one file for readers that are programs."""
     if error is None and app.builder.format == "html":
-        pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(("index", "changelog")))]
-        texts = [Path(app.env.doc2path(page)).read_text() for page in pages]
+        left_out = ("index", "changelog", "api/objects/")
+        pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(left_out))]
+        texts = [api.as_text(Path(app.env.doc2path(page)).read_text()) for page in pages]
         Path(app.outdir, "llms-full.txt").write_text("\n\n".join(texts))
 
 
