@@ -74,7 +74,7 @@ def page_of(module: str, name: str) -> str:
 def page(module: str, name: str, siblings: list[str]) -> str:
     """Returns the page of an object: its entry, and links to those that an API page lists beside it."""
     others = [f":py:obj:`{other} <{module}.{other}>`" for other in siblings if other != name]
-    beside = f"\n\n.. rst-class:: api-guides\n\nSee also: {', '.join(others)}" if 0 < len(others) <= MOST else ""
+    beside = f"\n\n.. container:: api-guides\n\n   See also: {', '.join(others)}" if 0 < len(others) <= MOST else ""
     title = f"{module}.{name}" if module == "maxlib" else f"{module}.{name}".removeprefix("maxlib.")
     return f"# {title}\n\n```{{eval-rst}}\n{_entry(module, name)}{beside}\n```\n"
 
