@@ -170,7 +170,9 @@ def test_roll_call_names_an_absent_coordinator():
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(OSError, match=f"process 0 cannot listen at {address} .*in use.* an address with another port"):
+        with pytest.raises(
+            OSError, match=f"process 0 cannot listen at {address} .*in use.* an address with another port"
+        ):
             rendezvous(address, 2, 0, timeout=1)
 
 

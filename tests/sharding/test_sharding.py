@@ -211,7 +211,9 @@ def test_axes_of_ones_own_are_declared():
 
 def test_plain_rules_name_mesh_axes():
     for wrong in ({"embed": sharding.PP}, {"act_expert": sharding.ExpertParallel()}):
-        with pytest.raises(ValueError, match=r"a rule must name mesh axes; got .* Combine strategies instead: FSDP \| \w+\("):
+        with pytest.raises(
+            ValueError, match=r"a rule must name mesh axes; got .* Combine strategies instead: FSDP \| \w+\("
+        ):
             sharding.strategies.Rules(wrong)
     with pytest.raises(ValueError, match="must be one or several mesh axes, IfFree or None; got 'embed' -> 3"):
         sharding.strategies.Rules({"embed": 3})
