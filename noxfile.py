@@ -240,6 +240,7 @@ def plans(session: nox.Session) -> None:
     tables = [session.posargs] if session.posargs else [*checked, ["--remat"]]
     for arguments in tables:
         session.run("python", "-m", "tests.benchmarks.plans", *arguments)
+    session.run("python", "-m", "tests.benchmarks.sweep", "--recorded", "--check")
     session.run("pytest", "-m", "full", "tests/plan")
 
 

@@ -147,8 +147,8 @@ class GatedDeltaNet(SequenceMixer):
         """Returns log decays and steps, `B T N` each, in float32 or wider."""
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         a, b = wide(self.a(x)), wide(self.b(x))
-        # [N] -> [1, 1, N]
-        a_log, dt_bias = (wide(w[...])[None, None] for w in (self.a_log, self.dt_bias))
+        # [N] -> [B, T, N]
+        a_log, dt_bias = (jnp.broadcast_to(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
         return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
 
     def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):

@@ -98,7 +98,7 @@ class Einsum(nnx.Module):
             return y
         # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
         b = jnp.asarray(self.b[...], x.dtype)
-        return y + jnp.expand_dims(b, range(y.ndim - b.ndim))
+        return y + jnp.broadcast_to(b, y.shape)
 
     def product(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Multiplies `x` by the weight under another spec, without the bias, in the dtype of `x`."""

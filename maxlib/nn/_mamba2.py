@@ -163,8 +163,8 @@ class Mamba2(SequenceMixer):
         """Returns the lengths of the steps, `B T N`, in float32 or wider."""
         # The step is in the exponent of the decay: rounding it to bfloat16 would be an error of about a percent.
         wide = jnp.promote_types(dt.dtype, jnp.float32)
-        # [N] -> [1, 1, N]
-        bias = self.dt_bias[...].astype(wide)[None, None]
+        # [N] -> [B, T, N]
+        bias = jnp.broadcast_to(self.dt_bias[...].astype(wide), dt.shape)
         return jnp.clip(jax.nn.softplus(dt.astype(wide) + bias), *self.dt_limit)
 
     def _gated_norm(self, y: Array, gate: Array) -> Array:

@@ -54,11 +54,11 @@ def short_convolution(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # Number of earlier tokens of the same document within this call.
     age = _age(is_start, width) if is_start is not None else None
-    y = jnp.zeros((), wide) if bias is None else jnp.asarray(bias, wide)[None, None]
+    y = jnp.zeros((), wide) if bias is None else jnp.broadcast_to(jnp.asarray(bias, wide), x.shape)
     for back in range(width):
         part = inputs[:, width - 1 - back : inputs.shape[1] - back].astype(wide)
         part = part if age is None or back == 0 else jnp.where(_wide(age >= back, x), part, 0)
-        y = y + jnp.asarray(weight[..., width - 1 - back], wide)[None, None] * part
+        y = y + jnp.broadcast_to(jnp.asarray(weight[..., width - 1 - back], wide), x.shape) * part
     return y.astype(x.dtype), tail
 
 

@@ -33,4 +33,4 @@ def prepare(x, b, c, dt, a, is_start, valid) -> Inputs:
         dt = jnp.where(valid[:, :, None], dt, 0.0)
     by_group = lambda y: y.reshape(*y.shape[:2], b.shape[2], -1, *y.shape[3:])  # [B, T, N, ...] -> [B, T, G, R, ...]
     starts = jnp.zeros(x.shape[:2], bool) if is_start is None else is_start
-    return Inputs(by_group(dt[..., None] * x), b, c, by_group(dt * a[None, None]), starts)
+    return Inputs(by_group(dt[..., None] * x), b, c, by_group(dt * jnp.broadcast_to(a, dt.shape)), starts)
