@@ -1,4 +1,4 @@
-"""Chooses full tests for a commit: those that it touches, and as many of the others as there is time for.
+"""Chooses full tests for a commit: those that its changes affect, and as many others as the time allows.
 
 `python -m tests.changed [BASE] [--minutes 12] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
 what it leaves out; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs them. A

@@ -1,4 +1,4 @@
-"""Mutants: a small change to a line of maxlib that the tests of its file ought to notice.
+"""Mutants: small changes to lines of maxlib that the tests of the file should detect.
 
 `python -m tests.mutants` draws some, runs the default tests that run each one's line, and lists those that survive;
 `--show` only lists what it draws, `--only maxlib/ops/_rope.py` draws from some files. `nox -s coverage` says which test

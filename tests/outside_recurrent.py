@@ -1,4 +1,4 @@
-"""A hybrid that maxlib knows nothing of: gated linear recurrences with a state, and attention in every second layer.
+"""A hybrid model unknown to maxlib: gated linear recurrences with a state, and attention in every second layer.
 
 `h[t] = a[t] * h[t - 1] + (1 - a[t]) * v[t]` with gates `a[t] = sigmoid(gate(x[t]) + 2)`, so a state remembers about
 eight tokens; the state is float32 whatever the model's dtype, and begins anew with every document.

@@ -1,4 +1,4 @@
-"""Finds what a page of the documentation names in maxlib that maxlib does not have, without running its code.
+"""Finds names on documentation pages that do not exist in maxlib, without running the code.
 
 Pages whose blocks take long to compile run in `tests_full` only; this notices what usually breaks them.
 """

@@ -1,4 +1,4 @@
-"""Which device the tests run on: asked for it is used, asked for in vain is an error, and what ran is printed."""
+"""Which device the tests run on: a requested one is used, a missing one is an error, and the report names it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The code in docstrings runs: every indented block, as if its reader had imported what stands around it."""
+"""The code in docstrings runs: every indented block, with the names of its module imported."""
 
 import ast
 import importlib

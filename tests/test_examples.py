@@ -1,4 +1,4 @@
-"""The examples run as written, at a size that tests can pay for."""
+"""The examples run as written, at a size that suits tests."""
 
 import contextlib
 import io

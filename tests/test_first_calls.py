@@ -1,4 +1,4 @@
-"""A newcomer's first calls: those that should just work do, and the usual mistakes are named, with what to do.
+"""A newcomer's first calls: the plausible ones work, and common mistakes raise errors that say what to do.
 
 They run in a process of their own, where no checker of annotations answers first.
 """

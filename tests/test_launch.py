@@ -1,4 +1,4 @@
-"""The files in examples/launch are well formed, and what they set is what `distributed.initialize` reads."""
+"""The files in examples/launch are well formed, and set the variables that `distributed.initialize` reads."""
 
 import argparse
 import inspect

@@ -1,4 +1,4 @@
-"""What maxlib leaves alone in the process that uses it: a notebook's, or a server's."""
+"""Global state of the process (a notebook or a server) that maxlib must not change."""
 
 import os
 import subprocess

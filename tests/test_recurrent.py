@@ -1,4 +1,4 @@
-"""The contract of sequence mixers, on a recurrence that maxlib does not know (tests/outside_recurrent.py)."""
+"""The contract of sequence mixers, on a recurrence unknown to maxlib (tests/outside_recurrent.py)."""
 
 import jax
 import jax.numpy as jnp

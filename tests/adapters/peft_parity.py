@@ -1,4 +1,4 @@
-"""What PEFT makes of small models: adapters with values that any Python can make again, and the logits with them.
+"""Reference adapters and logits of small models from PEFT, with values from a formula that any Python reproduces.
 
 `python -m tests.adapters.peft_parity [case ...]` writes the golden files anew; it needs torch, transformers and peft.
 """

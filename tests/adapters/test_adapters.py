@@ -1,4 +1,4 @@
-"""Adapters put on models from outside: what they compute, what is trained, and what is left alone."""
+"""Adapters added to models: outputs, trainable parameters, and parameters that must not change."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""PEFT directories: read as PEFT computes them, written so that PEFT reads them, refused where something is lost."""
+"""PEFT directories: results equal PEFT's, exports load in PEFT, and what cannot be represented is refused."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Runs that prove learning: what each method reaches on a task of seconds, and TRL beside it.
+"""Training runs that show learning: the score of each method on a short task, compared with TRL.
 
     python -m tests.benchmarks.learning [--seeds 0 1 2] [--runs sft dpo ...] [--trl] [--check] [--json X] [--draw X]
 

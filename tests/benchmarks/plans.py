@@ -1,5 +1,5 @@
-"""Memory and collectives of training steps on TPUs and GPUs that are not there, on TPUs beside MaxText's own
-ahead-of-time compile.
+"""Memory and collectives of training steps compiled for TPUs and GPUs without hardware; on TPUs compared with MaxText's
+ahead-of-time compilation.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]

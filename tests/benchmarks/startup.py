@@ -1,4 +1,4 @@
-"""What a user waits for: the import, and the first training step of models of different depth.
+"""Startup times: the import, and the first training step of models of different depth.
 
     python -m tests.benchmarks.startup [--layers 2 8 32] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""Training steps of every preset, compiled for TPUs that are not there: arithmetic, memory and speed at the roofline.
+"""Training steps of every preset, compiled for TPUs without hardware: FLOPs, memory and speed at the roofline.
 
     python -m tests.benchmarks.sweep [NAME ...] [--targets v5p v6e] [--share 0/4] [--estimate] [--save] [--check]
     python -m tests.benchmarks.sweep --recorded [NAME ...] [--targets v5p v6e] [--check]

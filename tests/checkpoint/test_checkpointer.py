@@ -1,4 +1,4 @@
-"""Saving and restoring: everything comes back bit for bit wherever it is wanted, or an error says what does not fit."""
+"""Saving and restoring: all values are restored bit for bit with any sharding, or an error names the mismatch."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What is broken is refused by name and never taken for good; what was good stays good."""
+"""Damaged checkpoints are detected and named; intact ones stay readable."""
 
 import logging
 import random

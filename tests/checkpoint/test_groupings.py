@@ -1,4 +1,4 @@
-"""A stack's layout is no part of a checkpoint's identity."""
+"""Checkpoints can be restored into stacks of another layout."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at any moment and resumed = uninterrupted, bit for bit."""
+"""A run killed with SIGKILL at any moment and resumed equals the uninterrupted run, bit for bit."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""What a save takes it gives back: threads and file descriptors, whether it goes well or fails."""
+"""Saves leak no threads or file descriptors, whether they succeed or fail."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""When a step is saved, which steps stay, who may write, and in which places."""
+"""When steps are saved, which are kept, which process may write, and where."""
 
 import json
 import logging

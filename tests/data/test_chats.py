@@ -1,4 +1,4 @@
-"""Chats: the loss stands on the chosen turns and nowhere else, and a chat that fails is named."""
+"""Chats: only the chosen turns have targets, and errors name the chat."""
 
 import json
 

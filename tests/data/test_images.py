@@ -1,4 +1,4 @@
-"""Images of chats: patches like transformers', placeholders like its processor's, rows that keep both together."""
+"""Images of chats: patches and placeholders equal those of transformers, and packing keeps both together."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Global batches depend on the data and the number of shards alone: not on hosts, interruptions or threads."""
+"""Global batches depend only on the data and the number of shards, not on hosts, interruptions or threads."""
 
 import json
 import socket

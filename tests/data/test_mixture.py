@@ -1,4 +1,4 @@
-"""Mixtures hold their shares, lose no token, and go on exactly on other hosts."""
+"""Mixtures keep their weights, lose no token, and resume exactly on other hosts."""
 
 import json
 import warnings

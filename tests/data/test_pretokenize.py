@@ -1,4 +1,4 @@
-"""Tokens written ahead of time are those of tokenization on the fly, however often the writing was stopped."""
+"""Pretokenized data equal tokenization on the fly, however often the writing was interrupted."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Finding the other processes of a run, and noticing who does not come."""
+"""Process discovery, and detection of processes that do not start."""
 
 import concurrent.futures
 import os

@@ -1,4 +1,4 @@
-"""Every set of flags is known to the installed compilers, and comes to them in time or not at all."""
+"""The installed compilers know every set of flags, and flags set too late raise an error."""
 
 import os
 import subprocess

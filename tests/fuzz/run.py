@@ -1,4 +1,4 @@
-"""Feeds damaged files to what reads them, in a child process with limits.
+"""Feeds damaged files to maxlib's readers, in a child process with limits.
 
 `nox -s fuzz` or `python -m tests.fuzz.run [TARGET ...] --seconds 60 --inputs 1000000`. Each input must end as a result,
 or as an error of the class that the reader's documentation names, with a message that names the file; never as another

@@ -1,4 +1,4 @@
-"""Decoding with a drafter writes what plain decoding writes, whatever the drafts are worth."""
+"""Decoding with a drafter yields the same text as plain decoding, however good the drafts are."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Continuous batching against one prompt at a time, and what it says of its draws against a forward pass."""
+"""Continuous batching against one prompt at a time; its log-probabilities against a forward pass."""
 
 import jax
 import jax.numpy as jnp

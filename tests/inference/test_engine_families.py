@@ -1,4 +1,4 @@
-"""What the engine says of its draws is what the trainer says of them, for every family and kind of cache."""
+"""The engine's log-probabilities equal the trainer's, for every family and kind of cache."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A client of OpenAI's HTTP against a small server of it, which answers as vLLM does."""
+"""The OpenAI HTTP client against a small server that responds as vLLM does."""
 
 import contextlib
 import http.server

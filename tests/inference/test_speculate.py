@@ -1,4 +1,4 @@
-"""Drafted decoding writes what plain decoding writes, whatever the drafts are worth."""
+"""Speculative decoding yields the same text as plain decoding, however good the drafts are."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What every family has to pass, with or without transformers at hand.
+"""Tests that every family must pass, with or without transformers installed.
 
     class TestMistral(Conformance):
         family = "mistral"

@@ -1,4 +1,4 @@
-"""Small models with weights that any Python can make again, what transformers makes of them, and what we do.
+"""Small models with reproducible weights, and their results in transformers and maxlib.
 
 A golden file holds, per case, the config, the names and shapes of the weights, tokens, transformers' logits, and of
 the gradient of every weight its norm and one projection. `python -m tests.models.parity [family ...]` writes them anew.

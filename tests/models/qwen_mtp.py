@@ -1,6 +1,4 @@
-"""The module that looks ahead of Qwen3-Next and Qwen3.5, which transformers leaves out: its formulas in float64, by
-the names of the files.
-"""
+"""Multi-token prediction of Qwen3-Next and Qwen3.5, which transformers lacks: float64 formulas on tensors of files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Gemma 3 with images against transformers: tower, projector, and image tokens that see each other both ways."""
+"""Gemma 3 with images against transformers: tower, projector, and bidirectional attention among an image's tokens."""
 
 import dataclasses
 import functools

@@ -1,5 +1,5 @@
-"""GPT-2 against transformers: both ways to scale scores, tied and not; names and fields as released; positions that
-end.
+"""GPT-2 against transformers: both ways to scale scores, tied and untied; names and fields as released; a limited
+number of positions.
 """
 
 import dataclasses

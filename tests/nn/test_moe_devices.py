@@ -1,4 +1,4 @@
-"""Mixture of experts on eight devices: equal to one, and what moves between them."""
+"""Mixture of experts on eight devices: results equal one device, and the communication between devices."""
 
 import math
 import re

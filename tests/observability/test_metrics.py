@@ -1,4 +1,4 @@
-"""Where metrics go, and what a resumed run finds there."""
+"""Metrics files, and how resumed runs continue them."""
 
 import io
 import json

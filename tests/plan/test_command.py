@@ -1,4 +1,4 @@
-"""The command line of plans, and what a search and a plan say when something goes wrong."""
+"""The command line of plans, and the error messages of plans and searches."""
 
 import dataclasses
 import functools

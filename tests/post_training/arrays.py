@@ -1,4 +1,4 @@
-"""Small random arrays that TRL's functions and ours are both given."""
+"""Small random arrays, passed both to TRL's functions and to maxlib's."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""TRL's trainers on the task of `learning`: the same weights, rows, steps and rates."""
+"""TRL's trainers on the task of `learning`, with the same weights, rows, steps and learning rates."""
 
 import itertools
 import statistics

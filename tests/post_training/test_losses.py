@@ -1,4 +1,4 @@
-"""Every loss on a small model: packed, in microbatches, on meshes and in a 1F1B pipeline as alone.
+"""Every loss on a small model: packed, in microbatches, on meshes and in a 1F1B pipeline, compared with the plain loss.
 
 All losses are computed from one forward pass (`everything`), so that a program is compiled once for all of them; each
 loss and each of its metrics is compared, and the gradient of a weighted sum.

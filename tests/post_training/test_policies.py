@@ -1,4 +1,4 @@
-"""Advantages against formulas, and what gradients of policy losses do, by enumeration."""
+"""Advantages against formulas, and gradients of policy losses by enumeration."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Layers over devices: what passes through stages is what one device computes, and only neighbours talk."""
+"""Pipelines: results equal one device's, and only neighbouring stages communicate."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Any text comes back, and transformers opens what is saved."""
+"""Any text survives encoding and decoding, and transformers loads saved tokenizers."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Throws faults at a training of several processes, under the launcher that the docs recommend, and compares what it
-comes to with an untouched run.
+"""Injects faults into a training run of several processes, under the recommended launcher, and compares its end with an
+undisturbed run.
 
 `nox -s chaos` or `python -m tests.training.chaos --faults 60 --gap 20 --processes 4 --draw docs/chaos.png`. Nothing
 that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,

@@ -1,4 +1,4 @@
-"""A training run that faults are thrown at: `python -m tests.training.chaotic DIRECTORY PAUSE PACED`.
+"""A training run for fault injection: `python -m tests.training.chaotic DIRECTORY PAUSE PACED`.
 
 It trains on a packed mixture on all processes, saves every ten steps, and leaves `final-*.json`. PAUSE: seconds that
 each of the first PACED steps lasts longer. `DIRECTORY/faults` holds what nothing outside of a process can do, and the

@@ -1,5 +1,4 @@
-"""Kills a training again and again, at every kind of moment, and compares what it comes to with one that nobody
-touched.
+"""Kills a training run repeatedly, in every phase, and compares its end with an uninterrupted run.
 
 `nox -s kill -- --times 200` or `python -m tests.training.kill --times 200`. A run is killed until it is done; then its
 parameters and moments, its exports and its metrics must be those of the untouched run, bit for bit, its log must know

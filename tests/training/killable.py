@@ -1,5 +1,5 @@
-"""A small training with all that runs beside one, which kills itself at a chosen moment; `tests.training.kill` forks
-it.
+"""A small training run with all its background threads, which kills itself at a chosen moment; `tests.training.kill`
+forks it.
 """
 
 import contextlib

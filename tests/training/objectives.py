@@ -1,4 +1,4 @@
-"""Losses as users write them: maxlib knows nothing of these, and they travel to other processes by name."""
+"""Losses as users write them: unknown to maxlib, and passed to other processes by name."""
 
 import functools
 

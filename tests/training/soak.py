@@ -1,4 +1,4 @@
-"""Runs what a long run does again and again, and fits a line to all that a process holds: threads, open files, memory.
+"""Repeats the operations of long runs, and fits a line to the process's threads, open files and memory.
 
 `python -m tests.training.soak [trainer generator weights loader] [--share 0.05] [--draw docs/soak.png]`; the numbers of
 docs/reliability.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.

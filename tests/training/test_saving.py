@@ -1,4 +1,4 @@
-"""When checkpoints and exports of a trainer wait for each other, and what is exported when."""
+"""When a trainer's checkpoints and exports wait for each other, and which steps are exported."""
 
 from types import SimpleNamespace
 

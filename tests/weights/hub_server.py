@@ -1,4 +1,4 @@
-"""A server on this machine that speaks as much of the hub's protocol as huggingface_hub asks for."""
+"""A local server for the part of the hub's protocol that huggingface_hub uses."""
 
 import base64
 import hashlib

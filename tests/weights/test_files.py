@@ -1,4 +1,4 @@
-"""safetensors files and their index: read and written as the safetensors library does, and refused when damaged."""
+"""safetensors files and their index: read and written as by the safetensors library, and refused if damaged."""
 
 import json
 import os

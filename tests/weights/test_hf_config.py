@@ -1,4 +1,4 @@
-"""Hugging Face configs: what is taken, what is refused, and rotary embeddings in both spellings, there and back."""
+"""Hugging Face configs: supported and refused fields, and round trips of rotary embeddings in both spellings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Directories in and out: what is refused and how, what is left when a save fails, how families are found, memory."""
+"""Loading and saving directories: errors, failed saves, detection of families, and memory."""
 
 import dataclasses
 import errno

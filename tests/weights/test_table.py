@@ -1,4 +1,4 @@
-"""Every kind of table entry, there and back, on one device and on eight, whatever the layout of the stack."""
+"""Round trips of every kind of table entry, on one device and on eight, with every layout of the stack."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What the blockwise implementation promises beyond its results: tiles skipped, memory, transformations."""
+"""Guarantees of the blockwise implementation beyond its results: skipped tiles, memory, transformations."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Mask specs against the boolean masks that they stand for."""
+"""Mask specs against the boolean masks they represent."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What tokamax is given: its masks mean our intervals, values and gradients, odd lengths and rows that see nothing.
+"""The inputs of tokamax: its masks equal our intervals; values, gradients, odd lengths and fully masked rows.
 
 A stand-in reads the masks as tokamax documents them; where tokamax is installed, its own XLA code does, and its kernels
 are lowered for a Hopper GPU that is not here.
