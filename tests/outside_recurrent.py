@@ -18,7 +18,7 @@ VOCAB, DIM = 48, 16
 
 @nn.pytree
 class State(nn.cache.LayerCache):
-    """What a recurrence keeps of all tokens so far: one vector a row, which no token can be taken out of again."""
+    """State of a recurrence: one vector per row for all tokens so far, which cannot be rewound."""
 
     kind = "state"
     h: Any  # B D, float32

@@ -39,7 +39,7 @@ def blocks(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def surroundings(tmp_path_factory) -> dict[str, Any]:
-    """What examples take for granted: a corpus, a tokenizer, documents with tokens."""
+    """The files that examples expect: a corpus, a tokenizer, tokenized documents."""
     home = tmp_path_factory.mktemp("docstrings")
     (home / "corpus").mkdir()
     (home / "corpus" / "a.txt").write_text("one two three " * 20)

@@ -26,7 +26,7 @@ WATCHED = """if True:
 
 
 def left_alone(body: str, directory: Path) -> None:
-    """Runs `body`, then compares the process with what it was."""
+    """Runs `body`, then compares the state of the process with that before."""
     after = """
     assert process() == before, (process(), before)
     while threads():  # they end by themselves, and a test that waits for ever fails

@@ -50,7 +50,7 @@ def _checked_later(function: Callable) -> Callable:
 
 
 def _names_shapes(function: Callable) -> bool:
-    """Tells if an annotation of `function` has jaxtyping's axes; yes, where it cannot be told."""
+    """Returns True if an annotation of `function` has jaxtyping's axes, or might."""
     try:
         hints = list(typing.get_type_hints(function).values())
     except Exception:  # names that are imported for the type checker only

@@ -97,7 +97,7 @@ def their_logits(base: Any, adapter: Path | None, ids: np.ndarray) -> np.ndarray
 
 
 def theirs(name: str, scratch: Path) -> dict[str, Any]:
-    """What PEFT computes: everything that a golden file keeps."""
+    """Computes the contents of a golden file with PEFT."""
     import peft
 
     case, (_, _, fields) = base_case(name), CASES[name]

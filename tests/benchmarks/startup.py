@@ -30,7 +30,7 @@ def import_seconds(rounds: int) -> float:
 
 
 def first_step_seconds(layers: int) -> float:
-    """Tiny layers, so that what is measured is tracing and compiling."""
+    """Tiny layers, so that tracing and compilation dominate."""
     jax.clear_caches()
     begin = time.perf_counter()
     cfg = llama.Config(

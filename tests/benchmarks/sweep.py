@@ -100,9 +100,7 @@ def distinct() -> list[str]:
 
 
 def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan) -> dict[str, Any]:
-    """Returns what the compiler and the roofline say of a preset on the smallest slice that fits; or why there is
-    none.
-    """
+    """Returns the compiler's and the roofline's results for a preset on the smallest slice that fits, or an error."""
     try:
         got = make(fitting(name, chip))
     except Exception as error:  # one that cannot be planned must not end the sweep
@@ -174,7 +172,7 @@ def shown(one: dict[str, Any]) -> str:
 
 
 def faults(one: dict[str, Any]) -> list[str]:
-    """What a row falls short of, for no reason that is known."""
+    """Returns the bounds that a row misses without a known reason."""
     if "error" in one:
         return [one["error"]]
     wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]

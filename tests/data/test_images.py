@@ -377,7 +377,7 @@ def test_a_batch_has_the_loss_of_its_chats(tokenizer, processor):
     got = sum(float(loss(model, batch)) for batch in batches)
 
     def alone(document) -> dict:
-        """The chat in a row of its own, with three empty rows: one program for all."""
+        """Puts the chat into its own row, with three empty rows, so that all chats share one program."""
         images, size, blank = document["images"], len(document["tokens"]), processor.blank(40)
         blank.pixels[: len(images.pixels)], blank.grids[: len(images.grids)] = images.pixels, images.grids
         pad = lambda x, fill: np.pad([x], ((0, 3), (0, 32 - size)), constant_values=fill).astype(np.int32)

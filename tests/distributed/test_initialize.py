@@ -126,7 +126,7 @@ def port() -> str:
 
 
 def call(address, count, numbers, timeout):
-    """What each of these processes gets from the roll call: None or its error."""
+    """Returns each process's result of the roll call: None or its error."""
 
     def one(number):
         try:

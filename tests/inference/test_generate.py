@@ -28,9 +28,7 @@ def generator(model):
 
 
 def by_full_passes(model, prompt, count):
-    """Greedy decoding without a cache: every token from a forward pass over all before it (what follows cannot
-    matter).
-    """
+    """Decodes greedily without a cache: one forward pass over all previous tokens per new token."""
     ids = list(prompt)
     for _ in range(count):
         scores = full_pass(model, jnp.asarray([ids + [0] * (32 - len(ids))], jnp.int32))

@@ -56,7 +56,7 @@ def fused(own: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
 def predicted(
     own: dict[str, np.ndarray], config: dict[str, Any], hidden: np.ndarray, embedded: np.ndarray
 ) -> np.ndarray:
-    """What the module makes of the model's output at places and the embeddings of the tokens behind them, `B T D`."""
+    """Computes the module's output from the model's output and the embeddings of the following tokens, `B T D`."""
     c, w = text_of(config), {name.removeprefix("mtp."): value.astype(np.float64) for name, value in own.items()}
     layer = lambda name: w[f"layers.0.{name}.weight"]
     norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * (1 + scale)

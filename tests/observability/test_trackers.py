@@ -21,7 +21,7 @@ def log(make, steps):
 
 
 class Package:
-    """A tracker's package that keeps what it is asked for."""
+    """A fake tracker package that records its calls."""
 
     def __init__(self):
         self.runs = []

@@ -18,7 +18,7 @@ JOB = plan.Job(CONFIG, "h100x8", sequence=16)
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the command hands to `search`."""
+    """Returns the arguments that the command passes to `search`."""
     calls = []
 
     def search(job, **settings):

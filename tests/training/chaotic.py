@@ -30,8 +30,8 @@ EVERY, CHUNK, DEADLINE, SLOW = 10, 50, 15.0, 3.0
 
 
 class Faults:
-    """What is asked for in a directory: `clock` holds seconds to add to the time, `slow` delays records of saves, and
-    a reader of data that finds `data` takes it away and fails.
+    """Faults requested by files in a directory: `clock` holds seconds to add to the time, `slow` delays records of
+    saves, and a reader of data that finds `data` takes it away and fails.
     """
 
     def __init__(self, directory: Path):

@@ -46,7 +46,7 @@ class Plan:
 
 
 class Watch:
-    """Knows what all threads of this process are at, and carries the plan out."""
+    """Tracks the phase of every thread of this process, and executes the plan."""
 
     def __init__(self, plan: Plan | None, pipe: int):
         self._plan, self._pipe, self._lock = plan, pipe, threading.Lock()

@@ -144,7 +144,7 @@ def test_an_index_has_to_match_its_files(tmp_path):
         ({"b": None}, r"does not list: b \(one.safetensors\)"),
         ({"d": "two.safetensors"}, r"lists tensors that are not there: d \(two.safetensors\)"),
         ({"c": "one.safetensors"}, r"lists tensors that are not there: c \(one.safetensors\)"),
-        ({"c": "three.safetensors"}, r"three.safetensors is listed in .* but is not there"),
+        ({"c": "three.safetensors"}, r"three.safetensors is listed in .* but does not exist"),
     ):
         changed = {k: v for k, v in (weight_map | change).items() if v}
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": changed}))

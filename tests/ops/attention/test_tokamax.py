@@ -105,7 +105,7 @@ def test_tiles_of_a_causal_mask_are_skipped_by_name():
 
 
 class Hopper:
-    """What tokamax asks of a device."""
+    """A mock of the device attributes that tokamax reads."""
 
     platform, compute_capability, device_kind, core_count, id = "gpu", "9.0", "NVIDIA H100", 132, 0
 
