@@ -199,7 +199,7 @@ def test_good_steps_of_another_history_are_not_overwritten(tmp_path):
 
 def test_a_directory_without_checkpoints(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(FileNotFoundError, match=r"neither a complete step .* it holds \['notes.txt'\]"):
+    with pytest.raises(FileNotFoundError, match=r"neither a complete step .* it has \['notes.txt'\]"):
         checkpoint.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="no directory"):
         checkpoint.load(tmp_path / "nowhere")

@@ -252,7 +252,7 @@ def test_layer_types_rotate_differently():
         ({"rope_parameters": {"mrope_section": [1, 2]}}, r"rope_parameters.mrope_section = \[1, 2\]"),
         ({"rope_parameters": [1]}, "rope_parameters must be of type dict"),
         ({"rope_parameters": {"rope_theta": True}}, "rope_theta must be of type float, got true"),
-        ({"rope_parameters": {"rope_theta": 0}}, "impossible numbers: Rope.theta must be a positive number"),
+        ({"rope_parameters": {"rope_theta": 0}}, "invalid numbers: Rope.theta must be a positive number"),
         (
             {"rope_parameters": {"rope_type": "longrope", **LONGROPE, "short_factor": [1.0]}},
             "short_factor must have one number per rotary pair",
