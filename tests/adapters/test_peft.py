@@ -115,7 +115,7 @@ def files(tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type must be 'LORA'"),
         ({"lora_alpha": None}, "lora_alpha a number"),
-        ({"bias": "all"}, "not supported: {'bias': 'all'}"),
+        ({"bias": "all"}, "unsupported fields that affect the result: {'bias': 'all'}"),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),

@@ -374,9 +374,9 @@ def test_states_that_do_not_fit():
     state = reading.get_state()
     with pytest.raises(ValueError, match=r"lacks the shards \[6, 7\] of 8"):
         loader(num_shards=8, batch_size=16).set_state(state)
-    with pytest.raises(ValueError, match=r"is one of num_shards=6, this loader has num_shards=3"):
+    with pytest.raises(ValueError, match=r"has num_shards=6, but this loader has num_shards=3"):
         loader(num_shards=3).set_state(state)
-    with pytest.raises(ValueError, match=r"is one of batch_size=12, this loader has batch_size=24"):
+    with pytest.raises(ValueError, match=r"has batch_size=12, but this loader has batch_size=24"):
         loader(batch_size=24).set_state(state)
     with pytest.raises(ValueError, match=r"are at different batches \[0, 2\]"):
         loader().set_state({**state, "3": loader().get_state()["3"]})
