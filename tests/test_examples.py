@@ -146,6 +146,7 @@ def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tupl
     return text, {name.lstrip(", "): (float(nll), float(right)) for name, nll, right in rows}
 
 
+@full  # what it is made of has tests by default: chats with images in tests/data, families that see in tests/models
 def test_finetune_on_images(tmp_path):
     options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
     text, found = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
@@ -163,6 +164,19 @@ def test_finetune_learns_to_look(tmp_path):
     (nll, right), (other_nll, other_right) = found[""], found["images of other chats"]
     assert right > other_right + 10 and nll < 0.7 * other_nll
     assert right > found["grey images"][1] + 10
+
+
+def test_chats_get_the_images_of_others():
+    """And keep their words: who does not look answers them as well as before."""
+    of = runpy.run_path(str(EXAMPLES / "finetune.py"))["with_images_of"]
+    image = lambda name: {"type": "image", "image": name}
+    say = lambda role, *content: {"role": role, "content": list(content)}
+    words, answer = {"type": "text", "text": "What?"}, {"role": "assistant", "content": "That."}
+    two = {"messages": [say("user", image("a"), words), answer, say("user", image("b"))]}
+    one = {"messages": [say("user", image("c"), {"type": "text", "text": "Why?"})]}
+    assert of(two, one)["messages"] == [say("user", image("c"), words), answer, say("user", image("c"))]
+    assert of(one, two)["messages"] == [say("user", image("a"), {"type": "text", "text": "Why?"})]
+    assert of(one, {"messages": [answer]}) == one
 
 
 def test_generate_writes_from_a_directory(finetuned):
@@ -254,6 +268,7 @@ def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
     assert "step   21" in capsys.readouterr().out
 
 
+@full  # tests/post_training has batches of completions, their losses and the generator that follows a trainer
 def test_reinforce_trains_on_what_it_writes(tmp_path):
     text = example("reinforce.py", "--out", tmp_path, "--steps", 2, "--prompts", 2, "--group", 4, "--tokens", 4)
     before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))
