@@ -53,7 +53,7 @@ LONG = {
         "pipelines",
         "weights",
     ),
-    *("debug", "kernels", "observability", "post-training", "quantization", "sharding", "tour", "training"),
+    *("debug", "kernels", "observability", "post-training", "quantization", "rotary", "sharding", "tour", "training"),
 }
 
 

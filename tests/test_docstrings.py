@@ -1,6 +1,7 @@
 """The code in docstrings runs: every indented block, as if its reader had imported what stands around it."""
 
 import ast
+import functools
 import importlib
 import re
 import types
@@ -18,6 +19,7 @@ CODE = re.compile(r"(from|import|def|class|with|for|if|try|@\w+)\b|@|[\w.\[\], *
 LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULTILINE)
 
 
+@functools.cache
 def examples() -> list[tuple[str, str, str]]:
     """Module, name and code of every block."""
     found = []
