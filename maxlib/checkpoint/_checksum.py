@@ -20,8 +20,8 @@ def digest(x: Any) -> Sums:
 
     A sum has no order, so shards add up to the same whatever the mesh, each device reads only what it holds and two
     numbers per device travel. For a given place the hash is one to one: a change of one element is never missed, any
-    other one with a chance of 2^-64. Runs where `x` lives, asynchronously but for few elements on CPUs; a later donation of `x` waits
-    for it.
+    other one with a chance of 2^-64. Runs where `x` lives, asynchronously but for few elements on CPUs; a later
+    donation of `x` waits for it.
     """
     if np.size(x) <= _FEW and _is_on_host(x):
         return _digest_on_host(np.asarray(x))
