@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import inspect
 import re
 import types
 from pathlib import Path
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
 # A block of anything else is a figure, such as a timetable.
 CODE = re.compile(r"(from|import|def|class|with|for|if|try|@\w+)\b|@|[\w.\[\], *\"']+ ?=(?!=)|[\w.]+\(")
+STRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULTILINE)
 
 
@@ -24,8 +26,11 @@ def examples() -> list[tuple[str, str, str]]:
     """Module, name and code of every block."""
     found = []
     for path in sorted((ROOT / "maxlib").rglob("*.py")):
+        text = path.read_text()
+        if not any(blocks(inspect.cleandoc(string)) for string in STRING.findall(text)):
+            continue  # parsing all files would take a second in each process of a run
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
                 text = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
