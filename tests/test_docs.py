@@ -53,12 +53,12 @@ LONG = {
         "pipelines",
         "weights",
     ),
-    *("debug", "kernels", "observability", "post-training", "quantization", "rotary", "sharding", "tour", "training"),
+    *("debug", "observability", "post-training", "quantization", "sharding", "tour", "training"),
 }
 
 
 def marked(page: Path):
-    is_long = page.parent.name != "coming-from" and page.stem in LONG
+    is_long = page.parent.name == "guides" and page.stem in LONG
     return pytest.param(page, marks=[pytest.mark.full] * is_long, id=str(page))
 
 
@@ -114,7 +114,7 @@ def test_readmes_picture_is_the_model():
 
 
 def test_long_pages_exist():
-    assert {page.stem for page in PAGES if page.parent.name != "coming-from"} >= LONG
+    assert {page.stem for page in PAGES if page.parent.name == "guides"} >= LONG
 
 
 def test_names_that_do_not_exist_are_found():
