@@ -105,6 +105,10 @@ class MoE(nnx.Module):
     of each row of T tokens, padding included; tokens later in the row are dropped. In rows of one length no token's
     result depends on a later one or on another row. A longer row has more room, and decoding token by token drops none.
 
+        router = nn.Router(64, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+        moe = nn.MoE(64, 128, router=router, rngs=nnx.Rngs(1))
+        y, aux = moe(jnp.ones((2, 8, 64)))  # B T D; aux["moe/load"] is each expert's share of the tokens
+
     Args:
         dim: Width D of the residual stream.
         mlp_dim: Width F of an expert.

@@ -72,6 +72,8 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Returns AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
+        optimizer = training.adamw(training.warmup_cosine(3e-4, steps=10_000, warmup=500))
+
     Args:
       learning_rate: a number, or a schedule from step to number.
       mask: from paths to what decays. The default takes matrices and embeddings, in a training step by the shapes of
@@ -112,6 +114,8 @@ def muon(
 
     Each matrix is made orthogonal as inputs x outputs, heads together, every layer and every expert by itself. Its
     update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean what they mean there.
+
+        optimizer = training.muon(1e-3, model=model)
 
     Args:
       learning_rate: a number, or a schedule from step to number.
