@@ -180,6 +180,13 @@ def rest_of_guides(app, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("<<others>>", "\n".join(others))
 
 
+def link_cards(app, docname: str, source: list[str]) -> None:
+    """Links the families in the tables of docs/models.md, which a program writes, to their cards."""
+    if docname == "models":
+        linked = lambda row: f"| [{row[1]}](cards/{row[1]}.md) |" if f"cards/{row[1]}" in app.env.found_docs else row[0]
+        source[0] = re.sub(r"^\| (\w+) \|", linked, source[0], flags=re.MULTILINE)
+
+
 def landing_figure(app, docname: str, source: list[str]) -> None:
     """Draws a small Llama, from the model itself, in the place of `<<figure>>`."""
     if "<<figure>>" in source[0]:
@@ -198,6 +205,7 @@ def write_llms_full(app, error) -> None:
 def setup(app) -> dict[str, Any]:
     app.connect("source-read", rest_of_guides)
     app.connect("source-read", landing_figure)
+    app.connect("source-read", link_cards)
     app.connect("doctree-read", collect)
     app.connect("env-purge-doc", purge)
     app.connect("env-merge-info", merge)
