@@ -171,7 +171,7 @@ def mend_source_links(app, pagename: str, templatename: str, context: dict, doct
         path, name = match[2], match[3]
         if name in entries:
             top = path[: len(path) - len(path.lstrip("./"))]
-            return f'{match[1]}{top}{entries[name].docname}.html#{name}"'
+            return f'{match[1]}{top}{entries[name].docname}.html#{entries[name].node_id}"'
         page = [full for full, entry in entries.items() if path.endswith(f"{entry.docname}.html")]
         parts = name.split(".")[1:]
         endings = [".".join(parts[start:]) for start in range(len(parts))]
