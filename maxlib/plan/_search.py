@@ -164,8 +164,6 @@ def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
     """Returns the plan, or a description of the job and the error: one layout that fails does not end a search."""
     try:
         return make(job)
-    except ImportError:
-        raise  # no compiler: no layout could be
     except Exception as error:
         return f"{job.degrees}, remat {job.remat}, {job.per_device_batch_size:g} per chip", str(error) or repr(error)
 

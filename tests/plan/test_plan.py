@@ -162,7 +162,7 @@ MISTAKES = {
     "batch": (dict(per_device_batch_size=0.5), "4 in all, which must be a multiple of the 8 parts"),
     "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
-    "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's mark q, k, v"),
+    "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's layers mark q, k, v"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
     "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
@@ -215,7 +215,7 @@ def test_mistakes_are_named(case):
         (lambda: layout("zero9"), "a strategy must be one of dp, zero1"),
         (lambda: layout().mesh.shape, "has no devices yet: call layout.on"),
         (lambda: sharding.use(layout()).__enter__(), "has no devices yet: call layout.on"),
-        (lambda: layout(fsdp=8).on(jax.devices()).on(jax.devices()), "has a mesh already"),
+        (lambda: layout(fsdp=8).on(jax.devices()).on(jax.devices()), "already has a mesh"),
     ],
 )
 def test_mistakes_in_a_layout_are_named_before_there_is_a_job(make, words):
