@@ -148,6 +148,7 @@ class _Program:
     def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = parse(text)
         self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
+        self.room = trips.get("room", 1)
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
         self.chosen = 0  # conditionals of whose branches the cheapest is counted
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
@@ -175,7 +176,7 @@ class _Program:
             elif kind in ("dot", "convolution"):
                 self._compute(one, times * matmul_flops(one, computation), computation)
             elif kind == "custom-call":
-                own = grouped_flops(one, self.trips.get("room", 1)) or estimate_of(one, "flops")
+                own = grouped_flops(one, self.room) or estimate_of(one, "flops")
                 flops = own + custom_call_flops(one, computation)
                 self._compute(one, times * flops, computation)
             self._copy(one, computation, times)
@@ -277,9 +278,12 @@ class _Program:
             return (1 if operands and is_on_host(operands[0].type) else 2) * bytes_of(one.type)
         if one.opcode == "dynamic-update-slice":
             return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
+        if one.opcode.startswith("ragged-all-to-all"):
+            # Rows that leave are read and those that arrive are written, equally many on average.
+            return 2 * min((bytes_of(operand.type) for operand in operands[:2]), default=0.0)
         if one.opcode.endswith("-start"):
             return bytes_of(one.type)  # the type of a start names operands and results
-        if own := grouped_bytes(one, self.trips.get("room", 1)) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
+        if own := grouped_bytes(one, self.room) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
             return own
         if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
             return 0.0

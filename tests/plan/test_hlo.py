@@ -225,6 +225,23 @@ def test_of_branches_the_cheapest_counts():
     assert len(same.assumes) == 1
 
 
+RAGGED = """
+HloModule jit_step
+
+ENTRY %main (rows: bf16[64,256], room: bf16[128,256], at: s32[8]) -> bf16[128,256] {
+  %rows = bf16[64,256]{1,0} parameter(0)
+  %room = bf16[128,256]{1,0} parameter(1)
+  %at = s32[8]{0} parameter(2)
+  ROOT %there = bf16[128,256]{1,0} ragged-all-to-all(%rows, %room, %at, %at, %at, /*index=5*/%at), replica_groups={{0,1}}
+}
+"""
+
+
+def test_a_ragged_exchange_reads_and_writes_rows_and_not_the_buffer_around_them():
+    costs = read_costs(RAGGED, {"expert": 2})
+    assert costs.bytes == 2 * 64 * 256 * 2 and costs.collectives[0].bytes == 64 * 256 * 2
+
+
 def test_text_without_a_program():
     with pytest.raises(ValueError, match="no ENTRY"):
         read_costs("HloModule empty", {"fsdp": 1})
