@@ -52,9 +52,9 @@ def examples() -> list[tuple[str, str, str]]:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                text = ast.get_docstring(node) or ""
+                docstring = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
-                found += [(module, name, block) for block in blocks(text)]
+                found += [(module, name, block) for block in blocks(docstring)]
     return found
 
 

@@ -146,7 +146,7 @@ def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tupl
     return text, {name.lstrip(", "): (float(nll), float(right)) for name, nll, right in rows}
 
 
-@full  # what it is made of has tests by default: chats with images in tests/data, families that see in tests/models
+@full  # by default tests/data/test_images.py has the loss and the gradient of chats with images
 def test_finetune_on_images(tmp_path):
     options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
     text, found = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
