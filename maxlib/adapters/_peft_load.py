@@ -46,6 +46,9 @@ def load(
 
     The tensors determine what is adapted. Dropout is ignored, as in inference.
 
+        adapters.save(tuned, "lora", base="org/name")
+        again = adapters.load(model, "lora")
+
     Args:
         model: The base model.
         directory: Has adapter_config.json and adapter_model.safetensors; or its name in a bucket.

@@ -31,6 +31,8 @@ class Checkpointer:
     run that opened a directory last owns it: an older run stops at its next save. With several hosts, every host makes
     the same calls, and all must see the same directory.
 
+        checkpointer = Checkpointer("runs/a/checkpoints", every=1000, keep=3)
+
     Args:
         directory: Path, or a URL such as "gs://bucket/run".
         every: Number of steps between saves, for `should_save`.

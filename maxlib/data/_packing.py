@@ -48,6 +48,9 @@ def pack(
     positions, which the model computes from the grids. The number of patches per row is limited. A document with images
     is never split: if it is longer than a row, or has too many patches, it is an error, unless `long` drops it.
 
+        rows = pack(documents, length=512)
+        loader = Loader(lambda part: pack(documents[part], length=512), batch_size=8)
+
     Args:
       documents: documents with `"tokens"`.
       length: tokens per row.

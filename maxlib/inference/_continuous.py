@@ -36,6 +36,9 @@ class LocalEngine:
     all its completions. Samples of a row only depend on its key, not on its slot or other rows. To run on several
     devices, call it inside `sharding.use(layout)`.
 
+        engine = inference.LocalEngine(model, slots=4)
+        groups = engine.generate([[1, 2, 3], [4, 5]], count=2, max_new_tokens=2)  # two completions of each prompt
+
     Args:
         model: Any `nn.Model`.
         slots: Number of rows decoded at once.

@@ -40,6 +40,8 @@ def save(
 ) -> None:
     """Writes a model from `for_inference` atomically, with its quantized weights. Runs on one host.
 
+        quantization.save(quantization.for_inference(model, "int8"), "small")
+
     Args:
         model: A model with quantized weights.
         directory: Where to write it; also "s3://bucket/model" or "gs://bucket/model".
@@ -74,6 +76,9 @@ def load(
     family: weights.Family | None = None,
 ) -> Any:
     """Reads a model written by `save`.
+
+        quantization.save(quantization.for_inference(model, "int8"), "smaller")
+        model = quantization.load("smaller")
 
     Args:
         directory: Its directory; or its name in a bucket.
