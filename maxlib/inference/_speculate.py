@@ -68,13 +68,12 @@ def speculate(
     """Generates the same tokens as greedy `generator.generate`, with the same kinds of caches, in fewer forward passes.
 
     Each pass also verifies drafts (Leviathan et al. 2023, arXiv:2211.17192): one from the model's first MTP module, or
-    `num_drafts` from a drafter. Rings of sliding windows get an extra slot for each, so that rejected drafts can be
-    rewound.
+    `num_drafts` from a drafter. Sliding-window caches get an extra slot per draft, to rewind rejected drafts.
 
     Args:
         generator: A generator whose model drafts (DeepSeek: load it with `num_mtp=1`), or the drafter's target.
         prompts: Token ids of each prompt.
-        max_new_tokens: Most new tokens per prompt.
+        max_new_tokens: Maximum number of new tokens per prompt.
         drafter: A model that drafts for this one (`nn.mtp.Drafter`), such as a
             `models.gemma4_assistant.Gemma4Assistant`; None uses the model's own module.
         num_drafts: Number of the drafter's drafts in each pass.
