@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import itertools
 import re
 import types
 from pathlib import Path
@@ -49,7 +50,19 @@ def examples() -> list[tuple[str, str, str]]:
                 text = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
                 found += [(module, name, block) for block in blocks(text)]
+        found += [(module, name, block) for name, text in documented_values(path) for block in blocks(text)]
     return found
+
+
+def documented_values(path: Path) -> list[tuple[str, str]]:
+    """Names of a module that are assigned, and the string below each."""
+    body = ast.parse(path.read_text()).body
+    pairs = [(one, below.value) for one, below in itertools.pairwise(body) if isinstance(below, ast.Expr)]
+    return [
+        (ast.unparse(one.targets[0]), text.value)
+        for one, text in pairs
+        if isinstance(one, ast.Assign) and isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
 
 
 def blocks(text: str) -> list[str]:
@@ -83,6 +96,7 @@ def trained() -> dict[str, Any]:
     return {
         "batch": {name: jnp.stack([one] * 8) for name, one in row.items()},
         "cfg": CONFIG,
+        "optimizer": training.adamw(1e-3),
         "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),
         "model": model,
         "tokens": jnp.stack([row["tokens"]] * 8),
