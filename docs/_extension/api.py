@@ -177,7 +177,14 @@ def documentation(module: str, name: str) -> str:
     own = inspect.getdoc(wrapped) if inspect.isfunction(wrapped) else None
     if not own and "__doc__" in getattr(value, "__dict__", {}):
         own = inspect.cleandoc(value.__doc__)
-    return own or below(module).get(name) or comment(module, name) or KNOWN.get(name) or f"A `{type(value).__name__}`."
+    said = own or below(module).get(name) or comment(module, name) or KNOWN.get(name)
+    return said or _of_its_class(value) or f"A `{type(value).__name__}`."
+
+
+def _of_its_class(value: Any) -> str:
+    """Returns the first paragraph about the class of a value, if that is one of maxlib's."""
+    is_ours = type(value).__module__.startswith("maxlib.")
+    return (inspect.getdoc(type(value)) or "").split("\n\n")[0] if is_ours else ""
 
 
 @functools.cache
