@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import inspect
 import itertools
 import re
 import types
@@ -37,26 +38,32 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
 # A block of anything else is a figure, such as a timetable.
 CODE = re.compile(r"(from|import|def|class|with|for|if|try|@\w+)\b|@|[\w.\[\], *\"']+ ?=(?!=)|[\w.]+\(")
+STRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULTILINE)
 
 
+@functools.cache
 def examples() -> list[tuple[str, str, str]]:
     """Module, name and code of every block."""
     found = []
     for path in sorted((ROOT / "maxlib").rglob("*.py")):
+        text = path.read_text()
+        strings = STRING.findall(text)
+        if not any(blocks(inspect.cleandoc(string)) or blocks(string.strip()) for string in strings):
+            continue  # parsing all files would take a second in each process of a run
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                text = ast.get_docstring(node) or ""
+                docstring = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
-                found += [(module, name, block) for block in blocks(text)]
-        found += [(module, name, block) for name, text in documented_values(path) for block in blocks(text)]
+                found += [(module, name, block) for block in blocks(docstring)]
+        found += [(module, name, block) for name, below in documented_values(text) for block in blocks(below)]
     return found
 
 
-def documented_values(path: Path) -> list[tuple[str, str]]:
+def documented_values(source: str) -> list[tuple[str, str]]:
     """Names of a module that are assigned, and the string below each."""
-    body = ast.parse(path.read_text()).body
+    body = ast.parse(source).body
     pairs = [(one, below.value) for one, below in itertools.pairwise(body) if isinstance(below, ast.Expr)]
     return [
         (ast.unparse(one.targets[0]), text.value)
