@@ -102,20 +102,12 @@ def attention(
     """
     hint = _hint(mask_hint, k_start, k_end)
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint)
-    out, lse = _attention(
-        q,
-        k,
-        v,
-        jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start,
-        jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
-        sinks,
-        bias,
-        hint and hint.segment_ids,
-        static=hint and hint.static,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        implementation=dispatch.choose(call, implementation).name,
-    )
+    start = jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start
+    end = jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    chosen = dispatch.choose(call, implementation).name
+    arrays = q, k, v, start, end, sinks, bias, hint and hint.segment_ids
+    out, lse = _attention(*arrays, static=hint and hint.static, scale=scale, softcap=softcap, implementation=chosen)
     return (out, lse) if return_lse else out
 
 
