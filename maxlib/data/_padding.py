@@ -19,7 +19,8 @@ def pad(
 ) -> grain.MapDataset[Any]:
     """Pads documents with `tokens` and `targets`, also nested ones, to rows `tokens targets segment_ids` of one length.
 
-    With `images` rows also have `"images"`, the `nn.vision.Patches` of their document. Other arrays and numbers of numpy stay, such as `desirable` of `kto_examples`; messages and the like are left out.
+    With `images` rows also have `"images"`, the `nn.vision.Patches` of their document. Other arrays and numbers of
+    numpy stay, such as `desirable` of `kto_examples`; messages and the like are left out.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.

@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
     def embed_inputs(
         self, tokens: Int[Array, "B T"], *, dtype: Any, cache: Cache | None = None, remat: Policy = None, **inputs: Any
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
-        """Returns the vectors of what a model reads, and the arguments of `enter`; the arguments are those of `__call__`.
+        """Returns the vectors of what a model reads, and the arguments of `enter`; it takes those of `__call__`.
 
         Raises:
             ValueError: as `__call__` does.

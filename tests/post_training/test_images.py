@@ -2,7 +2,6 @@
 
 import functools
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
