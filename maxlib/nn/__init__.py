@@ -32,6 +32,7 @@ from maxlib.nn._draw import draw as draw
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
+from maxlib.nn._kda import KimiDeltaAttention as KimiDeltaAttention
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed

@@ -23,11 +23,21 @@ from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import constrain
 
 
+def _shared_dim(rope: Rope | None, given: int | None) -> int:
+    """Returns the size of the part of keys that heads share."""
+    size = rope.dim if given is None and rope is not None else given
+    if not size or (rope is not None and size != rope.dim):
+        raise ValueError(
+            f"shared_dim must be positive, and the rope's dim where there is a rope, got {given} and {rope}"
+        )
+    return size
+
+
 class MLA(SequenceMixer):
     """Multi-head latent attention: keys and values of all heads are projections of one small latent per token.
 
-    Each head's key has `nope_dim` numbers computed from the latent and `rope.dim` rotated ones that all heads share.
-    The cache stores only the latent and the rotated part.
+    Each head's key has `nope_dim` numbers computed from the latent and `shared_dim` rotated ones that all heads share.
+    The cache stores only the latent and the shared part.
 
     Args:
         dim: Width D of the residual stream.
@@ -35,11 +45,12 @@ class MLA(SequenceMixer):
         kv_rank: Size of the latent.
         nope_dim: Numbers of a head's key and query that are not rotated.
         v_dim: Width of a head's value.
-        rope: Rotation of the shared part of keys, and of `rope.dim` numbers of each query.
+        rope: Rotation of the shared part of keys, and of as many numbers of each query; None rotates nothing.
+        shared_dim: Size of the shared part; by default, and wherever something is rotated, `rope.dim`.
         q_rank: Size of the latent of queries; None projects them directly.
         mask: Which keys a query attends to, a mask of `maxlib.ops`.
-        scale: Factor on the scores, by default `(nope_dim + rope.dim) ** -0.5`. YaRN models multiply it by the square
-            of their mscale.
+        scale: Factor on the scores, by default `(nope_dim + shared_dim) ** -0.5`. YaRN models multiply it by the
+            square of their mscale.
         norm_eps: Epsilon of the norms of both latents.
         temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. Decoding one token has
@@ -48,7 +59,7 @@ class MLA(SequenceMixer):
 
     Raises:
         TypeError: when `mask` is not a mask.
-        ValueError: when `mask` has a sliding window that is not causal.
+        ValueError: when `mask` has a sliding window that is not causal, or `shared_dim` is not that of the rope.
     """
 
     op: ClassVar[str | None] = "attention"
@@ -64,7 +75,8 @@ class MLA(SequenceMixer):
         kv_rank: int,
         nope_dim: int,
         v_dim: int,
-        rope: Rope,
+        rope: Rope | None,
+        shared_dim: int | None = None,
         q_rank: int | None = None,
         mask: Mask = Causal(),
         scale: float | None = None,
@@ -74,7 +86,8 @@ class MLA(SequenceMixer):
         rngs: nnx.Rngs,
     ):
         check_mask(mask)
-        D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
+        shared = _shared_dim(rope, shared_dim)
+        D, N, R, H = dim, num_heads, kv_rank, nope_dim + shared
         wide, heads = ("heads", "head_dim", "embed"), ("heads", "head_dim", "rank")
         # Queries pass a latent of their own in large models: q_up(norm(q_down(x))).
         if q_rank is None:
@@ -84,16 +97,15 @@ class MLA(SequenceMixer):
             self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), gather_once=True, rngs=rngs)
             self.q_norm = RMSNorm(q_rank, eps=norm_eps)
             self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, gather_once=True, rngs=rngs)
-        # [B, T, D] -> [B, T, R + rope.dim]: the latent, and next to it the key part that is rotated and shared by
-        # heads.
-        self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), gather_once=True, rngs=rngs)
+        # [B, T, D] -> [B, T, R + shared]: the latent, and next to it the key part that is rotated and shared by heads.
+        self.kv_down = Einsum("...D,RD->...R", (R + shared, D), ("rank", "embed"), gather_once=True, rngs=rngs)
         self.kv_norm = RMSNorm(R, eps=norm_eps)
         # [B, S, R] -> [B, S, N, nope_dim] and [B, S, N, v_dim]
         self.k_up = Einsum("...R,NHR->...NH", (N, nope_dim, R), heads, gather_once=True, rngs=rngs)
         self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, gather_once=True, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
         self.mask, self.rope, self.scale = mask, rope, H**-0.5 if scale is None else scale
-        self.num_heads, self.v_dim, self.kv_rank, self.nope_dim = N, v_dim, R, nope_dim
+        self.num_heads, self.v_dim, self.kv_rank, self.nope_dim, self.shared_dim = N, v_dim, R, nope_dim, shared
         self.temperature, self.implementation = temperature, implementation
 
     def __call__(
@@ -134,7 +146,7 @@ class MLA(SequenceMixer):
         # Indexed by position within the document, so packing does not change it. [B, T] -> [B, T, 1, 1]
         if self.temperature is not None:
             q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
-        # H = nope_dim + rope.dim
+        # H = nope_dim + shared_dim
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
         return jnp.concatenate([nope, self._rotate(turned, ctx)], axis=-1)
 
@@ -145,7 +157,9 @@ class MLA(SequenceMixer):
         return jnp.concatenate([self.kv_norm(latent), self._rotate(key[:, :, None], ctx)[:, :, 0]], axis=-1)
 
     def _rotate(self, x, ctx):
-        """Rotates the last axis by each token's position."""
+        """Rotates the last axis by each token's position, if there is a rope."""
+        if self.rope is None:
+            return x
         return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
     def _naive(self, q, latent, ctx, mask_hint):
@@ -185,7 +199,7 @@ class MLA(SequenceMixer):
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens; int8 and float8 round the latents."""
-        values = jnp.zeros((batch, capacity, self.kv_rank + self.rope.dim), dtype)
+        values = jnp.zeros((batch, capacity, self.kv_rank + self.shared_dim), dtype)
         if not is_quantized(dtype):
             return LatentCache(values)
         return QuantizedLatentCache(values, jnp.zeros((batch, capacity, 2)), self.kv_rank)
@@ -193,7 +207,7 @@ class MLA(SequenceMixer):
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""
         # In training keys and values exist for every head, so they are as large as queries and outputs.
-        both = self.num_heads * (self.nope_dim + self.rope.dim + self.v_dim)
+        both = self.num_heads * (self.nope_dim + self.shared_dim + self.v_dim)
         return split.attention(queries=both, keys=both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
