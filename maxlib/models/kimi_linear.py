@@ -191,7 +191,7 @@ def _delta(cfg: Config) -> list[Weight]:
     own = "self_attn"
     table = [
         Weight(f"{own}.A_log", "delta.a_log", "one two N three -> N", {"one": 0, "two": 0, "three": 0}),
-        Weight(f"{own}.dt_bias", "delta.dt_bias", "(N H) -> N H"),
+        Weight(f"{own}.dt_bias", "delta.dt_bias"),
         Weight(f"{own}.b_proj.weight", "delta.b.w"),
         Weight(f"{own}.o_norm.weight", "delta.norm.scale"),
         Weight(f"{own}.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),

@@ -76,8 +76,7 @@ class KimiDeltaAttention(SequenceMixer):
         self.b = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)  # a step for each head
         self.q_conv, self.k_conv, self.v_conv = (taps((N, H, W), ("heads", "head_dim"), rngs) for _ in range(3))
         self.a_log, _ = rates(N, rngs)
-        bias = rates(N * H, rngs)[1][...].reshape(N, H)
-        self.dt_bias = nnx.Param(bias, axes=("heads", "head_dim"))
+        _, self.dt_bias = rates(N * H, rngs)  # of every channel of every head
         self.norm = RMSNorm(H, eps=norm_eps)
         self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), rngs=rngs)
         self.num_heads, self.head_dim, self.conv_width, self.implementation = N, H, W, implementation
@@ -110,8 +109,8 @@ class KimiDeltaAttention(SequenceMixer):
         """Returns log decays, `B T N H`, and steps, `B T N`, in float32 or wider."""
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         f, b = wide(self.f_up(self.f_down(x))), wide(self.b(x))
-        # [N] -> [1, 1, N, 1] and [N, H] -> [1, 1, N, H]
-        a_log, dt_bias = wide(self.a_log[...])[None, None, :, None], wide(self.dt_bias[...])[None, None]
+        # [N] -> [1, 1, N, 1] and [N * H] -> [1, 1, N, H]
+        a_log, dt_bias = wide(self.a_log[...])[None, None, :, None], wide(self.dt_bias[...]).reshape(1, 1, *f.shape[2:])
         return -jnp.exp(a_log) * jax.nn.softplus(f + dt_bias), jax.nn.sigmoid(b)
 
     def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
