@@ -70,7 +70,7 @@ class Config(ModelConfig):
 
     model_types = ("kimi_linear",)
     architecture = "KimiLinearForCausalLM"
-    fixed = {"hidden_act": "silu", "attention_bias": False}
+    fixed = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
     only = {
         "mla_use_nope": True,
         "moe_router_activation_func": "sigmoid",
@@ -108,7 +108,6 @@ class Config(ModelConfig):
     routed_scale: float = hf("routed_scaling_factor", absent=2.446)
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     max_length: int = hf("model_max_length", 1_048_576)
-    tied: bool = hf("tie_word_embeddings", False)
     losses: tuple[Any, ...] = ()  # what the routers report for training
 
     @property
@@ -174,7 +173,7 @@ class KimiLinear(nn.Decoder):
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""

@@ -284,6 +284,7 @@ def attend(
     k_end,
     sinks: Float[Array, " N"] | None = None,
     *,
+    bias: Float[Array, "B 1 T S"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mask_hint: MaskHint | None = None,
@@ -303,6 +304,7 @@ def attend(
         k_start: First key of each query, `B T`.
         k_end: One past each query's last key, `B T`.
         sinks: One logit per query head that takes part in the softmax, or None.
+        bias: Added to the scores of all heads; tokens in order.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
         mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that take no intervals.
@@ -310,7 +312,8 @@ def attend(
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
     Raises:
-        ValueError: if Ulysses' all-to-all needs head counts that the devices divide, and they do not.
+        ValueError: if Ulysses' all-to-all needs head counts that the devices divide, and they do not; for a bias whose
+            keys travel around a ring.
     """
     # Resharding from sequence to heads (Ulysses' all-to-all) happens only here: otherwise XLA would gather the tokens,
     # and project and rotate all of them.
@@ -328,20 +331,26 @@ def attend(
     static, segments = (None, None) if mask_hint is None else mask_hint
     if static is not None and axis_size("q_seq") > 1:
         static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
-    names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
+    of_bias = ("batch", None, "q_seq", None)
+    names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",), None if bias is None else of_bias]
     names += [] if segments is None else [queries[:2], keys[:2]]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
     # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
     divides = k.shape[1] % axis_size("kv_seq") == 0
-    op = _on_one_device(axis_of("kv_seq") if divides else None, static, options, zigzag=zigzag)
-    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, *segments or ()))
+    ring = axis_of("kv_seq") if divides else None
+    if bias is not None and (ring is not None or zigzag):
+        raise ValueError(
+            "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
+        )
+    op = _on_one_device(ring, static, options, zigzag=zigzag)
+    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
     """Returns the function that computes one device's part, with the keys of all devices around a ring, or gathered."""
     parts = axis_size("q_seq") if zigzag else 1
 
-    def op(q, k, v, k_start, k_end, sinks, *segments):
+    def op(q, k, v, k_start, k_end, sinks, bias, *segments):
         # [B, T / parts, N, H] with all keys [B, S, K, H], or in a ring with this device's part of them.
         if ring is None and zigzag:
             # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
@@ -350,7 +359,7 @@ def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[st
         hint = None if static is None else MaskHint(static, cast(Any, segments or None))
         shared = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "mask_hint": hint, **options}
         if ring is None:
-            return ops.attention(q, k, v, **shared)
+            return ops.attention(q, k, v, bias=bias, **shared)
         return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **shared)
 
     return op

@@ -162,7 +162,7 @@ class MLA(SequenceMixer):
             return x
         return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
-    def _naive(self, q, latent, ctx, mask_hint):
+    def _naive(self, q, latent, ctx, mask_hint, bias=None):
         """Computes keys and values of all heads from the latents, then attends as multi-head attention does."""
         # [B, S, R] -> [B, S, N, H] and [B, S, N, v_dim]
         k, v = self._keys(latent), self.v_up(latent[..., : self.kv_rank])
@@ -173,6 +173,7 @@ class MLA(SequenceMixer):
             "implementation": self.implementation,
             "zigzag": ctx.zigzag,
             "mask_hint": mask_hint,
+            "bias": bias,
         }
         return attend(q, k, v, *ctx.key_intervals(self.mask), **options)
 
@@ -183,7 +184,7 @@ class MLA(SequenceMixer):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))  # B S R -> B S N R: shared by heads
         return constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
 
-    def _absorbed(self, q, latent, ctx, mask_hint):
+    def _absorbed(self, q, latent, ctx, mask_hint, bias=None):
         """Attends to the latents as one shared key head, with the up-projections moved to queries and outputs.
 
         `q . (k_up @ latent) = (q @ k_up) . latent`, and values likewise, so keys and values never exist per head.
@@ -194,7 +195,8 @@ class MLA(SequenceMixer):
         # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
         q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
         # The values are the latents without the rotated part: [B, T, N, R].
-        out = attend(q, k, k[..., : self.kv_rank], *ctx.key_intervals(self.mask), scale=self.scale, mask_hint=mask_hint)
+        options = {"scale": self.scale, "mask_hint": mask_hint, "bias": bias}
+        out = attend(q, k, k[..., : self.kv_rank], *ctx.key_intervals(self.mask), **options)
         return self.v_up.product("BTNR,NHR->BTNH", out)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:

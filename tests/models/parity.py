@@ -136,7 +136,7 @@ def theirs(
         "shapes": shapes,
         "tokens": tokens,
         "logits": logits.detach().float().numpy(),
-        "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
+        "gradients": {name: projection(name, g.detach().numpy()) for name, g in gradients.items()},
     }
 
 

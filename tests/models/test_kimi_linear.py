@@ -23,7 +23,7 @@ class TestKimiLinear(Conformance):
     base = BASE | NO_TOKENS | LATENT | DELTA | EXPERTS
     cases = {
         "in_turn": {"num_hidden_layers": 4, "layer_types": [LINEAR, FULL] * 2},
-        "groups_tied": {
+        "groups": {
             "num_hidden_layers": 5,
             "layer_types": [FULL, LINEAR, LINEAR, FULL, LINEAR],
             "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3,
@@ -33,7 +33,6 @@ class TestKimiLinear(Conformance):
             "topk_group": 2,
             "num_shared_experts": 2,
             "moe_renormalize": False,
-            "tie_word_embeddings": True,
             "vocab_size": 53,
         },
     }
@@ -44,7 +43,12 @@ class TestKimiLinear(Conformance):
         "moe_renormalize": False,
         "routed_scaling_factor": 1.0,
     }
-    refused = {"hidden_act": "gelu", "attention_bias": True, "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
+    refused = {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "tie_word_embeddings": True,  # transformers ties nothing here
+        "layer_types": [LINEAR, "chunked", LINEAR, FULL],
+    }
     # What decides which weights there are, what is of no effect with one group, and the length.
     elsewhere = {
         *kimi_linear.Config.ignored,
@@ -53,7 +57,7 @@ class TestKimiLinear(Conformance):
     }  # fmt: skip
     presets = {"kimi-linear-48b-a3b": 49.122}
     depths = None
-    windows = {"in_turn": {SEQ, 3, 2}, "groups_tied": {SEQ, 2}}  # inputs of the convolution, heads of states
+    windows = {"in_turn": {SEQ, 3, 2}, "groups": {SEQ, 2}}  # inputs of the convolution, heads of states
 
     def test_both_spellings_are_read(self, name):
         """The release's: an object of its own for linear attention, whose layers count from 1."""
