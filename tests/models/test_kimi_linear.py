@@ -6,7 +6,7 @@ from maxlib.models import kimi_linear
 from maxlib.models.kimi_linear import FULL, LINEAR
 from maxlib.weights import HFConfig
 from tests.models import parity
-from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.conformance import BASE, Conformance
 
 # transformers gives the padding token's row no gradient.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -57,7 +57,7 @@ class TestKimiLinear(Conformance):
     }  # fmt: skip
     presets = {"kimi-linear-48b-a3b": 49.122}
     depths = None
-    windows = {"in_turn": {SEQ, 3, 2}, "groups": {SEQ, 2}}  # inputs of the convolution, heads of states
+    windows = {"in_turn": {3, 2}, "groups": {2}}  # inputs of the convolution, heads of states, rows of latents
 
     def test_both_spellings_are_read(self, name):
         """The release's: an object of its own for linear attention, whose layers count from 1."""

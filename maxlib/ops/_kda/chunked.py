@@ -11,8 +11,8 @@ All updates of a chunk follow from one unit triangular system, as in the gated d
     V = U - W S,  o = (exp(G) q) S + P(q) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
 
 P is no product of `exp(G) a` and `exp(-G) k`: the second overflows. Of two halves of a chunk, the later rows and the
-earlier columns meet at the border between them, `exp(G[i] - border) exp(border - G[j])`, and both factors are at most 1;
-what is left are the two triangles of half the size. Blocks and memory are those of the gated delta rule.
+earlier columns meet at the border between them, `exp(G[i] - border) exp(border - G[j])`, and both factors are at most
+1; what is left are the two triangles of half the size. Blocks and memory are those of the gated delta rule.
 
 Shapes: B rows, n chunks of a block, C tokens of a chunk, N heads, Hk and Hv wide.
 """
