@@ -1,5 +1,8 @@
-"""DeepSeek V3.2 (DeepSeek-AI 2025): DeepSeek V3 whose queries attend to the 2048 keys that an indexer chooses."""
+"""DeepSeek V3.2 (DeepSeek-AI 2025) and GLM-5 (GLM team 2026): DeepSeek V3 whose queries attend to the 2048 keys that an
+indexer chooses.
+"""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +28,36 @@ from maxlib.weights import (
     rope_to_hf,
 )
 
+DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
 SPARSE = "indexed_attention"
+
+
+def _read_kind(fields: HFConfig, c: Any) -> bool:
+    if fields.take("model_type") != GLM:
+        return False
+    fields.require("indexer_rope_interleave", True)
+    # Which layers choose, in three spellings; the others of GLM 5.1 take the choice of a layer before them.
+    types, letters = fields.take("indexer_types", None, kind=list), fields.take("index_topk_pattern", None, kind=object)
+    every = fields.take("index_topk_freq", 1)
+    fields.ignore("index_skip_topk_offset")  # says where every so many begin
+    full = set(types) == {"full"} if types else set(letters) <= {"F", "full"} if letters else every <= 1
+    if not full:
+        raise ValueError(
+            f"{fields.where('indexer_types')} must be 'full' for each of the {c.num_layers} layers (index_topk_freq 1): a "
+            f"choice that layers share is not computed, got {types or letters or every}"
+        )
+    return True
+
+
+def _write_kind(is_glm: bool, cfg: Any) -> dict[str, Any]:
+    if not is_glm:
+        return {}
+    names = {"model_type": GLM, "architectures": ["GlmMoeDsaForCausalLM"]}
+    return names | {"indexer_types": ["full"] * cfg.num_layers}
+
+
+def _either(deepseek: Any, glm: Any) -> Callable[[Any], Any]:
+    return lambda c: glm if c.is_glm else deepseek
 
 
 def _read_rope(fields: HFConfig, c: Any) -> Rope:
@@ -42,15 +74,22 @@ def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a DeepSeek V3.2; `PRESETS` has the published ones."""
+    """Sizes of a DeepSeek V3.2, or a GLM-5; `PRESETS` has the published ones."""
 
-    model_types = ("deepseek_v32",)
+    model_types = (DEEPSEEK, GLM)
     architecture = "DeepseekV32ForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False}
-    only = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1}
+    only = {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
+    }
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
+    is_glm: bool = hf_fields(_read_kind, _write_kind, default=False)  # whose indexer rotates pairs instead of halves
     num_dense: int = hf_num_dense(absent=3)  # first layers, which have a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
@@ -61,17 +100,17 @@ class Config(ModelConfig):
     nope_dim: int = hf("qk_nope_head_dim")
     v_dim: int = hf("v_head_dim")
     rope: Rope = hf_fields(_read_rope, _write_rope)
-    index_heads: int = hf("index_n_heads", absent=64)  # of the indexer ...
+    index_heads: int = hf("index_n_heads", absent=_either(64, 32))  # of the indexer ...
     index_dim: int = hf("index_head_dim", absent=128)
     index_top: int = hf("index_topk", absent=2048)  # ... and how many keys it chooses
     num_experts: int = hf("n_routed_experts")
     num_shared: int = hf("n_shared_experts")
     top_k: int = hf("num_experts_per_tok")
-    num_groups: int = hf("n_group", absent=8)
-    top_groups: int = hf("topk_group", absent=4)
+    num_groups: int = hf("n_group", absent=_either(8, 1))
+    top_groups: int = hf("topk_group", absent=_either(4, 1))
     renormalize: bool = hf("norm_topk_prob", True)
     routed_scale: float = hf("routed_scaling_factor", 2.5)
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    norm_eps: float = hf("rms_norm_eps", 1e-6, absent=_either(1e-6, 1e-5))
     tied: bool = hf("tie_word_embeddings", False)
     losses: tuple[Any, ...] = ()  # what the routers report for training
     num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
@@ -86,8 +125,8 @@ class Config(ModelConfig):
 
     @property
     def index_rope(self) -> Rope:
-        """The rotation of index queries and keys: the same, in halves instead of pairs."""
-        return replace(self.rope, interleaved=False)
+        """The rotation of index queries and keys: the same, in halves instead of pairs but for GLM."""
+        return replace(self.rope, interleaved=self.is_glm)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
@@ -135,7 +174,7 @@ class DeepSeekV32(nn.MTPDecoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope, cfg.index_rope)
+        self.masks, self.ropes = (ops.Causal(),), tuple({cfg.rope, cfg.index_rope})
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(self.layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

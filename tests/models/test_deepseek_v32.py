@@ -1,9 +1,10 @@
-"""DeepSeek V3.2 against transformers: fewer keys than there are tokens, chosen by an indexer that is not trained."""
+"""DeepSeek V3.2 and GLM-5 against transformers: fewer keys than there are tokens, chosen by an indexer that is not trained."""
 
 import pytest
 
 from maxlib.models import deepseek_v32
 from maxlib.weights import HFConfig
+from tests.models import parity
 from tests.models.conformance import BASE, Conformance
 
 YARN = {
@@ -79,12 +80,47 @@ class TestDeepSeekV32(Conformance):
     slot_axis = -2  # [rows, slots, latent]
 
 
-transformers_cases = TestDeepSeekV32.transformers_cases
+class TestGLM5(TestDeepSeekV32):
+    config = "GlmMoeDsaConfig"
+    base = TestDeepSeekV32.base | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    cases = {
+        "glm": {"num_hidden_layers": 2, "vocab_size": 53},
+        "glm_tied": {"tie_word_embeddings": True, "norm_topk_prob": False, "index_topk": 5},
+    }
+    matters = {
+        name: value for name, value in TestDeepSeekV32.matters.items() if name not in ("n_group", "topk_group")
+    } | {"n_group": 4}
+    elsewhere = TestDeepSeekV32.elsewhere | {"topk_group"}  # of one group
+    refused = TestDeepSeekV32.refused | {
+        "mlp_layer_types": ["sparse", "dense"],
+        "layer_types": ["full_attention"] * 2,
+        "indexer_types": ["full", "shared"],
+        "rope_interleave": False,
+    }
+    test_presets_have_the_published_size = None
 
 
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.DeepseekV32Config()
+def transformers_cases():
+    return TestDeepSeekV32.transformers_cases() | TestGLM5.transformers_cases()
+
+
+def test_glm_in_its_older_spellings():
+    """A pattern of letters, or every so many layers."""
+    config = parity.golden("deepseek_v32")["glm"]["config"]
+    want = deepseek_v32.Config.from_hf(HFConfig(config))
+    del config["indexer_types"]
+    for more in ({"index_topk_pattern": "FF"}, {"index_topk_freq": 1, "index_skip_topk_offset": 3}, {}):
+        fields = HFConfig(config | more)
+        assert deepseek_v32.Config.from_hf(fields) == want
+        fields.done()
+    for more in ({"index_topk_pattern": "FS"}, {"index_topk_freq": 4}):
+        with pytest.raises(ValueError, match="a choice that layers share is not computed"):
+            deepseek_v32.Config.from_hf(HFConfig(config | more))
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_what_a_config_leaves_out_is_as_in_transformers(name):
+    theirs = getattr(pytest.importorskip("transformers"), name)()
     short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.Config.required()]}
-    short |= {"qk_rope_head_dim": 64, "max_position_embeddings": 163_840}
+    short |= {"qk_rope_head_dim": 64, "max_position_embeddings": theirs.max_position_embeddings}
     assert deepseek_v32.Config.from_hf(HFConfig(short)) == deepseek_v32.Config.from_hf(HFConfig(theirs.to_dict()))
