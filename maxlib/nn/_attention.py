@@ -320,11 +320,7 @@ def attend(
     by_tokens = lambda x: constrain(x, "batch", "seq", "act_heads", None)  # [B, T, N, H]
     if q.shape[1] == k.shape[1]:
         q, k, v = by_tokens(q), by_tokens(k), by_tokens(v)
-    shards = axis_size("attn_heads")
-    if q.shape[2] % shards == 0 and shards > k.shape[2] and shards % k.shape[2] == 0:
-        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, shards, H]. Where heads do not divide
-        # over the devices, `shard_map_by_name` leaves them whole on each (or `_check_exchange` refuses).
-        k, v = (jnp.repeat(x, shards // x.shape[2], axis=2) for x in (k, v))
+    k, v = _a_copy_for_each(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
     # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
@@ -335,15 +331,30 @@ def attend(
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",), None if bias is None else of_bias]
     names += [] if segments is None else [queries[:2], keys[:2]]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
+    ring = _ring(k, bias, zigzag=zigzag)
+    op = _on_one_device(ring, static, options, zigzag=zigzag)
+    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
+
+
+def _a_copy_for_each(shards: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns keys and values with a head for each device that splits heads, where there are fewer."""
+    if q.shape[2] % shards or shards <= k.shape[2] or shards % k.shape[2]:
+        # Where heads do not divide over the devices, `shard_map_by_name` leaves them whole on each (or
+        # `_check_exchange` refuses).
+        return k, v
+    # [B, S, K, H] -> [B, S, shards, H]
+    return jnp.repeat(k, shards // k.shape[2], axis=2), jnp.repeat(v, shards // v.shape[2], axis=2)
+
+
+def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
+    """Returns the mesh axis around which keys travel, None if none; raises ValueError where a bias forbids it."""
     # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
-    divides = k.shape[1] % axis_size("kv_seq") == 0
-    ring = axis_of("kv_seq") if divides else None
+    ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
     if bias is not None and (ring is not None or zigzag):
         raise ValueError(
             "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
         )
-    op = _on_one_device(ring, static, options, zigzag=zigzag)
-    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
+    return ring
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):

@@ -102,6 +102,7 @@ class KimiDeltaAttention(SequenceMixer):
         out, cache = self._mix(q, k, v, log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, H]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
+        # [B, T, D] -> [B, T, R] -> [B, T, N, H]
         gate = own(self.gate_up(self.gate_down(x))).astype(out.dtype)
         return self.o((out * jax.nn.sigmoid(gate)).astype(x.dtype)), cache
 

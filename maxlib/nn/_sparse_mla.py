@@ -67,6 +67,7 @@ class LightningIndexer(nnx.Module):
 
     def __init__(self, dim: int, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, rope: Rope, rngs: nnx.Rngs):
         D, R, I, H = dim, q_rank, num_heads, head_dim
+        # Queries are made of the latent that the layer's own queries are made of.
         self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
         self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
         self.k_norm = LayerNorm(H, eps=1e-6)
@@ -100,16 +101,19 @@ class LightningIndexer(nnx.Module):
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         q, weight = self._rotate(self.q(latent), ctx), wide(self.weight(x))
         # [B, T, I, Hi] and [B, S, Hi] -> [B, T, I, S] -> [B, T, S]
+        # A head that disagrees says nothing; one that agrees counts by a weight of the query, which may be negative.
         scores = jax.nn.relu(jnp.einsum("btnh,bsh->btns", wide(q), wide(keys), precision="highest"))
         scores = self.scale * jnp.einsum("btn,btns->bts", weight, scores, precision="highest")
         place, (start, end) = jnp.arange(keys.shape[1])[None, None], bounds
         visible = (place >= start[..., None]) & (place < end[..., None])
         _, best = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), self.top_k)
+        # [B, T, top_k] places -> [B, T, S]. Of equal scores the earlier key is chosen; hidden keys fill what is left.
         rows, queries = jnp.arange(len(best))[:, None, None], jnp.arange(best.shape[1])[None, :, None]
         return jnp.zeros(visible.shape, bool).at[rows, queries, best].set(True) & visible
 
     def _rotate(self, x: Array, ctx: Context) -> Array:
         """Rotates the first numbers of each head, `B T N Hi`."""
+        # [B, T, N, Hi] -> the part that knows its position, and the rest.
         turned, rest = jnp.split(x, [self.rope.dim], axis=-1)
         turned = apply_rope(turned, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
         return jnp.concatenate([turned, rest], axis=-1)
@@ -161,6 +165,7 @@ class SparseMLA(MLA):
         """Mixes the tokens of each document; see `MLA.__call__`."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
+        # The choice is a step function of its scores: nothing behind it has a gradient.
         still = jax.lax.stop_gradient(x)
         index = self.indexer.keys(still, ctx)
         if cache is not None:
@@ -176,6 +181,7 @@ class SparseMLA(MLA):
             return None
         latent = jax.lax.stop_gradient(self.q_norm(self.q_down(x)))
         chosen = self.indexer.chosen(x, latent, index.astype(x.dtype), ctx.key_intervals(self.mask), ctx)
+        # [B, T, S] -> [B, 1, T, S]: the same for all heads.
         bias = jax.lax.stop_gradient(jnp.where(chosen, 0.0, HIDDEN))[:, None]
         return constrain(bias, "batch", None, "seq", None)
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and GLM-5 against transformers: fewer keys than there are tokens, chosen by an indexer that is not trained."""
+"""DeepSeek V3.2 and GLM-5 against transformers: fewer keys than tokens, chosen by an indexer that is not trained."""
 
 import pytest
 

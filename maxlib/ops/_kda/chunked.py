@@ -2,7 +2,8 @@
 
 Every channel d of a key has its own decay, so the decay between two tokens stands inside their product. Within a chunk
 of C tokens, G is the running sum of log decays, and `P(a)[i, j] = sum_d a[i, d] k[j, d] exp(G[i, d] - G[j, d])` for j
-<= i in the same document, else 0. All updates of a chunk follow from one unit triangular system, as in the gated delta rule:
+<= i in the same document, else 0. All updates of a chunk follow from one unit triangular system, as in the gated delta
+rule:
 
     (I + strict_lower(beta P(k))) T = I,  U = T (beta v),  W = T (beta exp(G) k)
     V = U - W S,  o = (exp(G) q) S + P(q) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
