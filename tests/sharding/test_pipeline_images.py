@@ -92,7 +92,7 @@ def test_what_a_pipeline_cannot_do_with_images_is_an_error():
     model, batch = model_and_batch("mistral")
     whole = nn.vision.Patches(batch["images"].pixels[0], batch["images"].grids[0])
     with pytest.raises(
-        ValueError, match="a batch of 1 rows cannot be cut into 2 microbatches.* Images need a row of patches"
+        ValueError, match="a batch of 1 rows cannot be split into 2 microbatches.* Images need a row of patches"
     ):
         abstract_gradients(model, batch | {"images": whole})
     model, batch = model_and_batch("qwen3_vl")

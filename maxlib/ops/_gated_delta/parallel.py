@@ -1,4 +1,4 @@
-"""Delta rules (also Kimi's) of a sequence that several devices share, each with a part of consecutive tokens."""
+"""Delta rules (also Kimi's) of a sequence that is split over devices, each with consecutive tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ AxisName = str | tuple[str, ...]
 def across(run: Callable, x: Any, state: Array, *, axis_name: AxisName) -> tuple[Array, Array]:
     """Applies the recurrence to this device's tokens, after those of the devices before it.
 
-    What a part does to a state is affine, `S -> M S + L`. Each device computes both from its tokens, all gather them
-    (`Hk (Hk + Hv)` numbers a head), and each finds the state before its part.
+    A part updates a state by an affine map, `S -> M S + L`. Each device computes M and L from its tokens, all devices
+    gather them (`Hk (Hk + Hv)` numbers per head), and each computes the state before its part.
 
     Args:
       run: an implementation.
-      x: what this device's tokens bring, a named tuple with the values as `v`.
+      x: inputs of this device's tokens, a named tuple with the values as `v`.
       state: state before the first token of the first device.
       axis_name: mesh axis over which the sequence is split.
 
@@ -38,9 +38,9 @@ def across(run: Callable, x: Any, state: Array, *, axis_name: AxisName) -> tuple
 
 
 def _effect(run: Callable, x: Any, like: Array) -> tuple[Array, Array]:
-    """Returns what this device's tokens make of a zero state, `L`, and their transition, `M`.
+    """Returns the state `L` after this device's tokens from a zero state, and their transition `M`.
 
-    One run gives both: with a second set of values, all zero, the state begins as the identity and ends as `M`.
+    One run gives both: for a second set of values, all zero, the state starts as the identity and ends as `M`.
     """
     width, key_dim = like.shape[-1], like.shape[-2]
     values = jnp.concatenate([x.v, jnp.zeros((*x.v.shape[:-1], key_dim), x.v.dtype)], axis=-1)
