@@ -179,6 +179,7 @@ class SparseMLA(MLA):
         """Returns what is added to scores so that only chosen keys count; None if all keys are chosen."""
         if index.shape[1] <= self.indexer.top_k:
             return None
+        assert self.q_down is not None and self.q_norm is not None
         latent = jax.lax.stop_gradient(self.q_norm(self.q_down(x)))
         chosen = self.indexer.chosen(x, latent, index.astype(x.dtype), ctx.key_intervals(self.mask), ctx)
         # [B, T, S] -> [B, 1, T, S]: the same for all heads.

@@ -110,7 +110,7 @@ def test_gradients_on_eight_devices_are_those_on_one(rules):
 def test_what_a_state_cannot_do_is_refused():
     model = jax.eval_shape(lambda: kimi_linear.KimiLinear(tiny(), rngs=nnx.Rngs(0)))
     assert not model.layers.is_reorderable  # zigzag order
-    with pytest.raises(ValueError, match="KimiDeltaAttention cannot keep a state in int8"):
+    with pytest.raises(ValueError, match="KimiDeltaAttention cannot store a state in int8"):
         model.init_cache(1, 8, dtype=jnp.int8)
     assert not nn.cache.can_rewind(jax.eval_shape(lambda: layer().init_cache(1, 8)))
     with pytest.raises(ValueError, match="conv_width must be at least 2"):
