@@ -38,6 +38,7 @@ from maxlib.ops._grouped_matmul import explain_grouped_matmul as explain_grouped
 from maxlib.ops._grouped_matmul import grouped_glu as grouped_glu
 from maxlib.ops._grouped_matmul import grouped_matmul as grouped_matmul
 from maxlib.ops._grouped_matmul import grouped_outer as grouped_outer
+from maxlib.ops._kda import kimi_delta_attention as kimi_delta_attention
 from maxlib.ops._rope import DynamicNTK as DynamicNTK
 from maxlib.ops._rope import LinearScaling as LinearScaling
 from maxlib.ops._rope import Llama3Scaling as Llama3Scaling

@@ -221,6 +221,12 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
         low([quant.Rule(FP8, kinds=("dense", "unknown"))])
 
 
+def test_filters_of_a_short_convolution_are_no_matrices():
+    """They multiply nothing, and a warning of each hybrid would tell nobody anything."""
+    layer = lambda: nn.GatedDeltaNet(16, num_heads=2, key_dim=8, value_dim=8, rngs=nnx.Rngs(0))
+    assert quant.report(jax.eval_shape(lambda: quant.for_training(layer(), "int8"))).left == ()
+
+
 def test_dtypes_that_the_backend_lacks(monkeypatch):
     from maxlib.quantization import _formats as formats
 
