@@ -59,8 +59,8 @@ def refused(op: str, implementation: str, device_kind: str) -> str | None:
     return why and f"failed `python -m maxlib.ops check` here ({why}); {file_of(device_kind)} says so"
 
 
-def tiles(key: str, device_kind: str) -> list | None:
-    """Returns the sizes that `tune` measured to be the fastest for a key, or None."""
+def tiles(key: str, device_kind: str) -> dict[str, Any] | None:
+    """Returns the tile sizes that `tune` measured to be the fastest for a key, a kernel and a shape, or None."""
     return findings(device_kind)["tiles"].get(key)
 
 
@@ -86,10 +86,3 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
     partial.replace(path)
     findings.cache_clear()
     return path
-
-
-def tiles_key(kernel: str, T: int, S: int, key_dim: int, value_dim: int) -> str:
-    """Returns the key of a kernel's tiles: lengths count by the power of two that holds them."""
-    # 3000 and 4096 tokens share sizes: they are cut into blocks of about the same number.
-    up = lambda n: 1 << max(n - 1, 0).bit_length()
-    return f"{kernel} T={up(T)} S={up(S)} Hk={key_dim} Hv={value_dim}"

@@ -1,5 +1,6 @@
 """The TPU kernels of the gated delta rule: interpreted and lowered without a TPU, and run where there is one."""
 
+import contextlib
 import functools
 import re
 
@@ -25,15 +26,16 @@ DEFAULT = {"tokens": 330, "heads": (2, 4), "widths": (16, 12), "slow": SLOW}
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs the kernels here, by default in small chunks, so that a short text has several blocks of several chunks."""
+    stack = contextlib.ExitStack()
 
-    def install(chunk: int = 32, most: int = 3):
+    def install(tiles: kernel.DeltaTPUTiles = kernel.DeltaTPUTiles(32, 3)):
         monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         monkeypatch.setattr(api, "current_device", lambda: V5P)
-        monkeypatch.setattr(kernel, "CHUNK", chunk)
-        monkeypatch.setattr(kernel, "MOST", most)
+        stack.enter_context(ops.tuned(tiles))
         api._gated_delta_rule.clear_cache()
 
-    yield install
+    with stack:
+        yield install
     api._gated_delta_rule.clear_cache()
 
 
@@ -114,7 +116,7 @@ def test_narrow_inputs_are_summed_in_float32(interpreted):
     ids=str,
 )
 def test_every_shape_as_on_a_tpu(change, interpreted):
-    interpreted(kernel.CHUNK, kernel.MOST)
+    interpreted(kernel.DeltaTPUTiles())
     compare(2e-4, DEFAULT | change)  # the gradient of a unit key cancels: `sequential` in float32 is off by as much
 
 

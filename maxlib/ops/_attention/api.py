@@ -98,6 +98,8 @@ def attention(
     """
     hint = _hint(mask_hint, k_start, k_end)
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint)
+    one = dispatch.choose(call, implementation)
+    sizes = one.sizes(call)
     out, lse = _attention(
         q,
         k,
@@ -110,7 +112,8 @@ def attention(
         static=hint and hint.static,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
-        implementation=dispatch.choose(call, implementation).name,
+        implementation=one.name,
+        tiles=sizes and sizes.sizes,
     )
     return (out, lse) if return_lse else out
 
@@ -132,10 +135,11 @@ def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint |
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
 
 
-@register_flops(_flops, static=("static", "scale", "softcap", "implementation"))
-def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation):
+@register_flops(_flops, static=("static", "scale", "softcap", "implementation", "tiles"))
+def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation, tiles):
     one = dispatch.by_name(implementation)
     more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}
+    more |= {} if tiles is None else {"tiles": tiles}
     if static is not None and not (static.aligned or one.takes_mask_hint):
         # In a part of a ring bounds lie outside of the keys, from where a window is counted. Others skip more without.
         k_start, k_end = (jnp.clip(x, 0, k.shape[1]) for x in (k_start, k_end))
