@@ -26,6 +26,7 @@ class ChunkTiles(TileSizes):
 
     def count(self, tokens: int, chunk: int) -> tuple[int, int]:
         """Returns the number of blocks of T tokens in chunks of this length, and of chunks of a block."""
+        # 2000 tokens in chunks of 64 are 32 chunks: two blocks of 1024 tokens, 16 chunks each.
         count = -(-tokens // chunk)
         per_block = min(count, max(1, self.block // chunk))
         return -(-count // per_block), per_block

@@ -36,6 +36,7 @@ def tuned(*sizes: TileSizes) -> Iterator[None]:
             raise TypeError(f"tuned takes sizes of whole kernels, classes of ops.tiles, got {one!r}")
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"tuned takes one size for each kernel, got {kinds}")
+    # Sizes of other kernels from an outer `with` stay.
     with _given((*(one for one in _given.value if type(one) not in kinds), *sizes)):
         yield
 
@@ -66,6 +67,7 @@ def choose(default: S, key: str, device_kind: str) -> Tuned[S]:
       key: `key_of` the call's shape.
       device_kind: jax's name of the device.
     """
+    # The class of the default says which kernel asks: one class belongs to one kernel.
     kind: Any = type(default)
     key = f"{kind.kernel} {key}"
     for one in _given.value:

@@ -103,7 +103,7 @@ def _forward(static: _Static, *args, keep: bool):
     from maxlib.kernels.gated_delta.kernels import forward
 
     *tokens, state = args
-    cut = _Cut.of(*tokens[1:3], static.tiles)
+    cut = _Cut.of(*tokens[1:3], tiles=static.tiles)
     out, last, before = forward(cut.blocks(*tokens), state, spec=static.spec, keep=keep)
     return (cut.joined(out), last), before
 
@@ -117,7 +117,7 @@ def _apply_backward(static: _Static, kept, cotangents):
     from maxlib.kernels.gated_delta.kernels import backward
 
     (tokens, before), (d_out, d_last) = kept, cotangents
-    cut = _Cut.of(*tokens[1:3], static.tiles)
+    cut = _Cut.of(*tokens[1:3], tiles=static.tiles)
     d, d_state = backward(cut.blocks(*tokens), before, cut.by_head(d_out), d_last, spec=static.spec)
     return *(cut.joined(a) for a in (d.q, d.k, d.v)), cut.rates(d.log_decay), cut.rates(d.beta), None, d_state
 

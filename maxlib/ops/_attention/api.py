@@ -99,6 +99,7 @@ def attention(
     hint = _hint(mask_hint, k_start, k_end)
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint)
     one = dispatch.choose(call, implementation)
+    # Chosen here, and static from here on: the backward pass may be traced later, outside of `ops.tuned`.
     sizes = one.sizes(call)
     out, lse = _attention(
         q,

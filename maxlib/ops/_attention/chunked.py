@@ -73,7 +73,7 @@ def chunked(
       bias: added to the logits.
       tiles: sizes of a block; default: `chunked_tiles`.
     """
-    tiles = tiles or chunked_tiles(*q.shape[1:3], k.shape[1], current_device()[0])
+    tiles = tiles or chunked_tiles(q.shape[1], q.shape[2], k.shape[1], current_device()[0])
     spec = tiles.spec(q.shape, k.shape[1], scale, softcap, whole_batch=bias is not None)
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
     # Under shard_map all operands vary alike from here on; the transpose of this sums the gradients of replicated ones.
@@ -119,6 +119,7 @@ class ChunkedTiles(TileSizes):
         """Returns the static parameters of a call with queries `B T N H` and S keys."""
         B, T, N, _ = q_shape
         queries, keys = min(self.queries, T), min(self.keys, S)
+        # Rows of the batch share a tile as far as its logits, B N T S numbers, fit; as many at a time as divide B.
         fitting = max(1, self.logits // (N * queries * keys))
         rows = B if whole_batch else max(r for r in range(1, B + 1) if B % r == 0 and r <= fitting)
         return Spec(scale, softcap, queries, keys, rows)

@@ -47,6 +47,7 @@ class Call:
     @property
     def key(self) -> str:
         """Returns the key of its shape in tables of tile sizes; a soft-cap needs registers, so it has its own."""
+        # Lengths count by powers of two, widths exactly: they decide what fits into registers.
         widths = {"Hk": self.key_dim, "Hv": self.value_dim} | ({"softcap": 1} if "softcap" in self.features else {})
         return _tuning.key_of({"T": self.queries, "S": self.keys}, widths)
 

@@ -64,6 +64,7 @@ class Call:
         """Returns the tile sizes that an implementation runs this call with; None if it has none."""
         if name is None or (default := TABLE[name].tiles) is None:
             return None
+        # The states of G value heads share vector memory with their key head's tokens.
         widths = {"G": self.heads // self.key_heads, "Hk": self.key_dim, "Hv": self.value_dim}
         return _tuning.choose(default, _tuning.key_of({"T": self.tokens}, widths), self.device_kind)
 

@@ -102,6 +102,7 @@ def grouped_outer(
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
     name = choose("grouped_outer", rows, None, "EOI", None, implementation)
+    # [M, O] and [M, I] -> [E, O, I]: the gradient of weights of this shape.
     weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), jnp.float32)
     how = {"implementation": name, "tiles": tiles_of(name, rows, weights, "EOI")}
     return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), **how)

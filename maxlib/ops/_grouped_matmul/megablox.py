@@ -58,8 +58,8 @@ def megablox_outer(
     d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
     weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
     of = matmuls(rows, weights, "EOI")
-    tiles = (tiles or of.tiles()).d_weights.fit(of.d_weights)
-    return _outer(d_out, rows, rows_per_expert, exact, tiles)
+    own = (tiles or of.tiles()).d_weights.fit(of.d_weights)
+    return _outer(d_out, rows, rows_per_expert, exact, own)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -58,6 +58,7 @@ class Tiles(TileSizes):
         Raises:
           ValueError: when what is left is no whole register, or does not fit into vector memory.
         """
+        # Rows are padded to whole tiles; K and N are not, so a tile never reaches beyond them.
         tiles = Tiles(self.rows, min(self.summed, of.summed), min(self.out, of.out))
         for name, size in (("summed", of.summed), ("out", of.out)):
             if (found := getattr(tiles, name)) < size and found % LANES:
@@ -142,6 +143,7 @@ class Matmuls:
         E, O, I = (weights[weight_order.index(axis)] for axis in "EOI")
         # The gradient of the weights has their order: the left operand's width comes first.
         left, right = (O, I) if weight_order == "EOI" else (I, O)
+        # y = x w^T sums over I, dx = dy w over O, and dw = dy^T x over the rows.
         return cls(
             Sizes(rows, I, O, E, width, width, transposed=False),
             Sizes(rows, O, I, E, width, width, transposed=False),

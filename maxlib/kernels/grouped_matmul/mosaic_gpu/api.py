@@ -91,7 +91,7 @@ def _gradients(weight_order, tiles, rows, weights, rows_per_expert, d_out):
     matrices, turned = [[w.astype(rows.dtype)] for w in weights], weight_order == "EIO"
     (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows", sizes=tiles.d_rows)
     pairs = [(d, rows) if weight_order == "EOI" else (rows, d) for d in d_out]
-    outer = lambda pair, w: by_experts(*pair, rows_per_expert, w.dtype, tiles.d_weights)
+    outer = lambda pair, w: by_experts(pair[0], pair[1], rows_per_expert, w.dtype, tiles.d_weights)
     d_weights = [outer(pair, w) for pair, w in zip(pairs, weights, strict=True)]
     return d_rows, d_weights
 
