@@ -96,7 +96,7 @@ def test_values_and_gradients_are_those_of_the_definition(interpreted):
 @no_tpu
 def test_narrow_inputs_are_summed_in_float32(interpreted):
     """What leaves in bfloat16 is rounded once; states and the gradients of rates are not."""
-    interpreted(chunk=16)
+    interpreted(kernel.DeltaTPUTiles(16, 3))
     got = compare(5e-4, DEFAULT | {"tokens": 70}, dtype=jnp.bfloat16)
     assert [got[name].dtype for name in ("out", "q", "k", "v")] == [jnp.bfloat16] * 4
     assert {got[name].dtype for name in ("state", "log_decay", "beta", "initial_state")} == {np.dtype("float32")}
@@ -134,7 +134,7 @@ def test_without_norm_state_and_masks(interpreted):
 @no_tpu
 @pytest.mark.full
 def test_devices_that_share_a_sequence_are_one(interpreted):
-    interpreted(chunk=16)
+    interpreted(kernel.DeltaTPUTiles(16, 3))
     x, options = arrays(160, (1, 2), (8, 6), SLOW), masks(160)
     split, state = dict.fromkeys(x, P(None, "context")) | {"initial_state": P()}, P()
     rule = lambda name, x, masks, **more: ops.gated_delta_rule(**x, **masks, implementation=name, **more)

@@ -113,8 +113,7 @@ def attention(
         static=hint and hint.static,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
-        implementation=one.name,
-        tiles=sizes and sizes.sizes,
+        run=(one.name, sizes and sizes.sizes),
     )
     return (out, lse) if return_lse else out
 
@@ -136,8 +135,9 @@ def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint |
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
 
 
-@register_flops(_flops, static=("static", "scale", "softcap", "implementation", "tiles"))
-def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation, tiles):
+@register_flops(_flops, static=("static", "scale", "softcap", "run"))
+def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, run):
+    implementation, tiles = run
     one = dispatch.by_name(implementation)
     more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}
     more |= {} if tiles is None else {"tiles": tiles}

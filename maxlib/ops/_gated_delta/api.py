@@ -66,10 +66,13 @@ def gated_delta_rule(
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
     found = dispatch.choose(_describe(q, v, axis_name), implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": found.chosen}
-    return _gated_delta_rule(
-        q, k, v, log_decay, beta, is_start, valid, initial_state, **options, tiles=found.tiles and found.tiles.sizes
-    )
+    options = {
+        "scale": scale,
+        "l2_norm": l2_norm,
+        "axis_name": axis_name,
+        "run": (found.chosen, found.tiles and found.tiles.sizes),
+    }
+    return _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
 
 
 def explain_gated_delta_rule(
@@ -115,22 +118,20 @@ def _flops(q, k, v, *_) -> float:
     return 2.0 * B * T * (K * 2 * size * Hk + N * (size * (Hk + 2 * Hv) + 3 * Hk * Hv))
 
 
-@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "implementation", "tiles"))
-def _gated_delta_rule(
-    q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, implementation, tiles
-):
+@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "run"))
+def _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, run):
     (B, _, K, Hk), (N, Hv) = q.shape, v.shape[2:]
     x = grouped(q, k, v, log_decay, beta, is_start, valid)
     shape, wide = (B, K, N // K, Hk, Hv), x.beta.dtype
     state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
-    run = _run(implementation, v.dtype, tiles, scale=scale, l2_norm=l2_norm)
+    run = _run(*run, v.dtype, scale=scale, l2_norm=l2_norm)
     out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
     out = out.reshape(v.shape).astype(v.dtype)
     out = out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
     return out, state.reshape(B, N, Hk, Hv)
 
 
-def _run(implementation: str, dtype: Any, tiles: Any, **norm: Any) -> Callable:
+def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     # The kernels take inputs in their own dtype: what they read and keep is half as large as in float32, and they norm
     # queries and keys on the chip. Both other forms get everything in float32 or wider.
