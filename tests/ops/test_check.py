@@ -117,7 +117,7 @@ def splash_tiles(T: int, device):
     return ops.explain_attention(q, q, q, mask_hint=causal, device=device).tiles
 
 
-@pytest.mark.parametrize("name", [*worker.names("attention"), *worker.names("grouped_matmul"), "mosaic_tpu"])
+@pytest.mark.parametrize("name", sorted({name for op in worker.OPS for name in worker.names(op)}))
 def test_tune_tries_every_kernel_that_runs_here(name, monkeypatch):
     """On a CPU in an interpreter; what ended a process before is left out."""
     monkeypatch.setattr(worker, "_tried", lambda case, run, given, truth, rounds: {"status": "right"})
