@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import api
 import figures
 import programs
 from docutils import nodes
@@ -16,7 +17,7 @@ from sphinx.util.nodes import make_refnode
 
 NAME = re.compile(r"^(?:maxlib\.)?([A-Za-z_][\w.]*[\w])(\(.*\))?$", re.DOTALL)
 DOTTED = re.compile(r"\b(?:maxlib\.)?((?:[a-z_]+\.)+[A-Za-z_]\w*)")
-GUIDES = ("guides/", "start", "tour", "concepts")
+GUIDES = ("guides/", "start", "concepts", "notebooks/", "examples/")  # pages that use names, the first first
 MOST = 5  # guides that an entry names
 THEIRS = "coming-from/"  # pages whose tables name other libraries in all columns but the last
 
@@ -125,9 +126,13 @@ def _add_guides(app, index: Index, docname: str, doctree) -> None:
     for signature in list(doctree.findall(addnodes.desc_signature)):
         content = signature.parent[-1]
         for node_id in signature["ids"]:
-            if pages := sorted(used.get((docname, node_id), ())):
+            if pages := sorted(used.get((docname, node_id), ()), key=_rank):
                 content += _paragraph(app, docname, pages)
                 break
+
+
+def _rank(page: str) -> tuple[int, str]:
+    return next(number for number, start in enumerate(GUIDES) if page.startswith(start)), page
 
 
 def _paragraph(app, docname: str, pages: list[str]) -> nodes.paragraph:
@@ -184,8 +189,9 @@ def landing_figure(app, docname: str, source: list[str]) -> None:
 def write_llms_full(app, error) -> None:
     """Writes every page of text into one file for readers that are programs."""
     if error is None and app.builder.format == "html":
-        pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(("index", "changelog")))]
-        texts = [Path(app.env.doc2path(page)).read_text() for page in pages]
+        left_out = ("index", "changelog", "api/objects/")
+        pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(left_out))]
+        texts = [api.as_text(Path(app.env.doc2path(page)).read_text()) for page in pages]
         Path(app.outdir, "llms-full.txt").write_text("\n\n".join(texts))
 
 

@@ -1,4 +1,4 @@
-"""Short causal convolution, one filter for each channel (depthwise), as recurrent layers use it before their state."""
+"""Short causal depthwise convolution, as recurrent layers apply it before their state."""
 
 import functools
 
@@ -23,16 +23,16 @@ def short_convolution(
 ) -> tuple[Float[Array, "B T *C"], Float[Array, "B W-1 *C"]]:
     """Convolves each channel with its own W taps: `y[t] = sum_w weight[w] x[t - (W - 1) + w]`, in float32.
 
-    A tap that would reach into another document, or before the first token of a row without a `tail`, is zero. A gated
-    convolution (LFM2) is `c * short_convolution(b * x, weight)[0]`.
+    Taps that reach into another document, or before the first token of a row without a `tail`, read zero. The gated
+    convolution of LFM2 is `c * short_convolution(b * x, weight)[0]`.
 
     Args:
       x: input; its channels may have several axes, such as heads and their width.
-      weight: taps of each channel; the last one is on the token itself.
+      weight: taps of each channel; the last one multiplies the current token.
       bias: added to the result.
       is_start: True for the first token of a document; None if every row continues `tail`.
       valid: False for padding; None if every token is real.
-      tail: the last W - 1 real inputs before these; None for zeros.
+      tail: the last W - 1 real inputs before this call; None for zeros.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
 
     Returns:
@@ -52,18 +52,18 @@ def short_convolution(
     # [B, W - 1 + T, *C], token t at t + W - 1.
     inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    # Tokens of the same document before each one, as far as they are in this call.
+    # Number of earlier tokens of the same document within this call.
     age = _age(is_start, width) if is_start is not None else None
-    y = jnp.zeros((), wide) if bias is None else jnp.asarray(bias, wide)[None, None]
+    y = jnp.zeros((), wide) if bias is None else jnp.broadcast_to(jnp.asarray(bias, wide), x.shape)
     for back in range(width):
         part = inputs[:, width - 1 - back : inputs.shape[1] - back].astype(wide)
         part = part if age is None or back == 0 else jnp.where(_wide(age >= back, x), part, 0)
-        y = y + jnp.asarray(weight[..., width - 1 - back], wide)[None, None] * part
+        y = y + jnp.broadcast_to(jnp.asarray(weight[..., width - 1 - back], wide), x.shape) * part
     return y.astype(x.dtype), tail
 
 
 def _wide(mask: Array, x: Array) -> Array:
-    """Returns `B T` with an axis of one for each axis of channels."""
+    """Appends an axis of size one to `B T` for each channel axis."""
     return mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
 
 
@@ -74,7 +74,7 @@ def _age(is_start: Array, width: int) -> Array:
 
 
 def _next_tail(x: Array, tail: Array, is_start: Array | None, valid: Array | None) -> Array:
-    """Returns the last W - 1 real inputs of all so far, zero where they belong to an earlier document."""
+    """Returns the last W - 1 real inputs so far, with zeros for those of an earlier document."""
     (rows, seq), kept = x.shape[:2], tail.shape[1]
     place = jnp.arange(seq)[None, :]
     # Number of tokens up to the last real one, [B].
@@ -88,11 +88,11 @@ def _next_tail(x: Array, tail: Array, is_start: Array | None, valid: Array | Non
 
 
 def _across(x: Array, tail: Array, is_start, valid, axis_name: AxisName) -> tuple[Array, Array]:
-    """Returns the tail before this device's part of the sequence, and the one after the last device's."""
+    """Returns the tail before this device's part of the sequence, and the tail after the last device's part."""
     kept = tail.shape[1]
     own = _next_tail(x, jnp.zeros_like(tail), is_start, valid)
-    # How many of its slots are filled by tokens of this part, and whether a document begins in it: then nothing of
-    # the parts before remains.
+    # The number of tail slots filled by this part's tokens, and whether a document begins in it; if so, nothing of the
+    # earlier parts remains.
     real = jnp.full(x.shape[0], x.shape[1]) if valid is None else valid.sum(axis=1)
     begins = jnp.zeros(x.shape[0], bool) if is_start is None else is_start.any(axis=1)
     parts = jax.lax.all_gather((own, jnp.minimum(real, kept), begins), axis_name)
@@ -102,7 +102,7 @@ def _across(x: Array, tail: Array, is_start, valid, axis_name: AxisName) -> tupl
 
 
 def _join(kept: int, tail: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-    """Returns the tail after a part, given the one before it."""
+    """Returns the tail after a part, given the tail before it."""
     own, filled, begins = part
     slots = jnp.arange(kept)[None, :] + filled[:, None]
     moved = jax.vmap(lambda row, at: row[at])(tail, jnp.minimum(slots, kept - 1))

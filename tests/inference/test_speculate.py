@@ -98,7 +98,7 @@ def test_models_that_cannot_are_refused(generator):
         speculate(Generator(filled_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
     without = jax.tree.map(lambda x: x, generator.model)
     without.mtp = nnx.List([])
-    with pytest.raises(ValueError, match="read it with num_mtp=1"):
+    with pytest.raises(ValueError, match="load it with num_mtp=1"):
         speculate(Generator(without, dtype=jnp.float32), PROMPTS, max_new_tokens=4)
     with pytest.raises(ValueError, match="must fit the capacity"):
         speculate(generator, PROMPTS, max_new_tokens=4, capacity=15)

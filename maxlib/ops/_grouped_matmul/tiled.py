@@ -1,4 +1,4 @@
-"""Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
+"""Tiles of rows, each multiplied by one expert's matrix: the cost is proportional to the rows in both passes.
 
 The rows of an expert are cut into tiles of the largest size, the rest into smaller ones, and the last tile is rounded
 up. One loop per size runs over the tiles that exist. (A `switch` over the sizes would copy the whole result in every
@@ -38,7 +38,7 @@ class TiledTiles(TileSizes):
 
 
 class Tile(NamedTuple):
-    """A slice of `size` rows from row `first`, which stays inside the array; `mine` marks the rows of this tile."""
+    """A slice of `size` rows from row `first`, within the array; `mine` marks the rows that belong to this tile."""
 
     first: Int[Array, ""]
     size: int
@@ -107,7 +107,7 @@ _tiled.defvjp(_forward, _backward)
 
 
 def _by_expert(rows, weights, rows_per_expert, sizes, *, contract: int, out_dtype: Any = None):
-    """Multiplies rows with their expert's matrix, over the axis `contract` of `weights`."""
+    """Multiplies rows by their expert's matrix, over the axis `contract` of `weights`."""
     dtype = out_dtype or rows.dtype
 
     def step(expert, start, stop, out):
@@ -131,7 +131,7 @@ def _outer(d_out, rows, rows_per_expert, dtype, sizes):
     shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
 
     def add(tile: Tile, total):
-        # Mask both operands: rows of other experts, or of none, need not be finite, and 0 * inf is NaN.
+        # Mask both operands: rows of other experts, or of no expert, may not be finite, and 0 * inf is NaN.
         d, x = (jnp.where(tile.mine, part, jnp.zeros_like(part)) for part in (tile.of(d_out), tile.of(rows)))
         return total + _dot(d, x, 0, 0).astype(exact)
 
@@ -176,7 +176,7 @@ def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: Sequence[i
 
 def tiled_tiles(M: int, E: int) -> TiledTiles:
     """Chooses tiles for M rows and E experts."""
-    # Reading an expert's matrix costs about as much as 30 rows, so few tiles matter as much as little padding.
+    # Reading an expert's matrix costs as much as about 30 rows, so having few tiles matters as much as little padding.
     if M <= 64 * E:
         return TiledTiles((64, 16))
     unit = 16 if M <= 128 * E else 32 if M <= 256 * E else 64
