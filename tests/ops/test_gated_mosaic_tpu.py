@@ -194,7 +194,7 @@ def test_blocks_fit_into_vector_memory():
         assert kernel.refuses(groups, width, width, dtype) is None
         k = jax.ShapeDtypeStruct((1, 8192, 1, width), jnp.float32)
         v = jax.ShapeDtypeStruct((1, 8192, 1, groups, width), dtype)
-        cut = kernel._Cut.of(k, v)
+        cut = kernel._Cut.of(k, v, kernel.DeltaTPUTiles())
         assert kernel._vmem(cut.chunks, cut.chunk, groups, width, width, v.dtype.itemsize) <= kernel.VMEM
         assert cut.count * cut.chunks * cut.chunk < 8192 + cut.count * cut.chunk
 
