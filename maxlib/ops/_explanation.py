@@ -28,5 +28,5 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op} {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
-        lines += [] if self.tiles is None else [f"   {self.tiles}"]
+        lines += [] if self.tiles is None else [f"   tiles: {self.tiles}"]
         return "\n".join(lines + [f"   {name}: {why}" for name, why in self.refused.items()])
