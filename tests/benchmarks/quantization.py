@@ -140,10 +140,8 @@ def draw(results, path):
     figure, rows = plt.subplots(2, len(names), figsize=(5 * len(names), 5), sharex=True, squeeze=False)
     for (top, bottom), name in zip(zip(*rows, strict=True), names, strict=True):
         found = {key.split()[1]: np.array(one["curve"]) for key, one in results.items() if key.split()[0] == name}
-        full, ends = (
-            found.get("full", next(iter(found.values()))),
-            np.arange(1, len(next(iter(found.values()))) + 1) / len(full),
-        )
+        full = found.get("full", next(iter(found.values())))
+        ends = np.arange(1, len(full) + 1) / len(full)
         for format, curve in found.items():
             top.plot(ends, curve, label=format)
             bottom.plot(ends, 100 * (curve / full - 1), label=format)
