@@ -117,7 +117,8 @@ def _block_as_text(module: str, names: list[str]) -> str:
 
 def _call(module: str, name: str) -> str:
     value = getattr(importlib.import_module(module), name)
-    if not inspect.isclass(value) and not inspect.isfunction(value):
+    is_exception = inspect.isclass(value) and issubclass(value, BaseException)
+    if is_exception or not (inspect.isclass(value) or inspect.isfunction(value)):
         return f"{module}.{name}"
     text = stringify_signature(_signature_of(value), show_return_annotation=False, unqualified_typehints=True)
     return f"{module}.{name}{_readable(text)}"

@@ -13,7 +13,12 @@ from collections.abc import Mapping
 
 VARIABLES = {"cpu": "XLA_FLAGS", "gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
 # Without these environment variables, libtpu searches for a TPU and waits.
-WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may hold libtpu's lock file
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +165,7 @@ def check(name: str) -> str | None:
     """
     chosen = _find(name)
     env = os.environ | (WITHOUT_TPU if chosen.platform == "tpu" else {}) | {"JAX_PLATFORMS": "cpu"}
-    env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", VARIABLES[chosen.platform]: str(chosen)}
+    env |= {VARIABLES[chosen.platform]: str(chosen)}
     done = subprocess.run([sys.executable, "-c", _START[chosen.platform]], env=env, capture_output=True, text=True)
     if "No module named 'libtpu'" in done.stderr:
         raise ImportError(f'{name} needs libtpu to be checked: pip install "maxlib[tpu]"')

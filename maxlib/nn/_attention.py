@@ -51,6 +51,9 @@ class TemperatureTuning:
 class Attention(SequenceMixer):
     """Grouped-query attention: `num_heads` query heads attend to `num_kv_heads` heads of keys and values under `mask`.
 
+        attn = nn.Attention(64, num_heads=4, num_kv_heads=2, head_dim=16, rope=ops.Rope(16), rngs=nnx.Rngs(0))
+        y, _ = attn(jnp.ones((2, 8, 64)))  # B T D, causal
+
     Args:
         dim: Width D of the residual stream.
         num_heads: Number N of query heads.

@@ -29,6 +29,9 @@ class MLA(SequenceMixer):
     Each head's key has `nope_dim` numbers computed from the latent and `rope.dim` rotated ones that all heads share.
     The cache stores only the latent and the rotated part.
 
+        mla = nn.MLA(64, num_heads=4, kv_rank=32, nope_dim=16, v_dim=16, rope=ops.Rope(8), rngs=nnx.Rngs(0))
+        y, _ = mla(jnp.ones((2, 8, 64)))  # B T D, causal
+
     Args:
         dim: Width D of the residual stream.
         num_heads: Number N of heads.

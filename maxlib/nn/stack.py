@@ -79,6 +79,9 @@ class Stack(StackedLayers):
 
     The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the grouping.
 
+        stack = nn.Stack(lambda i, rngs: llama.Block(cfg, rngs=rngs), cfg.num_layers, rngs=nnx.Rngs(0))
+        y, cache, aux = stack(jnp.ones((2, 8, cfg.dim)), nn.context(2, 8))
+
     Args:
         make: Builds layer `i` from its index and `nnx.Rngs`. Layers that are scanned together must have one structure,
             and are built at once by vmap; if initial values depend on `i` (scaled by depth), each layer is compiled

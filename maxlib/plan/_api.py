@@ -22,6 +22,9 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
     target (libtpu, or jax's CUDA plugin), and for GPUs if the job sends arrays to the host, the plan is estimated from
     shapes; the report says why.
 
+        job = plan.Job("llama3.2-1b", "b200x8", sequence=4096, remat="full")
+        print(plan.plan(job))  # memory, time and traffic of a step
+
     Args:
       job: the training step and its target.
       full: also make the machine code, which takes minutes.
@@ -43,6 +46,9 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
 
 def estimated(job: Job) -> Plan:
     """Plans a job from shapes and data sheets alone, without compiling, in this process; no compiler is needed.
+
+        found = plan.estimated(plan.Job("llama3.2-1b", "v5e-16", sequence=4096, remat="full"))
+        found.fits, found.peak, found.estimate.mfu
 
     Args:
       job: the training step and its target.

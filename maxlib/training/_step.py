@@ -69,6 +69,9 @@ def make_state(
     so call it inside `sharding.use` if the steps run there. It warns if the model is split over devices but no layout
     is active.
 
+        optimizer = training.adamw(1e-3)
+        state = training.make_state(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), optimizer)
+
     Args:
       model: a model, or a function that builds one, which is run under jit so that parameters are created already
           sharded.
@@ -180,6 +183,11 @@ def make_train_step(
     Metrics: `loss` (what is minimized), `num_targets`, `num_tokens` (without padding), `grad_norm` (before clipping),
     `finite` (False if the loss or the gradient norm is NaN or infinite; the new state is then invalid), `skipped` (with
     `skip_spikes`), and the means of the loss's own sums.
+
+        optimizer = training.adamw(1e-3)
+        state = training.make_state(model, optimizer)
+        step = training.jit_step(training.make_train_step(training.next_token_loss, optimizer))
+        state, metrics = step(state, batch)  # the old state is gone
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows

@@ -34,6 +34,7 @@ SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)
 RECORDED = Path(__file__).with_suffix(".json")
 # Why a step is slower than 60% of the peak at the roofline, or computes more than 1.45 times the model's FLOPs.
 SLOW = {
+    "falcon-h1-0.5b": "the chunks of Mamba-2 pass through memory",
     "gpt3-52k": "a toy, narrower than a tile",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
 }

@@ -69,7 +69,7 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
     assert drafted.steps == max(passes) and drafted.acceptance == pytest.approx(taken / sum(passes))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
 def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
     """Others take more memory, and round otherwise than `generate` does."""
     made, model = [], type(generator.model)

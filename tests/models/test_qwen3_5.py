@@ -135,6 +135,10 @@ class TestQwen35Images(Seeing):
     }
     test_presets_have_the_published_size = None  # of text, above
 
+    @pytest.mark.full  # by default of Mistral and Gemma 4
+    def test_rows_of_patches_and_padding_change_nothing(self, made):
+        super().test_rows_of_patches_and_padding_change_nothing(made)
+
 
 @pytest.mark.full
 class TestQwen35MoEImages(TestQwen35Images):

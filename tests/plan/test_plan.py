@@ -174,7 +174,7 @@ MISTAKES = {
         dict(model="mixtral-8x7b", target="h100x16", layout=layout("ep", expert=16)),
         "'expert' .size 8. is not divisible",
     ),
-    "layers": (dict(layout=layout("pp:8", stage=8)), "4 repeats of layers cannot be cut into 8 stages"),
+    "layers": (dict(layout=layout("pp:8", stage=8)), "4 repeats of layers cannot be split into 8 stages"),
     "sequence": (
         dict(layout=layout("fsdp+cp_ring", fsdp=2, context=4), sequence=18),
         "of 18 tokens does not divide",
@@ -318,6 +318,20 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
     assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
     assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
+
+
+def test_rows_of_experts_are_estimated_to_pass_through_memory():
+    """In libtpu's program of Qwen3.5-397B-A17B, cut to four layers, these rows are a third of the traffic."""
+    bytes_of = lambda layout, k: (
+        plan.estimated(
+            plan.Job(dataclasses.replace(MIXTRAL, top_k=k), "h100x8", layout=layout, sequence=16)
+        ).costs.bytes
+    )
+    stay, travel = ([bytes_of(one, k) for k in (1, 2, 3)] for one in (layout("fsdp"), layout("ep", expert=8)))
+    for found in (stay, travel):
+        assert found[2] - found[1] == pytest.approx(found[1] - found[0]) and found[1] > found[0]
+    rows = 16 * 4 * 2  # of a device, in four layers, two bytes a number
+    assert stay[1] - stay[0] >= 40 * rows * 32 and travel[1] - travel[0] > 1.2 * (stay[1] - stay[0])
 
 
 def test_a_pipeline_that_idles_is_estimated_to():

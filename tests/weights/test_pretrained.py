@@ -111,7 +111,7 @@ def test_many_files(model, exported, tmp_path):
     assert same(maxlib.from_pretrained(tmp_path / "hf"), model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_half_precision(dtype, model, tmp_path):
     maxlib.save_pretrained(model, tmp_path / "hf", dtype=dtype)
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype

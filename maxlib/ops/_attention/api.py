@@ -72,6 +72,10 @@ def attention(
 
     Accumulates in float32 (float64 for float64 inputs). The logits are scaled, then soft-capped, then biased.
 
+        q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))  # four query heads share two key heads
+        k_end = jnp.broadcast_to(jnp.arange(1, 9), (2, 8))
+        y = ops.attention(q, k, k, k_end=k_end)  # causal: query i attends to the keys up to i
+
     Args:
       q: queries, N heads.
       k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).

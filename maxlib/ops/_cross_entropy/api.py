@@ -51,6 +51,11 @@ def linear_cross_entropy(
     Matmuls run in the dtype of `hidden`. Logits and the gradient of `weight` accumulate in float32; gradients have the
     dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
 
+        hidden, weight = jnp.ones((2, 8, 64)), jnp.ones((1000, 64))
+        targets = jnp.zeros((2, 8), jnp.int32)
+        found = ops.linear_cross_entropy(hidden, weight, targets, weights=jnp.full((2, 8), 1 / 16))
+        found.loss  # a mean over the 16 tokens
+
     Args:
         hidden: the model's output after its final norm, with any leading axes.
         weight: the unembedding, in Hugging Face's orientation.
