@@ -1,5 +1,6 @@
 """Pure functions on arrays: no modules, no configuration."""
 
+from maxlib.ops import tiles as tiles
 from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention import Causal as Causal
 from maxlib.ops._attention import Chunked as Chunked
@@ -50,3 +51,4 @@ from maxlib.ops._rope import apply_rope as apply_rope
 from maxlib.ops._rope import yarn_mscale as yarn_mscale
 from maxlib.ops._short_convolution import short_convolution as short_convolution
 from maxlib.ops._ssd import ssd as ssd
+from maxlib.ops._tuning import tuned as tuned

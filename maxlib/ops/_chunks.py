@@ -3,12 +3,33 @@
 Shapes: B rows, n chunks, C tokens of a chunk, K key heads (groups), G heads of each.
 """
 
+import dataclasses
 import functools
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+from maxlib.kernels.tile_sizes import TileSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTiles(TileSizes):
+    """Tokens of a chunk, whose pairs are computed in matmuls, and of a block, whose chunks are computed at once."""
+
+    chunk: int = 64
+    block: int = 1024
+
+    def __post_init__(self):
+        self.require()
+
+    def count(self, tokens: int, chunk: int) -> tuple[int, int]:
+        """Returns the number of blocks of T tokens in chunks of this length, and of chunks of a block."""
+        # 2000 tokens in chunks of 64 are 32 chunks: two blocks of 1024 tokens, 16 chunks each.
+        count = -(-tokens // chunk)
+        per_block = min(count, max(1, self.block // chunk))
+        return -(-count // per_block), per_block
 
 
 def split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array:
