@@ -68,21 +68,22 @@ class PlainMatmul:
 def _is_matrix(spec: str) -> bool:
     """Returns True if `spec` is a matrix product once neighbouring dimensions are merged.
 
-    Examples are "...D,NHD->...NH" and "...NH,DNH->...D".
+    Examples are "...D,FD->...F", "...D,NHD->...NH" and "...NH,DNH->...D".
     """
     x, w, out = spec.replace("->", ",").split(",")
-    return len(w) > 2 and x[:3] == out[:3] == "..." and w == out[3:] + x[3:]
+    return x[:3] == out[:3] == "..." and w == out[3:] + x[3:]
 
 
 def _as_matrix(spec: str, x: Array, w: Array) -> Array:
-    """Computes the einsum with the weight as a matrix `O I`; with more dimensions, XLA:CPU transposes it at every
-    call.
+    """Computes the einsum of two matrices, `M I` and `O I`.
+
+    With more dimensions XLA:CPU transposes the weight at every call, and the activations in every backward pass.
     """
     summed = len(spec.partition(",")[0]) - len("...")
     lead, kept = x.shape[: x.ndim - summed], w.shape[: w.ndim - summed]
     fan_in = math.prod(w.shape[w.ndim - summed :])
-    # [..., N, H] -> [..., I] and [D, N, H] -> [D, I], for example; then [..., O] back to the dimensions that are kept.
-    y = jnp.einsum("...I,OI->...O", x.reshape(*lead, fan_in), w.reshape(-1, fan_in))
+    # [..., N, H] -> [M, I] and [D, N, H] -> [O, I], for example; then [M, O] back to the dimensions that are kept.
+    y = jnp.einsum("MI,OI->MO", x.reshape(-1, fan_in), w.reshape(-1, fan_in))
     return y.reshape(*lead, *kept)
 
 
