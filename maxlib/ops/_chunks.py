@@ -55,14 +55,25 @@ def decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Arra
       D, `n B K G C C`; the factor on the state that comes in as each token sees it, `n B K G C`; the factor on what
       each token leaves in the state that goes out, `n B K G C`; and the factor on the state itself, `n B K G`.
     """
-    total = jnp.cumsum(log_decay, axis=-1)
+    total, between = jnp.cumsum(log_decay, axis=-1), _between(log_decay)
     document = jnp.cumsum(is_start, axis=-1)[:, :, None, None]  # n B 1 1 C: 0 for the one that began before
     last = document[..., -1:]
     documents = document[..., :, None], document[..., None, :]
     same = jnp.tril(documents[0] == documents[1])
-    # Masked before the exponential: above the diagonal differences are positive and would overflow.
     exp_where = lambda keep, exponent: jnp.exp(jnp.where(keep, exponent, -jnp.inf))
-    decay = exp_where(same, total[..., :, None] - total[..., None, :])
+    decay = exp_where(same, between)
     into = exp_where(document == 0, total)
-    out_of = exp_where(document == last, total[..., -1:] - total)
+    out_of = exp_where(document == last, between[..., -1, :])
     return decay, into, out_of, exp_where(last == 0, total[..., -1:])[..., 0]
+
+
+def _between(log_decay: Array) -> Array:
+    """Sums the log decays after token j up to token i: `... C` to `... C C`, 0 above the diagonal.
+
+    Each sum is added up by itself. A difference of running sums would lose the digits of slow decays after fast ones,
+    and leave rounding errors in gradients where fast decays have nearly none.
+    """
+    token = jnp.arange(log_decay.shape[-1])
+    # l, i, j: True where j < l <= i.
+    inside = (token[None, None, :] < token[:, None, None]) & (token[:, None, None] <= token[None, :, None])
+    return jnp.einsum("...l,lij->...ij", log_decay, inside.astype(log_decay.dtype), precision="highest")

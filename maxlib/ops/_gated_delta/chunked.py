@@ -25,7 +25,7 @@ from maxlib.ops._gated_delta.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
-BLOCK = 1024  # tokens of a block
+BLOCK = 256  # tokens of a block: what it computes should fit into a cache
 SMALL = 16  # largest triangle that is inverted by doubling
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
 
