@@ -131,7 +131,7 @@ def _gated_delta_rule(
 def _run(implementation: str, dtype: Any, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     # The kernels take inputs in their own dtype: what they read and keep is half as large as in float32, and they norm
-    # queries and keys on the chip. Both other forms get everything in float32 or wider.
+    # queries and keys on the chip.
     if implementation == "mosaic_tpu":
         return lambda x, state: mosaic_tpu(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state, **norm)
     if implementation == "sequential":
@@ -139,8 +139,8 @@ def _run(implementation: str, dtype: Any, **norm: Any) -> Callable:
     # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
     # than one.
     narrow = jnp.dtype(dtype).itemsize < 4
-    run = functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
-    return lambda x, state: run(widened(x, **norm), state)
+    precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
+    return functools.partial(chunked, precision=precision, **norm)
 
 
 def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:

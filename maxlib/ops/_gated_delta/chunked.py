@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib.ops._chunks import decays, for_each_head, split
-from maxlib.ops._gated_delta.inputs import Inputs
+from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
@@ -46,12 +46,16 @@ class _Chunks(NamedTuple):
     kept: Array
 
 
-def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+def chunked(
+    x: Inputs, state: Array, *, scale: float, l2_norm: bool, precision: jax.lax.Precision
+) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: what each token brings, float32 or float64.
+      x: what each token brings, queries and keys as they came.
       state: state before the first token, `B K G Hk Hv`.
+      scale: factor on the queries.
+      l2_norm: True if queries and keys are to have length one.
       precision: precision of the matmuls; the triangular system is solved in the highest one.
 
     Returns:
@@ -65,7 +69,9 @@ def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[A
     # In the order in which the matmuls read them: transposed once, here, and not in every block.
     xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
     xs, state = vary_alike((xs, state))
-    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
+    # Each block widens and norms its own: of all tokens at once, XLA would write and read several copies.
+    run = lambda state, x: _block(state, widened(x, scale=scale, l2_norm=l2_norm), precision=precision)
+    block = jax.checkpoint(run, prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
     # [blocks, n, B, K, G, C, Hv] -> [B, blocks, n, C, K, G, Hv] -> [B, T, K, G, Hv]
     out = jnp.moveaxis(out, (2, 5), (0, 3))
