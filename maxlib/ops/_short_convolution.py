@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib._xla_workarounds import for_each_token
 from maxlib.ops._varying import vary_alike
 
 AxisName = str | tuple[str, ...]
@@ -56,7 +57,7 @@ def short_convolution(
     # Tokens of the same document before each one, as far as they are in this call.
     age = _age(is_start, width) if is_start is not None else None
     y = _convolve(*vary_alike((inputs, weight, age)))
-    y = y if bias is None else y + jnp.broadcast_to(jnp.asarray(bias, y.dtype), y.shape)
+    y = y if bias is None else y + for_each_token(jnp.asarray(bias, y.dtype), y.shape)
     return y.astype(x.dtype), tail
 
 
@@ -101,7 +102,7 @@ def _masked(part: Array, age: Array | None, back: int) -> Array:
 
 
 def _weighted_sum(taps: list[Array], parts: Iterable[Array]) -> Array:
-    weighted = (jnp.broadcast_to(tap, part.shape) * part for tap, part in zip(taps, parts, strict=True))
+    weighted = (for_each_token(tap, part.shape) * part for tap, part in zip(taps, parts, strict=True))
     return functools.reduce(jnp.add, weighted)
 
 
