@@ -24,7 +24,7 @@ from maxlib.ops._ssd.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
-BLOCK = 1024  # tokens of a block
+BLOCK = 256  # tokens of a block: what it computes should fit into a cache
 _HEADS = (2, 1, 1, 2, 0)  # axes of heads in each of `Inputs`
 
 
