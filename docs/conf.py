@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
+import api
 import cards
 import notebooks
 import programs
@@ -15,6 +16,7 @@ notebooks.copy()
 notebooks.keep_compiled()
 cards.write(notebooks.cache_folder())
 programs.write()
+api.write()
 programs.write_commands(notebooks.cache_folder())
 
 project = "maxlib"
@@ -52,6 +54,7 @@ html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_theme_options = {
     "show_nav_level": 2,
     "navigation_depth": 3,
+    "collapse_navigation": True,  # else every API page would list every object
     "header_links_before_dropdown": 7,
     "show_prev_next": True,
     "navbar_align": "left",

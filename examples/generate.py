@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     add("--out", metavar="DIR", type=Path, default=Path("runs"), help="where a converted .gguf goes (%(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     add("--image", metavar="FILE", type=Path, help="for models that see; needs transformers and pillow")
-    add("--tokens", metavar="N", type=int, default=256, help="at most so many (%(default)s)")
+    add("--tokens", metavar="N", type=int, default=256, help="maximum number of new tokens (%(default)s)")
     add("--temperature", default=0.0, help="0 is greedy (%(default)s)")
     add("--top-k", metavar="N", type=int, help="keep the N best tokens")
     add("--top-p", help="keep the fewest tokens whose probabilities reach X")

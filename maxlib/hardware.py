@@ -12,7 +12,8 @@ class Chip:
 
     Attributes:
       kind: name for people.
-      prefixes: beginnings of jax's `device_kind`; of all chips that fit, the longest prefix counts.
+      prefixes: beginnings of jax's `device_kind`; of all chips that fit, the longest prefix counts. For TPUs the first
+        is the whole name.
       flops: dense bfloat16 FLOP/s (float32 on a CPU).
       memory: bytes that a program may use.
       bandwidth: bytes of memory read or written.
@@ -60,7 +61,7 @@ CHIPS = {
     "v4": Chip("TPU v4", ("TPU v4",), 275e12, 31.75 * GIB, 1.23e12, 9e10, 6.25e9, 1.5e10, 3, cores=2, int8=275e12),
     "v5e": Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 8.2e11, 9e10, 3.1e9, 1.5e10, 2, int8=394e12),
     "v5p": Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2.765e12, 1.8e11, 6.25e9, 1.5e10, 3, cores=2, int8=918e12),
-    "v6e": Chip("TPU v6e", ("TPU v6",), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2, int8=1836e12),
+    "v6e": Chip("TPU v6e", ("TPU v6 lite", "TPU v6"), 918e12, 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 3.2e10, 2, int8=1836e12),
     "v7x": Chip("TPU v7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3.69e12, 9e10, 6.25e9, 1.5e10, 3, cores=2, devices=2, fp8=2307e12),
     "a100": Chip("NVIDIA A100 SXM", ("NVIDIA A100",), 312e12, 79.1 * GIB, 2.039e12, 3e11, 2.5e10, 3.2e10, cache=40 * 2**20, int8=624e12),
     "h20": Chip("NVIDIA H20", ("NVIDIA H20",), 148e12, 95 * GIB, 4e12, 4.5e11, 5e10, 6.4e10, cache=60 * 2**20, fp8=296e12, int8=296e12),

@@ -18,9 +18,10 @@ from pathlib import Path
 VIEWS = ((390, "light"), (390, "dark"), (1440, "light"), (1440, "dark"))  # pixels, colors
 BRIEFLY = ((390, "light"), (1440, "dark"))  # of the pages that are not among these:
 PAGES = ("index", "start", "gallery", "concepts", "guides/tour", "guides/index", "guides/finetune", "guides/sharding",
-         "guides/troubleshooting", "api/nn", "api/training", "cards/llama", "models", "plans", "notebooks/plan_70b",
+         "guides/troubleshooting", "api/nn", "api/training", "api/objects/nn.Attention", "api/objects/training.Trainer", "cards/llama", "models", "plans", "notebooks/plan_70b",
          "notebooks/experts")  # fmt: skip
 SOURCES, SOURCE = "_modules/", "_modules/maxlib/nn/_attention"  # hundreds of pages that differ in their text only
+OBJECTS, EACH = "api/objects/", 12  # so do these; every twelfth is looked at
 # What people type, and the page that answers. `tests/test_docs.py` checks without a browser that the words are there.
 SEARCHES = {
     "fine-tune": "guides/finetune",
@@ -53,7 +54,7 @@ SEARCHES = {
     "dataloader": "coming-from/pytorch",
     "vllm": "guides/weights",
     "export": "guides/weights",
-    "dpo": "guides/post-training",
+    "dpo": "guides/dpo",
     "tensor parallel": "guides/parallelism",
 }
 FIRST = 5  # results within which the page has to be
@@ -109,9 +110,13 @@ def main() -> int:
 
 
 def every_page(site: Path) -> list[str]:
-    """Lists the pages that were built, without those of the theme, and with one of those that show source."""
-    built = [str(path.relative_to(site).with_suffix("")) for path in sorted(site.rglob("*.html"))]
-    return [page for page in built if page == SOURCE or not page.startswith((SOURCES, "_static/"))]
+    """Lists the pages that were built, without those of the theme, with one of those that show source, and with some of
+    the objects'.
+    """
+    built = [str(path.relative_to(site))[: -len(".html")] for path in sorted(site.rglob("*.html"))]
+    objects = [page for page in built if page.startswith(OBJECTS)]
+    kept = {SOURCE, *PAGES, *objects[::EACH]}
+    return [page for page in built if page in kept or not page.startswith((SOURCES, OBJECTS, "_static/"))]
 
 
 def serve(site: Path) -> str:

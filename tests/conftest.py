@@ -1,5 +1,5 @@
-"""What holds for every test: eight CPU devices, no network, checked shapes, no silent broadcasting, and compiled
-programs that the processes of a run share.
+"""Set up every test: eight CPU devices, no network, shapes checked at run time, no silent broadcasting, and a
+compilation cache shared by the processes of a run.
 """
 
 import atexit
@@ -10,13 +10,13 @@ from importlib.metadata import version
 
 from tests import accelerators
 
-# Before jax is imported. A test that starts a process of its own inherits these.
+# Set before jax is imported. Processes that a test starts inherit these.
 _ON_A_CPU = accelerators.PLATFORM == "cpu"
 if _ON_A_CPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is compiling what runs once. Level 0 skips LLVM's optimizations, not XLA's; the older emitters
-# of fusions and a single module per program take a third of the time to compile and compute the same.
-# Newer compilers have one kind of emitter, and end the process at a flag that they do not know.
+# Tests spend most of their time compiling programs that run once. Level 0 skips LLVM's optimizations, not XLA's. The
+# older fusion emitters and one module per program compile in a third of the time and give the same results.
+# Newer compilers have one kind of emitter, and abort on unknown flags.
 _EMITTERS = ("--xla_cpu_use_fusion_emitters=false",) if version("jaxlib").startswith("0.10.") else ()
 for _flag in (
     "--xla_force_host_platform_device_count=8",
@@ -26,14 +26,14 @@ for _flag in (
 ):
     if _ON_A_CPU and _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
-# XLA's CPU client runs programs on as many threads as there are devices or cores. A collective takes one for each
-# device, and waits for ever if another task holds one of them.
+# XLA's CPU client has as many threads as there are devices or cores. A collective needs one thread per device, and
+# deadlocks if another task holds one of them.
 os.environ.setdefault("NPROC", "16")
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("MPLBACKEND", "agg")
-# Workers, and processes that tests start, inherit the first process's directory.
+# pytest's workers, and processes that tests start, inherit this directory.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlib-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
@@ -53,8 +53,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_programs_go():
-    """Thousands of them in one process take more memory maps than Linux allows (65,530), which crashes the compiler."""
+def _clear_compiled_programs():
+    """Clear compiled programs: thousands in one process exceed Linux's limit of 65,530 memory maps and crash the
+    compiler.
+    """
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
@@ -68,7 +70,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is for another platform."""
+    """Skip tests for another platform."""
     for item in items:
         marks = [mark.name for mark in item.iter_markers()]
         if reason := accelerators.refused(marks, accelerators.PLATFORM):
@@ -85,7 +87,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails where tests on an accelerator were asked for and none of its mark ran."""
+    """Fail the run if accelerator tests were requested and none with that mark ran."""
     worker = hasattr(session.config, "workerinput")
     if not (_ON_A_CPU or worker or _RAN.counts or session.config.option.collectonly or session.exitstatus):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -99,7 +101,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: collections of garbage need not look at it again."""
+    """Exempt everything imported so far from garbage collection, which makes later collections faster."""
     gc.collect()
     gc.freeze()
 
@@ -108,6 +110,6 @@ def pytest_report_header() -> list[str]:
     torch = (
         "here"
         if importlib.util.find_spec("torch")
-        else "absent: live parity with transformers is skipped (docs/contributing.md)"
+        else "not installed: live tests against transformers are skipped (docs/contributing.md)"
     )
     return [f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices; torch {torch}"]

@@ -1,4 +1,4 @@
-"""Counts what the style of the library asks for: `python -m tests.style` prints it, `--check` fails over the bounds.
+"""Measure the library's style: `python -m tests.style` prints the counts, `--check` fails if one exceeds its bound.
 
 Docstrings begin with a verb, or name the thing that a class is; comments teach where code is dense; functions stay
 short; no public name hides a module.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "maxlib"
-# Beginnings of a noun clause, or of a sentence turned around.
+# First words of a noun clause, or of an inverted sentence.
 CLAUSE = re.compile(
     r"(What|Whether|How|Who|Where|When|Which|Why|Of|The same|That|Those|As|For|In|At|With|But|But for|Without|From|By)\b"
 )
@@ -34,7 +34,7 @@ def definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef |
 
 
 def noun_clauses() -> tuple[list[str], int]:
-    """Docstrings of functions and classes that begin with a noun clause, and the number of all docstrings."""
+    """Find docstrings of functions and classes that begin with a noun clause, and count all docstrings."""
     found, total = [], 0
     for path in files():
         for node in definitions(path):
@@ -46,7 +46,7 @@ def noun_clauses() -> tuple[list[str], int]:
 
 
 def comment_share(room: str) -> float:
-    """Comment lines over all lines that are not blank."""
+    """Return the share of comments among non-blank lines."""
     comments = lines = 0
     for path in (PACKAGE / room).rglob("*.py"):
         text = path.read_text()
@@ -66,7 +66,7 @@ def long_functions() -> list[str]:
 
 
 def many_arguments() -> list[str]:
-    """Functions with more arguments than are easily told apart; constructors of layers may have more."""
+    """Find functions with too many arguments; constructors of layers may have more."""
     found = []
     for path in files():
         for node in definitions(path):
@@ -79,7 +79,7 @@ def many_arguments() -> list[str]:
 
 
 def shadowed_modules() -> list[str]:
-    """Names in a package's facade that a module of the package bears too."""
+    """Find names in a package's facade that are also the name of one of its modules."""
     found = []
     for init in PACKAGE.rglob("__init__.py"):
         modules = {path.stem for path in init.parent.iterdir() if not path.stem.startswith("__")}
@@ -91,7 +91,7 @@ def shadowed_modules() -> list[str]:
 
 
 def facade(room: str) -> list[str]:
-    """The public names of a subpackage, its named submodules aside."""
+    """Return the public names of a subpackage, without its submodules."""
     tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
     package = f"maxlib.{room}"
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
@@ -111,8 +111,8 @@ def largest_room() -> tuple[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is broken")
-    parser.add_argument("--list", action="store_true", help="name every place")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is exceeded")
+    parser.add_argument("--list", action="store_true", help="list every place")
     args = parser.parse_args()
     clauses, total = noun_clauses()
     shares = {room: comment_share(room) for room in COMMENTED}

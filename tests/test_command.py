@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 
@@ -178,6 +179,22 @@ def test_models_by_name(capsys):
     assert status == 0 and "llama3.1-8b" in text.splitlines() and "gpt2" not in text
     assert main(["models", "gpt5"]) == 2
     assert "there is no family gpt5; there are " in capsys.readouterr().err
+
+
+def test_models_fit_a_narrow_terminal_and_are_whole_in_a_pipe(capsys, monkeypatch):
+    names = ("llama", "deepseek", "granite4")
+    lines = printed(capsys, "models", *names)[1].splitlines()
+    rows = {line.split()[0]: line.split() for line in lines[2:] if line.strip(" ─")}
+    assert [*rows] == printed(capsys, "models", *names, "--names")[1].split()
+    assert rows["deepseek-v3"][1:3] == ["671.03B", "37.55B"] and rows["llama3.1-8b"][1] == "8.03B"
+    assert " ".join(rows["granite-4.0-h-tiny"]).endswith(
+        "6 of 64 experts, shared expert, tied head; full and state caches"
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    text = re.sub(r"\x1b\[[\d;]*m", "", printed(capsys, "models", *names)[1])
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert all(re.search(rf"^ *{re.escape(name)} +{row[1]} ", text, re.MULTILINE) for name, row in rows.items())
 
 
 def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):

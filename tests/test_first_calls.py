@@ -24,7 +24,7 @@ MISTAKES = {
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "ops.SlidingWindow(8.5)": "whole number of tokens, at least 1, got 8.5",
     "ops.Chunked(2.5)": "whole number of tokens, at least 1, got 2.5",
-    "sharding.Layout({'fsdp': '8'})": "mesh axis 'fsdp' must have a whole number as its degree, got '8'",
+    "sharding.Layout({'fsdp': '8'})": "the degree of mesh axis 'fsdp' must be an integer, got '8'",
     "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.SlidingWindow(8), rngs=rngs)": "write Causal.. & SlidingWindow.window=8.",
     "model.layers[:2]": "a layer's number must be a whole number, got slice",
     "model([[1, 2]])": "tokens must be an array of integers, .*got list",

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TREES = ("docs/*.md", "docs/api/*.md", "docs/coming-from/*.md", "docs/decisions/*.md", "docs/guides/*.md")
+TREES = (
+    "docs/*.md",
+    "docs/api/*.md",
+    "docs/coming-from/*.md",
+    "docs/decisions/*.md",
+    "docs/guides/*.md",
+    "docs/kernels/*.md",
+)
 PAGES = sorted([*ROOT.glob("*.md"), *(page for tree in TREES for page in ROOT.glob(tree))])
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\((?P<to>[^()\s]+(?:\([^()\s]*\))?)\)")

@@ -163,15 +163,15 @@ def test_zigzag_order_is_refused():
     model.__class__ = Forced
     with (
         sharding.use(layout),
-        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must see them in"),
+        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence need them in"),
     ):
         jax.eval_shape(lambda: model(ids()))
 
 
 def test_a_state_cannot_be_quantized():
-    with pytest.raises(ValueError, match="GatedRecurrence cannot keep a state in int8"):
+    with pytest.raises(ValueError, match="GatedRecurrence cannot store a state in int8"):
         hybrid().init_cache(2, 16, dtype=jnp.int8)
-    with pytest.raises(ValueError, match="GatedRecurrence cannot keep a state in int8"):
+    with pytest.raises(ValueError, match="GatedRecurrence cannot store a state in int8"):
         inference.Generator(hybrid(), cache_dtype=jnp.int8).generate([[1, 2]], max_new_tokens=2)
 
 

@@ -1,4 +1,5 @@
-"""API pages: `{api} maxlib.nn` and a list of names become a table of summaries and an entry for each name.
+"""API pages: `{api} maxlib.nn` and a list of names become a table of summaries; each name has a page of its own in
+docs/api/objects.
 
 A star stands for the public names of the module that the page does not list elsewhere, so that a new name is never
 left out.
@@ -12,13 +13,18 @@ import types
 from pathlib import Path
 from typing import Any
 
+import programs
+from docutils import nodes
 from flax import nnx
+from sphinx import addnodes
 from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
+HERE = Path(__file__).parents[1]
+MOST = 12  # names that a page lists beside its own
 LOG = logging.getLogger(__name__)
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-MORE = re.compile(r"^## More\n\n```\{api\} (\S+)\n\*\n```$", re.MULTILINE)  # left out where nothing is left
+EMPTY = re.compile(r"^## More\n\s*(?=^#|\Z)", re.MULTILINE)  # a heading left out where nothing is left
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
 LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
 KNOWN = {"PRESETS": "Published sizes by name.", "FAMILY": "The family, as `weights.families` lists it."}
@@ -28,27 +34,102 @@ SCHEDULE = re.compile(rf"Callable\[\[{NUMBER}\], {NUMBER}\]")
 SECTION = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields)s?:\s*$")
 
 
-def expand(app, docname: str, source: list[str]) -> None:
-    """Replaces the blocks of a page; runs on every page when it is read."""
-    page = source[0]
-    listed: dict[str, set[str]] = {}
-    for module, names in BLOCK.findall(page):
-        listed.setdefault(module, set()).update(names.split())
-    page = MORE.sub(lambda match: match[0] if _entries(match[1], ["*"], listed[match[1]]) else "", page)
-    source[0] = BLOCK.sub(lambda match: _entries(match[1], match[2].split(), listed[match[1]]), page)
+def write() -> None:
+    """Lets docs/api/objects have a page for each name that an API page lists; pages that are the same stay."""
+    folder = HERE / "api" / "objects"
+    folder.mkdir(exist_ok=True)
+    pages = {}
+    for group in sorted((HERE / "api").glob("*.md")):
+        for module, names in listed(group.read_text()):
+            pages |= {page_of(module, name): page(module, name, names) for name in names}
+    for old in set(folder.glob("*.md")) - {folder / f"{name}.md" for name in pages}:
+        old.unlink()
+    for name, text in pages.items():
+        programs.put(folder / f"{name}.md", text)
 
 
-def _entries(module: str, names: list[str], listed: set[str]) -> str:
+def listed(text: str) -> list[tuple[str, list[str]]]:
+    """Returns the module and the names of each block of an API page."""
+    found = BLOCK.findall(text)
+    explicit = {(module, name) for module, names in found for name in names.split()}
+    return [(module, _names(module, names.split(), explicit)) for module, names in found]
+
+
+def _names(module: str, names: list[str], explicit: set[tuple[str, str]]) -> list[str]:
     if names == ["*"]:
-        names = [name for name in public_names(module) if name not in listed]
-    elif missing := [name for name in names if not hasattr(importlib.import_module(module), name)]:
+        return [name for name in public_names(module) if (module, name) not in explicit]
+    if missing := [name for name in names if not hasattr(importlib.import_module(module), name)]:
         LOG.warning("%s has no %s: change the list on its API page", module, ", ".join(missing))
-        names = [name for name in names if name not in missing]
+    return [name for name in names if name not in missing]
+
+
+def page_of(module: str, name: str) -> str:
+    """Returns the name of an object's page; `nn.context` differs from `nn.Context` by more than its case, for file
+    systems that ignore it.
+    """
+    same = [other for other in dir(importlib.import_module(module)) if other.lower() == name.lower() and name != other]
+    return f"{module}.{name}".removeprefix("maxlib.") + "-function" * (name.islower() and bool(same))
+
+
+def page(module: str, name: str, siblings: list[str]) -> str:
+    """Returns the page of an object: its entry, and links to those that an API page lists beside it."""
+    others = [f":py:obj:`{other} <{module}.{other}>`" for other in siblings if other != name]
+    beside = f"\n\n.. container:: api-guides\n\n   See also: {', '.join(others)}" if 0 < len(others) <= MOST else ""
+    title = f"{module}.{name}" if module == "maxlib" else f"{module}.{name}".removeprefix("maxlib.")
+    return f"# {title}\n\n```{{eval-rst}}\n{_entry(module, name)}{beside}\n```\n"
+
+
+def expand(app, docname: str, source: list[str]) -> None:
+    """Replaces the blocks of a page by tables, and lists the objects' pages below it; runs on every page."""
+    blocks = listed(source[0])
+    if not blocks:
+        return
+    of_block = iter(blocks)
+    text = BLOCK.sub(lambda match: _table(*next(of_block)), source[0])
+    entries = "\n".join(f"{name} <objects/{page_of(module, name)}>" for module, names in blocks for name in names)
+    source[0] = EMPTY.sub("", text) + f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{entries}\n```\n"
+
+
+def _table(module: str, names: list[str]) -> str:
     if not names:
         return ""
     rows = [f"   * - :py:obj:`{name} <{module}.{name}>`\n     - {summary(module, name)}" for name in names]
     table = "\n".join([".. list-table::", "   :class: api-summary", "   :widths: 30 70", "", *rows])
-    return f"```{{eval-rst}}\n{table}\n\n" + "\n\n".join(_entry(module, name) for name in names) + "\n```"
+    return f"```{{eval-rst}}\n{table}\n```"
+
+
+def anchors(app, doctree) -> None:
+    """Gives each row of a table of summaries the place of its name, so that old links to a long page lead to it."""
+    for table in doctree.findall(lambda n: isinstance(n, nodes.table) and "api-summary" in n["classes"]):
+        for link in table.findall(addnodes.pending_xref):
+            link.parent["ids"].append(link["reftarget"])
+
+
+def as_text(page: str) -> str:
+    """Returns an API page with what its names say in the place of their tables, for readers that are programs."""
+    of_block = iter(listed(page))
+    return EMPTY.sub("", BLOCK.sub(lambda match: _block_as_text(*next(of_block)), page))
+
+
+def _block_as_text(module: str, names: list[str]) -> str:
+    return "\n\n".join(f"### {_call(module, name)}\n\n{documentation(module, name)}" for name in names)
+
+
+def _call(module: str, name: str) -> str:
+    value = getattr(importlib.import_module(module), name)
+    is_exception = inspect.isclass(value) and issubclass(value, BaseException)
+    if is_exception or not (inspect.isclass(value) or inspect.isfunction(value)):
+        return f"{module}.{name}"
+    text = stringify_signature(_signature_of(value), show_return_annotation=False, unqualified_typehints=True)
+    return f"{module}.{name}{_readable(text)}"
+
+
+def _signature_of(value: Any) -> inspect.Signature:
+    """Returns the constructor's own signature for flax modules, whose metaclass hides it."""
+    if not inspect.isclass(value) or not issubclass(value, nnx.Module):
+        return _with_short_defaults(inspect.signature(value))
+    found = inspect.signature(value.__init__)
+    return found.replace(parameters=[one for name, one in found.parameters.items() if name != "self"])
 
 
 def public_names(module: str) -> list[str]:
@@ -186,15 +267,9 @@ def docstring(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def signature(app, what, name, obj, options, signature, return_annotation):
-    """The constructor's own signature for flax modules, whose metaclass hides it; defaults that readers can read."""
-    if what == "class" and issubclass(obj, nnx.Module):
-        signature = stringify_signature(
-            inspect.signature(obj.__init__), show_return_annotation=False, unqualified_typehints=True
-        )
-        signature = signature.replace("(self, ", "(").replace("(self)", "()")
-    elif what == "class" and dataclasses.is_dataclass(obj):
-        brief = _with_short_defaults(inspect.signature(obj))
-        signature = stringify_signature(brief, show_return_annotation=False, unqualified_typehints=True)
+    """Signatures of flax modules and dataclasses, and defaults that readers can read."""
+    if what == "class" and (issubclass(obj, nnx.Module) or dataclasses.is_dataclass(obj)):
+        signature = stringify_signature(_signature_of(obj), show_return_annotation=False, unqualified_typehints=True)
     return _readable(signature), _readable(return_annotation)
 
 
@@ -232,6 +307,7 @@ def skip(app, what, name, obj, skip, options):
 
 def setup(app) -> dict[str, Any]:
     app.connect("source-read", expand)
+    app.connect("doctree-read", anchors)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
     app.connect("autodoc-skip-member", skip)

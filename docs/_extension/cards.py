@@ -49,7 +49,7 @@ def card(family) -> str:
     """Returns a page about a family, a `weights.Family`."""
     import inspect
 
-    from maxlib import nn
+    from maxlib import nn, weights
     from maxlib.models.__main__ import row
 
     rows = [row(family, preset) for preset in family.presets]
@@ -57,7 +57,11 @@ def card(family) -> str:
     found, options = trained(family, small.preset)
     described = inspect.getdoc(sys.modules[family.model.__module__]) or ""
     name = f"models.{family.name}.{family.model.__name__}"
-    lines = [f"| `{r.preset}` | {_count(r)} | {2 * r.total / 2**30:,.1f} | {r.kind[0]} | {r.kind[2]} |" for r in rows]
+    hub = weights.HUB_NAMES.get(small.preset, "org/name")
+    lines = [
+        f"| `{r.preset}` | {_on_hub(r.preset)} | {_count(r)} | {2 * r.total / 2**30:,.1f} | {r.kind[0]} | {r.kind[2]} |"
+        for r in rows
+    ]
     types = " or ".join(f'`"{name}"`' for name in family.model_types)
     return f"""# {title(family.name)}
 
@@ -75,42 +79,56 @@ def card(family) -> str:
 
 ## Presets
 
-| preset | parameters | GiB in bfloat16 | sequence mixers | caches |
-| --- | --- | ---: | --- | --- |
+| preset | on the hub | parameters | GiB in bfloat16 | sequence mixers | caches |
+| --- | --- | --- | ---: | --- | --- |
 {chr(10).join(lines)}
 
 {memory(found)}
 
 ## Load, train, serve
 
-A directory or a name on the hub whose `config.json` has the `model_type` {types}:
+A name on the hub, or a directory, whose `config.json` has the `model_type` {types}:
 
 ```python
 import maxlib
 
 # In the dtype of the files; to train, load with dtype=jnp.float32.
-model = maxlib.from_pretrained("org/name")
+model = maxlib.from_pretrained("{hub}")
 # transformers opens what this writes.
-maxlib.save_pretrained(model, "copy", like="org/name")
+maxlib.save_pretrained(model, "copy", like="{hub}")
 ```
 
 ```bash
 # Does it fit, and how fast can it be?
 maxlib plan {small.preset} {options}
 # Fine-tune:
-python examples/finetune.py org/name data.txt --lora 16
+python examples/finetune.py {hub} data.txt --lora 16
 # Talk with it:
-maxlib chat org/name
+maxlib chat {hub}
 ```
 
-[What is special about each family, and how to change a part](../guides/models.md).
+[What is special about it](../guides/models.md{_section(title(family.name))}), and [how to change a part](../guides/change-a-model.md).
 """
+
+
+def _on_hub(preset: str) -> str:
+    from maxlib import weights
+
+    name = weights.HUB_NAMES.get(preset)
+    return f"[{name}](https://huggingface.co/{name})" if name else ""
 
 
 def title(family: str) -> str:
     """Returns the public name of a family, that of its heading in docs/api/models.md."""
     page = (HERE / "api" / "models.md").read_text()
     return re.findall(rf"^## (.+)\n\n```\{{api\}} maxlib\.models\.{family}$", page, re.MULTILINE)[0]
+
+
+def _section(name: str) -> str:
+    """Returns the place in docs/guides/models.md that is about a family; nothing if it has none."""
+    headings = re.findall(r"^## (.+)$", (HERE / "guides" / "models.md").read_text(), re.MULTILINE)
+    found = [name] if name in headings else [one for one in headings if one.startswith(name.split(" and ")[0])]
+    return "#" + re.sub(r"[^\w\- ]", "", found[0].lower()).replace(" ", "-") if found else ""
 
 
 def _features(rows) -> str:

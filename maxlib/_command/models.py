@@ -21,16 +21,20 @@ def run(args: argparse.Namespace) -> int:
     if args.names:
         print("\n".join(preset for family in chosen for preset in family.presets))
         return 0
-    from rich.console import Console
-
     from maxlib.models import __main__ as listing
 
     rows = [listing.row(family, preset) for family in chosen for preset in family.presets]
-    print(json.dumps([_object(row) for row in rows], indent=1)) if args.json else Console().print(listing.table(rows))
+    print(json.dumps([_object(row) for row in rows], indent=1)) if args.json else listing.show(rows)
     return 0
 
 
 def _object(row) -> dict:
+    from maxlib import weights
+
     attention, features, caches, images = row.kind
     fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "kind"}
-    return fields | {"attention": attention, "features": features, "caches": caches, "images": bool(images)}
+    return (
+        fields
+        | {"hub": weights.HUB_NAMES.get(row.preset)}
+        | {"attention": attention, "features": features, "caches": caches, "images": bool(images)}
+    )

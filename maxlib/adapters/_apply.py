@@ -29,6 +29,8 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
     depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
 
+        tuned = adapters.add(model, adapters.LoRA(rank=8, alpha=16), rngs=nnx.Rngs(0))
+
     Args:
         model: A model.
         rules: A `LoRA` for all dense and expert matrices, or `Rule`s, of which the first that fits decides.

@@ -46,6 +46,9 @@ def load(
 
     Tensors decide what is adapted. Dropout is ignored, as it is in inference.
 
+        adapters.save(tuned, "lora", base="org/name")
+        again = adapters.load(model, "lora")
+
     Args:
         model: The base model.
         directory: Has adapter_config.json and adapter_model.safetensors; or its name in a bucket.

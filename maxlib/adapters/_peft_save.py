@@ -45,6 +45,9 @@ def save(
     A fused matrix (gate and up, or queries, keys and values) whose parts have different first factors is written with
     the sum of their ranks.
 
+        tuned = adapters.add(model, adapters.LoRA(rank=8, alpha=16), rngs=nnx.Rngs(0))
+        adapters.save(tuned, "adapter", base="org/name")  # PEFT opens it
+
     Args:
         model: A model with adapters, of a registered family.
         directory: Where to write.

@@ -31,6 +31,8 @@ class Checkpointer:
     The run that opens a directory last owns it: an older one stops at its next save. In a job of several
     hosts every host makes the same calls, and all see the same directory.
 
+        checkpointer = Checkpointer("runs/a/checkpoints", every=1000, keep=3)
+
     Args:
         directory: Path, or a URL such as "gs://bucket/run".
         every: Number of steps from one save to the next, which `should_save` asks for.

@@ -48,6 +48,9 @@ def pack(
     positions, which the model finds from the grids. It holds no more patches than there is room for. A document with
     images is never cut: longer than a row, or with too many patches, it is an error, unless `long` drops it.
 
+        rows = pack(documents, length=512)
+        loader = Loader(lambda part: pack(documents[part], length=512), batch_size=8)
+
     Args:
       documents: documents with `"tokens"`.
       length: tokens per row.

@@ -1,4 +1,4 @@
-"""Runs of several processes: starting them, meeting, stopping together, time limits, launching, XLA flags.
+"""Multi-process runs: initialization, rendezvous, preemption, timeouts, a launcher, XLA flags.
 
 Nothing here shards arrays; `maxlib.sharding` does.
 """

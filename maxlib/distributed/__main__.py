@@ -11,7 +11,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m maxlib.distributed", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_launch(
-        commands.add_parser("launch", help="start a program as several processes, and again when one of them dies")
+        commands.add_parser("launch", help="start a program as several processes, and restart it when one of them dies")
     )
     args = parser.parse_args()
     try:
@@ -23,15 +23,22 @@ def main() -> int:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--directory", metavar="RUN", type=Path, required=True, help="the run's directory, which has its metrics.jsonl")
     add(
-        "--directory", metavar="RUN", type=Path, required=True, help="the run's directory, the one of its metrics.jsonl"
+        "--processes",
+        metavar="N[,N...]",
+        default="1",
+        help="number of processes, and fewer if one does not come back: 4,2,1",
     )
     add(
-        "--processes", metavar="N[,N...]", default="1", help="how many, and how many when one does not come back: 4,2,1"
+        "--retries",
+        metavar="N",
+        type=int,
+        default=1,
+        help="restarts without progress before using fewer processes (default 1)",
     )
-    add("--retries", metavar="N", type=int, default=1, help="restarts without progress before fewer (default 1)")
-    add("--grace", metavar="S", type=float, default=10.0, help="seconds for the others to end (default 10)")
-    add("command", metavar="COMMAND", nargs="+", help="after --: what each process runs")
+    add("--grace", metavar="S", type=float, default=10.0, help="seconds for the other processes to end (default 10)")
+    add("command", metavar="COMMAND", nargs="+", help="after --: the command of each process")
     parser.set_defaults(run=_launch)
 
 

@@ -1,4 +1,4 @@
-"""Starts `jax.distributed` from arguments or from what the cluster left in the environment."""
+"""Starts `jax.distributed` from arguments or from the cluster's environment variables."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ _COUNT, _OWN = ("JAX_NUM_PROCESSES", "NNODES"), ("JAX_PROCESS_ID", "NODE_RANK", 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Processes of a run: by what they were found, where process 0 waits, how many there are, and which one this is."""
+    """Processes of a run: how they were found, process 0's address, their number, and this process's number."""
 
     found: str
     coordinator: str
@@ -49,23 +49,24 @@ def initialize(
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods.
 
     Args:
-      coordinator: address of process 0, `host` or `host:port`; given together with the next two, or not at all.
+      coordinator: address of process 0, `host` or `host:port`; pass it together with the next two arguments, or none of
+          them.
       num_processes: number of processes of the run.
-      process_id: number of this process, from 0.
+      process_id: index of this process, from 0.
       local_device_ids: devices of this process; None leaves the choice to the cluster and to jax.
-      timeout: seconds in which all processes must arrive.
-      heartbeat: seconds of silence after which a process counts as dead, which ends all others.
+      timeout: seconds within which all processes must connect.
+      heartbeat: seconds without a heartbeat after which a process counts as dead, which ends all others.
       exit_on_error: True ends a process at once, by `sys.excepthook`, when an exception ends its program. Without it
         jax's shutdown barrier holds such a process for up to five minutes, while its peers wait for it. None is True
         under `python -m maxlib.distributed launch`, else False.
 
     Returns:
-      What was found; None for a single process, which is left alone.
+      The cluster that was found; None for a single process.
 
     Raises:
-      ValueError: an address or a number is missing, or they do not fit together.
-      OSError: the port of process 0 is taken.
-      TimeoutError: a process did not arrive in time; the message names it.
+      ValueError: when an address or a number is missing, or they are inconsistent.
+      OSError: when the port of process 0 is in use.
+      TimeoutError: when a process did not connect in time; the message names it.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -73,7 +74,7 @@ def initialize(
         return None
     print(f"maxlib: {cluster}", flush=True)
     begin = time.monotonic()
-    # jax aborts the process when somebody is late, and does not say who.
+    # jax aborts when a process is late, and does not say which one.
     rendezvous(cluster.coordinator, cluster.num_processes, cluster.process_id, timeout=timeout)
     ids = cluster.local_device_ids if local_device_ids is None else local_device_ids
     jax.distributed.initialize(
@@ -118,14 +119,14 @@ def find(
     env = os.environ
     found = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
     if found is None and any(env.get(name) for name in _ADDRESSES):
-        raise _incomplete(env)  # alone, each of the processes would write the same run
+        raise _incomplete(env)  # otherwise each process would start the same run on its own
     return found
 
 
 def _complete(found: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster:
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            f"{found}: coordinator address, number of processes and this process's number are needed together; got "
+            f"{found}: coordinator address, number of processes and this process's index are needed together; got "
             f"{coordinator!r}, {num_processes!r} and {process_id!r}"
         )
     if not 0 <= process_id < num_processes:
@@ -146,7 +147,7 @@ def _with_port(found: str, coordinator: str) -> str:
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:
-    """Reads the first of these that is set, None where that is no number."""
+    """Reads the first of these variables that is set; None if it is not a number."""
     value = next((env[name] for name in names if env.get(name)), "")
     return int(value) if value.isdecimal() else None
 
@@ -154,7 +155,7 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
 def _addresses(env: Mapping[str, str]) -> Cluster | None:
     address, count, own = _address(env), _number(env, *_COUNT), _number(env, *_OWN)
     if address is None or count is None:
-        return None  # an address alone overrides only that of another engine
+        return None  # an address alone only overrides the address of another cluster
     if own is None:
         raise _incomplete(env)
     return _complete("addresses in the environment", address, count, own)
@@ -166,7 +167,8 @@ def _incomplete(env: Mapping[str, str]) -> ValueError:
     lacking += [f"a number in {' or '.join(names[:2])}" for names in (_COUNT, _OWN) if _number(env, *names) is None]
     return ValueError(
         f"addresses in the environment: found {found}, which lacks {' and '.join(lacking)}; set JAX_COORDINATOR_ADDRESS="
-        "host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or none of them for one alone"
+        "host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or none of them for a single "
+        "one"
     )
 
 
@@ -176,7 +178,7 @@ def _address(env: Mapping[str, str]) -> str | None:
 
 
 def _job_set(env: Mapping[str, str]) -> Cluster | None:
-    """Reads the names that a JobSet's pods bear, so that no Kubernetes API is asked (TPU pods know more by
+    """Derives the cluster from the names of a JobSet's pods, without asking the Kubernetes API (TPU pods know more by
     themselves).
     """
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX")
@@ -191,7 +193,7 @@ def _job_set(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
-    """Finds SLURM with one task on each node, which owns all of the node's GPUs: jax would leave it one."""
+    """Finds SLURM with one task per node, which owns all of the node's GPUs; jax would only give it one."""
     gpus = _number(env, "SLURM_GPUS_ON_NODE")
     if gpus is None or not env.get("SLURM_NTASKS") or env["SLURM_NTASKS"] != env.get("SLURM_STEP_NUM_NODES"):
         return None
@@ -222,7 +224,7 @@ def _own_gpu(env: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _known_to_jax(timeout: float) -> Cluster | None:
-    from jax._src.clusters.cluster import ClusterEnv  # has no public name; what it finds is needed before jax starts
+    from jax._src.clusters.cluster import ClusterEnv  # not public, but its result is needed before jax starts
 
     engine = next((e for e in ClusterEnv._cluster_types if not e.opt_in_only_method and e.is_env_present()), None)
     if engine is None:

@@ -1,4 +1,4 @@
-"""Keeps a run of several processes on this machine going: a dead process ends the others, and the run is started again.
+"""Supervises a run of several processes on this machine: if one dies, it ends the others and restarts the run.
 
 Across machines SLURM's requeue and a JobSet's failure policy do this; see docs/guides/launch.md.
 """
@@ -18,39 +18,40 @@ from pathlib import Path
 from typing import Any
 
 LOCK, JOURNAL = "launch.lock", "launch.jsonl"
-_ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # after saving, as the others are about to
+_ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # after saving, as the others do
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_EXIT_ON_ERROR = {"MAXLIB_EXIT_ON_ERROR": "1"}  # what `initialize` reads; importing it here would import jax
+_EXIT_ON_ERROR = {"MAXLIB_EXIT_ON_ERROR": "1"}  # read by `initialize`; importing it here would import jax
 
 
 class LockedError(RuntimeError):
-    """Another launcher runs in this directory."""
+    """Error: another launcher runs in this directory."""
 
 
 def launch(
     command: Sequence[str], directory: Path, *, processes: Sequence[int], retries: int = 1, grace: float = 10.0
 ) -> int:
-    """Runs `command` as several processes until all of them end well. SIGTERM and Ctrl-C are passed on, so that the run
-    saves and ends; a second one kills it.
+    """Runs `command` as several processes until all of them succeed.
+
+    SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it.
 
     Args:
-      command: what each process runs.
-      directory: the run's own, for the lock and a journal; the steps in its `metrics.jsonl` show whether it comes
-        forward.
-      processes: how many to start, and how many when one does not come back: falling numbers.
-      retries: restarts in succession without progress before the next number is tried.
-      grace: seconds that the others have to end by themselves when one has died.
+      command: the command of each process.
+      directory: the run's directory, for a lock and a journal; the steps in its `metrics.jsonl` show whether it makes
+          progress.
+      processes: number of processes to start, and smaller numbers to use if one does not come back.
+      retries: consecutive restarts without progress before the next number is tried.
+      grace: seconds for the other processes to end by themselves after one has died.
 
     Returns:
       The status to exit with.
 
     Raises:
-      LockedError: another launcher, or what is left of its processes, uses `directory`.
-      ValueError: the numbers do not fit.
+      LockedError: when another launcher, or one of its remaining processes, uses `directory`.
+      ValueError: when the numbers are not valid.
     """
     _check(processes, retries)
     for count in processes:
-        _share(count, 0)  # raises now rather than when it is needed
+        _share(count, 0)  # raises now rather than later
     with _locked(directory) as lock, _signals() as asked:
         best, ended = furthest(directory), None
         for count in processes:
@@ -65,12 +66,12 @@ def launch(
                 best = max(best, reached)
                 _log(f"{ended} after step {max(reached, 0)}")
         assert ended is not None
-        _log(f"giving up: {retries + 1} starts in succession brought the run no further than step {max(best, 0)}")
+        _log(f"giving up: {retries + 1} consecutive starts made no progress beyond step {max(best, 0)}")
         return ended.exit_status
 
 
 def furthest(directory: Path) -> int:
-    """Returns the last step that `metrics.jsonl` knows, -1 without any."""
+    """Returns the last step in `metrics.jsonl`, -1 if there is none."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         return -1
@@ -81,7 +82,7 @@ def furthest(directory: Path) -> int:
 
 
 def _step(line: bytes) -> int | None:
-    """Reads the step of a line; None for one that was cut short."""
+    """Reads the step of a line; None for a truncated line."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -90,7 +91,7 @@ def _step(line: bytes) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """End of an attempt: `process` is the first that did not end well, None if all did."""
+    """End of an attempt: `process` is the first that failed, None if all succeeded."""
 
     process: int | None = None
     status: int = 0
@@ -116,15 +117,15 @@ class _Attempt:
         start = lambda i: subprocess.Popen(
             command,
             env=base | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) | _share(count, i),
-            pass_fds=[lock],  # held as long as one of them lives, also when the launcher is killed
-            start_new_session=True,  # Ctrl-C comes to the launcher only
+            pass_fds=[lock],  # held while any of them lives, even if the launcher is killed
+            start_new_session=True,  # Ctrl-C only reaches the launcher
         )
         self.children = [start(i) for i in range(count)]
         _note(directory, event="start", processes=count, pids=[child.pid for child in self.children])
         _log(f"{count} process{'es' if count > 1 else ''}: {' '.join(command)}")
 
     def run(self, asked: list[int]) -> Ended:
-        """Waits for the end of all. What still runs when the grace is over, or at a second signal, is killed."""
+        """Waits for all processes to end. Kills those still running after the grace period, or at a second signal."""
         ended, told = Ended(), False
         try:
             while any(child.poll() is None for child in self.children):
@@ -145,12 +146,12 @@ class _Attempt:
         return ended if ended.process is not None else self._first_failure()
 
     def _first_failure(self) -> Ended:
-        """Finds the process that failed first: one that was killed comes before one that ended because of that."""
+        """Finds the process that failed first: a killed process comes before one that ended because of it."""
         bad = [(child.returncode >= 0, i) for i, child in enumerate(self.children) if child.poll()]
         return Ended(min(bad)[1], self.children[min(bad)[1]].returncode) if bad else Ended()
 
     def _send(self, number: int) -> None:
-        """Sends a signal to each process and what it has started."""
+        """Sends a signal to each process and its children."""
         for child in self.children:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -161,13 +162,14 @@ def _check(processes: Sequence[int], retries: int) -> None:
     falling = all(a > b for a, b in itertools.pairwise(processes))
     if not processes or min(processes) < 1 or not falling or retries < 0:
         raise ValueError(
-            f"processes must be numbers from 1 on that fall, such as 4,2,1, and retries at least 0; got {list(processes)} "
+            "processes must be decreasing numbers of at least 1, such as 4,2,1, and retries at least 0; got "
+            f"{list(processes)} "
             f"and {retries}"
         )
 
 
 def _share(count: int, process: int) -> dict[str, str]:
-    """Gives one process an equal part of the GPUs in CUDA_VISIBLE_DEVICES, where that is set."""
+    """Gives one process an equal part of the GPUs in CUDA_VISIBLE_DEVICES, if that is set."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = listed.split(",") if listed else []
     if len(devices) % count:
@@ -183,7 +185,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[int]:
-    """Locks the directory. Yields the descriptor of the lock; whoever inherits it holds the lock too."""
+    """Locks the directory. Yields the lock's file descriptor; processes that inherit it hold the lock too."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+") as file:
         try:
@@ -202,7 +204,7 @@ def _locked(directory: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects the numbers of the signals that ask for an end, as they come."""
+    """Collects the numbers of received signals that ask the run to end."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers]

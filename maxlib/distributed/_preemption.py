@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, turned into a request that the training loop answers between two steps."""
+"""Turns Ctrl-C and SIGTERM into a request to stop, which the training loop handles between steps."""
 
 import signal
 import threading
@@ -10,28 +10,28 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(SystemExit):
-    """Error for training that was asked to stop and has saved.
+    """Raised when training was asked to stop and has saved.
 
     If it is not caught, it ends the program without a traceback, with status 128 + signal.
     """
 
 
 class Interrupt:
-    """Request to stop, by a signal. While `waiting` it is raised at once, for nothing is lost by that."""
+    """A request to stop, made by a signal. While `waiting` it is raised immediately, because nothing is lost."""
 
     def __init__(self):
         self.signal: int | None = None
         self.waiting = False
 
     def asked(self, step: int) -> bool:
-        """Tells whether to stop after `step`; all processes get the same answer."""
+        """Returns whether to stop after `step`; all processes get the same answer."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal = signal.SIGTERM
         return self.signal is not None
 
     @contextmanager
     def while_waiting(self) -> Iterator[None]:
-        """Surrounds a wait that may be broken off."""
+        """Wraps a wait that may be interrupted."""
         self.waiting = True
         try:
             yield
@@ -39,8 +39,8 @@ class Interrupt:
             self.waiting = False
 
     def check(self) -> None:
-        """Raises Interrupted after a signal, in the middle of what may be cut short; several processes stop between
-        steps only.
+        """Raises Interrupted after a signal, within work that may be interrupted; several processes only stop between
+        steps.
         """
         if self.signal is not None and jax.process_count() == 1:
             raise self.stop()
@@ -51,7 +51,7 @@ class Interrupt:
     def _handle(self, number: int, frame) -> None:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-        if jax.process_count() > 1:  # others may be a step ahead: jax finds one after which all of them stop
+        if jax.process_count() > 1:  # others may be a step ahead: jax agrees on a step after which all stop
             signal.raise_signal(signal.SIGTERM)
             return
         self.signal = number
@@ -61,7 +61,7 @@ class Interrupt:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Catches SIGINT and SIGTERM inside. A second Ctrl-C acts at once; repeated SIGTERMs count once.
+    """Catches SIGINT and SIGTERM in the body. A second Ctrl-C acts immediately; repeated SIGTERMs count once.
 
     Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after
     the same step.

@@ -1,4 +1,4 @@
-"""Collective operations of the processes of a run, other than computing."""
+"""Collective operations between the processes of a run, other than computation."""
 
 import itertools
 import json
@@ -17,11 +17,11 @@ _barriers = itertools.count()
 def main_process_first(what: str, *, timeout: float = 3600) -> Iterator[None]:
     """Runs the body in the first process before the others, which then find its files on disk.
 
-    All processes have to enter in the same order.
+    All processes must enter in the same order.
 
     Args:
-      what: name of what the first process makes, for messages.
-      timeout: seconds after which waiting processes give up.
+      what: name of the first process's result, for messages.
+      timeout: seconds after which waiting processes raise an error.
     """
     if jax.process_index() != 0:
         _wait_for_all(what, timeout)
@@ -31,8 +31,8 @@ def main_process_first(what: str, *, timeout: float = 3600) -> Iterator[None]:
 
 
 def _wait_for_all(what: str, timeout: float) -> None:
-    """Waits by jax's coordinator: the first collective among CPUs gives up when others come half a minute later."""
-    from jax._src import distributed  # what orbax waits with; it has no public name
+    """Waits at jax's coordinator, because the first collective on CPUs times out if others are half a minute late."""
+    from jax._src import distributed  # used by orbax too; it is not public
 
     client = distributed.global_state.client
     if client is None:  # TPU pods that started without `initialize`
@@ -47,9 +47,9 @@ class PeerError(RuntimeError):
 
 @contextmanager
 def raise_on_all(what: str) -> Iterator[None]:
-    """Leaves the body successfully in all processes, or raises in all of them.
+    """Succeeds in all processes, or raises in all of them.
 
-    Every process has to reach the end of the body, so if one fails inside it, the others must not wait for it there.
+    Every process must reach the end of the body, so the body must not wait for processes that may fail inside it.
 
     Args:
       what: name of the operation, for messages.
@@ -71,10 +71,10 @@ def raise_on_all(what: str) -> Iterator[None]:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Collects a value of every process, in the order of the processes; all of them have to call it.
+    """Collects a value from every process, in order; all of them must call it.
 
     Args:
-      value: this process's value, of JSON's types.
+      value: this process's value, of JSON types.
     """
     if jax.process_count() == 1:
         return [value]

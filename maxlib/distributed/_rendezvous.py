@@ -1,4 +1,4 @@
-"""Waits until every process of a run is there, and says who is not."""
+"""Waits until every process of a run has started, and reports those that have not."""
 
 import contextlib
 import re
@@ -11,17 +11,17 @@ _WRONG = "wrong: "
 
 
 def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: float) -> None:
-    """Waits until all processes of a run have started; process 0 listens at `address`, which is free again afterwards.
+    """Waits until all processes of a run have started; process 0 listens at `address`, and frees it afterwards.
 
     Args:
       address: `host:port` of process 0.
       num_processes: number of processes.
-      process_id: number of this process.
+      process_id: index of this process.
       timeout: seconds to wait.
 
     Raises:
-      TimeoutError: in every process that came, with the numbers of those that did not.
-      ValueError: in a process whose number another one has, or that was started for another number of processes.
+      TimeoutError: in every process that connected, with the indices of those that did not.
+      ValueError: in a process whose index another process has, or that was started for a different number of processes.
       OSError: when process 0 cannot open the port.
     """
     host, _, port = address.rpartition(":")
@@ -53,21 +53,22 @@ def _listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"process 0 cannot wait for the others at {address} ({error.strerror}): end what holds port {port}, perhaps a "
-            "process that an earlier run left, or give all processes an address with another port",
+            f"process 0 cannot listen at {address} ({error.strerror}): end the process that uses port {port}, perhaps "
+            "one "
+            "of an earlier run, or give all processes an address with another port",
         ) from error
 
 
 def _receive(caller: socket.socket, came: dict[int, socket.socket], num_processes: int) -> None:
-    """Notes who calls, or tells them why not."""
+    """Registers a caller, or replies with an error."""
     number, count = _greeting(caller)
     if number is None:
         return
     if count != num_processes or not 0 < number < num_processes:
         _answer(caller, f"{_WRONG}process {number} of {count}, but this run has {num_processes}")
         return
-    if number in came:  # it may have been started anew: the last one counts
-        _answer(came[number], f"{_WRONG}another process {number} has come: each needs a number of its own")
+    if number in came:  # it may have been restarted: the last one counts
+        _answer(came[number], f"{_WRONG}another process {number} has connected: each process needs its own index")
     came[number] = caller
 
 
@@ -77,7 +78,7 @@ def _answer(caller: socket.socket, text: str) -> None:
 
 
 def _greeting(caller: socket.socket) -> tuple[int | None, int]:
-    """Reads the number a caller gives and how many processes it knows of; no number for one that is none of ours."""
+    """Reads a caller's index and its number of processes; no index if the caller is not a process of this protocol."""
     caller.settimeout(5)
     try:
         words = caller.recv(64).decode(errors="replace")
@@ -95,28 +96,29 @@ def _join(
         try:
             with socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic())) as line:
                 line.sendall(f"{_HELLO} {process_id} of {num_processes}".encode())
-                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # process 0 answers at its own deadline
+                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # process 0 replies at its own deadline
                 answer = line.recv(4096).decode()
         except OSError as error:
             reason, answer = str(error), ""
         if answer == "go":
             return
         if answer.startswith(_WRONG):
-            raise ValueError(f"process {process_id} was turned away at {address}: {answer.removeprefix(_WRONG)}")
+            raise ValueError(f"process {process_id} was rejected at {address}: {answer.removeprefix(_WRONG)}")
         if answer:
             raise TimeoutError(
-                f"process {process_id} came to {address}, but within {timeout:g} s these did not: {answer}"
+                f"process {process_id} connected to {address}, but these did not within {timeout:g} s: {answer}"
             )
         time.sleep(0.1)
     raise TimeoutError(
         f"process {process_id} did not reach process 0 at {address} within {timeout:g} s ({reason}): is it running, is the "
-        "address right, may its port be reached?"
+        "address right, is its port reachable?"
     )
 
 
 def _late(missing: Iterable[int], num_processes: int, address: str, timeout: float) -> str:
     return (
-        f"{_words(missing)} of {num_processes} did not come to {address} within {timeout:g} s: look into their logs, and check "
+        f"{_words(missing)} of {num_processes} did not connect to {address} within {timeout:g} s: look into their "
+        "logs, and check "
         "that they were started with this address and this number of processes"
     )
 

@@ -1,4 +1,4 @@
-"""Time limits on what may hang for ever, and the stacks of all threads when one has passed or somebody asks."""
+"""Time limits on operations that may hang, and dumps of all threads' stacks at a timeout or on request."""
 
 import contextlib
 import dataclasses
@@ -31,13 +31,13 @@ _numbers = itertools.count()
 def hard_timeout(seconds: float | None, what: str, *, exit: bool = True) -> Iterator[None]:
     """Ends the process when the body takes longer than `seconds`, after printing the stack of every thread.
 
-    A thread that is stuck in a collective or a driver takes no exception, so the process exits with status 75; a
-    launcher may start it again.
+    An exception cannot reach a thread that is stuck in a collective or a driver, so the process exits with status 75; a
+    launcher may restart it.
 
     Args:
-      seconds: the limit; None is none, and starts no thread.
-      what: the name of what is waited for, printed with the stacks.
-      exit: False only prints the stacks, again after every `seconds`, and leaves the process alone.
+      seconds: the limit; None means no limit, and starts no thread.
+      what: name of the operation, printed with the stacks.
+      exit: False only prints the stacks, every `seconds`, and does not end the process.
     """
     if seconds is None:
         yield
@@ -55,12 +55,12 @@ def hard_timeout(seconds: float | None, what: str, *, exit: bool = True) -> Iter
 def dump_stacks(path: str | Path | None = None, *, every: float | None = None) -> Iterator[None]:
     """Writes the stacks of all threads at `kill -USR1 PID`, and every `every` seconds, while the body runs.
 
-    It needs no help of the interpreter, so it works while the program hangs in a driver or a collective. A process has
-    one periodic dump: the last one asked for. Not on Windows.
+    It does not need the interpreter, so it works while the program hangs in a driver or a collective. A process has
+    only one periodic dump, the last one started. Not available on Windows.
 
     Args:
       path: the file to append to; None is stderr.
-      every: seconds between periodic dumps; None writes at the signal only.
+      every: seconds between periodic dumps; None only writes at the signal.
     """
     with _writable(path) as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

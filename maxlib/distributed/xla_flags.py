@@ -1,7 +1,7 @@
-"""XLA's flags as named sets, by platform and goal, applied from Python before jax starts.
+"""Named sets of XLA flags by platform and goal, applied from Python before jax starts.
 
-`python -m maxlib.distributed.xla_flags` prints them, and with `--check` says whether the installed compilers know
-them all.
+`python -m maxlib.distributed.xla_flags` prints them, and with `--check` tests whether the installed compilers know
+them.
 """
 
 import argparse
@@ -12,13 +12,18 @@ import sys
 from collections.abc import Mapping
 
 VARIABLES = {"cpu": "XLA_FLAGS", "gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
-# Without these in the environment, libtpu looks for a TPU around it and waits.
-WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+# Without these environment variables, libtpu searches for a TPU and waits.
+WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may hold libtpu's lock file
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """Flags for one `platform` (cpu, gpu, tpu) and one `goal`; also what `plan(options=...)` takes for TPUs."""
+    """Flags for one `platform` (cpu, gpu, tpu) and one `goal`; also accepted by `plan(options=...)` for TPUs."""
 
     platform: str
     goal: str
@@ -32,7 +37,7 @@ MIB = 1 << 20
 SETS = {
     "cpu-quick-compile": FlagSet(
         "cpu",
-        "tests: programs compile in less time and run slower",
+        "for tests: programs compile faster and run slower",
         {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
     ),
     "gpu-overlap": FlagSet(
@@ -51,12 +56,12 @@ SETS = {
     ),
     "gpu-deterministic": FlagSet(
         "gpu",
-        "the same bits in every run, at some speed; `probes.Recompute` needs it",
+        "bitwise reproducible runs, somewhat slower; `probes.Recompute` needs it",
         {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True},
     ),
     "gpu-fail-fast": FlagSet(
         "gpu",
-        "a process whose peer has died ends with an error instead of waiting in a collective",
+        "a process whose peer has died fails with an error instead of waiting in a collective",
         {
             "xla_gpu_nccl_terminate_on_error": True,
             "xla_gpu_nccl_termination_timeout_seconds": 300,
@@ -84,7 +89,7 @@ SETS = {
     ),
     "tpu-sparsecore": FlagSet(
         "tpu",
-        "SparseCores (v5p, v6e) carry out the collectives, TensorCores only compute; instead of tpu-overlap",
+        "SparseCores (v5p, v6e) run the collectives, TensorCores only compute; use it instead of tpu-overlap",
         {
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
             "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
@@ -129,16 +134,17 @@ SETS = {
 
 
 def apply(*names: str) -> None:
-    """Adds the flags of these sets to the environment, for this process and those that it starts.
+    """Adds the flags of these sets to the environment, for this process and its children.
 
-    A flag that is set there already stays as it is. Raises RuntimeError when jax has started its backends and would not
-    see them, and ValueError for unknown sets or two that want different values.
+    Flags that are already set are not changed. Raises RuntimeError when jax has already started its backends, and
+    ValueError for unknown sets or sets with conflicting values.
     """
     chosen = {name: _find(name) for name in names}
     if "jax" in sys.modules and _started():
         raise RuntimeError(
-            f"the flags {', '.join(names)} come too late: jax has started its devices. Call xla_flags.apply before anything that "
-            "computes, or asks for devices"
+            f"too late for the flags {', '.join(names)}: jax has started its devices. Call xla_flags.apply before "
+            "anything that "
+            "computes or lists devices"
         )
     for variable in sorted({VARIABLES[each.platform] for each in chosen.values()}):
         flags = _merged({name: each for name, each in chosen.items() if VARIABLES[each.platform] == variable})
@@ -153,13 +159,13 @@ def options(*names: str) -> dict[str, bool | int | str]:
 
 
 def check(name: str) -> str | None:
-    """Asks the installed compiler, in a process of its own, what it says against a set; None for nothing.
+    """Returns the installed compiler's complaint about a set, from a separate process; None if it accepts the set.
 
-    Sets for TPUs need libtpu (raises ImportError without it), but no TPU; those for GPUs no GPU.
+    Sets for TPUs need libtpu (ImportError without it), but no TPU; sets for GPUs need no GPU.
     """
     chosen = _find(name)
     env = os.environ | (WITHOUT_TPU if chosen.platform == "tpu" else {}) | {"JAX_PLATFORMS": "cpu"}
-    env |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", VARIABLES[chosen.platform]: str(chosen)}
+    env |= {VARIABLES[chosen.platform]: str(chosen)}
     done = subprocess.run([sys.executable, "-c", _START[chosen.platform]], env=env, capture_output=True, text=True)
     if "No module named 'libtpu'" in done.stderr:
         raise ImportError(f'{name} needs libtpu to be checked: pip install "maxlib[tpu]"')
@@ -174,7 +180,7 @@ _START = {"cpu": _CPU, "gpu": _CPU, "tpu": _TPU}
 
 def _find(name: str) -> FlagSet:
     if name not in SETS:
-        raise ValueError(f"no set of XLA flags is called {name!r}; there are {', '.join(SETS)}")
+        raise ValueError(f"no set of XLA flags is named {name!r}; known sets are {', '.join(SETS)}")
     return SETS[name]
 
 
@@ -184,13 +190,13 @@ def _merged(sets: Mapping[str, FlagSet]) -> dict[str, bool | int | str]:
         for flag, value in each.flags.items():
             if flags.setdefault(flag, value) != value:
                 raise ValueError(
-                    f"{name} wants {flag}={value}, another of {list(sets)} {flags[flag]}: choose one of them"
+                    f"{name} sets {flag}={value}, another of {list(sets)} sets {flags[flag]}: choose one of them"
                 )
     return flags
 
 
 def _started() -> bool:
-    from jax._src import xla_bridge  # jax.distributed.initialize asks the same; there is no public name
+    from jax._src import xla_bridge  # as jax.distributed.initialize does; there is no public function
 
     return xla_bridge.backends_are_initialized()
 
@@ -202,10 +208,10 @@ def _word(name: str, value: bool | int | str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m maxlib.distributed.xla_flags", description=__doc__)
     parser.add_argument("sets", metavar="SET", nargs="*", help=f"of {', '.join(SETS)} (default: all)")
-    parser.add_argument("--check", action="store_true", help="whether the installed compilers know these flags")
+    parser.add_argument("--check", action="store_true", help="check whether the installed compilers know these flags")
     args, bad = parser.parse_args(), 0
     for name in args.sets or SETS:
-        chosen = SETS[name] if name in SETS else parser.error(f"no set is called {name!r}")
+        chosen = SETS[name] if name in SETS else parser.error(f"no set is named {name!r}")
         print(f"{name}: {chosen.goal}\n  {VARIABLES[chosen.platform]}='{chosen}'")
         if args.check:
             said = check(name)

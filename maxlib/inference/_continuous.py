@@ -36,6 +36,9 @@ class LocalEngine:
     all its completions. Draws of a row depend on its key only, not on its slot or its neighbours. To run on several
     devices, call it inside `sharding.use(layout)`.
 
+        engine = inference.LocalEngine(model, slots=4)
+        groups = engine.generate([[1, 2, 3], [4, 5]], count=2, max_new_tokens=2)  # two completions of each prompt
+
     Args:
         model: Any model of the contract (`nn.Model`).
         slots: Rows that are decoded at once.

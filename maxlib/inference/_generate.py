@@ -26,6 +26,9 @@ class Generator:
     To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
     accordingly.
 
+        generator = inference.Generator(model, dtype=jnp.bfloat16)
+        texts = generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=2)  # of token ids, one list for each prompt
+
     Args:
         model: Any model of the contract (`nn.Model`).
         dtype: Dtype of the computation.

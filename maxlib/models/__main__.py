@@ -6,7 +6,7 @@ All of it is read off the models, which are described (`jax.eval_shape`) and nev
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,6 +17,14 @@ from rich.table import Table
 
 from maxlib import nn, weights
 
+WIDEST = 1000  # letters of a line to a pipe: more than any has
+# Columns on a terminal; the last one takes what the others leave.
+SHOWN: dict[str, dict[str, Any]] = {
+    "preset": {"no_wrap": True},
+    "parameters": {"no_wrap": True, "justify": "right"},
+    "active": {"no_wrap": True, "justify": "right"},
+    "family, and what it is made of": {"overflow": "fold"},
+}
 COLUMNS = ("family", "presets and their parameters", "attention", "features", "caches", "images")
 
 
@@ -52,22 +60,40 @@ def short(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 995e6 else f"{number / 1e6:.0f}M" if number >= 1e6 else f"{number:,}"
 
 
-def grouped(rows: list[Row]) -> Iterator[tuple[str, list[str], tuple[str, ...]]]:
-    """Family, sizes and kind of neighbours that differ in nothing but size."""
-    for (family, kind), group in itertools.groupby(rows, key=lambda r: (r.family, r.kind)):
-        yield family, [r.size for r in group], kind
+def grouped(rows: list[Row]) -> list[list[Row]]:
+    """Returns groups of neighbours that differ in nothing but size."""
+    return [list(group) for _, group in itertools.groupby(rows, key=lambda r: (r.family, r.kind))]
 
 
 def markdown(rows: list[Row]) -> str:
-    lines = [(family, "<br>".join(sizes), *kind) for family, sizes, kind in grouped(rows)]
+    lines = [(group[0].family, "<br>".join(r.size for r in group), *group[0].kind) for group in grouped(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, ("---",) * len(COLUMNS), *lines])
 
 
-def table(rows: list[Row]) -> Table:
-    found = Table(*COLUMNS, box=box.SIMPLE, show_lines=True)
-    for family, sizes, kind in grouped(rows):
-        found.add_row(family, "\n".join(sizes), *kind)
+def show(rows: list[Row]) -> None:
+    """Prints rows: to a terminal wrapped, neighbours of one kind together; to a pipe one whole line for each preset."""
+    console = Console()
+    if console.is_terminal:
+        console.print(table(grouped(rows)))
+    else:
+        Console(width=WIDEST).print(table([[one] for one in rows]))
+
+
+def table(groups: list[list[Row]]) -> Table:
+    found = Table(box=box.SIMPLE, padding=(0, 1), show_lines=any(len(group) > 1 for group in groups))
+    for title, options in SHOWN.items():
+        found.add_column(title, **options)
+    for group in groups:
+        sizes = [(r.preset, short(r.total), short(r.active) if r.active < r.total else "") for r in group]
+        found.add_row(*map("\n".join, zip(*sizes, strict=True)), described(group[0]))
     return found
+
+
+def described(one: Row) -> str:
+    """Returns what a preset is made of, as one line."""
+    attention, features, caches, images = one.kind
+    parts = (attention, features, f"{caches} caches", "images" if images else "")
+    return f"{one.family}: {'; '.join(part for part in parts if part)}"
 
 
 def main() -> None:
@@ -81,7 +107,7 @@ def main() -> None:
     todo = [(known[name], preset) for name in args.family or known for preset in known[name].presets]
     progress = Console(stderr=True)
     rows = [row(*one) for one in track(todo, "reading models", console=progress, transient=True)]
-    print(markdown(rows)) if args.markdown else Console().print(table(rows))
+    print(markdown(rows)) if args.markdown else show(rows)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), of which multi-head and multi-query
-attention are special cases.
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head and multi-query attention are special
+cases.
 
 Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H head dimension (Hk of keys, Hv of values).
 """
@@ -51,6 +51,9 @@ class TemperatureTuning:
 class Attention(SequenceMixer):
     """Grouped-query attention: `num_heads` query heads attend to `num_kv_heads` heads of keys and values under `mask`.
 
+        attn = nn.Attention(64, num_heads=4, num_kv_heads=2, head_dim=16, rope=ops.Rope(16), rngs=nnx.Rngs(0))
+        y, _ = attn(jnp.ones((2, 8, 64)))  # B T D, causal
+
     Args:
         dim: Width D of the residual stream.
         num_heads: Number N of query heads.
@@ -59,18 +62,17 @@ class Attention(SequenceMixer):
         v_dim: Width of a value's head; None means `head_dim`.
         mask: Which keys a query attends to, a mask of `maxlib.ops`.
         rope: Rotation of queries and keys by position; None for none (NoPE).
-        bias: True adds biases to the query, key and value projections, and to that of the gate.
+        bias: True adds biases to the query, key, value and gate projections.
         out_bias: True adds a bias to the output projection.
         q_norm: Norm over the head dimension of queries, applied before the rotation; None for none.
         k_norm: Norm over the head dimension of keys, applied before the rotation; None for none.
         v_norm: Norm over the head dimension of values; None for none.
-        keys_as_values: True takes the projection of keys, before their norm and rotation, as values: there is no `v`
-            (Gemma 4).
+        keys_as_values: True uses the key projection, before norm and rotation, as values; there is no `v` (Gemma 4).
         scale: Factor on the scores, by default `head_dim ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`; None leaves scores as they are.
-        sinks: True adds one learned logit per head to the softmax, without a value (GPT-OSS).
-        out_gate_act: Activation of a gate on the output, a projection of the input for each head and dimension, such as
-            `jax.nn.sigmoid` (Qiu et al. 2025, arXiv:2505.06708); None for no gate.
+        sinks: True adds one learned logit per head to the softmax's denominator (GPT-OSS).
+        out_gate_act: Activation of the output gate, such as `jax.nn.sigmoid` (Qiu et al. 2025, arXiv:2505.06708). The
+            gate projects the input to one number per head and dimension. None for no gate.
         temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. `with_attention` sets
             it in a whole model.
@@ -119,7 +121,7 @@ class Attention(SequenceMixer):
             raise ValueError(f"keys_as_values needs v_dim equal to head_dim, got {Hv} and {H}")
         check_mask(mask)
         _check_rope(rope, H)
-        # Each weight has its output dimensions first: heads are split by tensor parallelism, `embed` by FSDP.
+        # Weights have their output dimensions first: tensor parallelism splits heads, FSDP splits `embed`.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, H, D), ("kv_heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         if keys_as_values:
@@ -145,7 +147,7 @@ class Attention(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
             cache: Keys and values of earlier tokens, or None.
 
         Returns:
@@ -184,7 +186,7 @@ class Attention(SequenceMixer):
         q = constrain(self.q(x), "batch", "seq", "act_heads", None)
         # [B, T, D] -> [B, T, K, H]
         k = constrain(self.k(x), "batch", "seq", "act_heads", None)
-        # Keys as values: as projected, before the norm and the rotation of keys.
+        # With keys_as_values, the values are the projected keys before their norm and rotation.
         v = k if self.v is None else constrain(self.v(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
@@ -224,7 +226,7 @@ class Attention(SequenceMixer):
         return split.attention(queries=self.num_heads * both, keys=self.num_kv_heads * both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
-        """Returns queries `B T N H` and keys `B T K H` as they are scored, for probes."""
+        """Returns the queries `B T N H` and keys `B T K H` that enter the scores, for probes."""
         return self.project(x, ctx)[:2]
 
     @property
@@ -248,7 +250,7 @@ class Attention(SequenceMixer):
 
 
 def check_mask(mask: Any) -> None:
-    """Raises TypeError for what is no mask, and ValueError for one with a sliding window that is not causal."""
+    """Raises TypeError unless `mask` is a mask, and ValueError if its sliding window is not causal."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
@@ -256,13 +258,13 @@ def check_mask(mask: Any) -> None:
         )
     if has_open_window(mask):
         raise ValueError(
-            f"{mask} lets a token attend to later ones, as a sliding window alone limits the past only: write "
+            f"{mask} lets a token attend to later ones, because a sliding window alone limits only the past: write "
             f"Causal() & {mask if isinstance(mask, SlidingWindow) else 'SlidingWindow(n)'}"
         )
 
 
 def _check_rope(rope: Any, head_dim: int) -> None:
-    """Raises TypeError for what is no rotary embedding, and ValueError for one that is wider than a head."""
+    """Raises TypeError unless `rope` is a rotary embedding or None, and ValueError if it is wider than a head."""
     if not isinstance(rope, AnyRope | None):
         raise TypeError(
             f"rope must be an ops.Rope, such as Rope(head_dim), or None; got {type(rope).__name__} {rope!r:.40}"
@@ -272,7 +274,7 @@ def _check_rope(rope: Any, head_dim: int) -> None:
 
 
 def attention_kind(num_heads: int, num_kv_heads: int) -> str:
-    """Names attention by its number of key heads: MHA (one per query head), MQA (one in all) or GQA."""
+    """Names attention by its number of key heads: MHA (one per query head), MQA (a single one) or GQA."""
     return "MHA" if num_heads == num_kv_heads else "MQA" if num_kv_heads == 1 else "GQA"
 
 
@@ -292,7 +294,7 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """Runs `ops.attention` on each device's shard, as the active layout splits rows, heads and queries.
 
-    When the sequence is sharded, the axes `q_seq` and `kv_seq` decide how it is brought together. If only `q_seq` is
+    When the sequence is sharded, the axes `q_seq` and `kv_seq` choose the communication. If only `q_seq` is
     split, keys are gathered. If both are, keys travel around a ring (Liu et al. 2023, arXiv:2310.01889). If neither is,
     heads are split, with all-to-alls before and after (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
@@ -305,22 +307,22 @@ def attend(
         sinks: One logit per query head that takes part in the softmax, or None.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
-        mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that take no intervals.
+        mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that do not take intervals.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
     Raises:
-        ValueError: if Ulysses' all-to-all needs head counts that the devices divide, and they do not.
+        ValueError: if Ulysses' all-to-all cannot divide the heads over the devices.
     """
-    # Resharding from sequence to heads (Ulysses' all-to-all) happens only here: otherwise XLA would gather the tokens,
-    # and project and rotate all of them.
+    # Reshard from sequence to heads (Ulysses' all-to-all) only here; otherwise XLA would gather the tokens, and project
+    # and rotate all of them on every device.
     by_tokens = lambda x: constrain(x, "batch", "seq", "act_heads", None)  # [B, T, N, H]
     if q.shape[1] == k.shape[1]:
         q, k, v = by_tokens(q), by_tokens(k), by_tokens(v)
     shards = axis_size("attn_heads")
     if q.shape[2] % shards == 0 and shards > k.shape[2] and shards % k.shape[2] == 0:
-        # Fewer key heads than devices: each gets a copy. [B, S, K, H] -> [B, S, shards, H]. Where heads do not divide
-        # over the devices, `shard_map_by_name` leaves them whole on each (or `_check_exchange` refuses).
+        # With fewer key heads than devices, repeat them: [B, S, K, H] -> [B, S, shards, H]. If heads do not divide over
+        # the devices, `shard_map_by_name` replicates them (or `_check_exchange` raises).
         k, v = (jnp.repeat(x, shards // x.shape[2], axis=2) for x in (k, v))
     _check_exchange(q, k)
     # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
@@ -331,20 +333,20 @@ def attend(
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
     names += [] if segments is None else [queries[:2], keys[:2]]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
-    # A ring needs pieces of equal size; a number of keys that does not divide is gathered instead.
+    # A ring needs equal pieces; if the number of keys does not divide, gather them instead.
     divides = k.shape[1] % axis_size("kv_seq") == 0
     op = _on_one_device(axis_of("kv_seq") if divides else None, static, options, zigzag=zigzag)
     return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, *segments or ()))
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
-    """Returns the function that computes one device's part, with the keys of all devices around a ring, or gathered."""
+    """Returns the function for one device's part; it passes keys around a ring or gathers them."""
     parts = axis_size("q_seq") if zigzag else 1
 
     def op(q, k, v, k_start, k_end, sinks, *segments):
-        # [B, T / parts, N, H] with all keys [B, S, K, H], or in a ring with this device's part of them.
+        # Queries [B, T / parts, N, H]; keys [B, S, K, H], or in a ring this device's part of them.
         if ring is None and zigzag:
-            # Bounds index keys in natural order, so gathered keys are put back into it; queries may keep theirs.
+            # Bounds index keys in natural order, so restore it for the gathered keys; queries may stay reordered.
             k, v, *of_keys = (natural_order(x, parts) for x in (k, v, *segments[1:]))
             segments = *segments[:1], *of_keys
         hint = None if static is None else MaskHint(static, cast(Any, segments or None))
@@ -359,7 +361,7 @@ def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[st
 def _check_exchange(q: Array, k: Array) -> None:
     """Raises ValueError if Ulysses' all-to-all cannot split the heads: each device would gather all tokens and heads.
 
-    A single token at decoding is not split, so it passes.
+    Decoding a single token splits nothing, so it passes.
     """
     exchanged = {*mesh_axes("seq")} & {*mesh_axes("attn_heads")} - {*mesh_axes("act_heads")}  # `SP` exchanges nothing
     parts, heads = axis_size("attn_heads"), (q.shape[2], k.shape[2])

@@ -1,4 +1,4 @@
-"""The context: values that all layers of a model share in one forward pass, computed once.
+"""The context: values that all layers share in a forward pass, computed once.
 
 Shapes: B rows, T tokens, R rows of M-RoPE positions. A row may hold several documents (packing).
 """
@@ -26,13 +26,14 @@ AnyRope = Rope | GridRope | MRope | AxialRope
 class Context:
     """Positions, documents and cache state of a batch, with key intervals and rotary tables.
 
-    Masks, windows and states use a token's order in its row (`index`, `start`, `stop`); rotary tables use `positions`.
+    Masks, windows and recurrent states use a token's index in its row (`index`, `start`, `stop`); rotary tables use
+    `positions`.
 
     Args:
         positions: `B T`, or `B T R` for rotary embeddings of R rows (M-RoPE). Only rotary tables use them.
-        index: `B T`, number of each token among all cached and new ones of its row.
-        start: `B T`, index at which its document begins.
-        stop: `B T`, index after the end of its document; padding has `start == stop`.
+        index: `B T`, index of each token among the cached and new tokens of its row.
+        start: `B T`, index of the first token of its document.
+        stop: `B T`, one past the index of the last token of its document; padding has `start == stop`.
         length: `B`, tokens cached before this call (zeros without a cache).
         num_new: `B`, real tokens in this call.
         valid: `B T`, False for padding; None if every token is real.
@@ -40,11 +41,11 @@ class Context:
         intervals: Key intervals of `masks`.
         tables: Cosines and sines of `ropes`.
         tokens: `B T`, ids for layers that hash or look them up; None unless the model passes them on.
-        features: `B T n D`, what a model adds to tokens after some layers (`Decoder.layer_inputs`); None in layers.
+        features: `B T n D`, vectors that a model adds to tokens after some layers (`Decoder.layer_inputs`); None inside
+            layers.
         next_position_offset: `B`, the next `position_offset` of the cache; None if positions count tokens.
-        row_length: `B`, with a cache the length of each row after this call, which length-dependent rotary scalings
-            use.
-        rope_length: Length that these scalings use instead if it is known in advance.
+        row_length: `B`, with a cache the length of each row after this call, for length-dependent rotary scalings.
+        rope_length: Length known in advance, which these scalings then use instead.
         masks: Masks whose intervals are computed in advance.
         ropes: Rotary embeddings whose tables are computed in advance.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
@@ -78,14 +79,14 @@ class Context:
         return first if self.valid is None else first & self.valid
 
     def key_intervals(self, mask: Mask) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-        """Returns the first key and the key after the last one of every query under `mask`, `B T` each."""
-        # Masks are values: equal ones of different layers share their intervals.
+        """Returns the first key of every query under `mask` and one past its last key, `B T` each."""
+        # Masks compare by value: layers with equal masks share their intervals.
         if mask in self.masks:
             return self.intervals[self.masks.index(mask)]
         return key_intervals(mask, self._tokens)
 
     def mask_hint(self, mask: Mask, cache: Any = None) -> MaskHint | None:
-        """Returns what is known of `mask` at compile time, for `attend`; with a cache, of queries against its keys."""
+        """Returns the static description of `mask` for `attend`; with a cache, for queries against its keys."""
         found = (mask if self.bidirectional_blocks is not None else mask.without_blocks).static
         if found is None or (cache is not None and (found.segmented or cache.kind not in ("full", "latent"))):
             return None
@@ -131,7 +132,7 @@ def context(
         bidirectional_blocks: `[start, stop)` of the block in which each token attends in both directions.
         cache: Cache of the model. Its `position_offset` shifts the default positions.
         tokens: `B T`, ids for layers that use them.
-        features: `B T n D`, what a model adds to tokens after some layers.
+        features: `B T n D`, vectors that a model adds to tokens after some layers.
         masks: Masks to compute in advance; others are computed when a layer asks for them.
         ropes: Rotary embeddings to compute in advance.
 
@@ -139,7 +140,8 @@ def context(
         The context, with intervals and tables.
 
     Raises:
-        ValueError: when an input has another shape, or segment_ids, left padding or too many tokens meet a cache.
+        ValueError: when an input has a wrong shape, or a cache is combined with segment_ids, left padding or too many
+            tokens.
     """
     _check_rows(batch, seq, cache, {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}, positions)
     # Tokens before this call; `index` counts on from them.
@@ -162,14 +164,14 @@ def context(
         rope_length=_rope_length(seq, positions, segment_ids, cache),
         packed=valid is not None,
     )
-    # Once for all layers: inside a scan they would be computed in every layer.
+    # Computed here, once for all layers: inside a scan every layer would compute them again.
     tables = tuple(ctx.rotary(rope) for rope in ropes)
     intervals = tuple(ctx.key_intervals(mask) for mask in masks)
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 
 def _check_right_padded(valid: Any) -> None:
-    """Raises ValueError for padding before a token, which a cache has no slots for; inside jit nothing is known."""
+    """Raises ValueError for padding before a token, which a cache cannot store; checks nothing inside jit."""
     if valid is None or not is_known(valid):
         return
     valid = np.asarray(valid)
@@ -181,7 +183,7 @@ def _check_right_padded(valid: Any) -> None:
 
 
 def is_known(x: Any) -> bool:
-    """Returns True if the numbers of an array can be read: it is not traced, and all of it is on this host."""
+    """Returns True if an array's values can be read: it is not traced, and fully addressable on this host."""
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 
 
@@ -195,16 +197,16 @@ def _next_offset(positions, valid, length, cache) -> Int[Array, " B"] | None:
     """Computes the difference between the next position and the `length` tokens that are cached after this call."""
     if cache is None or cache.position_offset is None or positions is None:
         return None if cache is None else cache.position_offset
-    positions = positions if positions.ndim == 2 else positions.max(axis=2)  # B T R -> B T: the next one is behind all
-    # [B, T] -> [B]: the last real position, -1 for a row of padding, which keeps its offset.
+    positions = positions if positions.ndim == 2 else positions.max(axis=2)  # B T R -> B T: the largest row
+    # [B, T] -> [B]: the last real position; -1 for a row of only padding, whose offset does not change.
     last = (positions if valid is None else jnp.where(valid, positions, -1)).max(axis=1)
     return jnp.where(last < 0, cache.position_offset, last + 1 - length).astype(jnp.int32)
 
 
 def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positions: Any) -> None:
-    """Raises ValueError for inputs that do not have the shape of the tokens, or that a cache cannot take.
+    """Raises ValueError for inputs that do not have the shape of the tokens, or that cannot be combined with a cache.
 
-    A cache takes no packed rows (they are for training). Outside jit, left padding and rows that do not fit are known.
+    A cache does not support packed rows. Left padding and rows that are too long are only detected outside jit.
     """
     if cache is not None and inputs["segment_ids"] is not None:
         raise ValueError("segment_ids cannot be combined with a cache: give each document a row of its own")
@@ -228,8 +230,8 @@ def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positi
 def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], Context]:
     """Reorders tokens so that all devices of a context axis have equal work under a causal mask.
 
-    Device i of n gets the pieces i and 2n - 1 - i of 2n: one with few keys before it, one with many. Nothing happens
-    unless the layout splits sequences.
+    Device i of n gets pieces i and 2n - 1 - i of 2n: one with few keys before it, one with many. Does nothing unless
+    the layout splits sequences.
 
     Args:
         x: Activations, `B T D`.
@@ -240,7 +242,7 @@ def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "
     """
     if not can_zigzag(x.shape[1]):
         return x, ctx
-    # Arrays of the context with a token axis, [B, T, ...], are reordered too; those of rows, [B], are not.
+    # Reorder the context's arrays that have a token axis, [B, T, ...], too, but not those of rows, [B].
     turn = lambda y: zigzag(y, "batch", "seq", *[None] * (y.ndim - 2)) if y.ndim > 1 else y
     return turn(x), dataclasses.replace(jax.tree.map(turn, ctx), zigzag=True)
 
@@ -253,7 +255,7 @@ def zigzag_unshard(x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T 
 def bidirectional_blocks(
     inside: Bool[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None, cache: Any = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Finds the block of consecutive `inside` tokens around each token, within its document.
+    """Finds the block of consecutive `inside` tokens that contains each token, within its document.
 
     Args:
         inside: True for tokens of a block, such as those of an image.
@@ -261,10 +263,10 @@ def bidirectional_blocks(
         cache: Cache of the model, whose tokens come before these.
 
     Returns:
-        Start and stop of each token's block; a token outside has a block of its own.
+        Start and stop of each token's block; a token that is not `inside` is a block by itself.
     """
     column = jnp.broadcast_to(jnp.arange(inside.shape[1], dtype=jnp.int32), inside.shape)
-    # Two blocks side by side in different documents have different ids; tokens outside have 0.
+    # Adjacent blocks of different documents have different ids; tokens outside any block have 0.
     runs = jnp.where(inside, 1 if segment_ids is None else segment_ids, 0)
     start, stop = _segment_bounds(column, runs)
     first = 0 if cache is None else cache.length[:, None]
@@ -272,7 +274,7 @@ def bidirectional_blocks(
 
 
 def first_of_segment(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Returns the place in its row of the first token of each token's document."""
+    """Returns, for each token, the column of the first token of its document."""
     place = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     return _segment_bounds(place, segment_ids)[0]
 
@@ -287,7 +289,7 @@ def _documents(batch, seq, segment_ids, valid, cache):
         stop = jnp.broadcast_to(cache.length[:, None] + num_new, index.shape)
         start = jnp.zeros_like(index)
         if valid is not None:
-            # Padding gets an empty document, so it attends to nothing.
+            # Padding gets an empty interval, so it attends to nothing.
             start = jnp.where(valid, start, stop)
         return index, start, stop, valid
     if segment_ids is None and valid is None:
@@ -301,7 +303,7 @@ def _documents(batch, seq, segment_ids, valid, cache):
 
 
 def _segment_bounds(column, segment_ids):
-    """Returns start and stop of the run of equal ids around each token; padding gets an empty one."""
+    """Returns start and stop of the run of equal ids that contains each token; padding gets an empty interval."""
     edge = jnp.ones((column.shape[0], 1), bool)
     # [B, T - 1]: True between two tokens of different documents.
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -314,7 +316,7 @@ def _segment_bounds(column, segment_ids):
 
 
 def _rope_length(seq, positions, segment_ids, cache):
-    """Returns the static length that rotary tables may assume; None means that they use the positions."""
+    """Returns the static length for rotary tables; None means that they derive it from the positions."""
     if cache is not None:
         return cache.rope_length
     return seq if positions is None and segment_ids is None else None

@@ -36,9 +36,9 @@ def check_tokens(tokens: Any) -> None:
 class Decoder(nnx.Module):
     """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions/0001).
 
-    A family derives its model from this class and sets the attributes in its constructor; it may override
-    `embed_tokens`, `enter`, `layer_inputs` and `leave`. A model with another structure does not derive from it: the
-    contract asks for methods, not for this class.
+    A model family subclasses it and sets the attributes in its constructor; it may override `embed_tokens`, `enter`,
+    `layer_inputs` and `leave`. A model with another structure need not subclass it: trainers and generators only need
+    the methods of `nn.Model`.
 
     Attributes:
         cfg: The model's config.
@@ -48,8 +48,8 @@ class Decoder(nnx.Module):
         head: Table of output vectors; None if it is tied to `embed`.
         masks: Masks of the layers, whose key intervals are computed once per forward pass.
         ropes: Rotary embeddings of the layers, whose tables are computed once per forward pass.
-        recompute_cache_at: Length from which cached keys are rotated differently and must be recomputed (LongRoPE's
-            switch in Phi); None if there is none.
+        recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
+            (LongRoPE in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
         layers_share: True if layers share values with later ones. Their `x` is then a `stack.WithShared`.
@@ -112,25 +112,25 @@ class Decoder(nnx.Module):
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
         inputs = self.layer_inputs(x.x if isinstance(x, WithShared) else x, ctx)
-        ctx = dataclasses.replace(ctx, features=None)  # layers that use them have them as inputs
+        ctx = dataclasses.replace(ctx, features=None)  # layers get theirs as inputs
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat, layer_inputs=inputs)
         # `cache and ...`: None without a cache.
         return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any) -> tuple[Any, Context]:
-        """Prepares the input of the first layer: `x` in its place on the mesh, and the context.
+        """Prepares the input of the first layer: shards `x` over the mesh and puts tokens of the context in order.
 
-        If devices share a sequence, tokens are put into zigzag order, unless a layer needs them in their own.
+        If sequences are split over devices, tokens are put into zigzag order, unless a layer needs their natural order.
         """
         ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
-        # Splits [B, T, D] over the mesh as every layer expects it.
+        # Shard [B, T, D] over the mesh as every layer expects it.
         x = constrain(x, "batch", "seq", "act_embed")
         # A cache stores tokens by index, so decoding keeps the natural order.
         x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
         return (WithShared(x, {}) if self.layers_share else x), ctx
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Any:
-        """Returns what each layer gets for itself, as arrays with a leading axis of layers; None for nothing.
+        """Returns per-layer inputs, arrays with a leading axis of layers; None if there are none.
 
         Args:
             x: The input of the first layer.
@@ -143,11 +143,11 @@ class Decoder(nnx.Module):
         return zigzag_unshard(self.norm(x.x if isinstance(x, WithShared) else x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """Returns the matrix of the head, `V D`; it is the embedding if they are tied."""
+        """Returns the head's matrix, `V D`: the embedding if they are tied."""
         return (self.head or self.embed).w[...]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Returns the scores of the next token, soft-capped if the model does so."""
+        """Returns the logits of the next token, soft-capped if the model has a soft-cap."""
         # [B, T, D] -> [B, T, V]
         logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
@@ -159,7 +159,7 @@ class Decoder(nnx.Module):
 
         Args:
             batch: Number B of rows.
-            capacity: Most tokens in a row. It does not change results.
+            capacity: Maximum number of tokens in a row; results do not depend on it.
             dtype: Dtype of the stored values; int8 and float8 are quantized.
             rope_length: See `Cache`.
         """
@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
 
     @property
     def max_length(self) -> int | None:
-        """Number of positions that the model was made for, None without an end."""
+        """Number of positions that the model supports; None if there is no limit."""
         return min((rope.max_length for rope in self.ropes if rope.max_length is not None), default=None)
 
 
@@ -213,7 +213,7 @@ class VisionDecoder(Decoder):
 
         Raises:
             ValueError: when images are given to a text model, or the number of placeholders is not `num_tokens` per
-                image. Inside jit, where ids are hidden, the placeholders become NaN instead.
+                image. Inside jit, where ids are not known, the placeholders become NaN instead.
         """
         check_tokens(tokens)
         self.check_images(tokens, images)
@@ -239,7 +239,7 @@ class VisionDecoder(Decoder):
 
 
 class MTPDecoder(Decoder):
-    """Decoder with modules that predict further ahead than the next token; the first of them can draft.
+    """Decoder with multi-token prediction modules; the first of them can draft.
 
     Attributes:
         mtp: The modules, which predict 2, 3, ... tokens ahead.
@@ -274,7 +274,5 @@ class MTPDecoder(Decoder):
     def _drafter(self) -> MTP:
         """Returns the first module; raises ValueError if there is none."""
         if not len(self.mtp):
-            raise ValueError(
-                f"this {type(self).__name__} was built without a module that drafts: read it with num_mtp=1"
-            )
+            raise ValueError(f"this {type(self).__name__} has no MTP module to draft with: load it with num_mtp=1")
         return self.mtp[0]

@@ -1,4 +1,5 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention with a state that is corrected, and decays.
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention whose state decays and is updated by the delta
+rule.
 
 Shapes: B rows, T new tokens, D width, K key heads of width Hk, N value heads of width Hv, W taps of the convolution.
 """
@@ -33,7 +34,7 @@ _STATE = ("batch", "act_heads", None, None)
 
 @pytree
 class DeltaCache(LayerCache):
-    """Cache of a gated DeltaNet: the same size however many tokens there were; none of them can be taken back.
+    """Cache of a gated DeltaNet. Its size does not depend on the number of tokens, and it cannot be rewound.
 
     Attributes:
         q: The last W - 1 inputs of the convolution of queries, `B W-1 K Hk`.
@@ -53,10 +54,10 @@ class DeltaCache(LayerCache):
 class GatedDeltaNet(SequenceMixer):
     """Gated DeltaNet: `out(norm(o) * out_gate_act(gate(x)))`; `o` is the gated delta rule of convolved projections.
 
-    Queries, keys and values pass a short convolution and SiLU. With a row of `a(x)` and `b(x)` for each value head, the
-    log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `max_step * sigmoid(b(x))`. Padding and other
-    documents of a row change nothing; the cache has a fixed size. Tokens must be in order: devices that share a
-    sequence pass on states (`ops.gated_delta_rule`), and zigzag order is refused.
+    Queries, keys and values pass through a short convolution and SiLU. With a row of `a(x)` and `b(x)` for each value
+    head, the log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `max_step * sigmoid(b(x))`. Padding and
+    other documents of a row have no effect. The cache has a fixed size. Tokens must be in order: devices that share a
+    sequence pass states on (`ops.gated_delta_rule`), and zigzag order raises an error.
 
     Args:
         dim: Width D of the residual stream.
@@ -67,7 +68,7 @@ class GatedDeltaNet(SequenceMixer):
         conv_width: Number W of taps of the convolution.
         norm_eps: Added to the mean square in the norm of the output.
         out_gate_act: Activation of the output's gate.
-        max_step: Greatest step; above 1 a state may turn over (OLMo Hybrid has 2).
+        max_step: Largest step; above 1 the state's transition may have negative eigenvalues (2 in OLMo Hybrid).
         implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
         rngs: Source of initial values.
 
@@ -102,7 +103,7 @@ class GatedDeltaNet(SequenceMixer):
         self.k = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
         self.v = Einsum("...D,NHD->...NH", (N, Hv, D), of_values, rngs=rngs)
         self.gate = Einsum("...D,NHD->...NH", (N, Hv, D), of_values, rngs=rngs)
-        # One number per value head: the step, and what the decay depends on.
+        # One number per value head: `b` gives the step, `a` the decay.
         self.b = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
         self.a = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
         self.q_conv = taps((K, Hk, W), ("kv_heads", "head_dim"), rngs)
@@ -126,7 +127,7 @@ class GatedDeltaNet(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
             cache: Convolution inputs and state of earlier tokens, or None.
 
         Returns:
@@ -138,7 +139,7 @@ class GatedDeltaNet(SequenceMixer):
         q, k, v = (mark_heads(own(part(x)), name) for part, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
         log_decay, beta = map(own, self._rates(x))
         out, cache = self._mix(q, k, v, log_decay, beta, ctx, cache)
-        # In float32 until the product, as the norm is. [B, T, N, Hv]
+        # The norm and the gate are in float32, so multiply in float32, too. [B, T, N, Hv]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         out = (out * self.out_gate_act(own(self.gate(x)).astype(out.dtype))).astype(x.dtype)
         return self.o(out), cache
@@ -152,12 +153,12 @@ class GatedDeltaNet(SequenceMixer):
         return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
 
     def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
-        """Convolves and applies the delta rule, on each device's own rows, heads and tokens."""
+        """Applies the convolution and the delta rule to each device's rows, heads and tokens."""
         axis, seq = sequence_axis(q.shape[1])
         here = lambda names: tuple(seq if name == "seq" else name for name in names)
         filters = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
         split = [AllGatherArg(w.get_metadata()["axes"], ("act_heads", None, None)) for w in (self.q_conv, self.v_conv)]
-        # Rows without a cache that hold one document each need no resets.
+        # Without packing and without a cache, the state needs no resets.
         starts = ctx.is_start if ctx.packed or cache is not None else None
         states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
         names = [here(_HEADS)] * 3 + [here(_HEADS[:3])] * 2 + [split[0], split[0], split[1]]
@@ -173,7 +174,7 @@ class GatedDeltaNet(SequenceMixer):
 
         Args:
             batch: Number B of rows.
-            capacity: Most tokens in a row.
+            capacity: Maximum number of tokens in a row.
             dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
         """
         N, K, Hk, Hv, U = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim, self.conv_width - 1
@@ -182,7 +183,9 @@ class GatedDeltaNet(SequenceMixer):
         return DeltaCache(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """Returns the bytes of transitions, states and convolution inputs that devices gather in a training step."""
+        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
+        training step.
+        """
         N, K, Hk, Hv = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim
         effect = 4 * N * Hk * (Hk + Hv)  # float32
         tail = (self.conv_width - 1) * (2 * K * Hk + N * Hv) * split.width
@@ -200,7 +203,9 @@ class GatedDeltaNet(SequenceMixer):
 
 
 def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
-    """Convolves and applies the delta rule on one device's part; returns the output and the new cache's arrays."""
+    """Applies the convolution and the delta rule to one device's part; returns the output and the new cache's
+    arrays.
+    """
     filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
     found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), filters, tails, strict=True)]

@@ -1,4 +1,4 @@
-"""A picture of a model, read off its modules."""
+"""Draws a model as an SVG diagram."""
 
 import dataclasses
 import html
@@ -24,7 +24,7 @@ _STYLE = (
 _COLOURS = {"Attention": "#4477aa", "MLA": "#4477aa", "DeltaNet": "#66aaaa", "MLP": "#228833", "MoE": "#ee6677", "Embed": "#aa7744", "Norm": "#888888"}  # fmt: skip
 
 
-# JAX sorts attributes by name when it maps over a model; these names tell the order in which they run.
+# JAX sorts attributes by name when it maps over a model; this is the order in which they run.
 _ORDER = (
     "tower", "projector", "embed", "positions", "pre_norm", "attn_norm", "attn", "delta",
     "attn_post_norm", "mlp_norm", "mlp", "moe", "mlp_post_norm", "layers",
@@ -40,10 +40,10 @@ class Block:
     Attributes:
         name: The attribute that holds the module.
         kind: The module's class.
-        parameters: Number of its parameters, those of repeated layers counted once.
+        parameters: Number of its parameters; repeated layers count once.
         lines: Details: shapes of its arrays, its mask.
         inside: Boxes within it.
-        repeat: How often it follows itself.
+        repeat: Number of times that the block is repeated.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """Picture of a model. Notebooks show it; `svg` is its text."""
+    """Picture of a model, shown by notebooks; `svg` is its source."""
 
     svg: str
 
@@ -70,9 +70,9 @@ class Drawing:
 
 
 def draw(model: Any) -> Drawing:
-    """Draws a model as blocks with their shapes and parameters; alike layers are one block with a count.
+    """Draws a model as blocks with their shapes and parameters; identical layers are one block with a count.
 
-    Works on `jax.eval_shape` of a model too, so that a large one needs no memory.
+    Also works on `jax.eval_shape` of a model, so a large model needs no memory.
 
     Args:
         model: A model, a stack or a layer.
@@ -116,7 +116,7 @@ def _layers(stack: Stack) -> Iterator[Block]:
 
 
 def _merged(blocks: Any) -> Iterator[Block]:
-    """Joins neighbours that differ in nothing but their name."""
+    """Merges neighbours that differ only in name."""
     last: Block | None = None
     for block in blocks:
         if last is not None and dataclasses.replace(last, name="", repeat=1) == dataclasses.replace(block, name=""):
@@ -130,7 +130,7 @@ def _merged(blocks: Any) -> Iterator[Block]:
 
 
 def _submodules(module: Any) -> dict[str, Any]:
-    """Returns the submodules that have arrays, in the order in which data passes them as far as it is known."""
+    """Returns the submodules that have arrays, in the order of execution as far as it is known."""
     found: dict[str, Any] = {}
     place = lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
     for name, value in sorted(vars(module).items(), key=lambda item: place(item[0])):
@@ -146,7 +146,7 @@ def _arrays(module: Any) -> dict[str, nnx.Variable]:
 
 
 def _shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """Returns the shape that one layer's array has: scanned layers have a leading axis."""
+    """Returns the shape of one layer's array, without the leading axis of scanned layers."""
     shape = variable.get_value().shape
     return shape[num_layer_axes(variable.get_metadata().get("axes", ())) :] if len(shape) else shape
 
@@ -172,7 +172,7 @@ def _parameters(module: Any) -> int:
 
 
 def _notes(module: Any) -> Iterator[str]:
-    """Yields what shapes do not show: heads, mask, experts."""
+    """Yields details that shapes do not show: heads, mask, experts."""
     if isinstance(getattr(module, "num_heads", None), int):
         heads = f"{module.num_heads} query heads"
         kv = getattr(module, "num_kv_heads", None)
@@ -193,7 +193,7 @@ def _mask(mask: Any) -> str:
 
 
 def _in_rows(texts: list[str], width: int = 52) -> tuple[str, ...]:
-    """Puts short texts side by side."""
+    """Joins short texts into rows."""
     rows: list[str] = []
     for text in texts:
         if rows and len(rows[-1]) + len(text) + 3 <= width:

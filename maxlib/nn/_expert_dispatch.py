@@ -25,8 +25,7 @@ Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
 
 @pytree
 class Dropless:
-    """Dispatch in which all choices are computed: rows sorted by expert; those of padding come last and belong to no
-    expert.
+    """Dispatch that computes all choices: rows are sorted by expert; padding comes last and belongs to no expert.
 
     Attributes:
         source: The choice that each row holds.
@@ -57,7 +56,7 @@ class Dropless:
         activation: Callable,
         weight_order: ops.ExpertWeightOrder,
     ):
-        """Returns `activation(gate(rows), up(rows))`, by one op if both matmuls are exact and the same."""
+        """Returns `activation(gate(rows), up(rows))`; one fused op if both matmuls are plain and equal."""
         (matmul, w, b), (other, w_up, b_up) = gate, up
         if not isinstance(matmul, PlainMatmul) or matmul != other:
             return _gated(self, rows, gate, up, activation, weight_order)
@@ -85,7 +84,7 @@ class Padded:
     def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
         """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
-        # Equal room for each expert makes it a batched matmul: [E * C, I] -> [E, C, I] -> [E, C, O].
+        # Every expert has the same capacity, so this is a batched matmul: [E * C, I] -> [E, C, I] -> [E, C, O].
         y = matmul.einsum(f"ECI,{weight_order}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
         # b: [E, O] -> [E, 1, O]
         return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
@@ -106,7 +105,7 @@ Dispatch = Dropless | Padded
 
 
 def _gated(plan: Dispatch, rows, gate: Linear, up: Linear, activation: Callable, weight_order: ops.ExpertWeightOrder):
-    """Computes both projections one after the other and joins them; remat policies know them as `NAMES`."""
+    """Computes both projections one after the other and combines them; remat policies call them `NAMES`."""
     return activation(*map(checkpoint_name, (plan.linear(rows, linear, weight_order) for linear in (gate, up)), NAMES))
 
 
@@ -124,15 +123,15 @@ def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: 
 
 
 def sorted_rows(counts: Int[Array, " E"], size: int) -> Dropless:
-    """Makes the plan for `size` rows that are already sorted by expert, `counts` rows for each; the rest belong to
-    none.
+    """Makes the plan for `size` rows that are already sorted by expert, `counts` rows each; the rest belong to no
+    expert.
     """
     order = jnp.arange(size, dtype=jnp.int32)
     return Dropless(order, order[:, None], (order < counts.sum())[:, None], counts)
 
 
 def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, capacity: int) -> Padded:
-    """Makes the plan with room for `capacity` choices of each expert; choices beyond it are dropped.
+    """Makes the plan with `capacity` rows for each expert; choices beyond it are dropped.
 
     Args:
         experts: Ids of the chosen experts.
@@ -141,12 +140,12 @@ def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: in
         capacity: Rows of each expert.
     """
     order, row_of_choice, counts = _sort(experts, valid, num_experts)
-    # First sorted row of each expert, [E]; `rank` counts a choice among those of its expert, [M, X].
+    # First sorted row of each expert, [E]; `rank` is the index of a choice among those of its expert, [M, X].
     first = jnp.cumsum(counts) - counts
     rank = row_of_choice.reshape(experts.shape) - first[experts]
     kept = valid[:, None] & (rank < capacity)
     size = num_experts * capacity
-    # Row of a choice: the start of its expert's room plus its rank; `size` if it does not fit.
+    # Row of a choice: the first row of its expert plus its rank; `size` if it does not fit.
     row_of_choice = jnp.where(kept, experts * capacity + rank, size)
     empty = jnp.full(size, experts.size, order.dtype)
     # Inverse of `row_of_choice`: scatters the number of each choice into its row; rows beyond the end are dropped.
@@ -160,13 +159,13 @@ def _sort(experts, valid, num_experts: int):
     Returns:
         The choices in the order of their experts, the row of each choice in that order, and the count of each expert.
     """
-    # Padding gets an id after all experts, so that it comes last. [M, X] -> [M * X]
+    # Padding gets an id above all experts, so that it sorts last. [M, X] -> [M * X]
     ids = jnp.where(valid[:, None], experts, num_experts).reshape(-1)
-    # Stable: tokens keep their order within an expert, so that earlier ones get the room.
+    # Stable: tokens keep their order within an expert, so earlier tokens are kept when the capacity is exceeded.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     # Inverse permutation: row_of_choice[order[i]] = i.
     row_of_choice = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    # Compares with every id, [M * X, E] -> [E]; padding matches none.
+    # Compare with every expert's id, [M * X, E] -> [E]; padding matches none.
     counts = jnp.sum(ids[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     return order, row_of_choice, counts
 

@@ -20,7 +20,7 @@ from maxlib.sharding import current
 from maxlib.sharding._experts import BEST_RAGGED, ROOM
 from maxlib.sharding.pipelining import stages
 
-# Where XLA has `ragged_all_to_all`.
+# Platforms on which XLA has `ragged_all_to_all`.
 CAN_RAGGED = ("tpu", "gpu")
 Experts = Callable[[Float[Array, "R D"], dispatch.Dispatch], Float[Array, "R D"]]
 
@@ -38,14 +38,13 @@ def dropless(
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M X"]]:
     """Applies the experts of all devices to this device's tokens; no choice is dropped.
 
-    Buffers have a static size, but any number of tokens may choose a device's experts. Usually they are spread about
-    evenly: then two turns run, with half the tokens each and room for `ROOM` times an even share. If some device would
-        get
-    more, as many turns run as there are devices, each with room for all choices of its tokens. Either way a buffer is
-    at most as large as all choices of a device's own tokens. The backward pass computes turns again.
+    Buffers have a static size, but any number of tokens may choose a device's experts. If tokens are spread about
+    evenly, two rounds run, each with half the tokens and buffers of `ROOM` times an even share. If some device would
+    get more, there are as many rounds as devices, each with buffers for all choices of its tokens. Either way a buffer
+    is at most as large as all choices of a device's own tokens. The backward pass recomputes each round.
 
-    `is_ragged` decides how rows travel: ragged, only rows that exist are sent, and a buffer has room for all that a
-    device receives; dense, the pieces for each device have one size.
+    `is_ragged` chooses the exchange. A ragged exchange sends only rows that exist, and a buffer has room for all rows
+    that a device receives; a dense exchange sends pieces of equal size to every device.
 
     Args:
         x: Tokens.
@@ -58,36 +57,36 @@ def dropless(
         axis: Mesh axis over which experts are split.
 
     Returns:
-        The weighted sums, `M D`, and which choices were computed, `M X`.
+        The weighted sums, `M D`, and a mask of the choices that were computed, `M X`.
     """
     devices, tokens, ragged = lax.axis_size(axis), (x, experts, weights, input_weights, valid), is_ragged()
     turn = _ragged_turn if ragged else _turn
     one = functools.partial(turn, apply=apply, num_experts=num_experts, axis=axis)
-    # Tokens that cannot be cut into so many equal parts take one turn.
+    # Use one round if the tokens do not divide into equal parts.
     turns = lambda wanted: wanted if x.shape[0] % wanted == 0 else 1
     few, many = turns(2), turns(devices)
-    each = devices if ragged else 1  # a capacity is of what a device gets in all, or from each other one
-    # ceil(ROOM * an even share), at most all choices of a turn.
+    each = devices if ragged else 1  # the capacity counts rows from all devices, or from each device
+    # ceil(ROOM * an even share), at most all choices of a round.
     even = min(-(-ROOM * experts.size * each // (few * devices)), experts.size * each // few)
     usual = functools.partial(_turns, one, few, even)
     worst = functools.partial(_turns, one, many, experts.size * each // many)  # room for any choice
     busiest = _busiest(experts // (num_experts // devices), valid, few, devices, axis if ragged else None)
-    # All devices take the same branch (`_busiest` is a maximum over the mesh): a collective must run on all of them.
+    # All devices take the same branch (`_busiest` is a maximum over the mesh), because each branch has collectives.
     y = lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
     return y, jnp.broadcast_to(valid[:, None], experts.shape)
 
 
 def is_ragged() -> bool:
-    """Returns True if rows travel in pieces of their own size (`ragged_all_to_all`), False for pieces of equal size.
+    """Returns True if rows are exchanged by `ragged_all_to_all`, False if in pieces of equal size.
 
-    The layout decides (`ExpertParallel.how`); without it, the platform's default does (docs/decisions/0011).
+    The layout decides (`ExpertParallel.how`), or else the platform's default (docs/decisions/0011).
 
     Raises:
         ValueError: when the layout asks for it and XLA does not support it on this platform.
     """
     layout, (platform, _) = current(), current_device()
     how = layout.experts.how if layout is not None and layout.experts is not None else None
-    if how is None:  # nobody has seen one under the vmap of a pipeline's stages
+    if how is None:  # ragged exchanges are untested under the vmap over pipeline stages
         return platform in BEST_RAGGED and stages() == 1
     if how == "ragged" and platform not in CAN_RAGGED:
         raise ValueError(
@@ -100,10 +99,10 @@ def is_ragged() -> bool:
 def _busiest(
     device: Int[Array, "M X"], valid: Bool[Array, " M"], turns: int, devices: int, axis: str | None
 ) -> Int[Array, ""]:
-    """Returns the most choices that any device of the mesh sends to one other in a turn, or receives over `axis`."""
+    """Returns the largest number of choices that a device sends to another in a round, or receives over `axis`."""
     # [M, X] -> [turns, M * X / turns]; padding gets an id that no device has.
     ids = jnp.where(valid[:, None], device, devices).reshape(turns, -1)
-    # [turns, devices]: choices for each device in each turn.
+    # [turns, devices]: choices for each device in each round.
     counts = jnp.sum(ids[:, :, None] == jnp.arange(devices)[None, None], axis=1)
     # Received choices are the sum over senders.
     counts = counts if axis is None else lax.psum(counts, axis)
@@ -112,7 +111,8 @@ def _busiest(
 
 @jax.custom_batching.custom_vmap
 def _of_all(busiest: Int[Array, ""]) -> Int[Array, ""]:
-    """Identity; under vmap over pipeline stages the maximum, so that all stages take the same `cond` branch.
+    """Returns its argument; under vmap over pipeline stages the maximum, so that all stages take the same `cond`
+    branch.
 
     A predicate that differs between vmapped stages would turn `cond` into a `select` that computes both branches.
     """
@@ -125,7 +125,7 @@ def _(stages: int, is_batched: list[bool], busiest: Int[Array, "..."]) -> tuple[
 
 
 def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:
-    """Runs `one` on equal parts of the tokens, one after the other; the backward pass computes each again."""
+    """Runs `one` on equal parts of the tokens, one after the other; the backward pass recomputes each."""
     # [M, ...] -> [turns, M / turns, ...]
     cut = jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tokens)
     run = jax.checkpoint(functools.partial(one, capacity=capacity))
@@ -133,24 +133,24 @@ def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) ->
 
 
 def _turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int):
-    """Computes one turn with pieces of equal size: `capacity` rows for each device, full or not."""
+    """Runs one round of the dense exchange: `capacity` rows for each device, full or not."""
     here = num_experts // lax.axis_size(axis)
-    # The plan treats devices as the "experts": expert // here is the device that owns it.
+    # The plan treats devices as experts: expert // here is the device that owns the expert.
     there = dispatch.padded(experts // here, valid, num_experts // here, capacity=capacity)
     # [M, D] -> [devices * capacity, D], sorted by device.
     rows = _scaled(x, input_weights, there)
-    # Counted from one: zero is a row that holds nothing.
+    # Count experts from one: zero marks an empty row.
     numbers = (experts % here + 1).reshape(-1).at[there.source].get(mode="fill", fill_value=0)
     rows, numbers = (_swap(a, axis) for a in (rows, numbers))
-    # On arrival: sort the received rows by this device's own experts; every row is one choice.
+    # Sort the received rows by this device's experts; every row is one choice.
     plan = dispatch.dropless(numbers[:, None] - 1, numbers > 0, here)
     made = dispatch.collect(apply(dispatch.spread(rows, plan), plan), plan)[:, 0]
-    # Back to the devices they came from, in the rows they left from.
+    # Send the results back to the devices and rows that they came from.
     return _weighted(_swap(made, axis), weights, there).astype(x.dtype)
 
 
 def _ragged_turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int):
-    """Computes one turn with pieces of their own size, which arrive sorted by expert in a buffer of `capacity` rows."""
+    """Runs one round of the ragged exchange: rows arrive sorted by expert in a buffer of `capacity` rows."""
     plan = dispatch.dropless(experts, valid, num_experts)
     # [M, D] -> [M * X, D], sorted by expert and hence by device.
     rows = _scaled(x, input_weights, plan)
@@ -193,7 +193,7 @@ class Route:
 
 
 def _routes(counts: Int[Array, " E"], axis: str) -> tuple[Route, Route, Int[Array, " H"]]:
-    """Computes where rows go and come from.
+    """Computes the routes of rows to their experts and back.
 
     Rows are sorted by expert on the sender; on the receiver they are sorted by expert, then by sender.
 
@@ -206,9 +206,9 @@ def _routes(counts: Int[Array, " E"], axis: str) -> tuple[Route, Route, Int[Arra
     """
     devices, me = lax.axis_size(axis), lax.axis_index(axis)
     all_ = lax.all_gather(counts, axis).reshape(devices, devices, -1)  # from, to, expert
-    # Starts on the sender: rows before them are those of all earlier experts.
+    # First rows on the sender, which are preceded by the rows of all earlier experts.
     home = _starts(all_.reshape(devices, -1)).reshape(all_.shape)
-    # Starts on the receiver, in its order (expert, sender); then back to the order (sender, receiver, expert).
+    # First rows on the receiver, ordered by (expert, sender); then back to the order (sender, receiver, expert).
     lies = jnp.moveaxis(all_, 0, 2)  # to, expert, from
     lies = jnp.moveaxis(_starts(lies.reshape(devices, -1)).reshape(lies.shape), 2, 0)
     # Slices that this device sends, and slices that it receives.
@@ -224,9 +224,9 @@ def _starts(sizes: Int[Array, "N S"]) -> Int[Array, "N S"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _travel(rows: Float[Array, "R D"], out: Route, back: Route, axis: str, size: int) -> Float[Array, "N D"]:
-    """Sends `rows` along `out` into a buffer of `size` rows, zeros where none arrive.
+    """Sends `rows` along `out` into a buffer of `size` rows; rows that receive nothing are zero.
 
-    The gradient travels along `back`.
+    The gradient is sent along `back`.
     """
     room = jnp.zeros((size, rows.shape[1]), rows.dtype)
     return lax.ragged_all_to_all(rows, room, out.start, out.size, out.there, back.size, axis_name=axis)
@@ -251,7 +251,7 @@ def with_capacity(
     num_experts: int,
     axis: str,
 ) -> Float[Array, "B R D"]:
-    """Applies the experts to buffers with a fixed room for each expert and batch row.
+    """Applies the experts to buffers with a fixed capacity for each expert and batch row.
 
     Args:
         rows: Rows of all experts for this device's batch rows, `R = num_experts * capacity`.
@@ -267,5 +267,5 @@ def with_capacity(
     # [B, E, C, D] -> [B * devices, E / devices, C, D]: all rows of the batch for this device's experts.
     rows = lax.all_to_all(rows, axis, split_axis=1, concat_axis=0, tiled=True)
     made = jax.vmap(apply)(rows)
-    # And back: [B * devices, E / devices, C, D] -> [B, E, C, D] -> [B, R, D]
+    # Exchange back: [B * devices, E / devices, C, D] -> [B, E, C, D] -> [B, R, D]
     return lax.all_to_all(made, axis, split_axis=0, concat_axis=1, tiled=True).reshape(B, R, D)

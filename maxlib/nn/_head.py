@@ -1,7 +1,7 @@
-"""Scores of target tokens from hidden states and a head, on the mesh in use: the building blocks of training losses.
+"""Log-probabilities and losses of target tokens from hidden states and a head, on the current mesh.
 
-`head_split` decides how the work is divided; `cross_entropy` and `token_log_probs` follow it. Neither ever has the
-logits of all tokens in memory. Shapes: B rows, T tokens, D width, V vocabulary.
+`head_split` decides how the work is divided; `cross_entropy` and `token_log_probs` follow it. Neither ever stores the
+logits of all tokens. Shapes: B rows, T tokens, D width, V vocabulary.
 """
 
 import math
@@ -54,7 +54,7 @@ def token_log_probs(
     On a mesh each device computes its own rows and its own part of the vocabulary, as in `cross_entropy`; the results
     are sharded like `targets`. They are differentiable with respect to `hidden` and `head_weight`; temporary memory is
     `chunk` rows of logits, forward and backward. To minimize a sum of log-probabilities with factors known in advance,
-    `cross_entropy(weights=...)` needs one matmul less.
+    use `cross_entropy(weights=...)`, which needs one matmul less.
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -91,7 +91,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Computes `sum(weights * -log_softmax(cap(hidden @ head_weight.T))[targets])` over all tokens, in nats.
 
-    Gradients are computed in the forward pass, so that logits are computed once (`ops.linear_cross_entropy`).
+    The forward pass also computes the gradients, so logits are computed once (`ops.linear_cross_entropy`).
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -111,7 +111,7 @@ def cross_entropy(
     def op(hidden, weight, targets, weights):
         out = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, chunk=split.chunk, **options)
         sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
-        return tuple(x.reshape(1, 1) for x in sums)  # one number for each part of batch and sequence
+        return tuple(x.reshape(1, 1) for x in sums)  # one number per shard of batch and sequence
 
     out = _on_parts(op, split, hidden, head_weight, targets, weights, out_names=(_ROWS,) * 3)
     # [parts of the batch, parts of the sequence] -> scalars
@@ -120,12 +120,12 @@ def cross_entropy(
 
 
 class HeadSplit(NamedTuple):
-    """Division of the scores of tokens over a mesh.
+    """Division of the head's matmul over a mesh.
 
     Attributes:
         vocab: Mesh axes that split the vocabulary on each device's own rows.
-        more: Mesh axes over which rows are gathered, to split the vocabulary further.
-        batch: Mesh axes that still split the rows then.
+        more: Further mesh axes that split the vocabulary; rows are gathered over them.
+        batch: Mesh axes that still split the rows after that.
         chunk: Rows of logits at once; None for the default.
     """
 
@@ -136,15 +136,15 @@ class HeadSplit(NamedTuple):
 
     @property
     def axis_name(self) -> Axes | None:
-        """Returns the mesh axes over which the vocabulary is split, None if it is not."""
+        """Returns the mesh axes over which the vocabulary is split; None if it is not split."""
         return self.vocab + self.more or None
 
 
 def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
-    """Decides how `hidden` and the head are divided on the mesh in use.
+    """Decides how `hidden` and the head are divided on the current mesh.
 
-    A head that is split over its width by the same axes as the batch over its rows (FSDP) must be gathered, and its
-    gradient summed. If there are fewer rows than vocabulary, rows are gathered instead, and each device computes a part
+    Under FSDP the same mesh axes split the head's width and the batch's rows, so the head must be gathered and its
+    gradient summed. If the rows are smaller than the head, they are gathered instead, and each device computes a part
     of the vocabulary for all of them.
 
     Args:
@@ -161,19 +161,19 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     more = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
     left = tuple(axis for axis in batch if axis not in more)
     width = hidden.dtype.itemsize
-    rows = 2 * width * math.prod(hidden.shape) / parts(left)  # bytes there, and of their gradients back
-    weights = (width + 4) * math.prod(weight) / parts(vocab)  # there, and a gradient that is made in float32
-    # Gathers whichever is smaller in bytes; the vocabulary must divide.
+    rows = 2 * width * math.prod(hidden.shape) / parts(left)  # bytes of the rows, and of their gradients
+    weights = (width + 4) * math.prod(weight) / parts(vocab)  # the head, and its gradient in float32
+    # Gather whichever has fewer bytes; the vocabulary must divide over the devices.
     if not more or rows >= weights or weight[0] % parts(vocab + more):
         return HeadSplit(vocab, (), batch)
-    # As many logits at once as the whole vocabulary would have.
+    # Process as many logits at once as with the whole vocabulary.
     return HeadSplit(vocab, more, left, ROWS_AT_ONCE * parts(more))
 
 
 def _vocab_axes(vocab: int, layout: sharding.Layout) -> Axes:
-    """Returns the mesh axes of the vocabulary.
+    """Returns the mesh axes that split the vocabulary.
 
-    In a pipeline they include those of its stages, if all stages have the same rows.
+    In a pipeline they include the axis of its stages, if all stages have the same rows.
     """
     own = layout.mesh_axes("vocab")
     # An axis can split only one dimension.
@@ -193,11 +193,11 @@ def _on_parts(
 ) -> Any:
     """Runs `op(hidden, weight, *more)` on each device's part of the rows and of the vocabulary.
 
-    `more` are arrays `B T`, unless `more_names` has the names of their axes.
+    The arrays of `more` are `B T`, unless `more_names` gives the names of their axes.
     """
     if sharding.current() is not None and not is_inside_stage():
-        # Over devices the weight travels, and its gradient is summed, in the dtype of `hidden`: as those of layers.
-        # In a pipeline this runs once for every microbatch, and gradients stay where they are made until the last.
+        # The weight is gathered, and its gradient summed, in the dtype of `hidden`, as for layers.
+        # In a pipeline this runs for every microbatch; gradients are only exchanged after the last one.
         hidden, weight = _reduced_first(hidden, weight.astype(hidden.dtype))
     changes = {"vocab": split.vocab + split.more} | ({"batch": split.batch} if split.more else {})
     names = [None if x is None else _ROWS for x in more] if more_names is None else more_names
@@ -206,7 +206,7 @@ def _on_parts(
 
 
 def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
-    """Shards a head's gradient as the head is stored, from the parts of the vocabulary in which it was computed.
+    """Reshards a head's gradient from the vocabulary parts in which it was computed to the sharding of the head.
 
     The width is split within a stage's part. Without this constraint the partitioner gathers all of it on each device.
     """
@@ -219,15 +219,15 @@ def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
 
 @jax.custom_vjp
 def _reduced_first(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]):
-    """Returns its arguments; in the backward pass, sums and splits the gradient of `weight` before the layers run.
+    """Returns its arguments; in the backward pass, reduces the gradient of `weight` before the layers run.
 
-    Otherwise XLA postpones that to the end of the step (`together`).
+    Otherwise XLA postpones the reduction to the end of the step (`together`).
     """
     return hidden, weight
 
 
 def _reduced_backward(_, d):
-    """Ties the gradient of `hidden` to that of `weight`, reduced and split."""
+    """Ties the gradient of `hidden` to the reduced gradient of `weight`."""
     return together(d[0], sharding.constrain(d[1], "vocab", "embed"))
 
 

@@ -1,4 +1,4 @@
-"""Whether two traced functions compute the same, which their shapes do not say."""
+"""Compares two traced functions for equality, beyond their shapes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
 def is_same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
-    """Returns True if two functions are known to apply the same operations to the same constants; False if in doubt.
+    """Returns True if two functions certainly apply the same operations to the same constants; False if in doubt.
 
     Args:
         a: A function as `jax.make_jaxpr` returns it.
@@ -21,9 +21,9 @@ def is_same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
 
 
 def _is_same_jaxpr(a: Jaxpr, b: Jaxpr) -> bool:
-    if a is b:  # jit's cache hands out one jaxpr for equal calls: most inner functions end here
+    if a is b:  # jit's cache returns the same jaxpr for equal calls, so most inner functions end here
         return True
-    # Variables are objects of their own jaxpr: they correspond if they appear in the same places, so have one number.
+    # Each jaxpr has variables of its own. Number them by first appearance; corresponding variables get equal numbers.
     numbers: tuple[dict[Any, int], dict[Any, int]] = {}, {}
 
     def is_same_operand(x: Any, y: Any) -> bool:
@@ -57,7 +57,9 @@ def _all_same(xs: Iterable[Any], ys: Iterable[Any]) -> bool:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Compares what a program holds: functions, arrays, shapes, names. Traced arrays and keys: the same, or unknown."""
+    """Compares parameters of a program: functions, arrays, shapes, names. Traced arrays and keys only equal
+    themselves.
+    """
     if x is y:
         return True
     if type(x) is not type(y) or isinstance(x, Tracer):

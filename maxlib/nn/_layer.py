@@ -9,8 +9,8 @@ from flax import nnx
 class Layer(nnx.Module):
     """Base class of a decoder layer, `layer(x, ctx, cache) -> (x, cache, aux)`, whose sequence mixer is `self.attn`.
 
-    A subclass defines its parts and its `__call__`; its cache is that of `attn`. A layer with more than one mixer, or
-    with none, defines its own `init_cache`.
+    A subclass defines its parts and `__call__`. Its cache is that of `attn`; a layer with several mixers, or none,
+    defines its own `init_cache`.
 
     Attributes:
         attn: The sequence mixer.

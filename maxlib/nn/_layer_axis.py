@@ -1,4 +1,4 @@
-"""The leading axis of layers that are stored together: named when a stack stacks, removed when a layer is taken out."""
+"""The leading axis of layers that are stored together: named when layers are stacked, removed when one is taken out."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ def _axes(variable: nnx.Variable) -> tuple[str | None, ...]:
 def with_layer_axis(layer: Tree, name: str) -> Tree:
     """Names the leading axis of every variable: `(heads, embed)` becomes `(name, heads, embed)`.
 
-    A variable without names gets None for its other dimensions, and a mark that removes them again.
+    A variable without axis names gets None for its other dimensions, and a mark so that `without_layer_axis` removes
+    them.
     """
 
     def add(variable: nnx.Variable) -> nnx.Variable:
@@ -38,7 +39,7 @@ def with_layer_axis(layer: Tree, name: str) -> Tree:
 
 
 def without_layer_axis(layer: Tree) -> Tree:
-    """Undoes `with_layer_axis`, for one layer that was sliced out of several."""
+    """Undoes `with_layer_axis` for a layer that was sliced out of several."""
 
     def remove(variable: nnx.Variable) -> nnx.Variable:
         if not is_stacked(axes := _axes(variable)):

@@ -24,8 +24,8 @@ def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
     if x.shape[-len(shape) :] != shape:
         wanted = ", ".join(f"{letter}={size}" for letter, size in zip(letters, shape, strict=True))
         raise ValueError(
-            f"the last axes of x must be {wanted} for {what}, got x of shape {x.shape}. Give the layer what it was built "
-            "for, or build it for this width."
+            f"the last axes of x must be {wanted} for {what}, got x of shape {x.shape}. Pass an input of the width for "
+            "which the layer was built, or build the layer for this width."
         )
 
 
@@ -33,12 +33,12 @@ def draw_key(rngs: Any) -> Array:
     """Draws the key of one parameter; raises TypeError unless `rngs` is an `nnx.Rngs`."""
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(
-            f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one of a seed"
+            f"rngs must be an nnx.Rngs, got {type(rngs).__name__} {rngs!r:.40}; nnx.Rngs(0) makes one from a seed"
         )
     stream = rngs.params
     key = jax.random.fold_in(stream.key.get_value(), stream.count.get_value())
-    # `stream()` would ask the traced count for its sharding, for which jax writes an error message with the operations
-    # so far: half of the time that building a model took.
+    # `stream()` would ask the traced count for its sharding. jax then formats an error message with all operations so
+    # far, which took half of the time to build a model.
     stream.count.set_raw_value(stream.count.get_value() + 1)
     return key
 
@@ -51,10 +51,10 @@ class Einsum(nnx.Module):
         shape: Sizes of the dimensions of `w`.
         axes: Names of the dimensions of `w`, as sharding rules use them.
         bias: True adds a bias.
-        gather_once: True gathers the weight once for recomputation and backward pass together
-            (`sharding.layers.gather_once`). It suits a small weight that a layer uses at its beginning, so that these
-            two uses are far apart; it matters only under FSDP.
-        init: Initializer, by default truncated normal with variance 1 / fan-in, the fan-in being the product of the
+        gather_once: True all-gathers the weight once and reuses it for recomputation and the backward pass
+            (`sharding.layers.gather_once`). Use it for small weights at the beginning of a layer, where the two uses
+            are far apart. It only matters under FSDP.
+        init: Initializer, by default truncated normal with variance 1 / fan-in; the fan-in is the product of the
             dimensions that the einsum sums over.
         rngs: Source of initial values.
 
@@ -79,7 +79,7 @@ class Einsum(nnx.Module):
     ):
         letters, out = _weight_letters(spec, shape, axes)
         check_axes(axes, f"Einsum({spec!r})")
-        # Dimensions of w that are in the output (fan-out, and of the bias), and those that are summed over (fan-in).
+        # Dimensions of w in the output (fan-out; those of the bias), and dimensions that are summed over (fan-in).
         kept = [d for d, letter in enumerate(letters) if letter in out]
         summed = [d for d, letter in enumerate(letters) if letter not in out]
         if init is None:
@@ -107,8 +107,8 @@ class Einsum(nnx.Module):
         return matmul.einsum(spec, x, self.w)
 
     def _gathered(self, x: Float[Array, "..."]) -> Any:
-        """Gathers the weight for all its uses, unless it is quantized or there is a single token (activations are
-        smaller).
+        """Gathers the weight once for all its uses, unless it is quantized or there is a single token, whose
+        activations are smaller.
         """
         if not isinstance(self.w, nnx.Param) or x.shape[1:-1] == (1,):
             return self.w
@@ -116,7 +116,7 @@ class Einsum(nnx.Module):
 
     def _check(self, x: Float[Array, "..."]) -> None:
         """Raises ValueError if the last axes of `x` do not fit the weight."""
-        # "...D,NHD->...NH": x must end in D, with the size that w has for it.
+        # "...D,NHD->...NH": the last axis of x is D and must have the size of D in w.
         of_x, of_w = self.spec.partition("->")[0].split(",")
         letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
         if sizes.keys() >= set(letters):
@@ -136,8 +136,7 @@ def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) ->
 
 
 class Embed(nnx.Module):
-    """Table of token vectors. `logits` multiplies by the same table, so that a model with tied embeddings needs only
-    one.
+    """Table of token vectors. `logits` multiplies by the same table, so a model with tied embeddings needs only one.
 
     Args:
         vocab: Number V of tokens.
@@ -153,14 +152,14 @@ class Embed(nnx.Module):
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
         """Returns the vectors of token ids in `dtype`.
 
-        Ids must be in `[0, vocab)`; this is not checked, since jit hides them.
+        Ids must be in `[0, vocab)`. This is not checked, because values are not known inside jit.
         """
         if tokens.ndim != 2:
             return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
-        # Devices that hold different parts of the width look up each other's rows, then exchange rows for width: so
-        # neither the table nor its gradient is ever whole.
+        # Devices that hold different parts of the width look up rows for each other, then exchange rows for width. So
+        # neither the table nor its gradient is ever gathered.
         names = IfFree("batch"), IfFree("seq"), "embed"
-        # [B, T] -> [B, T, 1] and back: with the width's axis, `IfFree` knows which mesh axes it uses.
+        # [B, T] -> [B, T, 1] and back: `IfFree` needs the width's axis to know which mesh axes are taken.
         tokens = constrain(tokens[..., None], *names)[..., 0]
         return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)
 

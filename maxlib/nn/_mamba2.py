@@ -34,7 +34,7 @@ Factors = tuple[float, float, float, float, float]
 
 @pytree
 class MambaCache(LayerCache):
-    """Cache of a Mamba-2: the same size however many tokens there were; none of them can be taken back.
+    """Cache of a Mamba-2 layer. Its size does not depend on the number of tokens, and it cannot be rewound.
 
     Attributes:
         x: The last W - 1 inputs of the convolution of `x`, `B W-1 N P`.
@@ -54,22 +54,22 @@ class MambaCache(LayerCache):
 class Mamba2(SequenceMixer):
     """Mamba-2: `out(norm(y * silu(gate(x))))`, where `y` is state-space duality (`ops.ssd`) of convolved projections.
 
-    What the state is given, `x`, and what writes and reads it, `b` and `c`, pass a short convolution and SiLU. A head's
+    The state's input `x`, and `b` and `c`, which write and read it, pass through a short convolution and SiLU. A head's
     step is `softplus(dt(x) + dt_bias)`, within `dt_limit`, and its rate `-exp(a_log)`. Padding and other documents of a
-    row change nothing; the cache has a fixed size. Tokens must be in order: devices that share a sequence pass on
-    states, and zigzag order is refused.
+    row have no effect. The cache has a fixed size. Tokens must be in order: devices that share a sequence pass states
+    on, and zigzag order raises an error.
 
     Args:
         dim: Width D of the residual stream.
         num_heads: Number N of heads.
         head_dim: Width P of a head.
         state_dim: Size S of `b` and `c`; a head's state is P S.
-        num_groups: Number G of groups, which divides N; each has its own `b` and `c`, and is normed on its own.
+        num_groups: Number G of groups, which divides N; each has its own `b` and `c`, and is normalized separately.
         conv_width: Number W of taps of the convolution.
         conv_bias: True adds a bias to the convolution.
         bias: True adds biases to all projections of the input.
-        out_bias: True adds one to the projection of the output; None means as `bias`.
-        dt_limit: Least and greatest length of a step.
+        out_bias: True adds a bias to the output projection; None means the same as `bias`.
+        dt_limit: Smallest and largest step.
         norm: Whether the output is gated before it is normed ("gate_first") or after ("norm_first"); None for no norm.
         norm_eps: Added to the mean square in the norm.
         factors: Factors on the projections `gate`, `x`, `b`, `c` and `dt` (Falcon-H1's muP); None for ones.
@@ -106,8 +106,8 @@ class Mamba2(SequenceMixer):
             raise ValueError(f"num_heads must be a multiple of num_groups; got {N} and {G}")
         if W < 2:
             raise ValueError(f"conv_width must be at least 2, got {W}")
-        # Heads and their width are one axis of the weights, as in files. A single group belongs to the heads of all
-        # devices; several are split as heads are.
+        # Heads and their width are one axis of the weights, as in published files. A single group is replicated on all
+        # devices; several groups are split as heads are.
         C, E, of_groups = N * P, G * S, "kv_heads" if G > 1 else "state"
         heads = lambda: Einsum("...D,FD->...F", (C, D), ("heads", "embed"), bias=bias, rngs=rngs)
         groups = lambda: Einsum("...D,FD->...F", (E, D), (of_groups, "embed"), bias=bias, rngs=rngs)
@@ -134,7 +134,7 @@ class Mamba2(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
             cache: Convolution inputs and state of earlier tokens, or None.
 
         Returns:
@@ -162,7 +162,7 @@ class Mamba2(SequenceMixer):
 
     def _step(self, dt: Array) -> Array:
         """Returns the lengths of the steps, `B T N`, in float32 or wider."""
-        # A step's length is an exponent of the decay: rounded to bfloat16 it would be off by a percent.
+        # The step is in the exponent of the decay: rounding it to bfloat16 would be an error of about a percent.
         wide = jnp.promote_types(dt.dtype, jnp.float32)
         # [N] -> [B, T, N]
         bias = for_each_token(self.dt_bias[...].astype(wide), dt.shape)
@@ -171,20 +171,20 @@ class Mamba2(SequenceMixer):
     def _gated_norm(self, y: Array, gate: Array) -> Array:
         """Gates and norms the output, `B T N*P`, in float32 or wider."""
         wide = jnp.promote_types(y.dtype, jnp.float32)
-        # In float32 until the product, as the norm is.
+        # The norm and the gate are in float32, so multiply in float32, too.
         y, gate = y.astype(wide), jax.nn.silu(gate.astype(wide))
         if self.norm is None:
             return y * gate
         return self.norm(y * gate) if self.norm_order == "gate_first" else self.norm(y) * gate
 
     def _mix(self, x, b, c, dt, ctx: Context, cache: MambaCache | None):
-        """Convolves and applies the recurrence, on each device's own rows, heads and tokens."""
+        """Applies the convolution and the recurrence to each device's rows, heads and tokens."""
         axis, seq = sequence_axis(x.shape[1])
-        # b and c of a single group go to all devices. Several are split as heads are, or heads are not split either.
+        # b and c of a single group are replicated; those of several groups are split as the heads are.
         shared = lambda names: tuple(None if n == "act_heads" else n for n in names) if self.num_groups == 1 else names
         here = lambda names: tuple(seq if name == "seq" else name for name in names)
         rows, tails = (here(_HEADS), shared(here(_HEADS))), (_TAIL, shared(_TAIL), shared(_TAIL))
-        # Rows without a cache that hold one document each need no resets.
+        # Without packing and without a cache, the state needs no resets.
         starts = ctx.is_start if ctx.packed or cache is not None else None
         states = (None,) * 4 if cache is None else (cache.x, cache.b, cache.c, cache.state)
         weights, gathered = self._weights(shared)
@@ -197,7 +197,7 @@ class Mamba2(SequenceMixer):
         return constrain(out, *_HEADS), None if cache is None else MambaCache(*new)
 
     def _weights(self, shared) -> tuple[list[Array | None], list[tuple[str | None, ...] | None]]:
-        """Returns rates, inputs' factors, taps and biases for the op, by head or group, and how each is split."""
+        """Returns decay rates, input factors, filters and biases for the op, by head or group, and their shardings."""
         of_heads, of_groups = ("act_heads", None, None), shared(("act_heads", None, None))
         sizes = {"x": (self.num_heads, self.head_dim), "b": (self.num_groups, self.state_dim)}
         found: list[Any] = [(self.a_log[...], of_heads[:1]), (self.d[...], of_heads[:1])]
@@ -216,17 +216,19 @@ class Mamba2(SequenceMixer):
 
         Args:
             batch: Number B of rows.
-            capacity: Most tokens in a row.
+            capacity: Maximum number of tokens in a row.
             dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
         """
         N, P, G, S, U = self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_width - 1
-        # The tails round as activations do; the state sums over a whole document.
+        # Convolution inputs are rounded like activations; the state is a sum over the whole document, so it is float32.
         zeros = lambda heads, width: jnp.zeros((batch, U, heads, width), dtype)
         state = jnp.zeros((batch, N, P, S), jnp.promote_types(dtype, jnp.float32))
         return MambaCache(zeros(N, P), zeros(G, S), zeros(G, S), state)
 
     def traffic(self, split: SplitSequence) -> Traffic:
-        """Returns the bytes of transitions, states and convolution inputs that devices gather in a training step."""
+        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
+        training step.
+        """
         N, P, G, S = self.num_heads, self.head_dim, self.num_groups, self.state_dim
         effect = 4 * N * (P * S + 1)  # float32; the transition is one number per head
         tail = (self.conv_width - 1) * (N * P + 2 * G * S) * split.width
@@ -244,13 +246,15 @@ class Mamba2(SequenceMixer):
 
 
 def _op(x, b, c, dt, a_log, d, *rest, axis_name, implementation):
-    """Convolves and applies the recurrence on one device's part; returns the output and the new cache's arrays."""
+    """Applies the convolution and the recurrence to one device's part; returns the output and the new cache's
+    arrays.
+    """
     filters, biases, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:9], rest[9:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
     parts = zip((x, b, c), filters, biases, tails, strict=True)
     found = [ops.short_convolution(y, w, bias=bias, tail=tail, **masks) for y, w, bias, tail in parts]
     x, b, c = (jax.nn.silu(y) for y, _ in found)
-    # Negative for any weight, so that states decay. [N]
+    # Negative for every a_log, so that states decay. [N]
     a = -jnp.exp(a_log.astype(dt.dtype))
     out, state = ops.ssd(x, dt, a, b, c, d=d, **masks, initial_state=state, implementation=implementation)
     return out, *(tail for _, tail in found), state

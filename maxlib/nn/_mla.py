@@ -29,6 +29,9 @@ class MLA(SequenceMixer):
     Each head's key has `nope_dim` numbers computed from the latent and `rope.dim` rotated ones that all heads share.
     The cache stores only the latent and the rotated part.
 
+        mla = nn.MLA(64, num_heads=4, kv_rank=32, nope_dim=16, v_dim=16, rope=ops.Rope(8), rngs=nnx.Rngs(0))
+        y, _ = mla(jnp.ones((2, 8, 64)))  # B T D, causal
+
     Args:
         dim: Width D of the residual stream.
         num_heads: Number N of heads.
@@ -76,7 +79,7 @@ class MLA(SequenceMixer):
         check_mask(mask)
         D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
         wide, heads = ("heads", "head_dim", "embed"), ("heads", "head_dim", "rank")
-        # Queries pass a latent of their own in large models: q_up(norm(q_down(x))).
+        # In large models queries have a latent of their own: q_up(norm(q_down(x))).
         if q_rank is None:
             self.q_down, self.q_norm = None, None
             self.q_up = Einsum("...D,NHD->...NH", (N, H, D), wide, rngs=rngs)
@@ -84,8 +87,7 @@ class MLA(SequenceMixer):
             self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), gather_once=True, rngs=rngs)
             self.q_norm = RMSNorm(q_rank, eps=norm_eps)
             self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, gather_once=True, rngs=rngs)
-        # [B, T, D] -> [B, T, R + rope.dim]: the latent, and next to it the key part that is rotated and shared by
-        # heads.
+        # [B, T, D] -> [B, T, R + rope.dim]: the latent, followed by the rotated key part that all heads share.
         self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), gather_once=True, rngs=rngs)
         self.kv_norm = RMSNorm(R, eps=norm_eps)
         # [B, S, R] -> [B, S, N, nope_dim] and [B, S, N, v_dim]
@@ -109,7 +111,7 @@ class MLA(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
             cache: Latents of earlier tokens, or None.
 
         Returns:
@@ -117,7 +119,7 @@ class MLA(SequenceMixer):
         """
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
-        # [B, T, R] -> [B, S, R]: all stored latents. Bounds index them by token, as in a cache of keys.
+        # [B, T, R] -> [B, S, R]: all stored latents, indexed by the bounds as the keys of a KV cache are.
         if cache is not None:
             cache = cache.extend(latent, ctx)
             latent = cache.latent
@@ -141,7 +143,7 @@ class MLA(SequenceMixer):
     def latents(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T R"]:
         """Returns what the cache stores: the normed latent, then the rotated key part that all heads share."""
         latent, key = jnp.split(self.kv_down(x), [self.kv_rank], axis=-1)
-        # The key part gets one head, [B, T, R] -> [B, T, 1, R], for the rotation. Only the latent is normed.
+        # The rotation needs a head axis: [B, T, R] -> [B, T, 1, R]. Only the latent is normalized.
         return jnp.concatenate([self.kv_norm(latent), self._rotate(key[:, :, None], ctx)[:, :, 0]], axis=-1)
 
     def _rotate(self, x, ctx):
@@ -192,12 +194,12 @@ class MLA(SequenceMixer):
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""
-        # In training keys and values exist for every head, so they are as large as queries and outputs.
+        # In training, keys and values are computed for every head, so they are as large as queries and outputs.
         both = self.num_heads * (self.nope_dim + self.rope.dim + self.v_dim)
         return split.attention(queries=both, keys=both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
-        """Returns queries and keys `B T N H` as they are scored, for probes."""
+        """Returns the queries and keys `B T N H` that enter the scores, for probes."""
         return self.queries(x, ctx), self._keys(self.latents(x, ctx))
 
     def features(self) -> Iterator[str]:

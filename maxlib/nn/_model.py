@@ -28,8 +28,8 @@ class Output:
 
 @runtime_checkable
 class Model(Protocol):
-    """Contract of docs/decisions/0001: any pytree with these methods can be trained, sharded, saved and used to
-    generate.
+    """Protocol of models (docs/decisions/0001): any pytree with these methods can be trained, sharded, saved and used
+    to generate.
 
     Attributes:
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.

@@ -72,13 +72,13 @@ class ExpertLinear(nnx.Module):
     ):
         check_axes(axes, "ExpertLinear")
         if init is None:
-            # batch_axis=0: the fan-in is that of one expert.
+            # batch_axis=0: the fan-in of one expert, without the expert axis.
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
         values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
         if weight_order == "EIO":
-            # [E, O, I] -> [E, I, O], after drawing, so that both orders begin with the same numbers.
+            # [E, O, I] -> [E, I, O] after drawing, so that both orders have the same initial values.
             values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
         self.w = nnx.Param(values, axes=own, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
@@ -86,7 +86,7 @@ class ExpertLinear(nnx.Module):
         self.weight_order: ops.ExpertWeightOrder = weight_order
 
     def stored(self, dtype: Any) -> Array | QuantizedWeight:
-        """Returns the matrices to multiply with: in `dtype`, or as they are if they are quantized."""
+        """Returns the matrices to multiply by: cast to `dtype`, or unchanged if they are quantized."""
         return self.w if isinstance(self.w, QuantizedWeight) else jnp.asarray(self.w[...], dtype)
 
     def one(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
@@ -98,25 +98,32 @@ class ExpertLinear(nnx.Module):
 class MoE(nnx.Module):
     """Mixture of experts: `sum over chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
 
-    Experts without a gate are `down(activation(up(x)))`. With a latent width L, `x` is projected to it before the
-    experts, and their sum back, `leave(experts(enter(x)))`; the router and the shared layer see the whole width.
+    Experts without a gate are `down(activation(up(x)))`. With a latent width L, `x` is projected to L before the
+    experts and their sum is projected back, `leave(experts(enter(x)))`; the router and the shared layer get the full
+    width.
 
     With a capacity (GShard, arXiv:2006.16668) every expert has room for `ceil(capacity_factor * T * top_k / E)` tokens
-    of each row of T tokens, padding included; tokens later in the row are dropped. In rows of one length no token's
-    result depends on a later one or on another row. A longer row has more room, and decoding token by token drops none.
+    of each row of T tokens, padding included; tokens later in the row are dropped. If all rows have one length, no
+    token's result depends on a later token or on another row. Longer rows have more room, and decoding one token at a
+    time drops none.
+
+        router = nn.Router(64, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+        moe = nn.MoE(64, 128, router=router, rngs=nnx.Rngs(1))
+        y, aux = moe(jnp.ones((2, 8, 64)))  # B T D; aux["moe/load"] is each expert's share of the tokens
 
     Args:
         dim: Width D of the residual stream.
         mlp_dim: Width F of an expert.
         router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`.
-        activation: Joins an expert's gate and up projections, such as `swiglu`; without a gate, a function of one.
+        activation: Combines an expert's gate and up projections, such as `swiglu`; without a gate, a function of one
+            array.
         gated: False for experts without a gate (Nemotron).
-        latent_dim: Width L of what the experts get and give, or None for D (Nemotron 3).
+        latent_dim: Width L of the experts' inputs and outputs (Nemotron 3); None means D.
         bias: True adds biases to all three projections.
-        shared: Layer that every token passes, or None.
-        shared_gate: True multiplies its result by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
-        capacity_factor: Room of an expert, in even shares; None computes every choice (dropless).
-        losses: Losses on the routing that are reported for training.
+        shared: Layer applied to every token, or None.
+        shared_gate: True multiplies the output of `shared` by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
+        capacity_factor: Capacity of an expert as a multiple of an even share; None computes every choice (dropless).
+        losses: Router losses to report for training.
         weight_order: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
         init: Initializer of the matrices.
         rngs: Source of initial values.
@@ -148,7 +155,7 @@ class MoE(nnx.Module):
         width = dim if latent_dim is None else latent_dim
         E, into, out = router.num_experts, (mlp_dim, width), (width, mlp_dim)
         self.router, self.shared = router, shared
-        # One output, `...1`, so that it multiplies every dimension.
+        # One output, `...1`, which broadcasts over the width.
         self.shared_gate = Einsum("...D,ED->...E", (1, dim), ("router", "embed"), rngs=rngs) if shared_gate else None
         parts: dict[str, Any] = {"bias": bias, "weight_order": weight_order, "init": init, "rngs": rngs}
         self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts) if gated else None
@@ -169,13 +176,13 @@ class MoE(nnx.Module):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share; None means that every token is real.
-            routed_by: Input of the router where that is another than `x` (Gemma 4 norms it in its own way).
+            ctx: Values shared by all layers; None means that every token is real.
+            routed_by: Input of the router if it differs from `x` (Gemma 4 normalizes it differently); None means `x`.
 
         Returns:
-            The output, `B T D`, and by name the router's losses, `moe/load`, each expert's share of the choices
-            before any is dropped, and `moe/counts`, how often each was chosen. With a capacity also `moe/dropped`, the
-            share of choices without room.
+            The output, `B T D`, and arrays by name: the router's losses; `moe/load`, each expert's share of the choices
+            before any is dropped; `moe/counts`, how often each was chosen; with a capacity `moe/dropped`, the share of
+            dropped choices.
 
         Raises:
             ValueError: when `x` is not of shape `B T D`.
@@ -188,17 +195,17 @@ class MoE(nnx.Module):
         h = x if self.enter is None else self.enter(x)
         y, kept = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
         y = self._add_output_bias(y, routing, kept)
-        # [B, T, L] -> [B, T, D], once for the sum over experts
+        # [B, T, L] -> [B, T, D], applied once to the sum over experts
         y = y if self.leave is None else self.leave(y)
         return y if self.shared is None else y + self._shared(x), self._aux(routing, valid, kept)
 
     def _shared(self, x):
-        """Applies the layer that every token passes, and its gate."""
+        """Applies the shared layer and its gate."""
         y = cast(Any, self.shared)(x)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x))
 
     def capacity(self, seq: int) -> int | None:
-        """Returns how many tokens of a row of `seq` tokens an expert takes; None means all."""
+        """Returns how many tokens of a row of `seq` tokens an expert processes; None means all."""
         if self.capacity_factor is None:
             return None
         # T * X choices over E experts, times the factor.
@@ -206,44 +213,44 @@ class MoE(nnx.Module):
         return min(seq, math.ceil(even))
 
     def _mix(self, x, routing: Routing, valid):
-        """Returns the weighted sum without the output's bias, `B T D`, and which choices were computed, `B T X`.
+        """Returns the weighted sum without the output bias, `B T D`, and a mask of the computed choices, `B T X`.
 
         Each device computes its own rows.
         """
         capacity = self.capacity(x.shape[1])
-        # A capacity counts the tokens of whole rows, so the sequence is not split then.
+        # A capacity counts tokens of whole rows, so it needs unsplit sequences.
         E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
-        # The mesh axis over which experts are split, None if they are not: tokens travel over it.
+        # The mesh axis over which experts are split and tokens are exchanged; None if experts are not split.
         axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
         rows, biased = (*tokens, None), ("act_expert", "mlp")
-        # Without a gate there are two of them.
+        # Without a gate, only up.
         into = [m for m in (self.gate, self.up) if m is not None]
         parts = (*into, self.down)
         matrices = [_matrices(m, "I" if m is self.down else "O", x.dtype) for m in parts]
         w, tree = jax.tree.flatten([m.values for m in matrices])
         b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in into]
-        # An adapter has arrays, which travel with the matrices.
+        # An adapter has arrays, so it is passed along with the matrices.
         matmuls = tuple(None if isinstance(m.matmul, LowRank) else m.matmul for m in parts)
         how = {"activation": self.activation, "weight_orders": (matrices[0].weight_order, matrices[-1].weight_order)}
         options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
         run = functools.partial(_run, matmuls=matmuls, tree=tree, **options)
         split = [names for m in matrices for names in m.names]
-        # A shard_map takes flat arguments, one tuple of axis names for each array, in the order of the call below:
+        # shard_map takes flat arguments, with one tuple of axis names for each array, in the order of the call below:
         #   x, experts, weights, input_weights   rows      [B, T, ...]
         #   valid                                tokens    [B, T]
         #   b: biases of gate and up             biased    [E, F]
         #   w: arrays of gate, up and down       split     (also a quantized one's scales, an adapted one's factors)
-        # Where the width F is split, each device returns its part of the sum, on a new first axis "mlp".
+        # If the width F is split, each device returns its part of the sum on a new first axis "mlp".
         names = [rows, rows, rows, rows, tokens, *[biased] * len(into), *split]
         mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
-        # [1 or parts of the width, B, T, D] -> [B, T, D]
+        # [1 or number of parts of F, B, T, D] -> [B, T, D]
         y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
         return y.sum(axis=0), kept
 
     def _add_output_bias(self, y, routing: Routing, kept):
         """Adds the weighted biases of the down projections.
 
-        It is outside the sharded part, where each device with a part of the width would add the bias once more.
+        This runs outside the shard_map, in which every device with a part of the width would add the bias again.
         """
         if self.down.b is None:
             return y
@@ -254,18 +261,18 @@ class MoE(nnx.Module):
 
     def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
         """Returns losses and metrics by name."""
-        # [E], choices of real tokens; `kept` counts those that were computed.
+        # [E]: choices of real tokens; `kept` counts the computed ones.
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
-        # Shares of microbatches cannot be added, for these have other numbers of tokens; counts can.
+        # Counts can be added over microbatches; shares cannot, because microbatches have different numbers of tokens.
         aux["moe/counts"] = counts
         if self.capacity_factor is not None:
             aux["moe/dropped"] = jnp.maximum(counts.sum() - kept.sum(), 0) / total
         return aux
 
     def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
-        """Computes what a dropless call returns by a plain loop in which every expert computes every token (the
+        """Computes the output of a dropless call by a plain loop in which every expert computes every token (the
         specification).
         """
         routing, inputs = self.router(x), x if self.enter is None else self.enter(x)
@@ -298,10 +305,10 @@ class _Matrices(NamedTuple):
 
 
 def _matrices(linear: ExpertLinear, split: str, dtype: Any) -> _Matrices:
-    """Returns the matrices of `linear`, whose dimension `split` devices share.
+    """Returns the matrices of `linear`, whose dimension `split` is divided over devices.
 
-    If a device would gather odd parts of the last dimension, they are transposed before: kernels read whole rows of a
-    matrix, and the compiler would copy all that was gathered.
+    If a device would gather parts of the last dimension, they are transposed first: kernels read whole rows of a
+    matrix, so the compiler would otherwise copy everything after gathering.
     """
     names = {"E": "act_expert", split: "mlp"}
     wanted = tuple(names.get(letter) for letter in linear.weight_order)
@@ -328,9 +335,9 @@ def _adapter(linear: ExpertLinear) -> tuple[LowRank | None, list[Any]]:
 
 
 def _placed(w: Any, weight: Any) -> Any:
-    """Constrains the cast weight to its place, so that devices exchange it in the compute dtype.
+    """Constrains the cast weight to its sharding, so that devices exchange it in the compute dtype.
 
-    That halves the traffic of a float32 weight, and of its gradient.
+    This halves the communication of a float32 weight and of its gradient.
     """
     return constrain(w, *weight.get_metadata()["axes"]) if isinstance(w, jax.Array) else w  # else quantized
 
@@ -359,10 +366,10 @@ def _run(
 ):
     """Applies one device's experts.
 
-    All its tokens are one group without a capacity; with one, each row is a group.
+    Without a capacity all its tokens are one group; with a capacity each row is a group.
     """
-    # Arguments of a shard_map are flat: the biases of all but the last matrix, then the leaves of the matrices and of
-    # their adapters.
+    # shard_map's arguments are flat: the biases of all but the last matrix, then the leaves of the matrices and
+    # adapters.
     into = len(matmuls) - 1
     biases, matrices = rest[:into], jax.tree.unflatten(tree, rest[into:])
     parts = zip(matmuls, matrices, (*biases, None), strict=True)
@@ -380,7 +387,7 @@ def _run(
 
 
 def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str | None):
-    """Computes every choice of M tokens; over an expert axis, tokens travel to their experts first."""
+    """Computes every choice of M tokens; over an expert axis, tokens are first sent to their experts."""
     if axis is None:
         return _mixed(x, weights, input_weights, dispatch.dropless(experts, valid, num_experts), apply)
     tokens = (x, experts, weights, input_weights, valid)
@@ -395,19 +402,19 @@ def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int
     if axis is None:
         return jax.vmap(functools.partial(_mixed, apply=apply))(x, weights, input_weights, plan)
     held = num_experts // jax.lax.axis_size(axis)
-    # The plan for this device's experts: the padded layout uses only their number.
+    # The plan for this device's experts; a padded plan only needs their number.
     own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
 
     def here(rows):
         return apply(rows.reshape(-1, rows.shape[-1]), own).reshape(rows.shape)
 
-    # [B, T, D] -> [B, E * capacity, D], to the experts and back.
+    # [B, T, D] -> [B, E * capacity, D]; sent to the experts and back.
     rows = exchange.with_capacity(jax.vmap(_rows)(x, input_weights, plan), here, num_experts=num_experts, axis=axis)
     return jax.vmap(_weighted)(rows, weights, plan, x)
 
 
 def _mixed(x, weights, input_weights, plan: dispatch.Dispatch, apply):
-    """Sends tokens to their experts, applies these, and returns the weighted sum and which choices were kept."""
+    """Sends tokens to their experts, applies them, and returns the weighted sum and the mask of kept choices."""
     # [M, D] -> [R, D] -> [R, D] -> [M, D]
     return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
 
@@ -429,7 +436,7 @@ def _apply(rows, plan: dispatch.Dispatch, *, linears, activation, weight_orders)
 
 
 def _weighted(rows, weights, plan: dispatch.Dispatch, x):
-    """Returns `sum_x weights[m, x] * rows[row_of_choice[m, x]]`, and which choices were kept."""
+    """Returns `sum_x weights[m, x] * rows[row_of_choice[m, x]]` and the mask of kept choices."""
     # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
     y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
     return y.astype(x.dtype), plan.kept

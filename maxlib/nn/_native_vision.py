@@ -1,4 +1,4 @@
-"""Base class of decoders that read images of any size, whose tokens may have positions by time, row and column."""
+"""Base class of decoders that read images of any size, optionally with positions by time, row and column (M-RoPE)."""
 
 import dataclasses
 from typing import Any
@@ -19,15 +19,15 @@ from maxlib.ops._axes_rope import MRope
 class NativeVisionDecoder(Decoder):
     """Decoder that reads images of any size at placeholder tokens, if its constructor sets `tower`.
 
-    Its `cfg.vision` is None, or has `merge`, `patch_dim`, and what `is_image` uses: `image_token` and `video_token` (of
-    frames, which are images too). If a rotary embedding is an `ops.MRope`, positions are those of
-    `nn.vision.mrope_positions`, and a cache counts by how much they differ from the number of tokens, so that decoding
-    goes on behind an image. Otherwise they count tokens. Under a mask with `ops.BidirectionalBlocks` the tokens of an
-    image attend to each other.
+    Its `cfg.vision` is None, or has `merge`, `patch_dim`, `image_token` and `video_token` (frames of videos are
+    images). If a rotary embedding is an `ops.MRope`, positions are those of `nn.vision.mrope_positions`, and a cache
+    stores the difference between positions and the number of tokens, so that decoding continues correctly after an
+    image. Otherwise positions count tokens. Under a mask with `ops.BidirectionalBlocks` the tokens of an image attend
+    to each other.
 
     Attributes:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
-            placeholder, and what is added to it after each of the first n layers.
+            placeholder, and the vectors added to it after each of the first n layers.
     """
 
     tower: Any = None
@@ -47,13 +47,13 @@ class NativeVisionDecoder(Decoder):
         """Computes the hidden states of rows of tokens and images; see `Decoder.__call__` for the other arguments.
 
         Args:
-            tokens: Ids, `B T`, with a placeholder for each square of patches.
+            tokens: Ids, `B T`, with a placeholder for each square of `merge` x `merge` patches.
             positions: `B T 3` by time, row and column, computed from tokens and grids unless given; `B T` for text,
                 and without an `ops.MRope`.
             segment_ids: Packed document of each token.
             valid: False for padding.
-            images: What Hugging Face's processor makes, as `nn.vision.Patches`, in the order of their placeholders.
-            cache: Cache of earlier tokens, or None. All placeholders of an image are in one call.
+            images: Outputs of Hugging Face's processor as `nn.vision.Patches`, in the order of their placeholders.
+            cache: Cache of earlier tokens, or None. All placeholders of an image must be in one call.
             dtype: Dtype of the computation.
             remat: What layers keep for the backward pass.
 
@@ -84,9 +84,9 @@ class NativeVisionDecoder(Decoder):
         return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
 
     def _see(self, x, is_image, images: Patches, *, dtype, remat) -> tuple[Array, Array | None]:
-        """Returns `x` with the vectors of images in place of placeholders, and what later layers add."""
+        """Returns `x` with the vectors of images in place of placeholders, and the vectors that later layers add."""
         vectors, later = self.tower(images, dtype=dtype, remat=remat)
-        # A square of patches becomes one vector.
+        # merge x merge patches become one vector.
         counts = jnp.asarray(images.grids).prod(axis=2).sum(axis=1) // self.cfg.vision.merge**2
         take = lambda features: take_features(is_image, features.astype(x.dtype), counts)
         x = jnp.where(is_image[:, :, None], take(vectors), x)
@@ -116,20 +116,20 @@ class NativeVisionDecoder(Decoder):
             check_patches(self.is_image(tokens), images, vision.merge, vision.patch_dim)
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "n B T D"] | None:
-        """Returns what is added to images' tokens after each of the first layers."""
+        """Returns the vectors added to image tokens after each of the first layers."""
         return None if ctx.features is None else jnp.moveaxis(ctx.features, 2, 0)
 
     def init_cache(
         self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
     ) -> Cache:
-        """Makes an empty cache, as `Decoder.init_cache`; its `position_offset` counts if positions do not."""
+        """Makes an empty cache, as `Decoder.init_cache`; with M-RoPE it has a `position_offset`."""
         cache = super().init_cache(batch, capacity, dtype=dtype, rope_length=rope_length)
         counts = self.cfg.vision is not None and self._turns_by_axes
         return dataclasses.replace(cache, position_offset=jnp.zeros(batch, jnp.int32)) if counts else cache
 
     @property
     def _turns_by_axes(self) -> bool:
-        """True if positions have a time, a row and a column."""
+        """Returns True if positions have a time, a row and a column (M-RoPE)."""
         return any(isinstance(rope, MRope) for rope in self.ropes)
 
 
@@ -138,16 +138,17 @@ def _check_positions(positions: Array) -> None:
     if positions.ndim != 3 or positions.shape[2] != 3:
         raise ValueError(
             "with images, positions must have three rows, time, row and column (`B T 3`), got the shape "
-            f"{positions.shape}: leave them out to have them computed from tokens and grids (packed batches too), or make "
+            f"{positions.shape}: omit them to compute them from tokens and grids (packed batches too), or make "
             "them with nn.vision.mrope_positions"
         )
 
 
 def _offset(cache: Cache) -> Int[Array, " B"]:
-    """Returns the offset of a cache; raises ValueError if it has none."""
+    """Returns the `position_offset` of a cache; raises ValueError if it has none."""
     if cache.position_offset is None:
         raise ValueError(
-            "the cache must have a position_offset, as positions of images do not count tokens: make it with the model's "
+            "the cache must have a position_offset, because positions of images do not count tokens: make it with the "
+            "model's "
             "init_cache"
         )
     return cache.position_offset

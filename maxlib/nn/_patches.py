@@ -1,7 +1,7 @@
-"""Images of any size: patches in rows, their places on grids, and the positions of tokens that stand for them.
+"""Images of any size: patches, their rows and columns on a grid, and the positions of their placeholder tokens.
 
-Shapes: R rows of patches, P patches of a row with padding, C numbers in a patch, I images of a row, S vectors that the
-patches of a row become, B rows of T tokens, m side of the squares of patches that become one vector.
+Shapes: R rows of patches, P patches per row with padding, C numbers in a patch, I images per row, S vectors that the
+patches of a row become, B rows of T tokens; m x m patches become one vector.
 """
 
 import contextlib
@@ -22,17 +22,16 @@ from maxlib.nn._pytree import pytree
 class Patches:
     """Images of any size, cut into patches: `pixel_values` and `image_grid_thw` of Hugging Face's Qwen processors.
 
-    Pixtral's processors make whole images, which its `Vision.patches` cuts.
+    Pixtral's processors return whole images, which its `Vision.patches` cuts.
 
     Rows belong to rows of tokens: row `r` of `R` holds the images of the `r`-th of `R` equal parts of the batch, in the
-    order of their placeholders. Without a row axis there is one row, with the images of the whole batch. A row for each
-    row of tokens is what divides over devices and microbatches. `patches` makes this from a processor's arrays.
+    order of their placeholders. Without a row axis there is one row, with the images of the whole batch. To split a
+    batch over devices or microbatches, use one row per row of tokens. `patches` makes this from a processor's arrays.
 
     Args:
-        pixels: `R P C` or `P C`, patches image after image, in an image square after square of `m` x `m` neighbours;
-            padding follows.
-        grids: `R I 3` or `I 3`, number of frames (1), and of rows and columns of patches of each image; zeros for no
-            image.
+        pixels: `R P C` or `P C`, patches image after image; within an image, one square of `m` x `m` neighbours after
+            the other. Padding is last.
+        grids: `R I 3` or `I 3`, numbers of frames (1), rows and columns of patches of each image; zeros for no image.
     """
 
     pixels: Float[Array | np.ndarray, "*R P C"]
@@ -40,23 +39,25 @@ class Patches:
 
     @property
     def in_rows(self) -> "Patches":
-        """Returns the same with an axis of rows."""
+        """Returns the same patches with an axis of rows."""
         return self if self.pixels.ndim == 3 else Patches(self.pixels[None], self.grids[None])
 
 
 def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
-    """Returns the arrays of a processor as `Patches`, padded so that similar batches share a program.
+    """Converts a processor's arrays to `Patches`, padded so that similar batches use the same compiled program.
 
-    The number of patches is rounded up by less than a quarter, that of images to a power of two. Each frame of a video
-    becomes an image of its own, as its placeholders are.
+    The number of patches is rounded up by less than a quarter, the number of images to a power of two. Each frame of a
+    video becomes an image, as each frame has its own placeholders.
 
     Args:
         pixels: `n C`, the patches of all images.
         grids: `i 3`, frames, rows and columns of each image.
-        counts: Number of images in each row of tokens, for a row of patches for each of them; None for one row.
+        counts: Number of images in each row of tokens, to make one row of patches per row of tokens; None makes one
+            row.
 
     Raises:
-        ValueError: when the grids do not have as many patches, or the counts not as many images.
+        ValueError: when the number of patches does not match the grids, or the number of images does not match the
+            counts.
     """
     pixels, grids = np.asarray(pixels), np.asarray(grids)
     if pixels.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3 or len(pixels) != grids.prod(axis=1).sum():
@@ -77,28 +78,28 @@ def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
 
 
 def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, frames: int = 2) -> Patches:
-    """Cuts an image into patches, `n C`, as Hugging Face's Qwen processors do with one that they have resized.
+    """Cuts an image into patches, `n C`, as Hugging Face's Qwen processors do after resizing it.
 
     Args:
         image: RGB, whose sides are multiples of `patch_size * merge`.
         patch_size: Side of a patch in pixels.
-        merge: Side of the squares of patches that stand together.
-        frames: Times that a patch shows the image.
+        merge: Side m of the squares of patches that are stored together.
+        frames: Number of times that a patch repeats its pixels.
 
     Raises:
-        ValueError: when the sides are no such multiples.
+        ValueError: when the sides are not such multiples.
     """
     p, m, (_, H, W) = patch_size, merge, image.shape
     if H % (p * m) or W % (p * m):
         raise ValueError(f"the sides of an image must be multiples of {p * m}, got {H} x {W}: resize it")
-    # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p], then each patch once for every frame.
+    # [C, y, m, p, x, m, p] -> [y, x, m, m, C, p, p], then repeat each patch for every frame.
     squares = image.reshape(3, H // (p * m), m, p, W // (p * m), m, p).transpose(1, 4, 2, 5, 0, 3, 6)
     shown = np.repeat(squares[:, :, :, :, :, None], frames, axis=5)
     return Patches(shown.reshape(-1, 3 * frames * p * p), np.array([[1, H // p, W // p]], np.int32))
 
 
 def patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any = None) -> Patches:
-    """Returns padded patches with their places, as Gemma 4's processors make them, as `Patches`.
+    """Converts padded patches with positions, as Gemma 4's processors make them, to `Patches`.
 
     Args:
         pixels: `images n C`, patches of each image (or frame) in any order, with padding.
@@ -107,8 +108,8 @@ def patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any 
         counts: Number of images in each row of tokens, as for `patches`.
 
     Raises:
-        ValueError: when arrays do not fit each other, the patches of an image do not fill a grid of such squares, or
-            counts do not have as many images.
+        ValueError: when the arrays do not match each other, the patches of an image do not fill a grid of such squares,
+            or counts do not have as many images.
     """
     pixels, positions = np.asarray(pixels), np.asarray(positions)
     if pixels.ndim != 3 or positions.shape != (*pixels.shape[:2], 2):
@@ -123,17 +124,17 @@ def patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any 
 
 
 def _in_squares(pixels: np.ndarray, positions: np.ndarray, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the patches of an image square after square, without padding, and their grid."""
+    """Returns the patches of an image ordered by squares, without padding, and their grid."""
     real = (positions >= 0).all(axis=1)
     x, y = positions[real].T
     width, height = (1 + max(axis, default=-1) for axis in (x, y))
     place = np.sort(y * width + x)
     if not real.any() or height % merge or width % merge or not np.array_equal(place, np.arange(height * width)):
         raise ValueError(
-            f"the positions of an image must fill a grid whose sides are multiples of {merge}, each place once, got "
+            f"the positions of an image must fill a grid whose sides are multiples of {merge}, without repeats, got "
             f"{real.sum()} patches in {height} rows and {width} columns"
         )
-    # Sorted by the last key first: the square's row and column, then the row and column in it.
+    # lexsort's last key is the first: the square's row and column, then the row and column in it.
     order = np.lexsort((x % merge, y % merge, x // merge, y // merge))
     return pixels[real][order], np.array([[1, height, width]], np.int32)
 
@@ -145,20 +146,20 @@ def _frames(grids: np.ndarray) -> np.ndarray:
 
 
 def _bucket(length: int) -> int:
-    """Rounds up by less than a quarter, or to 64: four programs for each doubling."""
+    """Rounds up by less than a quarter, or to 64, so that four programs cover each doubling."""
     multiple = max(64, (1 << max(length - 1, 0).bit_length()) // 8)
     return -(-max(length, 1) // multiple) * multiple
 
 
 class Places(NamedTuple):
-    """Place of each item (a patch, or a vector) of a row of images.
+    """Image, index and grid of each item (a patch or a vector) in a row of images.
 
     Attributes:
-        image: Number of its image; that of images for padding.
-        first: Number of the first item of its image.
-        index: Its number within its image.
-        height: Rows of its image; 1 for padding.
-        width: Columns of its image; 1 for padding.
+        image: Index of its image; the number of images for padding.
+        first: Index of the first item of its image.
+        index: Its index within its image.
+        height: Number of rows of its image; 1 for padding.
+        width: Number of columns of its image; 1 for padding.
     """
 
     image: Int[Array, "R P"]
@@ -169,10 +170,10 @@ class Places(NamedTuple):
 
 
 def _places(grids: Int[Array, "R I 3"], item: Int[Array, "R P"]) -> Places:
-    """Finds the places of items, given their numbers in their row."""
+    """Finds the `Places` of items, given their indices in their row."""
     sizes = grids.prod(axis=2)
     ends = jnp.cumsum(sizes, axis=1)
-    # The first image that ends behind the item; images of no size are passed over.
+    # The first image that ends after the item; empty images are skipped.
     image = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ends, item)
     inside = image < grids.shape[1]
     # [R, I] at [R, P]
@@ -182,14 +183,14 @@ def _places(grids: Int[Array, "R I 3"], item: Int[Array, "R P"]) -> Places:
 
 
 class PatchPlaces(NamedTuple):
-    """Place of each patch, `R P`.
+    """Image, row and column of each patch, `R P`.
 
     Attributes:
-        segment_ids: Number of its image, counted from 1; 0 for padding.
+        segment_ids: Index of its image, counted from 1; 0 for padding.
         row: Its row on the grid.
         column: Its column on the grid.
-        height: Rows of its grid.
-        width: Columns of its grid.
+        height: Number of rows of its grid.
+        width: Number of columns of its grid.
     """
 
     segment_ids: Int[Array, "R P"]
@@ -200,7 +201,7 @@ class PatchPlaces(NamedTuple):
 
 
 def patch_places(grids: Int[Array, "R I 3"], length: int, merge: int) -> PatchPlaces:
-    """Finds the image of each patch and its place on the grid; squares of `merge` x `merge` patches stand together.
+    """Finds each patch's image, row and column; squares of `merge` x `merge` patches are stored together.
 
     Args:
         grids: Frames (1), rows and columns of each image.
@@ -228,15 +229,15 @@ def mrope_positions(
 ) -> Int[Array, "B T 3"]:
     """Computes the positions of tokens and images by time, row and column (M-RoPE of Qwen3-VL).
 
-    A text token has three equal positions and the next token one more. All of an image have the time `p` at which it
-    begins, and `p` plus their place on the merged grid as row and column; the next token is at `p` plus the larger
-    side.
+    A text token has three equal positions, and the position grows by 1 with each token. The tokens of an image that
+    begins at `p` have time `p`, and row and column `p` plus those on the merged grid. The next token is at `p` plus the
+    larger side of that grid.
 
     Args:
         is_image: True for placeholders.
         grids: Frames (1), rows and columns of patches of each image, as in `Patches`.
         merge: Side of the squares of patches that have one placeholder.
-        segment_ids: Packed document of each token, 0 for padding; positions begin anew in each.
+        segment_ids: Packed document of each token, 0 for padding; positions restart in each.
         valid: False for padding.
         start: Position of each row's first token, 0 unless given.
 
@@ -250,7 +251,7 @@ def mrope_positions(
     at = _places(
         grids // jnp.array([1, merge, merge], grids.dtype)[None, None], placeholder_index(is_image, len(grids))
     )
-    # The steps to the next token: an image's are made behind its last placeholder.
+    # Step of the position to the next token; an image advances it after its last placeholder.
     last = at.index + 1 == at.height * at.width
     of_image = jnp.where(last, jnp.maximum(at.height, at.width), 0).reshape(is_image.shape)
     steps = jnp.where(is_image, of_image, 1) * real
@@ -263,7 +264,7 @@ def mrope_positions(
 
 
 def placeholder_index(is_image: Bool[Array, "B T"], rows: int) -> Int[Array, "R N"]:
-    """Returns the number of each placeholder among those of its row of patches; tokens as `R (B T / R)`."""
+    """Returns the index of each placeholder among those of its row of patches; tokens as `R (B T / R)`."""
     flat = is_image.reshape(rows, -1)
     return jnp.maximum(jnp.cumsum(flat, axis=1, dtype=jnp.int32) - 1, 0)
 
@@ -273,12 +274,12 @@ def take_features(
 ) -> Float[Array, "B T *n D"]:
     """Returns the vector of each placeholder, and zeros for all other tokens.
 
-    Where a row has more or fewer placeholders than vectors, all of its vectors are NaN: call `check_patches` first.
+    If a row has more or fewer placeholders than vectors, all of its vectors are NaN: call `check_patches` first.
 
     Args:
         is_image: True for placeholders.
-        features: Vectors of the images of each row of patches, padding behind.
-        counts: Number of vectors of each row.
+        features: Vectors of the images of each row of patches, followed by padding.
+        counts: Number of vectors in each row.
     """
     R, rest = len(features), features.shape[2:]
     flat = features.reshape(*features.shape[:2], -1)
@@ -290,13 +291,13 @@ def take_features(
 
 
 def check_patches(is_image: Bool[Any, "B T"], images: Patches, merge: int, size: int) -> None:
-    """Raises ValueError unless patches, grids and placeholders fit each other; inside jit only shapes are known.
+    """Raises ValueError unless patches, grids and placeholders match; inside jit only shapes are checked.
 
     Args:
         is_image: True for placeholders.
         images: The images.
         merge: Side of the squares of patches that have one placeholder.
-        size: Numbers in a patch.
+        size: Number of values in a patch.
     """
     shapes = np.shape(images.pixels), np.shape(images.grids)
     rows = shapes[0][0] if len(shapes[0]) == 3 else 1
@@ -312,17 +313,19 @@ def check_patches(is_image: Bool[Any, "B T"], images: Patches, merge: int, size:
         if (used[:, 0] != 1).any() or (used < 1).any() or (used[:, 1:] % merge).any():
             raise ValueError(
                 f"the grid of an image must be 1 frame and rows and columns that are multiples of {merge}, got "
-                f"{used.tolist()}; `nn.vision.patches` makes an image of each frame"
+                f"{used.tolist()}; `nn.vision.patches` turns each frame into an image"
             )
         if (found := grids.prod(axis=2).sum(axis=1)).max(initial=0) > shapes[0][-2]:
-            raise ValueError(f"the grids have up to {found.max()} patches in a row, but only {shapes[0][-2]} are given")
+            raise ValueError(
+                f"the grids have up to {found.max()} patches in a row, but only {shapes[0][-2]} were given"
+            )
         check_rows_of_placeholders(np.asarray(is_image).reshape(rows, -1).sum(axis=1), found // merge**2)
 
 
 def check_rows_of_placeholders(found: np.ndarray, made: np.ndarray) -> None:
-    """Raises ValueError unless each row has as many placeholders as its images make vectors."""
+    """Raises ValueError unless each row has as many placeholders as vectors of its images."""
     if (found != made).any():
         raise ValueError(
             f"the tokens hold {found.tolist()} image placeholders by rows of patches, but the grids of the images make "
-            f"{made.tolist()} vectors: there must be as many; take prompt and images from one call of the processor"
+            f"{made.tolist()} vectors: the numbers must be equal; take prompt and images from one call of the processor"
         )

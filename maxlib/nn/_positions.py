@@ -1,4 +1,4 @@
-"""Learned positions: a table of trained vectors, which ends where training did."""
+"""Learned positions: a table with a trained vector for each position up to a maximum length."""
 
 import contextlib
 from typing import Any
@@ -31,8 +31,8 @@ class LearnedPositions(nnx.Module):
     def __call__(self, ctx: Context, *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
         """Returns the vectors of `ctx.positions` in `dtype`.
 
-        Positions given explicitly, and documents of a packed row, are checked outside jit; inside, those beyond the
-        table become NaN.
+        Explicit positions and those of packed documents are checked outside jit; inside jit, the vectors of positions
+        beyond the table are NaN.
 
         Raises:
             ValueError: when a row or a cache is longer than the table.
@@ -40,14 +40,14 @@ class LearnedPositions(nnx.Module):
         self.check(ctx.rope_length or 0)
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             self.check(int(ctx.positions.max()) + 1)
-        # The table is small: gathered over the width, so that the lookup needs no exchange. [B, T] -> [B, T, D]
+        # The table is small, so gather it over the width; then the lookup needs no communication. [B, T] -> [B, T, D]
         w = constrain(self.w[...], "position", None)
         return jnp.asarray(jnp.take(w, ctx.positions, axis=0, mode="fill"), dtype)
 
     def check(self, length: int) -> None:
-        """Raises ValueError if `length` tokens need positions that the table lacks."""
+        """Raises ValueError if `length` tokens exceed the table."""
         if length > self.length:
             raise ValueError(
-                f"this model has learned {self.length} positions, which {length} tokens (of a row, or the capacity of a "
-                "cache) exceed: shorten the text, or give generation a smaller capacity"
+                f"this model has {self.length} learned positions, but {length} tokens (a row, or the capacity of a "
+                "cache) need more: shorten the text, or give generation a smaller capacity"
             )

@@ -12,8 +12,8 @@ T = TypeVar("T")
 def pytree(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen dataclass whose fields are children of a pytree, except those declared with `static()`.
 
-    Unlike `jax.tree_util.register_dataclass` it does not run `__init__` when JAX rebuilds the value with
-    tracers, specs or None in its fields, so run-time type checks of the constructor stay possible.
+    Unlike `jax.tree_util.register_dataclass`, it does not run `__init__` when JAX rebuilds the value with tracers,
+    specs or None in its fields, so that the constructor may check types at run time.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]

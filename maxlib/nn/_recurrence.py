@@ -1,4 +1,4 @@
-"""What layers with a state or a short convolution share: how a sequence is split, and initial values."""
+"""Helpers of layers with a recurrent state or a short convolution: splitting of sequences, and initial values."""
 
 import math
 
@@ -14,11 +14,11 @@ from maxlib.sharding.layers import mesh_axes
 def sequence_axis(tokens: int, channels: str = "act_heads") -> tuple[str | tuple[str, ...] | None, str | None]:
     """Returns the mesh axis over which a row's tokens are split within an op, and the name of their array axis.
 
-    Both are None if each device has whole rows: without a layout, or where the number of tokens does not divide.
+    Both are None if each device has whole rows: without a layout, or if the number of tokens does not divide.
 
     Args:
         tokens: Number of tokens of a row.
-        channels: Name of the axis of heads or channels, whose mesh axes the op uses for these.
+        channels: Name of the axis of heads or channels; the op uses its mesh axes for them, not for tokens.
     """
     axes = tuple(axis for axis in mesh_axes("seq") if axis not in mesh_axes(channels))
     layout = current()
@@ -43,7 +43,7 @@ def rates(num_heads: int, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
     """Draws the logarithm of rates in [1, 16] and the bias of time steps in [0.001, 0.1], as for Mamba-2 (Dao & Gu
     2024, arXiv:2405.21060).
     """
-    # Rates are uniform, steps log-uniform: heads that forget within a few tokens, and heads that keep thousands.
+    # Rates are uniform, steps log-uniform: some heads forget within a few tokens, others remember thousands.
     rates, steps = jax.random.uniform(draw_key(rngs), (2, num_heads))
     step = jnp.exp(math.log(1e-3) + steps * (math.log(0.1) - math.log(1e-3)))
     # softplus(dt_bias) = step

@@ -22,16 +22,16 @@ from maxlib.sharding import constrain
 
 
 class SharedKVAttention(SequenceMixer):
-    """Attention without keys and values of its own: it takes those of an earlier `Attention` (`Attention.with_kv`).
+    """Attention that reuses the keys and values of an earlier `Attention` (`Attention.with_kv`).
 
-    It has no cache, since that of the earlier layer serves both. Gradients flow to the layer that made the keys.
+    It has no cache, because the earlier layer's cache serves both. Gradients flow to the layer that computed the keys.
 
     Args:
         dim: Width D of the residual stream.
         num_heads: Number N of query heads.
-        num_kv_heads: Number K of heads of the keys that it gets.
+        num_kv_heads: Number K of heads of the shared keys.
         head_dim: Width H of a head.
-        mask: Which keys a query attends to, as in the layer that made them.
+        mask: Which keys a query attends to, as in the layer that computed them.
         rope: Rotation of queries, as in that layer; None for none.
         q_norm: Norm over the head dimension of queries; None for none.
         scale: Factor on the scores, by default `head_dim ** -0.5`.
@@ -67,7 +67,7 @@ class SharedKVAttention(SequenceMixer):
     ):
         check_mask(mask)
         D, N, H = dim, num_heads, head_dim
-        # Outputs first, as in `Attention`; there is no k and no v.
+        # Output dimensions first, as in `Attention`; there is no k and no v.
         self.q = Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), bias=bias, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), bias=out_bias, rngs=rngs)
         self.mask, self.rope, self.q_norm, self.scale = mask, rope, q_norm, scale
@@ -81,14 +81,14 @@ class SharedKVAttention(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share, as the earlier layer got it.
+            ctx: The context that the earlier layer got.
             cache: That layer's keys and values.
 
         Returns:
-            The output, `B T D`, and `cache` as it came.
+            The output, `B T D`, and `cache` unchanged.
 
         Raises:
-            ValueError: when no keys and values are given, or their heads are others.
+            ValueError: when keys and values are missing, or their number or width of heads differs.
         """
         if cache is None or cache.k.shape[2:] != (self.num_kv_heads, self.head_dim):
             raise ValueError(
@@ -102,7 +102,7 @@ class SharedKVAttention(SequenceMixer):
         # The keys are rotated already, each by its own position.
         if self.rope is not None:
             q = apply_rope(q, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
-        # With a cache, keys are not the tokens of this call, which kernels for a named mask must know.
+        # With a cache, the keys are not those of this call's tokens; kernels for a named mask must know that.
         mask_hint = ctx.mask_hint(self.mask, None if cache.kind is None else cache)
         options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag}
         bounds = cache.k_start, cache.k_end
@@ -111,7 +111,7 @@ class SharedKVAttention(SequenceMixer):
         return self.o(out), cache
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> None:
-        """Returns None: the cache of the earlier layer has all keys."""
+        """Returns None: the earlier layer's cache has all keys."""
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""

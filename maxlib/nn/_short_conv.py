@@ -1,4 +1,4 @@
-"""Gated short convolution (LFM2, Liquid AI 2025, arXiv:2511.23404): a token mixer that sees the last few tokens only.
+"""Gated short convolution (LFM2, Liquid AI 2025, arXiv:2511.23404): a token mixer over the last few tokens.
 
 Shapes: B rows, T new tokens, D width, W taps of the convolution.
 """
@@ -28,7 +28,8 @@ _TAIL = ("batch", None, "act_mlp")
 
 @pytree
 class ConvCache(LayerCache):
-    """Cache of a short convolution: its last inputs, however many tokens there were; none of them can be taken back.
+    """Cache of a short convolution: its last inputs. Its size does not depend on the number of tokens, and it cannot be
+    rewound.
 
     Attributes:
         tail: The last W - 1 inputs, `B W-1 D`.
@@ -42,8 +43,8 @@ class ConvCache(LayerCache):
 class ShortConvolution(SequenceMixer):
     """Gated short convolution: `out(out_gate(x) * conv(in_gate(x) * value(x)))`, without activations.
 
-    Each channel has its own taps. Padding and other documents of a row change nothing. Tokens must be in order: devices
-    that share a sequence pass on their last inputs (`ops.short_convolution`), and zigzag order is refused.
+    Each channel has its own filter. Padding and other documents of a row have no effect. Tokens must be in order:
+    devices that share a sequence pass their last inputs on (`ops.short_convolution`), and zigzag order raises an error.
 
     Args:
         dim: Width D of the residual stream, and number of channels.
@@ -73,7 +74,7 @@ class ShortConvolution(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
             cache: Inputs of the convolution of earlier tokens, or None.
 
         Returns:
@@ -81,23 +82,23 @@ class ShortConvolution(SequenceMixer):
         """
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         own = lambda y: constrain(y, *_CHANNELS)
-        # [B, T, D] -> [B, T, D], three times; channels are split as the inner width of an MLP is.
+        # [B, T, D] -> [B, T, D], three times; channels are split like the hidden width of an MLP.
         gated = own(self.in_gate(x)) * own(self.value(x))
         mixed, cache = self._convolve(checkpoint_name(gated, "v"), ctx, cache)
         return self.o(own(self.out_gate(x)) * mixed), cache
 
     def _convolve(self, x, ctx: Context, cache: ConvCache | None):
-        """Applies the taps, on each device's own rows, channels and tokens."""
+        """Applies the filters to each device's rows, channels and tokens."""
         axis, seq = sequence_axis(x.shape[1], "act_mlp")
         here = lambda names: tuple(seq if name == "seq" else name for name in names)
-        # Rows without a cache that hold one document each need no resets.
+        # Without packing and without a cache, the state needs no resets.
         starts = ctx.is_start if ctx.packed or cache is not None else None
         weights = [jnp.asarray(self.conv[...]), None if self.conv_bias is None else jnp.asarray(self.conv_bias[...])]
         names = [here(_CHANNELS), AllGatherArg(("mlp", "tap"), ("act_mlp", None))]
         names += [None if self.conv_bias is None else AllGatherArg(("mlp",), ("act_mlp",))]
         names += [None if mask is None else here(_CHANNELS[:2]) for mask in (starts, ctx.valid)]
         names += [None if cache is None else _TAIL]
-        # Each channel for itself: only devices that share a sequence exchange anything, W - 1 tokens.
+        # Channels are independent: only devices that share a sequence communicate, W - 1 tokens each.
         mapped = shard_map_by_name(functools.partial(_op, axis_name=axis), names, (here(_CHANNELS), _TAIL))
         out, tail = mapped(x, *weights, starts, ctx.valid, None if cache is None else cache.tail)
         return constrain(out, *_CHANNELS), None if cache is None else ConvCache(tail)
@@ -107,7 +108,7 @@ class ShortConvolution(SequenceMixer):
 
         Args:
             batch: Number B of rows.
-            capacity: Most tokens in a row.
+            capacity: Maximum number of tokens in a row.
             dtype: Dtype of the convolution's inputs.
         """
         return ConvCache(jnp.zeros((batch, self.conv_width - 1, self.dim), dtype))
@@ -123,7 +124,7 @@ class ShortConvolution(SequenceMixer):
         return "gated short convolution"
 
     def features(self) -> Iterator[str]:
-        """Yields nothing: its kind says it all."""
+        """Yields nothing: it has no options to distinguish."""
         yield from ()
 
 

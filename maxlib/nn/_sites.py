@@ -1,6 +1,4 @@
-"""Layers that multiply by a weight, and rules that change them from outside: the common part of quantization and
-adapters.
-"""
+"""Layers with a matmul, and rules that change them from outside: the common part of quantization and adapters."""
 
 import difflib
 import fnmatch
@@ -32,8 +30,8 @@ class Where:
     Attributes:
         path: Pattern path.
         kind: Kind of the layer.
-        layer: Number of the layer in its stack; None outside stacks.
-        count: Layers in the stack.
+        layer: Index of the layer in its stack; None outside stacks.
+        count: Number of layers in the stack.
     """
 
     path: str
@@ -44,7 +42,7 @@ class Where:
 
 @runtime_checkable
 class Selector(Protocol):
-    """A rule, which selects layers by pattern path, number and kind."""
+    """A rule that selects layers by pattern path, index and kind."""
 
     @property
     def match(self) -> str: ...
@@ -64,16 +62,16 @@ def fits(rule: Selector, site: Where) -> bool:
 
 
 def decide(rules: Sequence[Selector], where: Where) -> int | None:
-    """Returns the index of the first rule that fits, None if none does."""
+    """Returns the index of the first rule that selects the matmul; None if no rule does."""
     return next((n for n, rule in enumerate(rules) if fits(rule, where)), None)
 
 
 class Decisions:
-    """Treatments by rules, of which the first that fits decides, with a check that every rule decided something.
+    """Applies the first matching rule to each matmul, and checks that every rule was used.
 
     Args:
         rules: The rules.
-        treatment: Returns the treatment that a rule gives.
+        treatment: Returns the treatment of a rule, such as a quantization or an adapter.
     """
 
     def __init__(self, rules: Sequence[Any], treatment: Callable[[Any], Hashable]):
@@ -91,7 +89,7 @@ class Decisions:
         return self.treatment(self.rules[n])
 
     def check(self) -> None:
-        """Raises ValueError if a rule matched nothing, or names a layer that does not exist."""
+        """Raises ValueError if a rule was never used, or names a layer that does not exist."""
         idle = [rule for n, rule in enumerate(self.rules) if n not in self._used]
         if idle:
             near = difflib.get_close_matches(idle[0].match, self._seen, n=3, cutoff=0.4)
@@ -103,7 +101,7 @@ class Decisions:
         for rule in self.rules:
             if absent := [i for i in rule.layers or () if not -self._most <= i < self._most]:
                 raise ValueError(
-                    f"{rule} names the layers {absent}, the largest stack has {self._most}, numbered from 0"
+                    f"{rule} names the layers {absent}, but the largest stack has {self._most}, numbered from 0"
                 )
 
 
@@ -124,7 +122,7 @@ def axes_of(site: Any) -> tuple[str, ...]:
 
 
 def outputs(site: Any) -> tuple[int, ...]:
-    """Returns the dimensions of a layer's weight that are not summed over."""
+    """Returns the output dimensions of a layer's weight, those that are not summed over."""
     if isinstance(site, Einsum):
         letters, out = site.spec.partition(",")[2].split("->")
         return tuple(d for d, letter in enumerate(letters) if letter in out)
@@ -134,14 +132,16 @@ def outputs(site: Any) -> tuple[int, ...]:
 
 
 def unknown(model: Any) -> dict[str, nnx.Variable]:
-    """Returns by path the floating matrices in layers of unknown types, without tables of positions."""
+    """Returns the floating matrices of layers of unknown types by path, without position tables."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
     found = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
     return {path: x for path, x in found.items() if _is_matrix(x)}
 
 
 def _is_matrix(x: nnx.Variable) -> bool:
-    """Returns True for floating matrices, by axis names or else by the number of dimensions, without a stack's axis."""
+    """Returns True for floating matrices, judged by axis names or by the number of dimensions without the
+    layer axis.
+    """
     axes, value = x.get_metadata().get("axes"), x.get_value()
     rank = value.ndim if axes is None else len(axes) - num_layer_axes(axes)
     return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)
@@ -152,15 +152,15 @@ Change = Callable[[Any, Any, str, "tuple[int, ...] | None"], Any]
 
 
 def change_sites(model: Any, decide: Decide, change: Change) -> Any:
-    """Changes the layers of `model` that multiply.
+    """Changes the layers of `model` that have a matmul.
 
-    A stack whose layers are treated differently gets another layout, so that equal layers are still scanned.
+    A stack whose layers are treated differently is regrouped, so that equal layers are still scanned.
 
     Args:
         model: A model.
         decide: Returns the treatment of a matmul, compared by value; None leaves it as it is.
-        change: Called with a layer, its treatment, its pattern path and the numbers of the layers that are stored
-            together in it (None outside stacks); returns the new layer.
+        change: Called with a layer, its treatment, its pattern path and the indices of the layers that it stores (None
+            outside stacks); returns the new layer.
     """
 
     def one(path, node):
@@ -188,17 +188,17 @@ def find(model: Any, kinds: Any) -> list[tuple[str, Any]]:
 
 
 def replace(site: Any, **parts: Any) -> Any:
-    """Returns a copy of a layer with some attributes replaced; arrays are the same."""
+    """Returns a copy of a layer with some attributes replaced; the copy shares the other arrays."""
     new = jax.tree.map(lambda a: a, site)
     for name, part in parts.items():
-        # A matmul is part of the structure, unless it has arrays.
+        # A matmul is a static attribute, unless it has arrays.
         static = name == "matmul" and not isinstance(part, nnx.Module)
         setattr(new, name, nnx.static(part) if static else nnx.data(part))
     return new
 
 
 def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
-    """Changes the matmuls of a stack, in a layout where layers of a slot are treated alike."""
+    """Changes the matmuls of a stack, regrouped so that all layers of a slot have one treatment."""
     stack = _laid_out(stack, path, decide)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
     for name, group in stack.layer_groups.items():
@@ -209,7 +209,7 @@ def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
 
 
 def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decide: Decide, change: Change) -> Any:
-    """Changes a layer, or several on a leading axis, which are treated alike."""
+    """Changes a layer, or several stored on a leading axis with one treatment."""
 
     def one(inner: str, site: Any) -> Any:
         full = f"{path}.{inner}"
@@ -220,11 +220,11 @@ def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decid
 
 
 def _laid_out(stack: Stack, path: str, decide: Decide) -> Stack:
-    """Returns the stack in a layout where layers of a slot are treated alike."""
+    """Returns the stack regrouped so that all layers of a slot have one treatment."""
     layers = jax.eval_shape(lambda s: list(s), stack)
     kinds = [_treatments(layer, path, i, len(layers), decide) for i, layer in enumerate(layers)]
     place = [stack.where(i)[0] for i in range(len(layers))]
-    # Already so: each slot has one treatment.
+    # Each slot already has one treatment.
     if len(set(zip(place, kinds, strict=True))) == len(set(place)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]

@@ -1,6 +1,6 @@
 """Groups of a stack's layers: which layers are stored together, to be scanned, and which are stored alone.
 
-A stack of 12 layers with `lead=2, prefix=1, period=3`, where equal letters are layers that are alike:
+A stack of 12 layers with `lead=2, prefix=1, period=3`, where equal letters are layers of equal structure:
 
     layer      0 1 | 2 | 3 4 5  6 7 8 | 9 10 11 -> all of 3 ... 11 fill periods, so nothing is left over
     kind       D D | E | A B C  A B C | A B  C
@@ -19,12 +19,13 @@ Grouping = dict[str, int]
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers of a stack that are stored alike, in `slots` slots from layer `first` on.
+    """Consecutive layers of a stack that are stored in the same way, in `slots` slots from layer `first` on.
 
     Args:
-        first: Number of the first layer.
-        slots: Layers in a period, or layers that are stored alone.
-        repeats: Layers in each slot, on a leading axis; None if each slot is a single layer without that axis.
+        first: Index of the first layer.
+        slots: Number of layers in a period, or of layers that are stored alone.
+        repeats: Number of layers in each slot, on a leading axis; None if each slot is a single layer without that
+            axis.
     """
 
     first: int
@@ -33,11 +34,11 @@ class LayerGroup(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Returns the number of the layer after the last one."""
+        """Returns one past the index of the last layer."""
         return self.first + self.slots * (1 if self.repeats is None else self.repeats)
 
     def layers(self, slot: int) -> range:
-        """Returns the numbers of the layers in a slot, in the order of its leading axis."""
+        """Returns the indices of the layers in a slot, in the order of its leading axis."""
         # Slot s holds the layers first + s, first + s + slots, first + s + 2 * slots, ...
         return range(self.first + slot, self.end, self.slots)
 
@@ -45,10 +46,10 @@ class LayerGroup(NamedTuple):
 def grouping_for(kinds: Iterable[Hashable]) -> Grouping:
     """Finds the grouping that traces the fewest layers, as keyword arguments for `nn.Stack`.
 
-    It has a `lead` if scanning the first layers by themselves saves traces and the body repeats other kinds.
+    It has a `lead` if a separate scan of the first layers saves traces and the body has other kinds of layers.
 
     Args:
-        kinds: A value for each layer, in order, that is equal for layers that are alike (its mask, for example).
+        kinds: A value for each layer, in order; equal values mean equal structure (its mask, for example).
 
     Returns:
         `prefix` and `period`, `lead` if there is one, and `lead_period` if that is more than one layer.
@@ -59,14 +60,14 @@ def grouping_for(kinds: Iterable[Hashable]) -> Grouping:
     for every in range(1, len(kinds) // 2 + 1):
         lead = _run_length(kinds, every)
         own, rest = {*kinds[:lead]}, kinds[lead:]
-        # A lead of one period scans nothing, and one whose kinds are all there are is the body itself.
+        # A lead of one period scans nothing; if it has all kinds of the rest, it is the body itself.
         if lead < 2 * every or own >= {*rest}:
             continue
-        # With a lead: one trace for each layer of its period, and those of the rest.
+        # With a lead: one trace for each layer of its period, plus the traces of the rest.
         traced, prefix, period = _scanned(rest)
-        # Without the layers behind the last whole period.
+        # Without the layers after the last whole period.
         body = rest[prefix : len(rest) - (len(rest) - prefix) % period]
-        # A kind in lead and body (Gemma 3's local layers) would be traced for both: one body is better.
+        # A kind in both lead and body (Gemma 3's local layers) would be traced twice; a single body is better.
         if every + traced < least and own.isdisjoint(body):
             least, found = every + traced, {"lead": lead, "prefix": prefix, "period": period}
             found |= {"lead_period": every} if every > 1 else {}
@@ -74,7 +75,7 @@ def grouping_for(kinds: Iterable[Hashable]) -> Grouping:
 
 
 def _run_length(kinds: tuple[Hashable, ...], period: int) -> int:
-    """Returns how many layers from the first on consist of equal periods."""
+    """Returns how many of the first layers consist of equal periods."""
     end = period
     while end + period <= len(kinds) and kinds[end : end + period] == kinds[:period]:
         end += period
@@ -86,7 +87,7 @@ def _scanned(kinds: tuple[Hashable, ...]) -> tuple[int, int, int]:
     n = len(kinds)
 
     def repeats(prefix: int, period: int) -> bool:
-        # Whole periods end here; what follows is the suffix. All periods are equal if each equals the next.
+        # Whole periods end here; the suffix follows. All periods are equal if each equals the next.
         end = n - (n - prefix) % period
         return kinds[prefix : end - period] == kinds[prefix + period : end]
 
@@ -112,7 +113,7 @@ def layer_groups(
 
 
 def layers_by_slot(grouping: Grouping) -> dict[str, list[tuple[int, int | None]]]:
-    """Returns for each slot, such as `"body.0"`, its layers: `(number, index on the leading axis or None)`."""
+    """Returns the layers of each slot, such as `"body.0"`: `(layer index, index on the leading axis or None)`."""
     return {
         f"{name}.{slot}": [
             (layer, None if group.repeats is None else row) for row, layer in enumerate(group.layers(slot))
@@ -155,18 +156,19 @@ def group_at(path: str, groupings: Mapping[str, Grouping]) -> tuple[str, LayerGr
 
 
 def as_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Grouping:
-    """Returns the numbers of a grouping by name, as checkpoints store them; those of a lead are left out if they say
-    nothing.
+    """Returns a grouping as a dict, as checkpoints store it; `lead` and `lead_period` are omitted if there is
+    no lead.
     """
     own = ({"lead": lead} if lead else {}) | ({"lead_period": lead_period} if lead and lead_period > 1 else {})
     return {"num_layers": num_layers, "prefix": prefix, "period": period} | own
 
 
 def normalized_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Grouping:
-    """Returns the grouping in which a layer that would be scanned once is stored alone.
+    """Returns the grouping with layers that would be scanned only once stored alone.
 
     Raises:
-        ValueError: when the numbers are negative, or larger than the stack, or the lead is not of whole periods.
+        ValueError: when the numbers are negative or larger than the stack, or the lead does not consist of whole
+            periods.
     """
     if lead_period < 1 or lead % lead_period:
         raise ValueError(f"lead_period must be at least 1 and divide lead, got lead={lead}, lead_period={lead_period}")
@@ -175,7 +177,7 @@ def normalized_grouping(num_layers: int, lead: int, prefix: int, period: int, le
             "period must be at least 1, lead and prefix not negative, and lead + prefix between 0 and num_layers; "
             f"got period={period}, lead={lead}, prefix={prefix}, num_layers={num_layers}"
         )
-    # A scan of one repeat saves nothing: a single lead layer, or a single period, joins the prefix.
+    # A scan of one repeat saves nothing, so a single lead period or body period joins the prefix.
     if lead == lead_period:
         lead, prefix = 0, prefix + lead
     if (num_layers - lead - prefix) // period == 1:

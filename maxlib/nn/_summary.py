@@ -13,8 +13,8 @@ from maxlib.sharding.layers import num_layer_axes
 def summary(model: Any) -> str:
     """Returns a table of every parameter of `model` with shape, axis names, dtype and size, and the total.
 
-    Layers that a stack scans share a row: `26 x` before the shape is their number. Works on `jax.eval_shape` of a model
-    too.
+    Layers that a stack scans share a row: `26 x` before the shape is their number. Also works on `jax.eval_shape` of a
+    model.
     """
     table = Table(box=box.SIMPLE, show_footer=True)
     names, short = axes(model), pattern_paths(model)
@@ -27,7 +27,7 @@ def summary(model: Any) -> str:
     table.add_column("dtype", footer=scaled(size, "B"))
     table.add_column("numbers", justify="right", footer=scaled(total))
     for (path, shape, axis_names, dtype), group in _grouped(rows, names, short).items():
-        # A scanned array has a leading axis of layers, one that is stored alone does not.
+        # Arrays of scanned layers have a leading axis of layers; arrays of layers stored alone do not.
         count = sum(a.shape[0] if a.ndim > len(shape) else 1 for a in group)
         text = " ".join(map(str, shape)) or "scalar"
         text = f"{count} x {text}" if count > 1 else text
@@ -38,7 +38,7 @@ def summary(model: Any) -> str:
 
 
 def _grouped(rows: dict[str, Any], names: dict[str, tuple], short: dict[str, str]) -> dict[tuple, list[Any]]:
-    """Groups arrays by the path, shape and axes that one layer has."""
+    """Groups arrays by the path, shape and axes of a single layer."""
     groups: dict[tuple, list[Any]] = {}
     for path, array in rows.items():
         shape = array.shape[num_layer_axes(names[path]) :]

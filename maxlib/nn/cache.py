@@ -1,7 +1,7 @@
-"""Caches: what layers store of earlier tokens. They are immutable values, passed in and returned.
+"""Caches: what layers store about earlier tokens. They are immutable values, passed in and returned.
 
 A layer's cache is any pytree whose arrays begin with the axis of rows. A class derived from `LayerCache` declares
-whether it can be rewound and its name in tables; anything else is treated as a state that cannot be rewound.
+whether it can be rewound and its name in tables; any other pytree counts as a state that cannot be rewound.
 
 A cache of keys and values decides where keys are stored. `extend` stores the new ones and returns the arrays to attend
 to, with key intervals that index *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached
@@ -33,9 +33,9 @@ class Cache:
         layers: Caches from `Stack.init_cache`.
         length: `B`, tokens cached so far in each row.
         rope_length: A fixed length for length-dependent rotary scalings (dynamic NTK, LongRoPE); None for the current
-            length of each row, with which transformers rotates new tokens.
-        position_offset: `B`, difference between positions and the number of tokens, for example after an image whose
-            positions are those of a grid; None if there is none.
+            length of each row, as in transformers.
+        position_offset: `B`, difference between positions and the number of tokens, for example after an image with
+            positions on a grid; None if positions count tokens.
     """
 
     layers: Any
@@ -45,25 +45,26 @@ class Cache:
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens that a row can hold; None if no layer has a limit (rings, recurrent states)."""
+        """Maximum number of tokens in a row; None if no layer has a limit (rings, recurrent states)."""
         found = (one.capacity for one in layer_caches(self.layers) if isinstance(one, LayerCache))
         return min((slots for slots in found if slots is not None), default=None)
 
     def check_room(self, num_new: Int[Array, " B"]) -> None:
-        """Raises ValueError if a row cannot hold `num_new` more tokens; inside jit, where lengths are not known, layers
-        drop what does not fit.
+        """Raises ValueError if a row cannot hold `num_new` more tokens. Inside jit lengths are not known, and layers
+        drop tokens that do not fit.
         """
         if self.capacity is None or not (is_known(self.length) and is_known(num_new)):
             return
         if (most := int(np.max(np.asarray(self.length) + np.asarray(num_new), initial=0))) > self.capacity:
             raise ValueError(
-                f"a row of {most} tokens, cached and new ones, does not fit a cache of capacity {self.capacity}; make a "
+                f"a row of {most} tokens, cached and new ones, does not fit a cache of capacity {self.capacity}; make "
+                "a "
                 "larger one, or cache fewer"
             )
 
     def advanced(self, layers: Any, ctx: Context) -> "Cache":
         """Returns the cache after a forward pass."""
-        # Padding does not count: each row grows by its real tokens.
+        # Each row grows by its real tokens, without padding.
         return Cache(layers, self.length + ctx.num_new, self.rope_length, ctx.next_position_offset)
 
 
@@ -86,8 +87,8 @@ class LayerCache:
 
 
 def layer_caches(layers: Any) -> list[Any]:
-    """Lists the caches in the result of a stack's `init_cache`; arrays outside any `LayerCache` are listed as they
-    are.
+    """Lists the caches in the result of a stack's `init_cache`; arrays outside any `LayerCache` are listed
+    themselves.
     """
     return jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, LayerCache))
 
@@ -98,13 +99,13 @@ def can_rewind(layers: Any) -> bool:
 
 
 def with_spare_slots(layers: Any, slots: int) -> Any:
-    """Returns empty caches whose rings have more slots, so that so many tokens can be taken back.
+    """Returns empty caches whose rings have extra slots, so that up to `slots` tokens can be rewound.
 
     Args:
         layers: Caches of layers, from `init_cache`.
         slots: Number of slots to add to each ring.
     """
-    # [..., W, K, H]; in front of W are rows, and layers that are stored together.
+    # [..., W, K, H]; the leading axes are layers stored together, and rows.
     more = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 3) + [(0, slots), (0, 0), (0, 0)])
     widen = lambda one: RingCache(more(one.k), more(one.v), slots) if isinstance(one, RingCache) else one
     return jax.tree.map(widen, layers, is_leaf=lambda one: isinstance(one, RingCache))
@@ -128,12 +129,12 @@ class KVCache(LayerCache):
     @property
     def capacity(self) -> int:
         """Most tokens that a row can hold."""
-        return self.k.shape[-3]  # a stack's caches have an axis of layers in front
+        return self.k.shape[-3]  # a stack's caches have a leading axis of layers
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
 
-        Tokens after the last slot are dropped, such as the padding of a last chunk.
+        Tokens after the last slot are dropped, such as padding of the last chunk of a prompt.
 
         Raises:
             ValueError: when there are more new tokens than slots.
@@ -142,7 +143,7 @@ class KVCache(LayerCache):
         return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
 
     def in_order(self, length: Int[Array, " B"]) -> Ordered:
-        """Returns keys and values, and what is added to a token's index to find it among them."""
+        """Returns keys and values, and the offset from a token's index to its slot."""
         return self.k, self.v, jnp.zeros_like(length)
 
 
@@ -153,8 +154,7 @@ class RingCache(LayerCache):
     Attributes:
         k: Keys, `B W K Hk`.
         v: Values, `B W K Hv`.
-        spare: Slots beyond those that the mask needs, which is how many tokens may be taken back
-            (`with_spare_slots`).
+        spare: Slots beyond those that the mask needs: the number of tokens that can be rewound (`with_spare_slots`).
     """
 
     kind: ClassVar[str | None] = "ring"
@@ -171,21 +171,22 @@ class RingCache(LayerCache):
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens, and returns the keys and values to attend to.
 
-        For one token these are the ring itself, whose order does not matter: all W slots, or a run of them, are
-        attended to. For several, and with spare slots, they are the ring in order, followed by the new tokens.
+        For one token these are the ring itself: its order does not matter, because the token attends to all W slots or
+        to a run of them. For several tokens, or with spare slots, they are the ring in order followed by the new
+        tokens.
         """
         new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx), self.spare)
         if k.shape[1] == 1 and not self.spare:
             return new, new.k, new.v, *self._slots(k_start, k_end)
-        # Several tokens at once: the first of them still see entries that the last ones overwrite.
+        # With several tokens at once, the first ones still attend to entries that the last ones overwrite.
         # Token i is at W + i - length in the joined arrays, [B, W + T, K, H].
         old_k, old_v, shift = self.in_order(ctx.length)
         keys, values = (jnp.concatenate([old, x.astype(old.dtype)], axis=1) for old, x in ((old_k, k), (old_v, v)))
         return new, keys, values, k_start + shift[:, None], k_end + shift[:, None]
 
     def in_order(self, length: Int[Array, " B"]) -> Ordered:
-        """Returns keys and values from the oldest to the newest, which ends at `length`, and what is added to a token's
-        index to find it among them.
+        """Returns keys and values from the oldest to the newest, which ends at `length`, and the offset from a token's
+        index to its place among them.
         """
         return self._from_oldest(self.k, length), self._from_oldest(self.v, length), self.k.shape[1] - length
 
@@ -193,7 +194,7 @@ class RingCache(LayerCache):
         """Writes the last W real new tokens into their slots."""
         B, W, T = ring.shape[0], ring.shape[1], new.shape[1]
         t = jnp.arange(T)[None, :]
-        # Of more than W new tokens only the last W are stored: each slot is written once.
+        # Only the last W of more than W new tokens are stored, so each slot is written once.
         last = (t < ctx.num_new[:, None]) & (t >= ctx.num_new[:, None] - W)
         slot = jnp.where(last, (ctx.length[:, None] + t) % W, W)  # slot W does not exist: dropped
         return ring.at[jnp.arange(B)[:, None], slot].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
@@ -214,7 +215,7 @@ class RingCache(LayerCache):
 
 @pytree
 class QuantizedCache(LayerCache):
-    """Cache of keys and values rounded to int8 or a float8 as they are stored, with a scale per token and head.
+    """Cache that stores keys and values rounded to int8 or float8, with a scale per token and head.
 
     Args:
         values: Rounded keys and values.
@@ -235,7 +236,7 @@ class QuantizedCache(LayerCache):
         return self.values.can_rewind
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
-        """Stores the new tokens rounded, and returns keys and values multiplied by their scales."""
+        """Stores the rounded new tokens, and returns keys and values multiplied by their scales."""
         # channelwise_axes 0 to 2: one scale for each [B, T, K], shared by the width of the head.
         qk, qv = (qwix.quantize(x.astype(jnp.float32), self.values.k.dtype, channelwise_axes=range(3)) for x in (k, v))
         values, *whole, start, end = self.values.extend(qk.qvalue, qv.qvalue, ctx, k_start, k_end)
@@ -246,8 +247,8 @@ class QuantizedCache(LayerCache):
         return QuantizedCache(values, scales), keys, vals, start, end
 
     def in_order(self, length: Int[Array, " B"]) -> Ordered:
-        """Returns keys and values multiplied by their scales, in float32, and what is added to a token's index to find
-        it among them.
+        """Returns keys and values multiplied by their scales, in float32, and the offset from a token's index to its
+        place among them.
         """
         *whole, shift = self.values.in_order(length)
         *factors, _ = self.scales.in_order(length)
@@ -278,11 +279,11 @@ class LatentCache(LayerCache):
 
 @pytree
 class QuantizedLatentCache(LayerCache):
-    """A `LatentCache` rounded to int8 or a float8 as tokens are stored.
+    """A `LatentCache` that stores latents rounded to int8 or float8.
 
     Args:
         values: Rounded latents.
-        scales: One scale for each token's latent and one for its key part, whose magnitudes differ.
+        scales: One scale for each token's latent and one for its key part, because their magnitudes differ.
         kv_rank: Numbers in the latent; the rest is the key part.
     """
 
@@ -297,7 +298,7 @@ class QuantizedLatentCache(LayerCache):
         return self.values.shape[-2]
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
-        """Stores the latents of the new tokens, rounded."""
+        """Stores the rounded latents of the new tokens."""
         # [B, T, R] -> [B, T, kv_rank] and [B, T, R - kv_rank]
         parts = jnp.split(latent.astype(jnp.float32), [self.kv_rank], axis=-1)
         low = [qwix.quantize(x, self.values.dtype, channelwise_axes=(0, 1)) for x in parts]
@@ -329,11 +330,11 @@ def _put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context
         raise ValueError(f"{T} new tokens do not fit a cache of capacity {S}; make a larger one")
 
     def put(old: Array, new: Array, length: Array) -> Array:
-        if T == 1:  # decoding: one scatter, which drops by itself
+        if T == 1:  # decoding: one scatter, which drops out-of-range tokens
             return old.at[length].set(new[0], mode="drop")
-        # [S, ...] with the window [T, ...] of one row. XLA moves a window that would end after S back to S - T, over
-        # older tokens. So it is put there, and what it would cover is written again in front of the new tokens:
-        # slot start + t keeps its own for t < over, and gets token t - over from there on.
+        # [S, ...], updated by the window [T, ...] of one row. XLA clamps a window that would end after S to start at S
+        # - T, which would overwrite older tokens. So write the window there, and put the older tokens in front of the
+        # new ones: slot start + t keeps its value for t < over, and gets token t - over otherwise.
         start = jnp.minimum(length, S - T)
         over = length - start
         held = jax.lax.dynamic_slice_in_dim(old, start, T)
@@ -350,16 +351,16 @@ AttentionCache = KVCache | RingCache | QuantizedCache
 
 @pytree
 class SharedKV:
-    """Keys and values that one layer made, as it attends to them, for later layers that have none of their own.
+    """Keys and values of one layer, for later layers without keys and values of their own.
 
-    With a cache they are all that it holds, in its order; so one cache serves all these layers.
+    With a cache they are its whole contents, in its order, so one cache serves all these layers.
 
     Args:
         k: Keys, `B S K Hk`, normed and rotated.
         v: Values, `B S K Hv`.
         k_start: First key of each query, `B T`, as an index into `k`.
-        k_end: Key after the last one of each query, `B T`.
-        kind: Name of the cache's kind, None without a cache.
+        k_end: One past the last key of each query, `B T`.
+        kind: Name of the cache's kind; None without a cache.
     """
 
     k: Num[Array, "B S K Hk"]
@@ -372,7 +373,7 @@ class SharedKV:
 def kv_cache(
     batch: int, capacity: int, *, num_kv_heads: int, k_dim: int, v_dim: int, ring: int | None, dtype: Any
 ) -> AttentionCache:
-    """Makes an empty cache of keys and values: a ring if that is smaller than `capacity`, else one slot per token.
+    """Makes an empty cache of keys and values: a ring if it is smaller than `capacity`, else one slot per token.
 
     Args:
         batch: Number B of rows.
@@ -392,7 +393,7 @@ def kv_cache(
         empty = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
         return kind(empty(k_dim), empty(v_dim))
 
-    # Scales are a cache with heads of width 1, so that both are indexed alike.
+    # Scales are a cache with heads of width 1, so that both are indexed in the same way.
     values = zeros(k_dim, v_dim, dtype)
     return QuantizedCache(values, zeros(1, 1, jnp.float32)) if is_quantized(dtype) else values
 
@@ -400,5 +401,5 @@ def kv_cache(
 def is_quantized(dtype: Any) -> bool:
     """Returns True if a cache of `dtype` needs scales; raises ValueError for integers other than int8."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype) != jnp.int8:
-        raise ValueError(f"a cache is of a floating dtype or int8, got {jnp.dtype(dtype).name}")
+        raise ValueError(f"the dtype of a cache must be floating or int8, got {jnp.dtype(dtype).name}")
     return jnp.dtype(dtype).itemsize == 1

@@ -1,4 +1,4 @@
-"""Descriptions of models for tables, read off their parts. All functions work on `jax.eval_shape` of a model."""
+"""Descriptions of models for tables. All functions also work on `jax.eval_shape` of a model."""
 
 import inspect
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from maxlib.ops._axes_rope import MRope
 from maxlib.ops._rope import Rope
 
 Kind = TypeVar("Kind")
-LONG = 2**20  # tokens: more than any window
+LONG = 2**20  # tokens: longer than any window
 SCALINGS = {
     "DynamicNTK": "dynamic NTK",
     "LinearScaling": "linear scaling",
@@ -30,8 +30,8 @@ SCALINGS = {
     "Yarn": "YaRN",
 }
 _POSITION_WORDS = ("partial RoPE", "layers without positions")
-_ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of tables
-_PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # in the order in which a layer uses them
+_ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of the tables
+_PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # in the order of use
 
 
 @runtime_checkable
@@ -45,7 +45,7 @@ def num_active_parameters(model: Any) -> int:
     for moe in _all(MoE, model):
         names, share = axes(moe), moe.router.top_k / moe.router.num_experts
         experts = sum(v.get_value().size for path, v in variables(moe).items() if "expert" in names[path])
-        # A token uses top_k of the experts, whichever they are.
+        # Each token uses top_k of the experts.
         idle += experts * (1 - share)
     return num_parameters(model) - round(idle)
 
@@ -74,14 +74,14 @@ def features(model: Any) -> tuple[str, ...]:
 
 
 def _is_tied(model: Any) -> bool:
-    """Returns True if tokens and head share the only table with a vocabulary, but for that of per-layer embeddings."""
+    """Returns True if embedding and head share the only vocabulary table, apart from that of per-layer embeddings."""
     tables = sum("vocab" in names for names in axes(model).values())
     return tables - len(_all(PerLayerEmbed, model)) == 1
 
 
 def takes_images(model: Any) -> bool:
-    """Returns True if the model's call has `images` and the model has an image encoder: a `tower`, or layers within a
-    child module.
+    """Returns True if the model's call takes `images` and it has an image encoder: a `tower`, or layers in a child
+    module.
     """
     children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
     towers = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
@@ -91,8 +91,8 @@ def takes_images(model: Any) -> bool:
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:
-    """Names the kinds of its layers' caches: `full`, `ring` (of a window), `latent`, or the name of another cache."""
-    # Long enough that every window gets a ring, but no longer than a table of learned positions.
+    """Names the kinds of the layers' caches: `full`, `ring` (sliding window), `latent`, or another cache's name."""
+    # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
     kinds = {(isinstance(one, LayerCache) and one.kind) or type(one).__name__ for one in layer_caches(cache.layers)}
@@ -105,7 +105,7 @@ def _all(kind: type[Kind], *models: Any) -> list[Kind]:
 
 
 def _stacks(model: Any) -> list[Stack]:
-    """Lists the decoder's stacks; those of an image encoder belong to a child."""
+    """Lists the decoder's own stacks, without those of an image encoder."""
     return [child for child in vars(model).values() if isinstance(child, Stack)]
 
 
@@ -137,13 +137,13 @@ def _attention(stacks: list[Stack]) -> Iterator[str]:
 
 
 def _said(stacks: list[Stack], *words: str) -> list[str]:
-    """Returns those of `words` that a mixer has among its features."""
+    """Returns those of `words` that are features of a mixer."""
     found = {word for stack in stacks for mixer in mixers(stack) for word in mixer.features()}
     return [word for word in words if word in found]
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
-    """Yields a mask and those it combines."""
+    """Yields a mask and the masks that it combines."""
     yield mask
     for value in vars(mask).values():
         if isinstance(value, Mask):

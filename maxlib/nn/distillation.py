@@ -1,4 +1,4 @@
-"""Comparisons of two models' predictions on the mesh in use, divided as `_head.head_split` says.
+"""Comparisons of two models' predictions on the current mesh, divided by `_head.head_split`.
 
 Shapes: B rows, T tokens, D and E widths, V vocabulary, K candidates.
 """
@@ -32,8 +32,9 @@ def token_divergence(
         head_weight: The student's `head_weight()`.
         teacher_hidden: The teacher's `Output.hidden` of the same tokens.
         teacher_weight: The teacher's `head_weight()`.
-        where: True for tokens to compare; the others get 0.
-        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between as in `ops.divergence`.
+        where: True for tokens to compare; other tokens get 0.
+        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher); values between interpolate as in
+            `ops.divergence`.
         temperature: Divisor of both models' logits.
         softcap: The student's `softcap`.
         teacher_softcap: The teacher's.
@@ -64,7 +65,7 @@ def token_gather_log_probs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Float[Array, "B T K"]:
-    """Computes the log-probabilities of K tokens at each place (`ops.linear_gather_log_probs`).
+    """Computes the log-probabilities of K tokens at each position (`ops.linear_gather_log_probs`).
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -87,7 +88,7 @@ def token_top_k(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-    """Finds the k likeliest tokens at each place (`ops.linear_top_k`).
+    """Finds the k most likely tokens at each position (`ops.linear_top_k`).
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -97,7 +98,7 @@ def token_top_k(
         softcap: `model.softcap`.
 
     Returns:
-        Their log-probabilities in falling order, and their ids.
+        Their log-probabilities in descending order, and their ids.
     """
     split = head_split(hidden, head_weight.shape)
     options = {"temperature": temperature, "softcap": softcap, "axis_name": split.axis_name, "chunk": split.chunk}

@@ -1,4 +1,4 @@
-"""Matmul strategies: how a layer multiplies its weight. They are attributes of layers, so that they can be replaced."""
+"""Matmul strategies: how a layer multiplies by its weight. They are attributes of layers, so they can be replaced."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from maxlib.kernels.grouped_matmul.rows import owners
 
 @runtime_checkable
 class Matmul(Protocol):
-    """Products of activations and a stored weight, whose matrix is `w[...]`: a Param, an array or a `QuantizedWeight`.
+    """Multiplies activations by a stored weight, whose matrix is `w[...]`: a Param, an array or a `QuantizedWeight`.
 
-    An implementation without arrays must be hashable and compare by value, as it is part of the layer's structure.
+    An implementation without arrays must be hashable and compare by value, because it is part of the layer's structure.
     """
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]: ...
@@ -37,7 +37,7 @@ class Matmul(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PlainMatmul:
-    """Multiplies in the dtype of the activations, to which weights are cast.
+    """Casts weights to the dtype of the activations and multiplies in it.
 
     Args:
         implementation: Name of an implementation of `ops.grouped_matmul`; None chooses the best one.
@@ -48,7 +48,7 @@ class PlainMatmul:
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` in the dtype of `x`."""
         w = jnp.asarray(w[...], x.dtype)
-        alone = sharding.current() is None  # on a mesh, merged dimensions may be gathered for every use
+        alone = sharding.current() is None  # on a mesh, merging dimensions may gather them at every use
         return _as_matrix(spec, x, w) if alone and _is_matrix(spec) else jnp.einsum(spec, x, w)
 
     def grouped(
@@ -77,12 +77,12 @@ def _is_matrix(spec: str) -> bool:
 def _as_matrix(spec: str, x: Array, w: Array) -> Array:
     """Computes the einsum of two matrices, `M I` and `O I`.
 
-    With more dimensions XLA:CPU transposes the weight at every call, and the activations in every backward pass.
+    With more dimensions XLA:CPU would transpose the weight at every call, and activations in every backward pass.
     """
     summed = len(spec.partition(",")[0]) - len("...")
     lead, kept = x.shape[: x.ndim - summed], w.shape[: w.ndim - summed]
     fan_in = math.prod(w.shape[w.ndim - summed :])
-    # [..., N, H] -> [M, I] and [D, N, H] -> [O, I], for example; then [M, O] back to the dimensions that are kept.
+    # [..., N, H] -> [M, I] and [D, N, H] -> [O, I], for example; then [M, O] back to the output dimensions.
     y = jnp.einsum("MI,OI->MO", x.reshape(-1, fan_in), w.reshape(-1, fan_in))
     return y.reshape(*lead, *kept)
 
@@ -90,18 +90,18 @@ def _as_matrix(spec: str, x: Array, w: Array) -> Array:
 class LowRank(nnx.Module):
     """Matmul of an adapted weight: `gain * (w + scale * b @ a)` (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353).
 
-    `maxlib.adapters` puts it in the place of another matmul. The product `b @ a` is not computed: inputs are multiplied
-    by `a` and the results by `b`, in the dtype of the activations.
+    `maxlib.adapters` replaces a layer's matmul by it. The product `b @ a` is not computed: inputs are multiplied by `a`
+    and the results by `b`, in the dtype of the activations.
 
     Args:
         inner: The matmul of the weight itself.
-        a: First factor, `rank inputs`, after an axis of experts if there is one.
-        b: Second factor, `outputs rank`, likewise.
+        a: First factor, `rank inputs`, with a leading axis of experts if there is one.
+        b: Second factor, `outputs rank`, with the same leading axis.
         scale: Factor on the product.
         summed: Dimensions of the weight that are summed over, counted from its end.
         kept: Dimensions of the weight that are outputs, counted from its end.
-        magnitude: Length of each output's row of the adapted matrix, `outputs` (DoRA); None leaves the length free.
-        normalized: False if `magnitude` is the gain itself.
+        magnitude: Norm of each output's row of the adapted matrix, `outputs` (DoRA); None leaves the norm free.
+        normalized: False if `magnitude` is already the gain.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class LowRank(nnx.Module):
         of_x, of_w, of_y = spec.replace("->", ",").split(",")
         of_a, of_b, of_gain = self._letters(of_w)
         gain = None if self.magnitude is None else self.gain(w).astype(x.dtype)
-        late = {*of_gain} <= {*of_y}  # otherwise `spec` sums over the weight's outputs, and gains are a factor on `x`
+        late = {*of_gain} <= {*of_y}  # otherwise `spec` sums over the weight's outputs, and gains multiply `x`
         if gain is not None and not late:
             x = jnp.einsum(f"{of_x},{of_gain}->{of_x}", x, gain)
         a, b = jnp.asarray(self.a[...], x.dtype), jnp.asarray(self.b[...], x.dtype)
-        # In the order with the fewest operations: x with one factor, the result with the other.
+        # In the order with the fewest operations: multiply x by one factor, and the result by the other.
         low = jnp.einsum(f"{of_x},{of_a},{of_b}->{of_y}", x, a, b, optimize="optimal")
         y = self.inner.einsum(spec, x, w) + self.scale * low
         return jnp.einsum(f"{of_y},{of_gain}->{of_y}", y, gain) if gain is not None and late else y
@@ -163,23 +163,23 @@ class LowRank(nnx.Module):
         return free if self.magnitude is None else jnp.einsum(f"{of_w},{of_gain}->{of_w}", free, self.gain(w))
 
     def length(self, w: Any) -> Float[Array, "..."]:
-        """Returns the length of each output's row of `w + scale * b @ a`."""
+        """Returns the norm of each output's row of `w + scale * b @ a`."""
         return jnp.sqrt(jnp.sum(jnp.square(self._free_matrix(w)), axis=self.summed))
 
     def gain(self, w: Any) -> Float[Array, "..."]:
-        """Returns `magnitude / length` of each output; the length carries no gradient."""
+        """Returns `magnitude / length` of each output; no gradient flows through the length."""
         assert self.magnitude is not None
         magnitude = self.magnitude[...].astype(jnp.float32)
         return magnitude / jax.lax.stop_gradient(self.length(w)) if self.normalized else magnitude
 
     def with_gain(self, w: Any) -> "LowRank":
-        """Returns a matmul that holds its gains, for devices that have only a part of `w`."""
+        """Returns a matmul with precomputed gains, for devices that have only a part of `w`."""
         inner = self.inner.with_gain(w) if isinstance(self.inner, LowRank) else self.inner
         gain = None if self.magnitude is None else self.magnitude.replace(self.gain(w))
         return self._with(inner, gain, normalized=gain is None)
 
     def exact(self) -> "LowRank":
-        """Returns a matmul that multiplies the weight itself in the dtype of the activations."""
+        """Returns a matmul that multiplies by the unquantized weight, in the dtype of the activations."""
         inner = self.inner.exact() if isinstance(self.inner, LowRank) else PlainMatmul()
         return self._with(inner, self.magnitude, normalized=self.normalized)
 

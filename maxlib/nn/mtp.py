@@ -39,9 +39,7 @@ class MTPOutput:
 
 @runtime_checkable
 class SupportsDrafting(Model, Protocol):
-    """Protocol of models that draft the token after the next, as multi-token prediction does, in addition to
-    `Model`.
-    """
+    """Protocol of models that can also draft the token after the next one, as with multi-token prediction."""
 
     def draft(
         self,
@@ -51,11 +49,11 @@ class SupportsDrafting(Model, Protocol):
         cache: Cache,
         valid: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Returns hidden states for `logits` that predict one token further, and the new cache.
+        """Returns hidden states for `logits` that predict one token further ahead, and the new cache.
 
         Args:
-            hidden: The model's output at tokens that follow those in `cache`.
-            tokens: The next token of each.
+            hidden: The model's output at the tokens after those in `cache`.
+            tokens: The next token at each position.
             cache: Cache from `init_draft_cache`.
             valid: False for padding.
         """
@@ -66,10 +64,10 @@ class SupportsDrafting(Model, Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Protocol of models that draft several tokens for another model, their target, from what that has computed."""
+    """Protocol of models that draft several tokens for another model, the target, from its hidden states and cache."""
 
     def check_target(self, target: Any) -> None:
-        """Raises ValueError for a model that this one does not draft for."""
+        """Raises ValueError if this drafter does not fit the target model."""
         ...
 
     def draft(
@@ -78,9 +76,9 @@ class Drafter(Protocol):
         """Returns `count` drafts of the tokens after `token`.
 
         Args:
-            target: The model that is drafted for.
-            hidden: Its output at the last token of `cache`.
-            token: The token after that.
+            target: The target model.
+            hidden: The target's output at the last token of `cache`.
+            token: The next token.
             cache: The target's cache.
             count: Number N of drafts.
         """
@@ -94,7 +92,7 @@ class MTP(nnx.Module):
         dim: Width D of the model.
         block: A layer as in a stack.
         eps: Epsilon of the three norms.
-        plus_one: Whether they multiply by `1 + scale`, as in `RMSNorm`.
+        plus_one: True if the norms multiply by `1 + scale`, as in `RMSNorm`.
         rngs: Source of initial values.
     """
 
@@ -111,9 +109,9 @@ class MTP(nnx.Module):
         """Applies the module.
 
         Args:
-            hidden: Output of the model or of the module before.
-            embedded: Vectors of the token after those that `hidden` has as inputs.
-            ctx: What layers share.
+            hidden: Output of the model or of the previous module.
+            embedded: Vectors of the tokens that follow the inputs of `hidden`.
+            ctx: Values shared by all layers.
             cache: The block's cache, or None.
 
         Returns:
@@ -144,7 +142,7 @@ def predict_ahead(
 ) -> list[MTPOutput]:
     """Runs one module after the other on the model's final `hidden`.
 
-    Each module takes tokens one place further ahead, and never those of another document.
+    Each module takes tokens one position further ahead, and never tokens of another document.
 
     Args:
         modules: The MTP modules.
@@ -161,26 +159,26 @@ def predict_ahead(
     Returns:
         One output per module.
     """
-    # Only for the bounds of documents; each module gets a context of its own.
+    # This context only gives the bounds of documents; each module gets its own.
     documents = context(*tokens.shape, segment_ids=segment_ids, valid=valid)
     positions = documents.positions if positions is None else positions
     found = []
     for depth, module in enumerate(modules, start=1):
         # Token i + depth must exist in the same document.
         known = documents.index + depth < documents.stop
-        ids = jnp.where(known, documents.start + 1, 0)  # the last tokens of a document are padding here
+        ids = jnp.where(known, documents.start + 1, 0)  # the last tokens of a document become padding
         ctx = context(*tokens.shape, positions=positions, segment_ids=ids, masks=masks, ropes=ropes)
         run = lambda module, hidden, embedded, ctx=ctx: module(hidden, embedded, ctx)
         if remat is not None:
             run = jax.checkpoint(run, policy=remat_policy(remat))
-        # Module k gets token i + k at place i.
+        # Module k gets token i + k at position i.
         hidden, _, aux = run(module, hidden, embed(shift_left(tokens, depth, fill=0), dtype=hidden.dtype))
         found.append(MTPOutput(hidden, known, aux))
     return found
 
 
 def shift_left(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:
-    """Moves tokens `places` to the left; `fill` follows at the end."""
+    """Shifts tokens left by `places` and fills the end with `fill`."""
     return jnp.pad(x[:, places:], ((0, 0), (0, min(places, x.shape[1]))), constant_values=fill)
 
 
@@ -195,13 +193,13 @@ def draft(
     masks: tuple[Mask, ...] = (Causal(),),
     ropes: tuple[AnyRope, ...] = (),
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Applies `module` to tokens after those in `cache`, for speculative decoding.
+    """Applies `module` to the tokens after those in `cache`, for speculative decoding.
 
     Args:
         module: The first MTP module.
         embed: Maps ids to vectors.
         hidden: The model's output at these tokens.
-        tokens: The next token of each.
+        tokens: The next token at each position.
         cache: The module's cache.
         valid: False for padding.
         masks: Masks of the module.
@@ -210,7 +208,7 @@ def draft(
     Returns:
         Hidden states, normed for the model's head, and the new cache.
     """
-    # [B, T]: one or two tokens per row while decoding, all of the prompt at first.
+    # [B, T]: the whole prompt at first, then one or two tokens per row.
     ctx = context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
     hidden, layers, _ = module(hidden, embed(tokens, dtype=hidden.dtype), ctx, cache.layers)
     return hidden, cache.advanced(layers, ctx)

@@ -21,21 +21,21 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, dim: int, *, eps: float = 1e-6, plus_one: bool = False):
-        # Identity at first: 1 + 0 or 1.
+        # The initial scale is 1: 1 + 0 or 1.
         self.scale = nnx.Param(jnp.zeros(dim) if plus_one else jnp.ones(dim), axes=("norm",))
         self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
-        # In float32: in bfloat16 a mean of squares would have 8 significant bits.
+        # float32, because a mean of squares in bfloat16 would have only 8 significant bits.
         x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
         return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
 
 
 class HeadsRMSNorm(RMSNorm):
-    """RMS norm over all heads at once, `dim` being the width of all together (OLMo 2, MiniMax-M2)."""
+    """RMS norm over all heads together; `dim` is their total width (OLMo 2, MiniMax-M2)."""
 
     def __call__(self, x: Float[Array, "... N H"]) -> Float[Array, "... N H"]:
         """Normalizes the last two axes together, in the dtype of `x`."""
@@ -46,7 +46,7 @@ class GroupRMSNorm(RMSNorm):
     """RMS norm over each of several groups of neighbouring channels, with one scale per channel (Mamba-2).
 
     Args:
-        dim: Size of the last axis, all groups together.
+        dim: Size of the last axis, the sum of all groups.
         groups: Number of groups, which divides `dim`.
         eps: Added to the mean square.
 
@@ -110,7 +110,7 @@ class LayerNorm(nnx.Module):
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        # [D] -> [1, ..., 1, D]: explicit, since `jax_numpy_rank_promotion="raise"` refuses to broadcast ranks.
+        # [D] -> [..., D]: explicit, because `jax_numpy_rank_promotion="raise"` forbids implicit rank promotion.
         wide = lambda w: for_each_token(jnp.asarray(w[...], x32.dtype), x.shape)
         x32 = x32 * wide(self.scale)
         return (x32 if self.bias is None else x32 + wide(self.bias)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""A small vector of each token for every layer, beside its embedding (Gemma 3n and 4).
+"""Per-layer embeddings: a small vector of each token for every layer (Gemma 3n and 4).
 
 Shapes: B rows, T tokens, D width of the residual stream, L layers, P width of a small vector.
 """
@@ -16,7 +16,7 @@ from maxlib.sharding import constrain
 class PerLayerEmbed(nnx.Module):
     """Small vectors of a token, one for each layer: `(table[id] + norm(proj(x))) / sqrt(2)`.
 
-    They are `layer_inputs` of a stack: a decoder computes them once, and a scan hands each layer its own.
+    They are `layer_inputs` of a stack: a decoder computes them once, and the scan passes each layer its own.
 
     Args:
         vocab: Number of tokens in the table.
@@ -51,7 +51,7 @@ class PerLayerEmbed(nnx.Module):
 
 
 class PerLayerGate(nnx.Module):
-    """Lets a layer's small vector into the residual stream: `norm(proj(gelu(gate(x)) * vector))`.
+    """Adds a layer's small vector to the residual stream through a gate: `norm(proj(gelu(gate(x)) * vector))`.
 
     Args:
         dim: Width D of the residual stream.
@@ -67,6 +67,6 @@ class PerLayerGate(nnx.Module):
         self.norm = RMSNorm(D, eps=eps)
 
     def __call__(self, x: Float[Array, "B T D"], vector: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
-        """Returns what is added to the stream `x`."""
+        """Returns the update of the residual stream `x`."""
         # [B, T, D] -> [B, T, P] -> [B, T, D]
         return self.norm(self.proj(geglu(self.gate(x), vector)))

@@ -9,7 +9,7 @@ import qwix
 from flax import nnx
 from jaxtyping import Array, Float, Num
 
-FOUR_BITS = ("int4", "nf4")  # two to a byte, the earlier one in the low half
+FOUR_BITS = ("int4", "nf4")  # two values per byte, the first in the low half
 
 
 class QuantizedWeight(nnx.Module):
@@ -20,8 +20,8 @@ class QuantizedWeight(nnx.Module):
     Args:
         w: The weight.
         qtype: int8, int4, nf4 (Dettmers et al. 2023, arXiv:2305.14314) or a float8 dtype of jax.numpy.
-        outputs: Dimensions that have scales of their own.
-        group: How many neighbours in the last dimension share a scale, which is then bfloat16. None: one float32 scale
+        outputs: Output dimensions, which have separate scales.
+        group: Number of neighbours in the last dimension that share a scale, in bfloat16; None uses one float32 scale
             for all inputs of an output.
         axes: Names of the dimensions, as for a Param.
         summed: Names of the dimensions that are summed over, as for a Param.
@@ -40,7 +40,7 @@ class QuantizedWeight(nnx.Module):
         last = w.ndim - 1
         if group is None:
             q = qwix.quantize(w.astype(jnp.float32), _dtype(qtype), channelwise_axes=tuple(outputs))
-        else:  # every other dimension has scales of its own, so that a group is no larger than it says
+        else:  # every other dimension has separate scales, so that a group has no more than `group` values
             q = qwix.quantize(
                 w.astype(jnp.float32),
                 _dtype(qtype),
@@ -50,7 +50,7 @@ class QuantizedWeight(nnx.Module):
             )
         # [..., N] -> [..., N / 2] bytes
         values = _packed(q.qvalue) if qtype in FOUR_BITS else q.qvalue
-        # What shares a scale is not split: "scale" is an axis that no rule names.
+        # Values that share a scale are not split over devices: no rule names the axis "scale".
         whole = tuple("scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True))
         self.values, self.scale = nnx.Variable(values, axes=axes), nnx.Variable(q.scale, axes=whole)
         self.qtype, self.group, self.summed, self.dtype = qtype, group, summed, w.dtype
@@ -67,12 +67,12 @@ class QuantizedWeight(nnx.Module):
         return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
 
     def restored(self) -> nnx.Param:
-        """Returns the parameter that it represents, in the dtype that it had."""
+        """Returns the dequantized parameter, in its original dtype."""
         metadata: dict[str, Any] = {} if self.summed is None else {"summed": self.summed}
         return nnx.Param(self[...].astype(self.dtype), axes=self.values.get_metadata()["axes"], **metadata)
 
     def quantized(self) -> qwix.QArray:
-        """Returns the weight as an array of qwix, unpacked."""
+        """Returns the weight as an unpacked qwix array."""
         values = self.values.get_value()
         values = _unpacked(values, self.qtype) if self.qtype in FOUR_BITS else values
         return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
@@ -83,12 +83,12 @@ class QuantizedWeight(nnx.Module):
 
 
 def _dtype(qtype: str) -> Any:
-    """Returns the type as qwix takes it."""
+    """Returns the quantized type in qwix's notation."""
     return qtype if qtype == "nf4" else jnp.dtype(qtype)
 
 
 def _packed(x: Num[Array, "... N"]) -> Num[Array, "... H"]:
-    """Packs two values of four bits into a byte, the earlier one in the low half."""
+    """Packs two 4-bit values into a byte, the first in the low half."""
     low, high = x[..., ::2], x[..., 1::2]
     bits = lambda a: a.astype(jnp.uint8) & 0xF
     return bits(low) | bits(high) << 4

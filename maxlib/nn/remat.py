@@ -16,7 +16,7 @@ Policy = str | Sequence[str] | Mapping[str, str] | Callable | None
 ATTENTION = ("attention_out", "attention_lse")
 QKV = ("q", "k", "v")
 HIDDEN = ("gate", "up")
-# What the layers of maxlib mark with `checkpoint_name`; a layer of your own may mark more.
+# Names that maxlib's layers mark with `checkpoint_name`; a layer of your own may mark more.
 INTERMEDIATES = (*QKV, "latent", *ATTENTION, "attn", *HIDDEN, "expert_gate", "expert_up", "mlp")
 
 POLICIES: Mapping[str, Any] = {
@@ -56,7 +56,7 @@ def remat_policy(policy: Policy) -> Callable | None:
 
 
 def kept_on_device(policy: Policy) -> Policy:
-    """Returns the policy with offloaded values as recomputed ones: what the device's own memory keeps."""
+    """Returns the policy with offloaded values recomputed instead: those that stay in device memory."""
     known = POLICIES.get(policy) if isinstance(policy, str) else policy
     if not isinstance(known, Mapping):
         return policy
@@ -70,7 +70,7 @@ def _named(choices: Mapping[str, str]) -> Callable:
     names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]
     if not names("offload"):
         return jax.checkpoint_policies.save_only_these_names(*names("keep"))
-    # "recompute" needs no list: names in neither are recomputed.
+    # "recompute" needs no list: names in neither list are recomputed.
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=names("keep"),
         names_which_can_be_offloaded=names("offload"),
@@ -82,7 +82,7 @@ def _named(choices: Mapping[str, str]) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class _Offloading:
-    """A `jax.checkpoint` policy that offloads the values of some names to the host."""
+    """A `jax.checkpoint` policy that offloads the values with some names to the host."""
 
     policy: Callable
     names: frozenset[str]
@@ -108,11 +108,11 @@ def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool) -> Call
 def mark_heads(x: Float[Array, "B T N H"], name: str) -> Float[Array, "B T N H"]:
     """Names a value for remat policies (`checkpoint_name`), and stores offloaded values head by head.
 
-    Otherwise the TPU compiler may choose different layouts in the forward and the backward pass, and bring all layers'
-    values to the device at once to transpose them.
+    Otherwise the TPU compiler may choose different layouts for the forward and backward passes, and copy the values of
+    all layers to the device at once to transpose them.
     """
     if name not in _offloaded.value:
         return checkpoint_name(x, name)
-    # [B, T, N, H] in memory as B N T H
+    # [B, T, N, H], stored as B N T H
     lay = lambda x: with_layout_constraint(x, Layout(major_to_minor=(0, 2, 1, 3)))
     return lay(checkpoint_name(lay(x), name))

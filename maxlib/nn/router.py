@@ -1,4 +1,4 @@
-"""Routers: they choose the experts of each token and their weights. The losses keep the use of experts even.
+"""Routers, which choose the experts of each token and their weights, and losses that balance the experts.
 
 Shapes: leading axes `*B` (usually B rows and T tokens), D width, E experts, X = top_k chosen experts of a token.
 """
@@ -29,7 +29,7 @@ class Routing:
         experts: Ids of the chosen experts of each token.
         weights: Factors on the results of these experts.
         logits: Scores of all experts before normalization.
-        probs: Normalized scores of all experts; they sum to 1 and do not contain the expert bias.
+        probs: Normalized scores of all experts, which sum to 1, without the expert bias.
         input_weights: Factors on the inputs of the chosen experts, or None.
     """
 
@@ -41,7 +41,7 @@ class Routing:
 
 
 class ExpertBias(nnx.Variable):
-    """Bias on the choice of experts. No gradient trains it; a training step moves it (`update_router_bias`)."""
+    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class GroupLimit:
     Args:
         num_groups: Number of groups, all of the same size.
         top_groups: Number of groups that experts may come from.
-        best: How many scores of a group are summed: 1 in DeepSeek V2, 2 in V3 (arXiv:2412.19437).
+        best: Number of scores of a group that are summed: 1 in DeepSeek V2, 2 in V3 (arXiv:2412.19437).
     """
 
     num_groups: int
@@ -110,7 +110,7 @@ class Router(nnx.Module):
     ):
         _check(num_experts, top_k, groups)
         self.gate = _gate(dim, num_experts, bias=bias, init=init, rngs=rngs)
-        # Zero at first: balancing starts with the first update.
+        # Zero until the first update.
         self.expert_bias = ExpertBias(jnp.zeros(num_experts), axes=("router",)) if expert_bias else None
         self.score, self.renormalize, self.scale, self.groups = score, renormalize, scale, groups
         self.num_experts, self.top_k = num_experts, top_k
@@ -121,27 +121,27 @@ class Router(nnx.Module):
         # [*B, D] -> [*B, E]
         scores = self.score(logits)
         experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
-        # [*B, X]: the scores of the chosen experts, without the bias that chose them.
+        # [*B, X]: the scores of the chosen experts, without the bias.
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.renormalize:
-            # 1e-20 keeps 0 / 0 away when all chosen sigmoids are zero.
+            # 1e-20 avoids 0 / 0 when all chosen sigmoids are zero.
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
         # Sigmoid scores do not sum to 1; the balance losses need probabilities.
         probs = scores / scores.sum(axis=-1, keepdims=True)
         return Routing(experts, weights * self.scale, logits, probs)
 
     def _preference(self, logits, scores):
-        """Returns the scores by which experts are chosen."""
+        """Returns the scores for choosing experts."""
         if self.expert_bias is not None:
             return scores + jnp.broadcast_to(self.expert_bias[...], scores.shape)
-        # Logits are in the same order as their scores, and differ where these are saturated.
+        # Logits have the same order as their scores, and still differ where the scores saturate.
         return logits if self.groups is None else scores
 
 
 class ScaledRouter(nnx.Module):
-    """Router that norms its input and gives each expert a factor of its own (Gemma 4).
+    """Router that normalizes its input and scales each expert's weight (Gemma 4).
 
-    Softmax over all experts, of which the best `top_k` share a weight of one before their factors.
+    It takes a softmax over all experts and renormalizes the `top_k` best to a sum of 1 before scaling them.
 
     Args:
         dim: Width D of the tokens.
@@ -163,13 +163,13 @@ class ScaledRouter(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
         """Returns the routing of tokens `*B D`."""
-        # Unit vectors over sqrt(D): logits of variance one.
+        # The norm has root mean square 1; dividing by sqrt(D) gives logits of variance 1.
         logits = _logits(self.gate, self.norm(x) * x.shape[-1] ** -0.5)
         probs = jax.nn.softmax(logits)
         # [*B, D] -> [*B, E] -> [*B, X]
         experts = _choose(logits, self.top_k, None)
         weights = jnp.take_along_axis(probs, experts, axis=-1)
-        # They sum to one, [*B, X], until each expert's own factor.
+        # [*B, X]: they sum to 1 before each expert's scale is applied.
         weights = weights / weights.sum(axis=-1, keepdims=True)
         return Routing(experts, weights * self.expert_scale[...][experts], logits, probs)
 
@@ -206,21 +206,21 @@ class SigmoidInputRouter(nnx.Module):
 
 def _gate(dim: int, num_experts: int, *, bias: bool, init: Init | None, rngs: nnx.Rngs) -> Einsum:
     """Makes the projection from tokens to logits."""
-    # Not the axis name "expert": every device scores all experts.
+    # The axis is not named "expert", because every device scores all experts.
     return Einsum("...D,ED->...E", (num_experts, dim), ("router", "embed"), bias=bias, init=init, rngs=rngs)
 
 
 def _logits(gate: Einsum, x):
-    """Computes the logits in float32 or wider: rounding could change the choice."""
+    """Computes the logits in float32 or wider, because rounding could change the choice."""
     return gate(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
 
 
 def _choose(preference, top_k: int, groups: GroupLimit | None = None):
-    """Returns the ids of the `top_k` preferred experts, `*B X`."""
+    """Returns the ids of the `top_k` experts with the highest preference, `*B X`."""
     # Without the shard_map, XLA gathers the scores of all devices for a `top_k`.
     run = lambda scores: jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
     names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
-    # Ids have no gradient; it reaches the router through the weights.
+    # Ids have no gradient; the router is trained through the weights.
     return shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
 
 
@@ -260,11 +260,10 @@ def expert_counts(
 
 @dataclasses.dataclass(frozen=True)
 class SwitchBalance:
-    """Loss that pulls towards even use of the experts over all tokens of the batch (Fedus et al. 2021,
-    arXiv:2101.03961).
+    """Balance loss over all tokens of the batch (Fedus et al. 2021, arXiv:2101.03961).
 
-    Computes `weight * E * sum(load * mean probability)`, which is `weight` when balanced, whatever `top_k`. The loss of
-    Hugging Face is `top_k` times as large and joins all layers.
+    Computes `weight * E * sum(load * mean probability)`, which is `weight` when balanced, for any `top_k`. The loss of
+    Hugging Face is `top_k` times as large and combines all layers.
 
     Args:
         weight: Factor on the loss.
@@ -276,14 +275,14 @@ class SwitchBalance:
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
         """Returns the loss of one layer."""
         E, X = routing.probs.shape[-1], routing.experts.shape[-1]
-        # load = share / tokens and mean probability = sum / tokens, hence the square of their number.
+        # load = share / tokens and mean probability = sum / tokens, hence the square of the number of tokens.
         share = expert_counts(routing.experts, valid, E) / X
         return self.weight * E * jnp.sum(share * _sum(routing.probs, valid)) / _number(routing, valid) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBalance:
-    """Balance loss within each row of the batch, averaged over rows that have tokens (DeepSeek V3, arXiv:2412.19437).
+    """Balance loss within each row of the batch, averaged over non-empty rows (DeepSeek V3, arXiv:2412.19437).
 
     Args:
         weight: Factor on the loss.
@@ -321,7 +320,7 @@ class RouterZ:
 
 
 def _sum(values, valid, axis: int = 0):
-    """Sums `values` over the axes from `axis` to the last but one, without padding."""
+    """Sums `values` over the axes from `axis` to the second to last, without padding."""
     if valid is not None:
         values = jnp.where(valid[..., None], values, 0)
     return values.sum(axis=tuple(range(axis, values.ndim - 1)))
@@ -335,15 +334,14 @@ def _number(routing: Routing, valid):
 
 
 def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"], *, rate: float) -> Any:
-    """Moves the experts' biases of all routers towards even use (Wang et al. 2024, arXiv:2408.15664).
+    """Updates the expert biases of all routers to balance the experts (Wang et al. 2024, arXiv:2408.15664).
 
     Each bias changes by `rate`: up for experts with less than the mean load, down for those with more. A `Trainer` and
-    `training.make_train_step` do so by themselves.
+    `training.make_train_step` do this automatically.
 
     Args:
         model: A model or a layer. Every layer that reports a load must have an expert bias.
-        load: `aux["moe/load"]` or `aux["moe/counts"]` of the step: a row for each MoE layer, or one row `E` for a
-            single layer.
+        load: `aux["moe/load"]` or `aux["moe/counts"]` of the step: a row for each MoE layer, or `E` for a single layer.
         rate: Size of a change.
 
     Returns:
@@ -362,7 +360,7 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
 
 
 def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, rate: Any) -> dict[str, Array]:
-    """Computes the new values of expert biases by path, as `update_router_bias` sets them.
+    """Computes the new expert biases of `update_router_bias` by path.
 
     Args:
         model: A model or a layer.
@@ -370,7 +368,7 @@ def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, ra
         load: Loads or counts of the experts.
         rate: Size of a change.
     """
-    # Layers of a scan share one variable [repeats, E]: collect the rows of `load` that belong to it.
+    # Scanned layers share one variable [repeats, E]: collect its rows of `load`.
     rows: dict[str, list[int]] = {}
     for row, path in enumerate(places):
         rows.setdefault(path, []).append(row)
@@ -381,7 +379,7 @@ def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, ra
         # [repeats, E], or [E] for a layer that is not scanned.
         mine = load[jnp.array(rows[path])].reshape(old.shape)
         mean = mine.mean(axis=-1, keepdims=True)
-        # What differs by rounding only is even: sums of microbatches must move what the whole batch moves.
+        # Ignore differences by rounding, so that sums over microbatches update the same biases as the whole batch.
         uneven = jnp.abs(mean - mine) > 1e-5 * mean
         return old + (rate * jnp.where(uneven, jnp.sign(mean - mine), 0)).astype(old.dtype)
 
@@ -389,7 +387,7 @@ def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, ra
 
 
 def expert_bias_paths(model: Any) -> list[str]:
-    """Lists the path of every layer's expert bias in layer order; layers that one scan applies share a path.
+    """Lists the path of every layer's expert bias in layer order; layers that are scanned together share a path.
 
     Args:
         model: A model or a layer.

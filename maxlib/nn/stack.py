@@ -1,4 +1,4 @@
-"""Layers applied in order, scanned where they are alike."""
+"""Stacks of layers; layers of equal structure are scanned."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ _skip_check = jax.make_user_context(False)
 def skip_layer_check() -> Iterator[None]:
     """Skips checking that layers scanned together are identical, so only one is traced.
 
-    Describing a deep model is then ten times faster. Use it for models that are checked elsewhere.
+    This makes describing a deep model ten times faster. Use it for models that are checked elsewhere.
     """
     with _skip_check(True):
         yield
@@ -48,14 +48,14 @@ def skip_layer_check() -> Iterator[None]:
 
 @runtime_checkable
 class SupportsPipelining(Model, Protocol):
-    """Protocol of models whose parts a 1F1B pipeline may run one by one (`nn.Decoder`), in addition to `Model`."""
+    """Protocol of models whose parts a 1F1B pipeline can run separately, as with `nn.Decoder`."""
 
     layers: Any  # an `nn.Stack`
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]: ...
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the input of the first layer: `x` in its place on the mesh, and the context."""
+        """Returns the input of the first layer: `x`, sharded over the mesh, and the context."""
         ...
 
     def leave(self, x: Float[Array, "B T D"], ctx: Any) -> Float[Array, "B T D"]:
@@ -79,18 +79,22 @@ class Stack(StackedLayers):
 
     The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the grouping.
 
+        stack = nn.Stack(lambda i, rngs: llama.Block(cfg, rngs=rngs), cfg.num_layers, rngs=nnx.Rngs(0))
+        y, cache, aux = stack(jnp.ones((2, 8, cfg.dim)), nn.context(2, 8))
+
     Args:
-        make: Builds layer `i` from its number and `nnx.Rngs`. Layers that are scanned together must have one structure,
-            and are built at once; initial values that depend on `i` (scaled by depth) compile each layer by itself.
+        make: Builds layer `i` from its index and `nnx.Rngs`. Layers that are scanned together must have one structure,
+            and are built at once by vmap; if initial values depend on `i` (scaled by depth), each layer is compiled
+            separately.
         num_layers: Number of layers.
         lead: Number of initial layers that differ from the body and are scanned separately.
-        prefix: Number of layers after them that are stored one by one.
-        period: Number of layers after which their kinds repeat. `nn.grouping_for` finds these numbers.
+        prefix: Number of layers after the lead that are stored one by one.
+        period: Number of layers after which the kinds of the body repeat. `nn.grouping_for` finds these numbers.
         lead_period: Number of layers after which the kinds of the lead repeat.
-        rngs: One key is drawn from `params`.
+        rngs: Source of initial values; one key is drawn from `params`.
 
     Raises:
-        ValueError: when a layer differs from another in the same place of a period, or the numbers do not fit.
+        ValueError: when layers that would be scanned together differ, or the numbers do not fit.
     """
 
     lead: nnx.List
@@ -127,12 +131,12 @@ class Stack(StackedLayers):
             of_slot = keys[numbers.start : numbers.stop : numbers.step]
             return jax.vmap(lambda key: build(numbers[0], key))(of_slot)
 
-        # Layers of one place whose initial values depend on their number are built one by one.
+        # Slots whose layers have initial values that depend on the index are built layer by layer.
         apart = set() if _skip_check.value else _built_apart(build, keys, grouping)
         self._store(grouping, alone, stacked)
 
     def _store(self, grouping: dict[str, int], alone: Callable, stacked: Callable) -> None:
-        """Stores the layers of every slot; `alone` makes one layer and `stacked` several from their numbers."""
+        """Stores the layers of every slot; `alone` makes a single layer, and `stacked` several, from their indices."""
         self.num_layers, self.period, self.num_lead = (
             grouping["num_layers"],
             grouping["period"],
@@ -149,12 +153,12 @@ class Stack(StackedLayers):
 
     @property
     def grouping(self) -> dict[str, int]:
-        """Returns `num_layers`, `prefix` and `period` as they are stored, and those of a `lead` if there is one."""
+        """Returns `num_layers`, `prefix` and `period` as stored, and `lead` and `lead_period` if there is a lead."""
         return as_grouping(self.num_layers, self.num_lead, len(self.prefix), self.period, self.lead_period)
 
     @property
     def repeats(self) -> int:
-        """Number of periods that are scanned."""
+        """Number of scanned periods of the body."""
         return self.layer_groups["body"].repeats or 0
 
     @property
@@ -187,7 +191,7 @@ class Stack(StackedLayers):
         return layer if self.where(i)[1] is None else read_only(layer, i)
 
     def _layer(self, i: int) -> Any:
-        """Returns layer `i`: itself where it is stored alone, else a copy."""
+        """Returns layer `i`: the layer itself if it is stored alone, else a copy."""
         path, repeat = self.where(i)
         kind, slot = path.split(".")
         layer = getattr(self, kind)[int(slot)]
@@ -197,7 +201,7 @@ class Stack(StackedLayers):
         return without_layer_axis(jax.tree.map(lambda a: to_device(a)[repeat], layer))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the layers in order; see `__getitem__` for those that are scanned."""
+        """Yields the layers in order; scanned layers are copies, as in `__getitem__`."""
         return (self[i] for i in range(self.num_layers))
 
     def __call__(
@@ -207,19 +211,20 @@ class Stack(StackedLayers):
 
         Args:
             x: Value that passes from layer to layer: an array, or a pytree with more values (`WithShared`).
-            ctx: What all layers share, from `nn.context`.
+            ctx: Values shared by all layers, from `nn.context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
             layer_inputs: Arrays with a leading axis of `num_layers`. Layer `i` gets row `i` as a fourth argument. If
-                they have fewer rows, later layers get none; these must not share a place with those that do.
+                they have fewer rows, later layers get none; such layers must not be scanned together with layers that
+                get one.
 
         Returns:
             The last layer's `x`, the new cache (None without one), and the layers' `aux` entries by name, with a row
             for each layer that reports them.
 
         Raises:
-            ValueError: when tokens were reordered for a layer that needs them in order, or `layer_inputs` are used in a
-                pipeline.
+            ValueError: when tokens were reordered for a layer that needs their natural order, or `layer_inputs` are
+                used in a pipeline.
         """
         check_order(self, ctx)
         new_caches, auxes = [], []
@@ -244,7 +249,7 @@ class Stack(StackedLayers):
                 "Pipeline"
             )
 
-        # `active` is False for repeats that only pad a stage with fewer layers than others.
+        # `active` is False for repeats that pad a stage with fewer layers than the others.
         def stage(body, active, x, ctx):
             x, _, aux = scan_group(body, x, ctx, remat=remat, active=active)
             return x, aux
@@ -256,12 +261,12 @@ class Stack(StackedLayers):
         """Makes an empty cache of every layer, stored like the layers: `lead`, `prefix`, `body`, `suffix`.
 
         Args:
-            batch: Rows.
-            capacity: Most tokens in a row.
+            batch: Number of rows.
+            capacity: Maximum number of tokens in a row.
             dtype: Dtype of the stored values; int8 and float8 are quantized.
 
         Raises:
-            ValueError: when a layer cannot keep its state in `dtype` (`SequenceMixer.quantizable_cache`).
+            ValueError: when a layer cannot store its state in `dtype` (`SequenceMixer.quantizable_cache`).
         """
         check_cache_dtype(self, dtype)
         # [B, ...] -> [repeats, B, ...]
@@ -273,7 +278,7 @@ class Stack(StackedLayers):
         return tuple(found)
 
     def cache_of(self, i: int, caches: Any) -> Any:
-        """Returns layer `i`'s cache among those of `init_cache`."""
+        """Returns layer `i`'s cache from the result of `init_cache`."""
         path, repeat = self.where(i)
         kind, slot = path.split(".")
         found = caches[list(self.layer_groups).index(kind)][int(slot)]
@@ -281,18 +286,18 @@ class Stack(StackedLayers):
         return found if repeat is None else jax.tree.map(lambda a: a[repeat], found)
 
     def regrouped(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
-        """Returns a stack of its own with the same layers in another grouping; those stored together must be alike."""
+        """Returns a new stack with the same layers in another grouping; layers stored together must be alike."""
         layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)
-        # Equal arrays [...] of layers in one place -> [repeats, ...]
+        # Arrays [...] of the layers of one slot -> [repeats, ...]
         stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
         grouping = normalized_grouping(len(layers), lead, prefix, period, lead_period)
-        # Variables of its own, also where a layer is stored alone before and after: an edit changes one stack only.
+        # Copy the variables even if a layer is stored alone before and after, so that an edit changes only one stack.
         alone = lambda numbers: jax.tree.map(lambda a: a, layers[numbers[0]])
         new._store(grouping, alone, stacked)
         return new
 
     def unstacked(self) -> "Stack":
-        """Stores each layer alone: faster to decode with, slower to compile."""
+        """Returns a stack that stores each layer alone, which decodes faster and compiles more slowly."""
         return self.regrouped(prefix=self.num_layers, period=self.period)
 
 
@@ -311,10 +316,11 @@ def scan_group(
     Args:
         layers: The layers of a period, each with a leading axis of repeats.
         x: Value that passes from layer to layer.
-        ctx: What all layers share.
+        ctx: Values shared by all layers.
         caches: The cache of each layer, with the same leading axis.
         remat: What layers keep for the backward pass.
-        active: Booleans, one per repeat; where False the repeat changes nothing and reports zeros. None: all are True.
+        active: One boolean per repeat; an inactive repeat changes nothing and reports zeros. None means that all are
+            active.
         inputs: `layer_inputs` of each layer, with the same leading axis; empty if there are none.
 
     Returns:
@@ -325,14 +331,14 @@ def scan_group(
     x, joined, split = constant_in_scan(x)
 
     def step(x, period):
-        # One period: lax.scan has taken row r of every leading axis, the layers' metadata still name it.
+        # One period: lax.scan has indexed every leading axis, but the layers' metadata still name it.
         layers, caches, active, inputs = period
         layers, policy = without_layer_axis(layers), remat_policy(remat)
         # A scan body needs no protection against common-subexpression elimination.
         new, caches, aux = _run(joined(x), ctx, layers, caches, inputs, policy, prevent_cse=False)
         new = split(new)
         if active is not None:
-            # [] and [B, T, D]: an idle repeat passes on what it got.
+            # [] and [B, T, D]: an inactive repeat returns its input.
             new = jax.tree.map(lambda a, b: jnp.where(active, a, b), new, x)
             aux = jax.tree.map(lambda a: jnp.where(active, a, 0), aux)
         return new, (caches, aux)
@@ -349,7 +355,7 @@ def run_group(
 
 
 def _inputs_of(group: LayerGroup, layer_inputs: Any) -> list[Any] | None:
-    """Returns for each slot the rows of `layer_inputs` that belong to its layers."""
+    """Returns the rows of `layer_inputs` for the layers of each slot."""
     if layer_inputs is None:
         return None
     rows = [group.layers(slot) for slot in range(group.slots)]
@@ -357,14 +363,14 @@ def _inputs_of(group: LayerGroup, layer_inputs: Any) -> list[Any] | None:
 
 
 def _rows_of(layers: range, alone: bool, layer_inputs: Any) -> Any:
-    """Returns the rows of the layers in one slot; None if the rows end before them."""
+    """Returns the rows for the layers of one slot; None if there are no rows for them."""
     given = min(len(a) for a in jax.tree.leaves(layer_inputs))
     if layers.start >= given:
         return None
     if layers[-1] >= given:
         raise ValueError(
             f"layer_inputs have {given} rows, for the first of the layers {layers.start} to {layers[-1]}, which are scanned "
-            "together: lay out the stack so that those without a row stand apart (`nn.grouping_for`)"
+            "together: group the stack so that layers without a row are stored separately (`nn.grouping_for`)"
         )
     return jax.tree.map(
         lambda a: a[layers.start] if alone else a[layers.start : layers.stop : layers.step], layer_inputs
@@ -378,17 +384,17 @@ def unstack(model: Any) -> Any:
 
 
 def _built_apart(build: Callable, keys: Any, grouping: dict[str, int]) -> set[range]:
-    """Compares every scanned layer with the first in its place.
+    """Compares every scanned layer with the first of its slot.
 
     Returns:
-        The places whose layers have one structure and different values, apart from their keys.
+        The slots whose layers have one structure but initial values that depend on the index.
 
     Raises:
-        ValueError: when the structure of two layers differs, static attributes included.
+        ValueError: when the structure of two layers differs, including static attributes.
     """
-    # Traces the constructor: its operations, and the shapes and structure of what it returns. No arrays are made.
+    # Trace the constructor for its operations and the shapes and structure of its result, without making arrays.
     trace = lambda i: jax.make_jaxpr(functools.partial(build, i), return_shape=True)(keys[i])
-    # Layers stored alone need no match.
+    # Layers stored alone need not match.
     scanned = [group for group in layer_groups(**grouping).values() if group.repeats]
     apart = set()
     for numbers in (group.layers(slot) for group in scanned for slot in range(group.slots)):
@@ -406,7 +412,7 @@ def _built_apart(build: Callable, keys: Any, grouping: dict[str, int]) -> set[ra
 
 
 def _difference(first, other) -> str:
-    """Names the arrays that differ between two layers; if none does, static attributes differ."""
+    """Names the arrays in which two layers differ; if there are none, static attributes differ."""
     found = [{path: str(x.get_value()) for path, x in variables(layer).items()} for layer in (first, other)]
     paths = sorted({path for path, _ in found[0].items() ^ found[1].items()})
     said = [f"{path} ({found[0].get(path, 'absent')} and {found[1].get(path, 'absent')})" for path in paths]
@@ -421,7 +427,7 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
         apply = functools.partial(_apply, ctx=ctx, in_remat=policy is not None)
         if policy is not None:
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
-            # A policy may name the layer's input, to keep it elsewhere than on the device.
+            # A policy may name the layer's input, for example to offload it.
             x = map_activations(lambda a: checkpoint_name(a, LAYER_INPUT), x)
         after, new, aux = apply(layer, x, None if caches is None else caches[i], *more)
         x = with_earlier(x, after)
@@ -431,7 +437,7 @@ def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
 
 
 def _apply(layer, x, cache, *more, ctx, in_remat: bool):
-    """Applies one layer, whose weights are copied from the host's memory if they are kept there."""
+    """Applies one layer, after copying its weights to the device if they are in host memory."""
     layer = to_device(layer)
     if in_remat:
         layer = _pin_row_major(jax.tree.map(_keep_float32, layer))
@@ -456,7 +462,7 @@ def _pin_row_major(layer: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _row_major(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Returns `weight`, each device's part in row-major order."""
+    """Returns `weight` with each device's part in row-major order."""
     return shard_map_by_name(row_major, [names], names)(weight)
 
 
@@ -467,7 +473,7 @@ def _(names, primals, tangents):
 
 @jax.custom_jvp
 def _keep_float32(weight: jax.Array) -> jax.Array:
-    """Returns `weight`, and keeps XLA from casting it before the loop (`keep_float32`)."""
+    """Returns `weight` and prevents XLA from casting it before the loop (`keep_float32`)."""
     return keep_float32(weight) if weight.dtype == jnp.float32 else weight
 
 
@@ -477,7 +483,7 @@ def _(primals, tangents):
 
 
 def _in_layer_order(parts: Iterable[LayerGroup], auxes: Iterable[list[Aux]]) -> Aux:
-    """Joins the layers' reports into one array per name, with a row for each layer that reports it, in layer order."""
+    """Joins the layers' `aux` into one array per name, with a row for each layer that reports it, in layer order."""
     rows: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
     for group, found in zip(parts, auxes, strict=True):
         for slot, aux in enumerate(found):
@@ -489,6 +495,6 @@ def _in_layer_order(parts: Iterable[LayerGroup], auxes: Iterable[list[Aux]]) -> 
 
 
 def _sorted_by_layer(numbers: Iterable[np.ndarray], values: Iterable[jax.Array]) -> jax.Array:
-    """Joins rows that come slot by slot, and sorts them by layer number."""
+    """Concatenates the rows of all slots and sorts them by layer."""
     order = np.argsort(np.concatenate([*numbers]))
     return jnp.concatenate([*values])[order]  # [layers, ...]

@@ -21,7 +21,7 @@ class StackedLayers(nnx.Module):
 
     @property
     def grouping(self) -> Grouping:
-        """Returns the numbers that determine which layer is stored where."""
+        """Returns the grouping, which determines where each layer is stored."""
         raise NotImplementedError
 
     @property
@@ -31,7 +31,7 @@ class StackedLayers(nnx.Module):
 
 
 class HasFrozen(nnx.Module):
-    """Base class of modules with parts that `default_filter` leaves out (`post_training.WithFrozen`).
+    """Base class of modules with parts that `default_filter` does not train (`post_training.WithFrozen`).
 
     Attributes:
         frozen_parts: Names of the attributes that hold these parts.
@@ -76,24 +76,24 @@ def stacked_paths(model: Any) -> frozenset[str]:
 
 
 def groupings(model: Any) -> dict[str, Grouping]:
-    """Returns the grouping of every stack by its path: `num_layers`, `prefix`, `period`, and those of a `lead`."""
+    """Returns the grouping of every stack by path: `num_layers`, `prefix`, `period`, and the lead's if it has one."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
     return {_dotted(path): stack.grouping for path, stack in leaves if is_stack(stack)}
 
 
 def path_of(model: Any, part: Any) -> str:
-    """Returns the dotted path at which `model` holds this very object."""
+    """Returns the dotted path of this object in `model`."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: x is part)
     return next(_dotted(path) for path, leaf in leaves if leaf is part)
 
 
 def pattern_paths(model: Any) -> dict[str, str]:
-    """Maps the path of every variable to its pattern path, which is independent of the grouping of stacks.
+    """Maps the path of every variable to its pattern path, which does not depend on the grouping of stacks.
 
     `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
     """
     if is_stack(model):
-        # body.0.attn.q.w -> attn.q.w: group and slot are left out.
+        # body.0.attn.q.w -> attn.q.w: without group and slot.
         slots = ((name, i, layer) for name in model.layer_groups for i, layer in enumerate(getattr(model, name)))
         return {f"{name}.{i}.{path}": short for name, i, layer in slots for path, short in pattern_paths(layer).items()}
     found = {}
@@ -113,8 +113,8 @@ def is_trainable(path: str, variable: nnx.Variable) -> bool:
 
 
 def default_filter(model: Any) -> Filter:
-    """Returns the filter of what is trained where none is given: the factors of adapters if the model has any, else all
-    floating parameters, and nothing of a frozen part.
+    """Returns the default filter of trained parameters: adapter factors if the model has any, else all floating
+    parameters, and never those of a frozen part.
 
     Args:
         model: The model; `jax.eval_shape` of it is enough.
@@ -122,7 +122,7 @@ def default_filter(model: Any) -> Filter:
     frozen = frozen_prefixes(model)
     short = pattern_paths(model)
     factors = [short[path] for path, v in variables(model).items() if isinstance(v, nnx.LoRAParam)]
-    # Factors alone, where there are some: the base stays what `adapters.save` takes it for.
+    # Train only the factors if there are any; `adapters.save` assumes that the base has not changed.
     kind = nnx.Param if all(path.startswith(frozen) for path in factors) else nnx.LoRAParam
 
     def chosen(path: str, variable: nnx.Variable) -> bool:
@@ -132,10 +132,10 @@ def default_filter(model: Any) -> Filter:
 
 
 def frozen_prefixes(model: Any) -> tuple[str, ...]:
-    """Returns how the paths of frozen parts begin, such as `"frozen."` (`HasFrozen`)."""
+    """Returns the path prefixes of frozen parts, such as `"frozen."` (`HasFrozen`)."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, HasFrozen))
     wholes = [(_dotted(path), node) for path, node in nodes if isinstance(node, HasFrozen)]
-    # The path of a model that is the whole is "".
+    # The path of the model itself is "".
     return tuple(f"{path}.{name}.".lstrip(".") for path, node in wholes for name in node.frozen_parts)
 
 
@@ -144,17 +144,17 @@ def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any]
 
     Args:
         model: The model.
-        filter: Called with the pattern path and the variable; True selects it. By default all floating parameters.
+        filter: Called with the pattern path and the variable; True selects it. The default selects floating parameters.
 
     Returns:
         The selected arrays as `{path: array}`, and the model without them.
     """
-    # Filters get pattern paths, so that they work in every grouping.
+    # Filters get pattern paths, so that they work for every grouping.
     short = pattern_paths(model)
     trainable = {path: v.get_value() for path, v in variables(model).items() if filter(short[path], v)}
 
     def keep(path, leaf):
-        # None is no leaf of a pytree: a gradient of the rest has nothing for it.
+        # None is not a leaf of a pytree, so a gradient with respect to the rest has no entry for it.
         return leaf.replace(None) if _dotted(path) in trainable else leaf
 
     return trainable, jax.tree_util.tree_map_with_path(keep, model, is_leaf=is_variable)
@@ -171,9 +171,9 @@ def combine(trainable: dict[str, Any], rest: Any) -> Any:
         The whole model.
 
     Raises:
-        KeyError: when `trainable` has a path that is not missing in `rest`.
+        KeyError: when `trainable` has a path that is not missing from `rest`.
     """
-    # Paths that have not found their variable yet.
+    # Paths whose variable has not been found yet.
     left = set(trainable)
 
     def put(path, leaf):

@@ -1,4 +1,4 @@
-"""Parts of image encoders, and the function that puts their vectors among those of text.
+"""Parts of image encoders, and the function that inserts their vectors among those of text.
 
 The encoder of a family is next to its model, in `maxlib/models/_gemma3_vision.py` and so on. Shapes: I images, C color
 channels, H rows and W columns of pixels, P patches, S vectors per image, D width.
@@ -43,7 +43,7 @@ class EncoderBlock(nnx.Module):
         dim: Width of the stream.
         mlp_dim: Width of the MLP.
         num_heads: Number of heads, which divides `dim`.
-        rope: Rotation by the place on the grid of patches; None for learned positions only.
+        rope: Rotation by row and column on the grid of patches; None for learned positions only.
         act: Activation of the MLP.
         eps: Epsilon of the norms.
         rngs: Source of initial values.
@@ -69,8 +69,10 @@ class EncoderBlock(nnx.Module):
         self.mlp = MLP(dim, mlp_dim, act=act, rngs=rngs)
 
     def __call__(self, x: Float[Array, "I P D"], ctx: Context, cache: None = None):
-        """Applies the layer to patches, `I P D`; returns them, the cache and an empty aux, as layers of a stack do."""
-        # Each part reads a normed copy of the stream and adds to it, [I, P, D].
+        """Applies the layer to patches, `I P D`; returns the result, the cache and an empty aux, as layers of a stack
+        do.
+        """
+        # Each part reads a normalized copy of the residual stream and adds to it, [I, P, D].
         x = x + self.attn(self.attn_norm(x), ctx)[0]
         x = x + self.mlp(self.mlp_norm(x))
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
@@ -85,14 +87,14 @@ def check_sizes(dim: int, num_heads: int, image_size: int, patch_size: int) -> N
 
 
 def patch_embedding(dim: int, patch_size: int, *, bias: bool, rngs: nnx.Rngs) -> Einsum:
-    """Returns the layer that maps each patch of `in_patches` to a vector, as a convolution without overlap does."""
+    """Returns the layer that maps each patch of `in_patches` to a vector, like a convolution without overlap."""
     # y, x: row and column of a patch; a, b: row and column of a pixel in it. [I, C, y, a, x, b] -> [I, y, x, D]
     patch, axes = (dim, 3, patch_size, patch_size), ("embed", "channel", "patch_row", "patch_column")
     return Einsum("ICyaxb,DCab->IyxD", patch, axes, bias=bias, rngs=rngs)
 
 
 def in_patches(images: Float[Array, "I C H W"], size: int, patch: int) -> Float[Array, "I C y a x b"]:
-    """Splits square images into rows y and columns x of patches, of pixels a, b.
+    """Splits square images into rows y and columns x of patches, each with pixel rows a and columns b.
 
     Args:
         images: RGB, `size` pixels high and wide.
@@ -109,12 +111,13 @@ def in_patches(images: Float[Array, "I C H W"], size: int, patch: int) -> Float[
 
 
 def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
-    """Raises ValueError unless `count` tokens are placeholders; does nothing inside jit, where they are not known."""
+    """Raises ValueError unless `count` tokens are placeholders; does nothing inside jit, where tokens are not known."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         if (found := int(is_placeholder.sum())) != count:
             raise ValueError(
-                f"the tokens hold {found} image placeholders, but the images given make {count} vectors: there must be as "
-                "many; take prompt and images from one call of the processor"
+                f"the tokens have {found} image placeholders, but the given images make {count} vectors: the numbers "
+                "must be "
+                "equal; take prompt and images from one call of the processor"
             )
 
 

@@ -1,5 +1,5 @@
-"""`python -m maxlib.ops check` tells which kernels are right and how fast they are on this machine; `tune` chooses
-their tiles.
+"""Command line of the kernels: `python -m maxlib.ops check` tests and times them on this machine, `tune` chooses their
+tiles.
 """
 
 import argparse
@@ -44,14 +44,14 @@ def _worker(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m maxlib.ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="compare every implementation with float32, and time it")
-    check.add_argument("implementation", nargs="*", help="names of those to check; default: all")
-    check.add_argument("--dry", action="store_true", help="do not write the findings to this device's table")
-    check.add_argument("--json", type=Path, help="also write one line of JSON per case here")
-    tune = commands.add_parser("tune", help="time block sizes of splash attention on a TPU and write the best")
+    check = commands.add_parser("check", help="compare every implementation with float32 and time it")
+    check.add_argument("implementation", nargs="*", help="names of the implementations to check; default: all")
+    check.add_argument("--dry", action="store_true", help="do not write the results to this device's table")
+    check.add_argument("--json", type=Path, help="also write one line of JSON per case to this file")
+    tune = commands.add_parser("tune", help="time block sizes of splash attention on a TPU and save the best")
     for command in (check, tune):
-        command.add_argument("--deadline", type=float, default=120.0, help="seconds that one case may take")
-        command.add_argument("--rounds", type=int, default=5, help="rounds of ten timed calls")
+        command.add_argument("--deadline", type=float, default=120.0, help="time limit per case in seconds")
+        command.add_argument("--rounds", type=int, default=5, help="number of rounds of ten timed calls")
     worker = commands.add_parser("worker", help=argparse.SUPPRESS)
     worker.add_argument("names", nargs="*")
     worker.add_argument("--describe", action="store_true")

@@ -1,4 +1,4 @@
-"""Rotary embeddings of tokens that have several positions: time, row and column of an image's part."""
+"""Rotary embeddings of tokens with several positions, such as the time, row and column of an image patch."""
 
 from dataclasses import dataclass
 
@@ -16,17 +16,17 @@ Table = Float32[Array, "B T half"]
 class MRope:
     """Rotary embedding by time, row and column, whose frequencies alternate (M-RoPE of Qwen3-VL, arXiv:2511.21631).
 
-    Pair `i` turns by the row if `i % 3 == 1` and `i < 3 * sections[1]`, by the column if `i % 3 == 2` and
-    `i < 3 * sections[2]`, else by the time. So each of the three has high and low frequencies. Text has three equal
-    positions, for which this is `rope` itself.
+    Pair `i` rotates by the row if `i % 3 == 1` and `i < 3 * sections[1]`, by the column if `i % 3 == 2` and
+    `i < 3 * sections[2]`, else by the time. So each of the three has high and low frequencies. Text tokens have three
+    equal positions, for which this equals `rope`.
 
     Args:
-      rope: the frequencies, and how pairs lie.
-      sections: number of pairs that turn by time, row and column.
+      rope: the frequencies and the layout of pairs.
+      sections: number of pairs that rotate by time, row and column.
 
     Raises:
-      ValueError: when the sections are not three numbers that sum to the pairs of `rope`, or a row's or column's pairs
-        do not fit.
+      ValueError: when the sections are not three numbers whose sum is the number of pairs of `rope`, or the second or
+          third is too large.
     """
 
     rope: Rope
@@ -34,13 +34,13 @@ class MRope:
 
     def __post_init__(self):
         half = self.rope.dim // 2
-        # Of `half` pairs, (half + 1) // 3 have a remainder of 1 by three, and half // 3 one of 2.
+        # Of `half` pairs, (half + 1) // 3 have index 1 modulo 3, and half // 3 have index 2.
         most = half, (half + 1) // 3, half // 3
         fit = len(self.sections) == 3 and all(0 <= n <= m for n, m in zip(self.sections, most, strict=True))
         if not fit or sum(self.sections) != half:
             raise ValueError(
                 f"the sections of M-RoPE (mrope_section) must be three numbers whose sum is the {half} rotary pairs, the "
-                f"second and third of them at most a third of these, got {self.sections}"
+                f"second and third of them at most a third of that, got {self.sections}"
             )
 
     @property
@@ -65,9 +65,9 @@ class MRope:
 
     @property
     def _axes(self) -> np.ndarray:
-        """The position by which each pair turns: 0 is time, 1 row, 2 column."""
+        """Returns the axis that rotates each pair: 0 is time, 1 row, 2 column."""
         pair = np.arange(self.rope.dim // 2)
-        ends = np.array([0, *self.sections[1:3], 0])[pair % 3]  # [half]: pairs of its kind before the last one
+        ends = np.array([0, *self.sections[1:3], 0])[pair % 3]  # [half]: pairs below the end rotate by row or column
         return np.where((pair % 3 > 0) & (pair < 3 * ends), pair % 3, 0)
 
     def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
@@ -78,7 +78,7 @@ class MRope:
           length: as for `Rope.tables`.
 
         Raises:
-          ValueError: when positions have another number of rows.
+          ValueError: when positions do not have three rows.
         """
         if positions.ndim == 2:
             return self.rope.tables(positions, length=length)
@@ -87,7 +87,7 @@ class MRope:
                 f"positions must have three rows, time, row and column, `B T 3`, got the shape {positions.shape}; "
                 "`nn.vision.mrope_positions` makes them"
             )
-        # One table by each position, [B, T, half], of which every pair takes its own.
+        # One table per axis, [B, T, half]; each pair selects its axis.
         tables = [self.rope.tables(positions[:, :, axis], length=length) for axis in range(3)]
         pick = lambda time, row, column: jnp.select(
             [(self._axes == 1)[None, None], (self._axes == 2)[None, None]], [row, column], time
@@ -98,16 +98,16 @@ class MRope:
 
 @dataclass(frozen=True)
 class AxialRope:
-    """Rotary embedding of patches by row and column: half of the pairs turn by either.
+    """Rotary embedding of patches by row and column: half of the pairs rotate by each.
 
-    Unlike `GridRope` it takes both as positions, so that images may have any size. Rows and columns have the same
-    frequencies in Qwen's image encoders. In Pixtral's (arXiv:2410.07073) they take turns: of the frequencies of one
-    axis with `dim / 2` pairs, those with even numbers are for rows, and those with odd numbers for columns.
+    Unlike `GridRope` it takes rows and columns as positions, so images may have any size. In Qwen's image encoders rows
+    and columns have the same frequencies. In Pixtral's (arXiv:2410.07073) they alternate: of the `dim / 2` frequencies,
+    rows have those with even indices and columns those with odd indices.
 
     Args:
       dim: number of rotary dimensions, a multiple of 4.
       theta: base of the frequencies.
-      alternating: True if rows and columns take turns with the frequencies.
+      alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
 
     Raises:
       ValueError: when `dim` is not a multiple of 4.

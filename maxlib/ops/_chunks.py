@@ -1,4 +1,4 @@
-"""What recurrences in chunks share: sequences cut into chunks, and the decays between the tokens of one.
+"""Helpers of chunked recurrences: splitting sequences into chunks, and decays between the tokens of a chunk.
 
 Shapes: B rows, n chunks, C tokens of a chunk, K key heads (groups), G heads of each.
 """
@@ -14,7 +14,7 @@ from jaxtyping import Array
 def split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array:
     """Splits `B T heads ...` into chunks, `blocks n B heads C ...`.
 
-    Tokens that fill the last chunk are zero and change nothing.
+    The last chunk is padded with zeros, which have no effect.
     """
     missing = blocks * per_block * size - a.shape[1]
     a = jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
@@ -23,7 +23,7 @@ def split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array
 
 
 def for_each_head(a: Array, count: int) -> Array:
-    """Repeats what belongs to a key head for its heads, `n B K ... -> n B K G ...`."""
+    """Repeats values of a key head for its G heads, `n B K ... -> n B K G ...`."""
     return cast(Array, _repeat(a, count))
 
 
@@ -33,7 +33,7 @@ def _repeat(a: Array, count: int) -> Array:
 
 
 def _repeat_backward(count: int, _: None, gradient: Array) -> tuple[Array]:
-    # Halves are added, again and again: XLA for CPUs takes ten times as long for a sum over an axis in the middle.
+    # Add halves repeatedly: XLA for CPUs takes ten times as long for a sum over an axis in the middle.
     while (size := gradient.shape[3]) > 1:
         half = size // 2
         rest = gradient[:, :, :, 2 * half :]  # the last one of an odd number
@@ -52,11 +52,12 @@ def decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Arra
       is_start: `n B C`.
 
     Returns:
-      D, `n B K G C C`; the factor on the state that comes in as each token sees it, `n B K G C`; the factor on what
-      each token leaves in the state that goes out, `n B K G C`; and the factor on the state itself, `n B K G`.
+      Four factors: D, `n B K G C C`; from the incoming state to each token, `n B K G C`; from each token to the
+      outgoing state, `n B K G C`; from the incoming to the outgoing state, `n B K G`.
     """
     total, between = jnp.cumsum(log_decay, axis=-1), _between(log_decay)
-    document = jnp.cumsum(is_start, axis=-1)[:, :, None, None]  # n B 1 1 C: 0 for the one that began before
+    # n B 1 1 C: 0 for the document that began in an earlier chunk
+    document = jnp.cumsum(is_start, axis=-1)[:, :, None, None]
     last = document[..., -1:]
     documents = document[..., :, None], document[..., None, :]
     same = jnp.tril(documents[0] == documents[1])
@@ -70,8 +71,8 @@ def decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Arra
 def _between(log_decay: Array) -> Array:
     """Sums the log decays after token j up to token i: `... C` to `... C C`, 0 above the diagonal.
 
-    Each sum is added up by itself. A difference of running sums would lose the digits of slow decays after fast ones,
-    and leave rounding errors in gradients where fast decays have nearly none.
+    Differences of running sums would lose the digits of slow decays after fast ones, and leave rounding errors in the
+    gradients of fast decays, which are nearly zero.
     """
     token = jnp.arange(log_decay.shape[-1])
     # l, i, j: True where j < l <= i.

@@ -1,4 +1,4 @@
-"""What `explain_attention` and `explain_grouped_matmul` answer."""
+"""The result of `explain_attention` and `explain_grouped_matmul`."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ class Explanation:
       op: name of the operation.
       call: the call; it prints its shapes, dtype, features and device.
       chosen: name of the implementation; None if the requested one cannot run the call.
-      reason: why that one.
+      reason: why it was chosen.
       refused: why each of the others cannot run the call, or is not chosen.
     """
 

@@ -1,7 +1,7 @@
-"""What was found out about a device: implementations that failed `check`, and tiles that `tune` measured.
+"""Tables of measurements per device kind: implementations that failed `check`, and the best tiles of `tune`.
 
-A table per device kind ships with the package where somebody measured one. The user's own lies in a cache directory
-(`MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`) and comes first. Each is read once a process.
+The package ships tables of some device kinds. The user's own tables are in a cache directory (`MAXLIB_CACHE`, or
+`maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`) and take precedence. Each table is read once per process.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 from maxlib._utils.files import cache_directory
 
 IGNORE = "MAXLIB_IGNORE_CHECKS"
-"""Environment variable: set to 1, no implementation is refused for what `check` found."""
+"""Environment variable: set to 1 to ignore the failures that `check` found."""
 
 SHIPPED = Path(__file__).with_name("tables")
 
@@ -28,17 +28,17 @@ def file_of(device_kind: str, folder: Path | None = None) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a finding depends on: another compiler may mend or break a kernel."""
+    """Returns the versions that a result depends on: another compiler may fix or break a kernel."""
     return {name: version(name) for name in ("jax", "jaxlib")}
 
 
 @functools.cache
 def findings(device_kind: str) -> dict[str, Any]:
-    """Returns `{"refused": {name: reason}, "tiles": {key: sizes}}` of a device kind; empty where nothing was measured.
+    """Returns `{"refused": {name: reason}, "tiles": {key: sizes}}` of a device kind; empty if nothing was measured.
 
-    Refusals count for the versions of jax that they were found with. A file that cannot be read counts as none.
+    Failures only apply to the versions with which they were found. Unreadable files are ignored.
     """
-    # The user's table is read last, so that it overrides what ships.
+    # Read the user's table last, so that it overrides the shipped one.
     found: dict[str, Any] = {"refused": {}, "tiles": {}}
     for path in (file_of(device_kind, SHIPPED), file_of(device_kind)):
         try:
@@ -52,7 +52,7 @@ def findings(device_kind: str) -> dict[str, Any]:
 
 
 def refused(op: str, implementation: str, device_kind: str) -> str | None:
-    """Returns why `check` found that an implementation must not run on this kind of device, or None."""
+    """Returns why an implementation failed `check` on this kind of device, or None."""
     if os.environ.get(IGNORE) == "1":
         return None
     why = findings(device_kind)["refused"].get(f"{op}/{implementation}")
@@ -60,7 +60,7 @@ def refused(op: str, implementation: str, device_kind: str) -> str | None:
 
 
 def tiles(key: str, device_kind: str) -> list | None:
-    """Returns the sizes that `tune` measured to be the fastest for a key, or None."""
+    """Returns the fastest sizes that `tune` measured for a key, or None."""
     return findings(device_kind)["tiles"].get(key)
 
 
@@ -73,14 +73,14 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
     path, old = file_of(device_kind), {}
     with contextlib.suppress(OSError, ValueError):
         old = json.loads(path.read_text())
-    # Tiles of another compiler are still a good choice; its failures say nothing.
+    # Tiles tuned with another compiler are still a good choice, but its failures do not apply.
     if old.get("versions") != versions():
         old.pop("refused", None)
     for name, entries in changes.items():
         merged = dict(old.get(name, {})) | entries
         old[name] = {key: value for key, value in merged.items() if value is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: other processes may be reading.
+    # Write atomically, because other processes may be reading.
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps({"device": device_kind, **old, "versions": versions()}, indent=1) + "\n")
     partial.replace(path)
@@ -89,7 +89,7 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
 
 
 def tiles_key(kernel: str, T: int, S: int, key_dim: int, value_dim: int) -> str:
-    """Returns the key of a kernel's tiles: lengths count by the power of two that holds them."""
-    # 3000 and 4096 tokens share sizes: they are cut into blocks of about the same number.
+    """Returns the key of a kernel's tiles, with lengths rounded up to powers of two."""
+    # 3000 and 4096 tokens share sizes, because they have about the same number of blocks.
     up = lambda n: 1 << max(n - 1, 0).bit_length()
     return f"{kernel} T={up(T)} S={up(S)} Hk={key_dim} Hv={value_dim}"

@@ -1,4 +1,4 @@
-"""Activations of gated linear units, which join a gate and an up projection."""
+"""Activations of gated linear units, which combine a gate and an up projection."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of image patches, whose position is a row and a column."""
+"""Rotary embedding of image patches by row and column."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from maxlib.ops._rope import Lengths, Rope
 class GridRope:
     """Rotary embedding of a square of `side` x `side` patches, numbered row by row (Llama 4's image encoder).
 
-    The first half of the pairs turns by the patch's column, the second by its row, both counted from 1. Tokens after
-    the last patch (a class token) are not turned.
+    The first half of the pairs rotates by the patch's column, the second by its row, both counted from 1. Tokens after
+    the last patch (a class token) are not rotated.
 
     Args:
       dim: number of rotary dimensions, a multiple of 4.

@@ -24,7 +24,7 @@ Lengths = Length | Int[Array, " B"]
 
 def _powers(dim: int, theta: float) -> Float32[np.ndarray, " half"]:
     """Computes theta^(2i / dim), shape `(dim / 2,)`, in float32."""
-    # Published checkpoints were run with a float32 exponent, so it is rounded first; the power is rounded only once.
+    # Published models use a float32 exponent, so round the exponent first; the power is rounded only once.
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
 
@@ -127,13 +127,13 @@ class DynamicNTK(Scaling):
         # theta' = theta * (factor * L / L0 - (factor - 1))^(dim / (dim - 2)): the fastest pair keeps its frequency and
         # the slowest one is interpolated; L = max(length, L0), so short sequences keep the original base.
         power = dim / (dim - 2)
-        if length is None or isinstance(length, int):  # known now: in float64, as exact as the plain frequencies
+        if length is None or isinstance(length, int):  # static: compute in float64, as for the plain frequencies
             ratio = max(length or 0, self.original_length) / self.original_length
             return _plain(dim, theta * (self.factor * ratio - (self.factor - 1)) ** power)
         ratio = jnp.maximum(length, self.original_length).astype(jnp.float32) / self.original_length
         growth = self.factor * ratio - (self.factor - 1)
         exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim) * np.float32(power)
-        # growth^-exponent on top of the plain frequencies: exact at growth 1, and no large base loses digits
+        # plain frequencies times growth^-exponent: exact at growth 1, and a large base loses no digits
         return jnp.asarray(_plain(dim, theta)) * jnp.exp(-jnp.log(growth) * exponent)
 
     def check(self, dim: int) -> None:
@@ -305,13 +305,16 @@ class LongRope(Scaling):
 class Rope:
     """Rotary position embedding of the first `dim` dimensions of each head (https://arxiv.org/abs/2104.09864).
 
+        rope = ops.Rope(128, 500_000.0, ops.Llama3Scaling(8.0, 1.0, 4.0, 8192))  # Llama 3.1's
+        attn = nn.Attention(512, num_heads=4, head_dim=128, rope=rope, rngs=nnx.Rngs(0))
+
     Args:
       dim: number of rotary dimensions, even. Below the head width (partial rotary) the other dimensions pass through.
       theta: base of the frequencies, `theta^(-2i / dim)` for pair `i`.
       scaling: rule for longer contexts; None for none.
-      interleaved: pairs are dimensions `2i` and `2i + 1` instead of `i` and `i + dim / 2`.
-      max_length: number of positions the model supports. A longer sequence is an error where its length is known
-        outside `jit`; None for no limit.
+      interleaved: True pairs dimensions `2i` and `2i + 1` instead of `i` and `i + dim / 2`.
+      max_length: number of positions that the model supports; None for no limit. A longer sequence is an error if its
+          length is known outside `jit`.
 
     Raises:
       ValueError: when a parameter is out of range.
@@ -332,7 +335,9 @@ class Rope:
 
     @property
     def needs_length(self) -> bool:
-        """Tells whether the angles depend on the length of the sequence; while decoding, that of each row so far."""
+        """True if the angles depend on the length of the sequence; while decoding, on the current length of
+        each row.
+        """
         return self.scaling is not None and self.scaling.needs_length
 
     def inv_freq(self, length: Length | None = None) -> Frequencies:
@@ -353,9 +358,10 @@ class Rope:
         """
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
-                f"a sequence longer than the rotary table allows: at most {self.max_length} positions, got {length}. "
-                "Shorten the sequence, or build the model with a rope that reaches further (larger max_length, and a "
-                "scaling if it was not trained so far)."
+                f"a sequence must not be longer than the rotary table: at most {self.max_length} positions, got "
+                f"{length}. "
+                "Shorten the sequence, or build the model with a longer rope (larger max_length, and a "
+                "scaling if it was not trained that far)."
             )
 
     def tables(
@@ -365,8 +371,8 @@ class Rope:
 
         Args:
           positions: position of each token in its sequence, starting at 0.
-          length: number of positions in the whole sequence, cached ones included, one for all rows or one for each;
-            used only if `needs_length` (default: the largest position + 1).
+          length: number of positions in the whole sequence including cached ones, one for all rows or one for each;
+              only used if `needs_length` (default: the largest position + 1).
 
         Returns:
           Two float32 arrays of shape `B T dim/2`.
@@ -379,13 +385,13 @@ class Rope:
         positions = jnp.asarray(positions)
         if self.needs_length and length is None:
             length = jnp.max(positions, initial=-1) + 1
-        # [B, T, 1] * [#B, 1, half] -> [B, T, half]; in float32: bfloat16 cannot tell neighbouring positions apart
+        # [B, T, 1] * [#B, 1, half] -> [B, T, half]; in float32, because bfloat16 cannot represent all positions
         angles = positions.astype(jnp.float32)[..., None] * self._rows_of_frequencies(length)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
     def _rows_of_frequencies(self, length: Lengths | None) -> Float32[Array, "_ 1 half"]:
-        """Returns one row of frequencies for all sequences, or one for each if `length` has one per sequence."""
+        """Returns one row of frequencies for all sequences, or one per sequence if `length` has one per sequence."""
         if not self.needs_length:
             length = None
         if getattr(length, "ndim", 0) == 1:
@@ -394,8 +400,8 @@ class Rope:
 
     def _check_known(self, positions: Array | np.ndarray, length: Lengths | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):
-            with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is not known here
-                # jnp.max of a plain number would be traced inside jit, and so be unknown.
+            with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is unknown
+                # jnp.max of a plain number would be traced inside jit, and its value unknown.
                 if value is not None:
                     self.check_length(value if isinstance(value, int) else int(value.max()))
 
@@ -423,8 +429,8 @@ def apply_rope(
     """
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
-        raise ValueError(f"the rotary tables turn {dim} dimensions, more than the {x.shape[-1]} of a head.")
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [B, T, half] -> [B, T, 1, half]: every head turns alike
+        raise ValueError(f"the rotary tables rotate {dim} dimensions, but a head only has {x.shape[-1]}.")
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [B, T, half] -> [B, T, 1, half]: the same for every head
     rotating = x[..., :dim]
     if interleaved:
         pairs = rotating.reshape(*x.shape[:-1], dim // 2, 2)  # [B, T, N, dim] -> [B, T, N, half, 2]
@@ -437,8 +443,7 @@ def apply_rope(
 def _turn(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     """Computes (a + ib) * exp(i * angle) in float32.
 
-    Halves are cast one by one, before they are joined: gradients of halves then wait in the dtype of `x`, not in
-    float32.
+    Halves are cast before they are joined, so that their gradients are stored in the dtype of `x` instead of float32.
     """
     dtype, a, b = a.dtype, a.astype(jnp.float32), b.astype(jnp.float32)
     return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)
@@ -450,7 +455,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     DeepSeek multiplies its softmax scale by the square of it.
 
     Args:
-      factor: ratio of the new context length to the original one; up to 1 the magnitude is 1.
+      factor: ratio of the new context length to the original one; the magnitude is 1 for factors up to 1.
       mscale: strength of the correction.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

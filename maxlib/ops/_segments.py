@@ -1,4 +1,4 @@
-"""Sums over the sequences that are packed into rows. Shapes: B rows, T tokens, S sequences of a row.
+"""Sums over sequences that are packed into rows. Shapes: B rows, T tokens, S sequences of a row.
 
 `segment_ids` number the sequences of a row from 1 to T, with 0 for padding; None stands for one sequence per row. A row
 with a larger number, such as the id of a document in a corpus, gives NaN: its sequence has no column.
@@ -11,7 +11,9 @@ Segments = Int[Array, "B T"] | None
 
 
 def segment_sums(values: Float[Array, "B T"], segment_ids: Segments) -> Float[Array, "B S"]:
-    """Sums values, 0 where nothing counts; S is 1 without `segment_ids`, else T, which no number exceeds."""
+    """Sums the values of each sequence; S is 1 without `segment_ids`, else T, the largest possible number of
+    sequences.
+    """
     if segment_ids is None:
         return jnp.sum(values, axis=1, keepdims=True)  # [B, T] -> [B, 1]
     B, T = values.shape
@@ -22,14 +24,14 @@ def segment_sums(values: Float[Array, "B T"], segment_ids: Segments) -> Float[Ar
 
 
 def spread(sums: Float[Array, "B S"], segment_ids: Segments, length: int) -> Float[Array, "B T"]:
-    """Returns to each of `length` tokens the value of its sequence; the inverse direction of `segment_sums`."""
+    """Broadcasts the value of each sequence to its tokens, of which a row has `length`."""
     if segment_ids is None:
         return jnp.broadcast_to(sums, (sums.shape[0], length))  # [B, 1] -> [B, T]
     return jnp.take_along_axis(sums, jnp.maximum(segment_ids - 1, 0), axis=1)
 
 
 def is_filled(counts: Float[Array, "*N"]) -> Float[Array, "*N"]:
-    """Returns 1 for sequences with learned tokens, 0 for those without, and NaN for those that have no column."""
+    """Returns 1 for sequences with learned tokens, 0 for those without, and NaN if a segment id is out of range."""
     return jnp.where(counts > 0, 1.0, counts)
 
 

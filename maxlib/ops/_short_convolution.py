@@ -1,4 +1,4 @@
-"""Short causal convolution, one filter for each channel (depthwise), as recurrent layers use it before their state."""
+"""Short causal depthwise convolution, as recurrent layers apply it before their state."""
 
 import functools
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ def short_convolution(
 ) -> tuple[Float[Array, "B T *C"], Float[Array, "B W-1 *C"]]:
     """Convolves each channel with its own W taps: `y[t] = sum_w weight[w] x[t - (W - 1) + w]`, in float32.
 
-    A tap that would reach into another document, or before the first token of a row without a `tail`, is zero. A gated
-    convolution (LFM2) is `c * short_convolution(b * x, weight)[0]`.
+    Taps that reach into another document, or before the first token of a row without a `tail`, read zero. The gated
+    convolution of LFM2 is `c * short_convolution(b * x, weight)[0]`.
 
     Args:
       x: input; its channels may have several axes, such as heads and their width.
-      weight: taps of each channel; the last one is on the token itself.
+      weight: taps of each channel; the last one multiplies the current token.
       bias: added to the result.
       is_start: True for the first token of a document; None if every row continues `tail`.
       valid: False for padding; None if every token is real.
-      tail: the last W - 1 real inputs before these; None for zeros.
+      tail: the last W - 1 real inputs before this call; None for zeros.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
 
     Returns:
@@ -54,7 +54,7 @@ def short_convolution(
         before, tail = tail, _next_tail(x, tail, is_start, valid)
     # [B, W - 1 + T, *C], token t at t + W - 1.
     inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-    # Tokens of the same document before each one, as far as they are in this call.
+    # Number of earlier tokens of the same document within this call.
     age = _age(is_start, width) if is_start is not None else None
     y = _convolve(*vary_alike((inputs, weight, age)))
     y = y if bias is None else y + for_each_token(jnp.asarray(bias, y.dtype), y.shape)
@@ -70,11 +70,11 @@ def _convolve(inputs: Array, weight: Array, age: Array | None) -> Array:
 
 
 def _convolve_backward(saved: tuple[Array, Array, Array | None], gradient: Array):
-    # By hand: XLA for CPUs takes many times as long for the pads and sums that autodiff makes of slices.
+    # Written out because XLA for CPUs is many times slower on the pads and sums that autodiff makes of slices.
     inputs, weight, age = saved
     taps, seq, kept = _taps(weight, inputs.dtype), gradient.shape[1], weight.shape[-1] - 1
     around = lambda a, fill: jnp.pad(a, [(0, 0), (kept, kept)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
-    # Token t is at t + W - 1 in `inputs`, and at t + W - 1 here; the tap `back` takes its input to the token after.
+    # Through the tap `back`, input s reaches token t = s + back - (W - 1), which is at s + back in `spread`.
     spread, ages = around(gradient, 0), None if age is None else around(age, -1)
     window = lambda a, back: None if a is None else _shifted(a, back, seq + kept)
     parts = (_masked(window(spread, back), window(ages, back), back) for back in range(len(taps)))
@@ -107,7 +107,7 @@ def _weighted_sum(taps: list[Array], parts: Iterable[Array]) -> Array:
 
 
 def _wide(mask: Array, x: Array) -> Array:
-    """Returns `B T` with an axis of one for each axis of channels."""
+    """Appends an axis of size one to `B T` for each channel axis."""
     return mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
 
 
@@ -118,7 +118,7 @@ def _age(is_start: Array, width: int) -> Array:
 
 
 def _next_tail(x: Array, tail: Array, is_start: Array | None, valid: Array | None) -> Array:
-    """Returns the last W - 1 real inputs of all so far, zero where they belong to an earlier document."""
+    """Returns the last W - 1 real inputs so far, with zeros for those of an earlier document."""
     (rows, seq), kept = x.shape[:2], tail.shape[1]
     place = jnp.arange(seq)[None, :]
     # Number of tokens up to the last real one, [B].
@@ -132,11 +132,11 @@ def _next_tail(x: Array, tail: Array, is_start: Array | None, valid: Array | Non
 
 
 def _across(x: Array, tail: Array, is_start, valid, axis_name: AxisName) -> tuple[Array, Array]:
-    """Returns the tail before this device's part of the sequence, and the one after the last device's."""
+    """Returns the tail before this device's part of the sequence, and the tail after the last device's part."""
     kept = tail.shape[1]
     own = _next_tail(x, jnp.zeros_like(tail), is_start, valid)
-    # How many of its slots are filled by tokens of this part, and whether a document begins in it: then nothing of
-    # the parts before remains.
+    # The number of tail slots filled by this part's tokens, and whether a document begins in it; if so, nothing of the
+    # earlier parts remains.
     real = jnp.full(x.shape[0], x.shape[1]) if valid is None else valid.sum(axis=1)
     begins = jnp.zeros(x.shape[0], bool) if is_start is None else is_start.any(axis=1)
     parts = jax.lax.all_gather((own, jnp.minimum(real, kept), begins), axis_name)
@@ -146,7 +146,7 @@ def _across(x: Array, tail: Array, is_start, valid, axis_name: AxisName) -> tupl
 
 
 def _join(kept: int, tail: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-    """Returns the tail after a part, given the one before it."""
+    """Returns the tail after a part, given the tail before it."""
     own, filled, begins = part
     slots = jnp.arange(kept)[None, :] + filled[:, None]
     moved = jax.vmap(lambda row, at: row[at])(tail, jnp.minimum(slots, kept - 1))

@@ -58,6 +58,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     # Read in both passes; what is gathered is written before.
     weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
+    traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(step))
     # The head splits its rows over stages; only layers idle in a pipeline. Remat runs their forward pass again.
     once = 2.0 * vocab * dim * program.rows * program.job.sequence
     head = once * (3 if program.job.lora is None else 2)
@@ -67,6 +68,31 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
     narrow = {kind: share * flops for kind, share in program.narrow_share.items()}
     return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES, narrow=narrow)
+
+
+# How often a step with full remat reads or writes an array in libtpu's programs of Qwen3-30B-A3B, Qwen3.5-397B-A17B and
+# Nemotron 3 Super: rows of the experts' width that stay on their device or travel, their inner arrays, and a
+# recurrence's values in float32.
+_STAYING, _TRAVELLING, _INNER, _VALUES = 46, 120, 34, 150
+
+
+def _expert_bytes(program: Program, step: StepFacts) -> float:
+    """Returns the memory traffic of rows that are sorted by expert, have passed its MLP and are sorted back."""
+    share, total = _share(program, schedule_of(program.layout)), 0.0
+    for moe in moes(program.plain):
+        names, shape = moe.up.w.get_metadata()["axes"], moe.up.w.get_value().shape
+        size = dict(zip(names, shape, strict=True))
+        wide = size["expert_embed"] * (_TRAVELLING if step.axes("act_expert") else _STAYING)
+        inner = size["mlp"] / step.parts(step.axes("mlp")) * (2 if moe.gate else 1) * _INNER
+        total += step.tokens * moe.router.top_k * step.width * (wide + inner) * _repeats(moe) * share
+    return total
+
+
+def _recurrent_bytes(step: StepFacts) -> float:
+    """Returns the memory traffic of what chunks of recurrences hand on."""
+    width = lambda one: one.num_heads * (one.value_dim if isinstance(one, nn.GatedDeltaNet) else one.head_dim)
+    values = sum(width(one) * n for one, n in step.mixers if isinstance(one, nn.GatedDeltaNet | nn.Mamba2))
+    return _VALUES * 4 * step.tokens * values / step.parts(step.axes("act_heads"))
 
 
 def _strategies(step: StepFacts) -> list[Strategy]:

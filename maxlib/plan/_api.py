@@ -18,8 +18,12 @@ from maxlib.plan._targets import parse_target
 def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
     """Compiles a training step for hardware that need not be present; print the result for a report.
 
-    The compiler runs in a process of its own and stops once memory is assigned. Plans for GPUs are estimated from
-    shapes, without compiling, if jax's CUDA plugin is not installed or the job sends arrays to the host.
+    The compiler runs in a process of its own and stops once memory is assigned. Without a compiler for the
+    target (libtpu, or jax's CUDA plugin), and for GPUs if the job sends arrays to the host, the plan is estimated from
+    shapes; the report says why.
+
+        job = plan.Job("llama3.2-1b", "b200x8", sequence=4096, remat="full")
+        print(plan.plan(job))  # memory, time and traffic of a step
 
     Args:
       job: the training step and its target.
@@ -29,27 +33,27 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
 
     Raises:
       ValueError: when the parts of the job do not go together.
-      ImportError: when the compiler for the target is not installed; the message has the command to install it.
       TimeoutError: when compiling takes longer than `timeout`.
     """
     if not isinstance(job, Job):
         raise TypeError(f"plan takes a plan.Job, such as plan.Job('llama3-70b', 'v5p-128'), got {job!r:.80}")
-    target = parse_target(job.target)
     check_names(job)
-    if target.platform == "cuda" and refused(job):
+    if refused(job):
         return estimated(job)
     compiled = run(job, full=full, keep=keep, timeout=timeout)
     return _plan(job, compiled.described, compiled)
 
 
 def estimated(job: Job) -> Plan:
-    """Plans a job from shapes alone, without compiling, in this process.
+    """Plans a job from shapes and data sheets alone, without compiling, in this process; no compiler is needed.
+
+        found = plan.estimated(plan.Job("llama3.2-1b", "v5e-16", sequence=4096, remat="full"))
+        found.fits, found.peak, found.estimate.mfu
 
     Args:
       job: the training step and its target.
 
     Raises:
-      ImportError: for a TPU without libtpu, which describes its topology; estimates for GPUs need nothing.
       ValueError: when the parts of the job do not go together.
     """
     from maxlib.plan._worker import describe

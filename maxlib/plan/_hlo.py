@@ -26,7 +26,7 @@ from maxlib.plan._hlo_text import (
     size_of,
     types_of,
 )
-from maxlib.plan._hlo_tpu import grouped_bytes
+from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops
 from maxlib.plan._loops import Trips, trips_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -48,6 +48,8 @@ _FREE = (
     "replica-id",
     "iota",
 )
+# What they run counts inside; they hand over buffers without a copy.
+_AROUND = ("while", "conditional", "async-start", "async-update")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ def read_costs(
       text: the module.
       mesh: from mesh axis to size, in the order of the mesh.
       across: mesh axes that cross slices.
-      trips: trip counts of loops that depend on data, by kind.
+      trips: trip counts of loops that depend on data, by kind, and the "room" of buffers of experts' rows.
       cache: bytes that stay on the chip between instructions.
     """
     program = _Program(text, mesh, across, trips or {}, cache)
@@ -146,6 +148,7 @@ class _Program:
     def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = parse(text)
         self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
+        self.room = trips.get("room", 1)
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
         self.chosen = 0  # conditionals of whose branches the cheapest is counted
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
@@ -173,7 +176,8 @@ class _Program:
             elif kind in ("dot", "convolution"):
                 self._compute(one, times * matmul_flops(one, computation), computation)
             elif kind == "custom-call":
-                flops = estimate_of(one, "flops") + custom_call_flops(one, computation)
+                own = grouped_flops(one, self.room) or estimate_of(one, "flops")
+                flops = own + custom_call_flops(one, computation)
                 self._compute(one, times * flops, computation)
             self._copy(one, computation, times)
             if not in_fusion:
@@ -267,16 +271,19 @@ class _Program:
 
     def _traffic(self, one: Instruction, computation: dict[str, Instruction]) -> float:
         """Returns the bytes read from and written to main memory; of a slice only the slice counts."""
-        if one.opcode in (*_FREE, "while", "async-start") or one.opcode.endswith("-done"):
-            return 0.0  # asynchronous work counts inside
+        if one.opcode in (*_FREE, *_AROUND) or one.opcode.endswith("-done"):
+            return 0.0
         operands = [computation[name] for name in one.operands if name in computation]
         if one.opcode == "dynamic-slice":
             return (1 if operands and is_on_host(operands[0].type) else 2) * bytes_of(one.type)
         if one.opcode == "dynamic-update-slice":
             return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
+        if one.opcode.startswith("ragged-all-to-all"):
+            # Rows that leave are read and those that arrive are written, equally many on average.
+            return 2 * min((bytes_of(operand.type) for operand in operands[:2]), default=0.0)
         if one.opcode.endswith("-start"):
             return bytes_of(one.type)  # the type of a start names operands and results
-        if own := grouped_bytes(one) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
+        if own := grouped_bytes(one, self.room) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
             return own
         if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
             return 0.0

@@ -1,19 +1,48 @@
-"""Counts what JAX's grouped matmul kernels for TPUs (megablox) move.
+"""Counts what JAX's grouped matmul kernels for TPUs (megablox) compute and move.
 
-Their own estimate counts an expert's matrix once for every tile of rows, although it stays on the chip meanwhile.
+Their own estimate counts an expert's matrix once for every tile of rows, although it stays on the chip meanwhile, and
+the whole buffer of rows, although they visit only tiles with rows of an expert.
 """
 
 import math
 import re
 
-from maxlib.ops._grouped_matmul.tiling import Sizes, choose_tiles
+from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 _KERNEL = re.compile(r'operand_layout_constraints=\{(.*?\})\}, .*op_name="[^"]*jit\((t?)gmm\)/[^"]*pallas_call"')
 
 
-def grouped_bytes(one: Instruction) -> float | None:
-    """Returns the bytes that a grouped matmul reads and writes, None for any other instruction."""
+def grouped_flops(one: Instruction, room: float = 1) -> float | None:
+    """Returns the FLOPs of a grouped matmul, None for any other instruction.
+
+    Args:
+      one: the instruction.
+      room: size of the buffer of rows, as a multiple of the rows that arrive.
+    """
+    of = _sizes(one, room)
+    return None if of is None else 2.0 * of.rows * of.summed * of.out
+
+
+def grouped_bytes(one: Instruction, room: float = 1) -> float | None:
+    """Returns the bytes that a grouped matmul reads and writes, None for any other instruction.
+
+    Args:
+      one: the instruction.
+      room: size of the buffer of rows, as a multiple of the rows that arrive.
+    """
+    of = _sizes(one, room)
+    return None if of is None else _tiles(one).moved(of)
+
+
+def _tiles(one: Instruction) -> Tiles:
+    """Returns the tiles of the kernel, which knows the size of its buffer only."""
+    of = _sizes(one, 1)
+    assert of is not None
+    return choose_tiles(of)
+
+
+def _sizes(one: Instruction, room: float) -> Sizes | None:
     if one.opcode != "custom-call" or (found := _KERNEL.search(one.rest)) is None:
         return None
     *_, (kind, left, _), (_, right, _) = shapes_of(found[1])
@@ -21,8 +50,8 @@ def grouped_bytes(one: Instruction) -> float | None:
     transposed = found[2] == "t"
     matrices = out if transposed else right
     widths = _width(kind), round(size_of(one.type) / math.prod(out))
-    of = Sizes(left[0], left[1], right[1] if transposed else out[1], matrices[0], *widths, transposed)
-    return choose_tiles(of).moved(of)
+    rows = math.ceil(left[0] / room)
+    return Sizes(rows, left[1], right[1] if transposed else out[1], matrices[0], *widths, transposed)
 
 
 def _width(kind: str) -> int:

@@ -1,7 +1,9 @@
 """An analytic memory model of a training step, from shapes alone, in about a second."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -118,26 +120,37 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     job, plain = program.job, lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     shapes, rest = plain(program.state.trainable), plain(program.state.rest)
     tokens = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
-
-    def kept(remat):
-        def backward(params, rest, tokens):
-            hidden = lambda params: nn.combine(params, rest)(tokens, dtype=jnp.dtype(job.dtype), remat=remat).hidden
-            return jax.vjp(hidden, params)[1]
-
-        return jax.tree.leaves(jax.eval_shape(backward, shapes, rest, tokens))
-
+    kept = lambda remat: jax.eval_shape(
+        functools.partial(_backward, dtype=job.dtype, remat=_hashable(remat)), shapes, rest, tokens
+    )
     weights = {x.shape for x in jax.tree.leaves((shapes, rest))}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
     remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps what enters a layer
-    here = nn.remat.kept_on_device(remat)
-    saved, all_ = count(kept(here)), count(kept(None))
-    offloaded = 0.0 if here == remat else count(kept(remat)) - saved
+    saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
+    offloaded = count(kept(remat)) - saved
     stacked = nn.tree.stacked_paths(program.state.rest)
     layers = max([x.shape[0] for path, x in shapes.items() if path in stacked], default=1)
     # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
     # passing.
     again = 0.0 if remat is None else 0.5 * all_ / layers
     return saved, again, offloaded
+
+
+def _hashable(remat: nn.remat.Policy) -> Any:
+    """Returns a policy that `jit` can compare: names and their choices as a tuple."""
+    named = nn.remat.POLICIES.get(remat, remat) if isinstance(remat, str) else remat
+    if named is None or callable(named):
+        return named
+    return tuple(sorted((named if isinstance(named, Mapping) else dict.fromkeys(named, "keep")).items()))
+
+
+# `jit` remembers what it traced: the layouts of a search share it.
+@functools.partial(jax.jit, static_argnames=("dtype", "remat"))
+def _backward(params: Any, rest: Any, tokens: Any, *, dtype: str, remat: Any) -> list[Any]:
+    """Returns what the backward pass of the model needs from the forward pass."""
+    policy = dict(remat) if isinstance(remat, tuple) else remat
+    hidden = lambda params: nn.combine(params, rest)(tokens, dtype=jnp.dtype(dtype), remat=policy).hidden
+    return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
 
 def _kept_bytes(x: Any, weights: Any, program: Program) -> float:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
-from maxlib.hardware import CHIPS
+from maxlib.hardware import CHIPS, Chip
 from maxlib.observability._flops import flops_by_dtype
 from maxlib.ops._attention.chunked import choose_blocks
 from maxlib.ops._attention.dispatch import OFFLINE
@@ -22,9 +22,11 @@ from maxlib.plan._job import Job, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
     INSTALL_GPU_COMPILER,
+    INSTALL_TPU_COMPILER,
     Target,
     devices_of,
     has_gpu_compiler,
+    has_tpu_compiler,
     parse_target,
 )
 from maxlib.sharding._mesh import resolve_free_degree
@@ -176,7 +178,6 @@ def make_program(job: Job) -> Program:
 
     Raises:
       ValueError: when layout, batch or remat do not fit the model or the devices.
-      ImportError: when the compiler for the target is not installed.
     """
     check_names(job)
     layout = _layout(job)
@@ -193,8 +194,14 @@ def make_program(job: Job) -> Program:
 
 
 def refused(job: Job) -> str | None:
-    """Returns the reason why a job for GPUs can only be estimated, or None."""
-    chip = parse_target(job.target).chip
+    """Returns the reason why a job can only be estimated, or None."""
+    target = parse_target(job.target)
+    if target.platform == "tpu" and not has_tpu_compiler():
+        return f"libtpu is not installed; install it: {INSTALL_TPU_COMPILER}"
+    return _refused_on_gpus(job, target.chip) if target.platform == "cuda" else None
+
+
+def _refused_on_gpus(job: Job, chip: Chip) -> str | None:
     if chip not in [CHIPS[name] for name in COMPILED_GPUS]:
         return f"XLA's compiler needs a description of a GPU that is not there, and has none of the {chip.kind}"
     if not has_gpu_compiler():

@@ -223,7 +223,7 @@ def _estimate(estimate: Estimate) -> list[str]:
 
 def _times(plan: Plan) -> list[str]:
     if not plan.compiled:
-        why = refused(plan.job) if plan.target.platform == "cuda" else None
+        why = refused(plan.job)
         return [f"not compiled: {escape(why)}" if why else "not compiled"]
     end = "to the end" if plan.code is not None else "until buffers were assigned"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]

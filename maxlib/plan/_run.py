@@ -131,7 +131,7 @@ def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
 
 def _environment() -> dict[str, str]:
     paths = os.pathsep.join(path for path in sys.path if path)
-    own = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": paths}
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     return WITHOUT_TPU | dict(os.environ) | own
 
 

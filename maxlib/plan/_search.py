@@ -7,13 +7,14 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from rich import box
 from rich.table import Table
 
-from maxlib import sharding
+from maxlib import nn, sharding
 from maxlib._utils.tables import to_text
 from maxlib.hardware import GIB
 from maxlib.plan import _api
@@ -94,7 +95,9 @@ def search(
 
     Args:
       job: what all of them share; its own layout, remat and batch are not tried.
-      layouts: the layouts to try; by default FSDP, with tensor parallelism up to 16, and the job's `dcn`.
+      layouts: the layouts to try; by default FSDP with tensor parallelism up to 16 or, for experts, expert parallelism
+        up to 128, and the job's `dcn`. If the devices do not divide a width, such as an image tower's, fewer of them
+        split the parameters, and `data` is more than one.
       remats: remat policies to try.
       batches: sequences per device to try.
       compile: number of estimates to compile.
@@ -107,7 +110,7 @@ def search(
     if compile < 0:
         raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")
     begin = time.monotonic()
-    layouts = list(layouts or _default_layouts(parse_target(job.target).devices, job.dcn))
+    layouts = list(layouts or _default_layouts(job))
     jobs = [
         dataclasses.replace(job, layout=layout, remat=remat, per_device_batch_size=per_chip)
         for layout, remat, per_chip in itertools.product(layouts, remats, batches)
@@ -134,18 +137,33 @@ def pareto(plans: Iterable[Plan]) -> list[Plan]:
     return front
 
 
-def _default_layouts(devices: int, dcn: Mapping[str, int]) -> list[sharding.Layout]:
-    split = sharding.FSDP_TP | sharding.SP
-    degrees = [n for n in (1, 2, 4, 8, 16) if devices % n == 0 and n <= devices]
-    return [sharding.Layout({"fsdp": -1, "tensor": n, "dcn": dcn}, split if n > 1 else sharding.FSDP) for n in degrees]
+def _default_layouts(job: Job) -> list[sharding.Layout]:
+    """Returns FSDP with tensor parallelism up to 16, and for a mixture of experts with expert parallelism to 128."""
+    target, split = parse_target(job.target), sharding.FSDP_TP | sharding.SP
+    devices, (width, experts) = target.devices // target.slices, _divisors(job)
+    tensor = [("tensor", n, split if n > 1 else sharding.FSDP) for n in (1, 2, 4, 8, 16)]
+    expert = [("expert", n, sharding.EP) for n in (4, 8, 16, 32, 64, 128) if experts and experts % n == 0]
+    layouts = []
+    for axis, n, strategy in (one for one in tensor + expert if devices % one[1] == 0):
+        # Widths are split over all devices but those of `tensor`. What does not divide them, copies take.
+        parts = devices // (n if axis == "tensor" else 1)
+        degrees = {"data": parts // math.gcd(parts, width), "fsdp": -1, axis: n}
+        layouts.append(sharding.Layout({**degrees, "dcn": job.dcn}, strategy))
+    return layouts
+
+
+def _divisors(job: Job) -> tuple[int, int]:
+    """Returns the greatest divisors of all widths of a model and of its numbers of experts; of nothing 0."""
+    model = jax.eval_shape(job.plain)
+    axes, found = nn.tree.axes(model), nn.tree.variables(model)
+    named = [(name, n) for path, x in found.items() for name, n in zip(axes[path], x.get_value().shape, strict=False)]
+    return tuple(math.gcd(*(n for name, n in named if name == wanted)) for wanted in ("embed", "expert"))
 
 
 def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
     """Returns the plan, or a description of the job and the error: one layout that fails does not end a search."""
     try:
         return make(job)
-    except ImportError:
-        raise  # no compiler: no layout could be
     except Exception as error:
         return f"{job.degrees}, remat {job.remat}, {job.per_device_batch_size:g} per chip", str(error) or repr(error)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -120,26 +121,50 @@ def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
     return tuple(2 ** ((power + d) // dims) for d in range(dims))
 
 
+@dataclasses.dataclass(frozen=True)
+class TPUDevice:
+    """The place of a TPU device in its slice, for estimates; nothing can be compiled for it.
+
+    The names are those of jax's devices.
+
+    Args:
+      id: number of the device, by rows of the topology.
+      coords: place of its chip in the torus, `(x, y, z)`.
+      core_on_chip: number of the device on its chip.
+      process_index: number of its host.
+      slice_index: number of its slice.
+      device_kind: jax's name of the chip.
+      platform: "tpu".
+    """
+
+    id: int
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    process_index: int
+    slice_index: int
+    device_kind: str
+    platform: str = "tpu"
+
+
 def devices_of(target: Target) -> list[Any]:
     """Returns the devices of a described topology, or this machine's CPU devices.
 
-    A process can describe several topologies of GPUs, but only one of TPUs.
+    A process can describe several topologies of GPUs, but only one of TPUs. Without libtpu, those of a TPU are
+    `TPUDevice`s, which serve for estimates only.
 
     Args:
       target: the hardware.
 
     Raises:
-      ImportError: when the compiler for the hardware is not installed; the message has the command to install it.
-      ValueError: when the TPU compiler does not know the topology.
+      ImportError: when the compiler for GPUs is not installed; the message has the command to install it.
+      ValueError: for a TPU topology that does not exist.
     """
     if target.platform == "cpu":
         return list(jax.devices("cpu"))
     if target.platform == "cuda":
         return _gpu_devices(target)
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            f"{target.name}: compiling or estimating for TPUs needs libtpu (Linux, x86), but no TPU; install it: pip install libtpu"
-        )
+    if not has_tpu_compiler():
+        return _tpu_places(target)
     from jax.experimental import topologies
 
     for key, value in WITHOUT_TPU.items():
@@ -149,12 +174,41 @@ def devices_of(target: Target) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target.topology), **more).devices)
     except Exception as error:
-        kind, _, sides = str(target.topology).partition(":")
-        whole = "x".join(str(1 << int(side).bit_length() - 1) for side in sides.split("x"))
-        raise ValueError(
-            f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example "
-            f"{kind}:{whole} (libtpu: {error})"
-        ) from error
+        raise ValueError(f"{_no_topology(target)} (libtpu: {error})") from error
+
+
+def _no_topology(target: Target) -> str:
+    kind, _, sides = str(target.topology).partition(":")
+    whole = "x".join(
+        str(max(least, 1 << side.bit_length() - 1)) for side, least in zip(_sides(sides), (2, 2, 1), strict=False)
+    )
+    return f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example {kind}:{whole}"
+
+
+def _sides(text: str) -> list[int]:
+    return [int(side) for side in text.split("x")]
+
+
+def _tpu_places(target: Target) -> list[TPUDevice]:
+    """Returns the devices of a topology in libtpu's order: host by host, each of 2 x 2 chips."""
+    columns, rows, layers = (*_sides(str(target.topology).partition(":")[2]), 1)[:3]
+    if columns % 2 or rows % 2:
+        raise ValueError(_no_topology(target))
+    cores, hosts = range(target.chip.devices), (range(layers), range(0, rows, 2), range(0, columns, 2))
+    found = []
+    for number, (part, (z, top, left)) in enumerate(itertools.product(range(target.slices), itertools.product(*hosts))):
+        for y, x, core in itertools.product((top, top + 1), (left, left + 1), cores):
+            index = (((part * layers + z) * rows + y) * columns + x) * len(cores) + core
+            found.append(TPUDevice(index, (x, y, z), core, number, part, target.chip.prefixes[0]))
+    return found
+
+
+def has_tpu_compiler() -> bool:
+    """Tells whether libtpu is installed; it compiles without a TPU."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+INSTALL_TPU_COMPILER = 'pip install "maxlib[tpu]" (Linux, x86; no TPU is needed)'
 
 
 def has_gpu_compiler() -> bool:

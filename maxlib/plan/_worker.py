@@ -82,10 +82,9 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
 
 
 def _trips(program: Program, text: str) -> dict[str, float]:
-    travel = program.layout.axis_size("act_expert") > 1
-    return {
-        "attention": causal_trips(text, parse_target(program.job.target).platform.replace("cuda", "gpu"))
-    } | expert_trips(text, ROOM if travel else 1)
+    room = ROOM if program.layout.axis_size("act_expert") > 1 else 1
+    platform = parse_target(program.job.target).platform.replace("cuda", "gpu")
+    return {"attention": causal_trips(text, platform), "room": room} | expert_trips(text, room)
 
 
 def _options(job: Job) -> dict[str, Any]:

@@ -49,6 +49,9 @@ def policy_loss(
     `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` where they exist. The
     value of the loss says little: that of one on-policy step is 0.
 
+        loss = functools.partial(post_training.grpo, temperature=1.0)  # policy_loss with GRPO's options
+        trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
+
     Args:
         head: The model.
         hidden: Its last hidden states.

@@ -23,6 +23,8 @@ def for_training(model: Model, rules: Rules) -> Model:
     `jax.eval_shape` of a model and inside `jit`, so that the function given to the Trainer may end with it. Matrices in
     layers of unknown types stay in full precision, with a warning.
 
+        low = quantization.for_training(model, "fp8")
+
     Args:
         model: A model in full precision.
         rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block"
@@ -38,6 +40,9 @@ def for_training(model: Model, rules: Rules) -> Model:
 
 def for_inference(model: Model, rules: Rules) -> Model:
     """Returns a model with quantized weights, which are no longer trainable.
+
+        small = quantization.for_inference(model, "int8")
+        print(quantization.report(small))
 
     Args:
         model: A model in full precision.

@@ -42,6 +42,8 @@ def save(
 
     Runs on one host.
 
+        quantization.save(quantization.for_inference(model, "int8"), "small")
+
     Args:
         model: A model with quantized weights.
         directory: Where to write it; also "s3://bucket/model" or "gs://bucket/model".
@@ -76,6 +78,9 @@ def load(
     family: weights.Family | None = None,
 ) -> Any:
     """Reads a model that `save` wrote.
+
+        quantization.save(quantization.for_inference(model, "int8"), "smaller")
+        model = quantization.load("smaller")
 
     Args:
         directory: Where it was written; or its name in a bucket.

@@ -4,8 +4,8 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 
-# Axis name -> meaning. Parameters and activations have names of their own, so that a rule can split a weight and not
-# the activation of the same width.
+# Axis name -> meaning. Parameters and activations have separate names, so that a rule can split a weight without
+# splitting the activation of the same width.
 ARRAY_AXES: dict[str, str] = {
     "embed": "width of the residual stream, in a matrix",
     "vocab": "vocabulary, in the embedding and the head",
@@ -15,23 +15,23 @@ ARRAY_AXES: dict[str, str] = {
     "mlp": "inner width of an MLP, in a matrix",
     "rank": "width of a low-rank latent (MLA)",
     "lora_rank": "rank of an adapter",
-    "scale": "parts of a quantized axis that have scales of their own",
+    "scale": "groups of a quantized axis with separate scales",
     "expert": "experts, in the matrices of a mixture",
     "expert_embed": "width of the residual stream, in an expert's matrix",
     "router": "experts, as a router scores them",
     "cluster": "clusters of tokens, as a head scores them",
     "norm": "width of a scale or a bias of the residual stream",
-    "position": "places of a table of learned positions",
-    "per_layer": "small vectors of a token, one after the other for every layer",
-    "vision": "width of an image encoder, where it meets the text",
+    "position": "rows of a table of learned positions",
+    "per_layer": "per-layer embeddings of a token, concatenated over layers",
+    "vision": "output width of an image encoder, in the projection to the text model",
     "channel": "colour channels of an image",
     "frame": "frames of a video that share a patch",
     "patch_row": "rows of an image patch",
     "patch_column": "columns of an image patch",
     "tap": "taps of a short convolution",
-    "state": "numbers by which a token writes a state, or reads it (Mamba-2)",
-    "layers": "layers that a stack repeats; only a `Pipeline` says where they lie",
-    "lead_layers": "layers that a stack repeats before the first stage; they lie in none",
+    "state": "state size: entries of the vectors that write and read a state (Mamba-2)",
+    "layers": "layers that a stack repeats; only a `Pipeline` splits them",
+    "lead_layers": "layers that a stack repeats before the first pipeline stage; never split",
     # Activations.
     "batch": "rows of a batch",
     "seq": "tokens of a row, between the operations of a layer",
@@ -42,7 +42,7 @@ ARRAY_AXES: dict[str, str] = {
     "attn_heads": "heads, inside attention",
     "act_mlp": "inner width of an MLP",
     "act_vocab": "vocabulary, in logits",
-    "act_expert": "experts to which tokens travel",
+    "act_expert": "experts to which tokens are sent",
 }
 
 
@@ -50,11 +50,12 @@ ARRAY_AXES: dict[str, str] = {
 class IfFree:
     """Mesh axes that are used only if they are free.
 
-    As a rule, `IfFree("tensor")` splits an axis over `tensor` unless another axis of the same array (or of the same
-    kernel call) uses it. Among the names of an array, `IfFree("batch")` is the axis `batch`, giving way in this use.
+    In a rule, `IfFree("tensor")` splits an axis over `tensor` unless another axis of the same array (or of the same
+    kernel call) uses it. Among the names of an array, `IfFree("batch")` is the axis `batch` with lower priority than
+    the other axes.
 
     Args:
-      axes: a mesh axis or several, or the name of an array's axis.
+      axes: one or several mesh axes, or the name of an array's axis.
     """
 
     axes: str | tuple[str, ...]
@@ -68,8 +69,8 @@ AxisRules = Mapping[str, MeshAxes]
 def declare_axes(*names: str) -> None:
     """Declares axis names of your own. Call it once, where the module that uses them is defined.
 
-    Declarations hold for the process and cannot be taken back. They only decide whether a name is an error, so
-    programs that are already traced stay valid, and `jit`'s cache key does not contain them.
+    Declarations are global and permanent for the process. They only decide whether a name is an error, so programs that
+    are already traced stay valid, and they are not part of `jit`'s cache key.
 
     Args:
       names: the new names, such as "state".
@@ -91,7 +92,7 @@ def check_axes(names: Iterable[Name], what: str) -> None:
       what: description of the array, for the message.
 
     Raises:
-      ValueError: for a name that is not declared; the message has the closest one that is.
+      ValueError: for a name that is not declared; the message suggests the closest one.
     """
     for name in names:
         name = name.axes if isinstance(name, IfFree) else name
@@ -102,7 +103,7 @@ def check_axes(names: Iterable[Name], what: str) -> None:
 def _suggestion(name: object) -> str:
     close = difflib.get_close_matches(str(name), ARRAY_AXES, 1)
     meant = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"{meant} sharding.ARRAY_AXES has the names, sharding.declare_axes({name!r}) adds one of your own"
+    return f"{meant} sharding.ARRAY_AXES lists the names, sharding.declare_axes({name!r}) adds one of your own"
 
 
 def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:

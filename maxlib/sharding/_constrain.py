@@ -1,4 +1,4 @@
-"""Constrains activations and weights by their axis names, as the layout in use says."""
+"""Constrains the sharding of activations and weights by their axis names, under the active layout."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from maxlib.sharding._rules import drop_uneven, partition
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device that split an axis; none without a layout.
+    """Returns the mesh axes of size above 1 that split an axis; none without a layout.
 
     Args:
       name: the axis of an array, such as "batch".
@@ -25,7 +25,7 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def axis_size(name: str) -> int:
-    """Returns the number of parts into which the layout in use splits an axis; 1 without a layout.
+    """Returns the number of parts into which the active layout splits an axis; 1 without a layout.
 
     Args:
       name: the axis of an array, such as "batch".
@@ -38,7 +38,7 @@ def axis_size(name: str) -> int:
 
 
 def axis_of(name: str) -> str | None:
-    """Returns the one mesh axis that splits an axis, for kernels that communicate over it; None if it is whole.
+    """Returns the single mesh axis that splits an axis, for kernels that communicate over it; None if it is not split.
 
     Args:
       name: the axis of an array, such as "kv_seq".
@@ -52,14 +52,13 @@ def axis_of(name: str) -> str | None:
 
 
 def constrain(x: jax.Array, *names: Name) -> jax.Array:
-    """Constrains an activation's sharding by its axis names; without a layout in use it returns `x` unchanged.
+    """Constrains an activation's sharding by its axis names; returns `x` unchanged without an active layout.
 
-    A dimension that its mesh axes do not divide uses only the first ones that do: a batch of one, at decoding, stays
-    whole.
+    A dimension only uses the leading mesh axes that divide it: a batch of one, as in decoding, is not split.
 
     Args:
       x: the activation.
-      names: one for each dimension, None for one that is whole; for example `"batch", "seq", "act_embed"`.
+      names: one for each dimension, None for a dimension that is not split; for example `"batch", "seq", "act_embed"`.
 
     Raises:
       ValueError: when the number of names is not the rank of x, or for a name that is not declared, with or without a
@@ -80,14 +79,14 @@ def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
     """All-gathers a weight over the mesh axes that split the batch (FSDP), once for all its uses.
 
     Args:
-      weight: the weight, in the dtype in which it should travel.
+      weight: the weight, in the dtype in which to communicate it.
       names: its axis names, one for each dimension.
 
     Raises:
       ValueError: for a name that is not declared.
     """
-    # Left alone, the partitioner gathers a weight again for each use that is far away in the program, such as the
-    # backward pass of its layer. Only the batch's axes are gathered: splits of tensor parallelism stay.
+    # By default the partitioner gathers a weight again for each distant use in the program, such as the backward pass
+    # of its layer. Only gather over the batch's axes; splits by tensor parallelism remain.
     if (layout := current()) is None:
         check_axes(names, "gather_once")
         return weight
@@ -99,7 +98,9 @@ def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _moved(x: jax.Array, to: P) -> jax.Array:
-    """Moves x to another spec; the derivative is the identity, so gradients stay where the partitioner puts them."""
+    """Reshards x to another spec; the derivative is the identity, so the partitioner chooses the sharding of
+    gradients.
+    """
     return jax.lax.with_sharding_constraint(cast_before_moving(x), to)
 
 

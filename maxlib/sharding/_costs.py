@@ -1,4 +1,4 @@
-"""Facts about one device's part of a training step, from which strategies compute what they cost. Plans state them."""
+"""Facts about one device's part of a training step, from which strategies compute their costs. Plans provide them."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ class ShardedWeight:
 
     Args:
       split: mesh axes that split it.
-      gathered: those of them over which it is gathered to be used, as they split the batch too.
+      gathered: those of them that also split the batch, over which it is gathered for use.
       size: bytes in the compute dtype, once gathered.
-      uses: how often it is gathered in a pass: once for each tick of a pipeline and for each microbatch.
-      trained: False if it is frozen, so that it has no gradient.
+      uses: number of gathers in a pass: one for each tick of a pipeline and for each microbatch.
+      trained: False if it is frozen and has no gradient.
     """
 
     split: Collection[str]
@@ -32,9 +32,9 @@ class ExpertLayer:
     """A mixture of experts.
 
     Args:
-      top_k: experts that a token chooses.
-      capacity_factor: room of an expert over an even share; None where nothing is dropped.
-      layers: layers that it stands for, the idle ticks of a pipeline included.
+      top_k: number of experts per token.
+      capacity_factor: capacity of an expert relative to an even share; None if no token is dropped.
+      layers: number of layers that it represents, including idle ticks of a pipeline.
     """
 
     top_k: int
@@ -53,11 +53,11 @@ class StepFacts:
       tokens: tokens of the batch on this device.
       width: bytes of a number in the compute dtype.
       hidden: bytes of the residual stream of these tokens.
-      layers: layers computed for these tokens, the idle ticks of a pipeline included.
-      passes: 2 for forward and backward, 3 where layers are computed again.
+      layers: number of layers computed for these tokens, including idle ticks of a pipeline.
+      passes: 2 for forward and backward, 3 if layers are recomputed.
       ticks: ticks of a pipeline divided by its microbatches; 1 without one.
       weights: the parameters.
-      mixers: the layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it stands for.
+      mixers: the layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it represents.
       experts: the mixtures of experts.
       moments_on_host: bytes of the optimizer's state that are stored on the host.
       weights_on_host: bytes of trained parameters that are stored on the host.
@@ -79,7 +79,7 @@ class StepFacts:
     weights_on_host: float
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Returns the mesh axes of more than one device that split the axis `name`."""
+        """Returns the mesh axes of size above 1 that split the axis `name`."""
         return self.layout.mesh_axes(name)
 
     def parts(self, axes: Collection[str]) -> int:

@@ -15,18 +15,19 @@ Model = TypeVar("Model")
 
 
 def check_no_aliases(model: Any) -> None:
-    """Raises ValueError if a model holds one parameter at two paths, such as `self.head = self.embed`.
+    """Raises ValueError if a model has the same parameter at two paths, such as `self.head = self.embed`.
 
-    A pytree knows no identity: `jax.jit` and `jax.tree.map` return two parameters, which are trained apart. Only the
-    model as it was built shows it, so this is called before the first of them.
+    Pytrees have no identity: `jax.jit` and `jax.tree.map` return two separate parameters. Only the model as built shows
+    that they are one, so call this before any of these functions.
     """
     first: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         here = dotted(path)
         if isinstance(leaf, nnx.Param) and (other := first.setdefault(id(leaf), here)) != here:
             raise ValueError(
-                f"{other} and {here} are one parameter at two places, but JAX would make two of it, which are trained "
-                "apart. Store it once and call it twice: a tied head is embed.logits(x), and a part that several layers "
+                f"{other} and {here} are the same parameter, but JAX would copy it to two parameters and train them "
+                "separately. Store it once and call it twice: a tied head is embed.logits(x), and a module that "
+                "several layers "
                 "use is an attribute of their parent, which passes it to them"
             )
 
@@ -54,7 +55,7 @@ def shardings(model: Model, layout: Layout) -> Model:
 
 
 def shapes_of(build: Callable[[], Model]) -> Model:
-    """Returns `jax.eval_shape(build)`; raises ValueError if a parameter stands at two places of the model."""
+    """Returns `jax.eval_shape(build)`; raises ValueError if a parameter occurs twice in the model."""
 
     def checked() -> Model:
         model = build()
@@ -65,19 +66,22 @@ def shapes_of(build: Callable[[], Model]) -> Model:
 
 
 def create(build: Callable[[], Model], layout: Layout) -> Model:
-    """Builds a model whose parameters are created as shards: no device ever holds a whole one.
+    """Builds a model whose parameters are created as shards: no device ever holds a whole parameter.
+
+        layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
+        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
 
     Args:
-      build: makes the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
+      build: builds the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
       layout: the mesh and the strategy.
 
     Returns:
-      The model. Its values equal those that `build` makes on one device.
+      The model, with the same values as `build` gives on one device.
 
     Raises:
-      ValueError: as `shardings` does, and when a parameter stands at two places (`self.head = self.embed`).
+      ValueError: as for `shardings`, and when a parameter occurs twice (`self.head = self.embed`).
     """
-    # With out_shardings, XLA splits the random number generation itself: each device computes its own shard.
+    # With out_shardings, XLA also splits the random number generation: each device computes its own shard.
     places = shardings(shapes_of(build), layout)
     with use(layout):
         return jax.jit(build, out_shardings=places)()

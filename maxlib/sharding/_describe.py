@@ -29,10 +29,10 @@ class Parameter:
       shape: its whole shape.
       dtype: name of its dtype.
       axes: its axis names, "-" for a dimension without one.
-      place: its partition spec in words.
+      place: its partition spec as text.
       bytes: size of the whole parameter.
       bytes_per_device: size of one shard.
-      devices: number of devices that hold some of it.
+      devices: number of devices that hold a part of it.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Parameter:
 
     @property
     def replicated(self) -> bool:
-        """Tells whether each of several devices holds the whole parameter."""
+        """Returns True if every one of several devices holds the whole parameter."""
         return self.devices > 1 and self.bytes_per_device == self.bytes
 
     @property
@@ -58,7 +58,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The parameters of a model and their placement; printed, it is a table."""
+    """The parameters of a model and their placement; prints as a table."""
 
     parameters: tuple[Parameter, ...]
 
@@ -91,11 +91,11 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
 
     Args:
       model: a module with arrays, or with `layout` its `jax.eval_shape`.
-      layout: the layout to describe, of a mesh or of degrees; without it, the arrays' present placement.
-      large: bytes from which a parameter is worth a warning (default 16 MiB).
+      layout: the layout to describe, with a mesh or axis sizes; None describes the arrays' current placement.
+      large: size in bytes from which to warn about a parameter (default 16 MiB).
 
     Raises:
-      ValueError: when a degree of the layout is -1, which needs devices, or as `shardings` does.
+      ValueError: when a degree of the layout is -1, which needs devices, or as for `shardings`.
     """
     if layout is not None and isinstance(layout.mesh, MeshShape):
         layout = Layout(layout.mesh.abstract(), layout.strategy)
@@ -112,24 +112,24 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
 
 
 def _data_parallel(places: Any) -> int:
-    """Returns the number of copies that plain data parallelism makes: the size of the mesh axis `data`."""
+    """Returns the number of copies due to plain data parallelism: the size of the mesh axis `data`."""
     meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
     return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
 
 
 def _warn_of_copies(found: list[Parameter], large: int, meant: int) -> None:
-    """Warns about large parameters with more copies than the least replicated one, `meant` copies aside."""
-    # Copies that every parameter has are a choice of the layout; more than that are probably a missing axis name.
+    """Warns about large parameters with more copies than the least replicated one, apart from `meant` copies."""
+    # Copies of every parameter are a choice of the layout; additional copies are probably due to a missing axis name.
     fewest = min((one.copies for one in found), default=1)
     whole = [one for one in found if one.bytes >= large and one.replicated and one.copies > min(meant, fewest)]
     more = [one for one in found if one.bytes >= large and not one.replicated and one.copies > fewest]
     listed = lambda those: ", ".join(f"{one.path} ({size(one.bytes)}, {one.copies} copies)" for one in those)
-    wanted = "name their axes in the rules if that is not wanted"
+    wanted = "name their axes in the rules if that is not intended"
     if whole:
         warnings.warn(f"every device holds all of {listed(whole)}: {wanted}", stacklevel=3)
     if more:
         warnings.warn(
-            f"held more often than others of the model ({fewest} of each part): {listed(more)}; {wanted}", stacklevel=3
+            f"replicated more often than other parameters ({fewest} copies): {listed(more)}; {wanted}", stacklevel=3
         )
 
 

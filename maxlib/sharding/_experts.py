@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a mixture are spread over devices, and tokens travel to them and back."""
+"""Expert parallelism: experts are split over devices, and tokens are sent to them and back."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from maxlib.sharding._axes import AxisRules, IfFree, mesh_axes_of
 from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._strategy import Strategy
 
-BEST_RAGGED = ("tpu",)  # platforms on which exchanges without padding are the faster ones
-ROOM = 2  # padded messages have room for so many times an even share
+BEST_RAGGED = ("tpu",)  # platforms on which exchanges without padding are faster
+ROOM = 2  # padded messages have room for this many times an even share
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParallel(Strategy):
     """Expert parallelism (GShard, arXiv:2006.16668): experts are split over a mesh axis of their own.
 
-    The rest of the model uses that axis as more data parallelism, and as more FSDP if parameters are fully sharded.
+    The rest of the model uses that axis for more data parallelism, and for more FSDP if parameters are fully sharded.
 
     Args:
       axis: the mesh axis.
@@ -33,24 +33,26 @@ class ExpertParallel(Strategy):
 
     def __post_init__(self):
         if self.how not in (None, "ragged", "dense"):
-            raise ValueError(f"tokens travel 'ragged' or 'dense', or as suits the device (None); got {self.how!r}")
+            raise ValueError(f"how must be 'ragged', 'dense', or None to choose by device; got {self.how!r}")
 
     def apply(self, rules: AxisRules) -> AxisRules:
-        # Outside the experts every device of the axis has rows of its own, so no device repeats another's work.
+        # Outside the experts every device of the axis has different rows, so no work is repeated.
         more = {"batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
         if rules.get("embed") is not None:
-            # "expert_embed" is left alone: experts already use the axis, and an array can use it once.
+            # "expert_embed" does not change: experts already use the axis, and an array can only use it once.
             axes = (*mesh_axes_of(rules["embed"]), self.axis)
             more |= {"embed": axes, "rank": IfFree(axes)}
         return {**rules, **more, "expert": self.axis, "act_expert": self.axis}
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
-        """Yields the exchanges of tokens: a copy of each goes to every expert that it chooses, and comes back."""
+        """Yields the exchanges of tokens: a copy of each is sent to every chosen expert, and the result is
+        sent back.
+        """
         best = step.platform in BEST_RAGGED and not step.axes("layers")
         ragged = best if self.how is None else self.how == "ragged"
         for moe in step.experts:
-            # Messages of one size are sent with all their padding. Without a capacity the exchange is always recomputed
-            # in the backward pass.
+            # Messages of equal size include their padding. Without a capacity the exchange is always recomputed in the
+            # backward pass.
             room = moe.capacity_factor or (1 if ragged else ROOM)
             passes = step.passes if moe.capacity_factor else 3
             kind = "ragged-all-to-all" if ragged and not moe.capacity_factor else "all-to-all"

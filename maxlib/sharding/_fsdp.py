@@ -28,8 +28,8 @@ class DataParallel(Strategy):
         return {**rules, "batch": self.axes}
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
-        """Yields the sums of gradients over devices that have other tokens and the same part of a weight."""
-        # A sequence that is split, and stages that share rows, are other tokens too.
+        """Yields the sums of gradients over devices with different tokens and the same part of a weight."""
+        # Devices that split a sequence, and stages that split rows, have different tokens too.
         others = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
         for weight in (one for one in step.weights if one.trained):
             yield "all-reduce", others - {*weight.split}, weight.size / step.parts(weight.gathered)
@@ -39,13 +39,13 @@ class DataParallel(Strategy):
 class FullyShard(Strategy):
     """FSDP (ZeRO-3, arXiv:1910.02054): parameters are split over devices that also split the batch.
 
-    A weight is all-gathered where it is used, and its gradient is reduce-scattered. Parameters are replicated over
+    A weight is all-gathered when it is used, and its gradient is reduce-scattered. Parameters are replicated over
     `replicate_axis`; if that axis has more than one device, this is hybrid sharding (HSDP).
 
     Args:
       shard_axis: the mesh axis that splits the batch, and parameters along the width of the residual stream.
       replicate_axis: the mesh axis that splits the batch only.
-      by_expert: split the matrices of a mixture by expert instead of by width.
+      by_expert: True splits the matrices of a mixture by expert instead of by width.
     """
 
     kind: ClassVar[str] = "fsdp"
@@ -54,14 +54,16 @@ class FullyShard(Strategy):
     by_expert: bool = False
 
     def apply(self, rules: AxisRules) -> AxisRules:
-        # Nearly every matrix of a layer has the axis "embed" once, so one rule splits them. MLA's up-projections have
-        # "rank" instead, which takes the mesh axis only there.
+        # Nearly every matrix of a layer has one axis "embed", so one rule splits them all. MLA's up-projections have
+        # "rank" instead, which uses the mesh axis only there.
         axis = self.shard_axis
         experts = {"expert" if self.by_expert else "expert_embed": axis}
         return {**rules, "batch": (self.replicate_axis, axis), "embed": axis, "rank": IfFree(axis), **experts}
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
-        """Yields the gathers of weights, for the forward and for the backward pass, and the scattered gradients."""
+        """Yields the all-gathers of weights for the forward and backward passes, and the reduce-scatters of
+        gradients.
+        """
         for weight in step.weights:
             yield "all-gather", weight.gathered, 2 * weight.size * weight.uses
             yield "reduce-scatter", weight.gathered, weight.size * weight.uses * weight.trained
@@ -74,7 +76,7 @@ class ShardOptimizer(Strategy):
     The mesh axis splits the longest dimension that it divides.
 
     Args:
-      axis: a mesh axis over which parameters are copied.
+      axis: a mesh axis over which parameters are replicated.
     """
 
     kind: ClassVar[str] = "optimizer"

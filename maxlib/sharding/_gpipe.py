@@ -2,7 +2,7 @@
 
 Each stage holds some of a stack's layers; microbatches pass from stage to stage, once or several times around. All
 stages run the same program: arrays have a leading axis of stages, split over the mesh axis, and `vmap` runs a chunk of
-layers on each. `_pipeline_chunks` has the timetable.
+layers on each. `_pipeline_chunks` has the schedule.
 """
 
 import functools
@@ -23,8 +23,7 @@ from maxlib.sharding._rules import drop_uneven
 Tree = Any
 # Names for `jax.checkpoint`: the input of a layer under remat, and the weights of a chunk.
 LAYER_INPUT, _CHUNK = "layer_input", "chunk"
-# These primitives copy weights and compute nothing. If their results were kept, each tick would keep a copy of a
-# chunk's weights.
+# These primitives only copy weights. If remat kept their results, each tick would keep a copy of a chunk's weights.
 _CHEAP = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint")
 
 
@@ -33,7 +32,7 @@ class PipelineSpec(NamedTuple):
 
     Args:
       axis: the mesh axis of the stages.
-      schedule: the timetable.
+      schedule: the schedule.
       chunks: the layers of each stage.
       parts: data axes over which each device computes its own part of a microbatch, with gradients summed at the end.
     """
@@ -50,7 +49,7 @@ class _Flow(NamedTuple):
     Attributes:
       passed: outputs of the last tick, `[stages, rows, ...]`.
       out: the last output for each microbatch, valid on the last stage, `[stages, microbatches, rows, ...]`.
-      aux: sums of what layers report, `[stages, repeats, size, ...]`.
+      aux: sums of the layers' reports, `[stages, repeats, size, ...]`.
     """
 
     passed: Tree
@@ -59,7 +58,7 @@ class _Flow(NamedTuple):
 
 
 def stages() -> int:
-    """Returns the number of stages into which the layout in use cuts a stack; 1 without a pipeline."""
+    """Returns the number of stages into which the active layout splits a stack; 1 without a pipeline."""
     layout = current()
     return 1 if layout is None or layout.pipeline is None else layout.mesh.shape[layout.pipeline.axis]
 
@@ -67,7 +66,7 @@ def stages() -> int:
 def pipelined(
     stage: Callable[..., tuple[Tree, Tree]], layers: Tree, x: Tree, ctx: Tree, *, remat: Callable | None = None
 ) -> tuple[Tree, Tree]:
-    """Runs layers over `x`, in the pipeline of the layout in use (GPipe, arXiv:1811.06965).
+    """Runs layers over `x`, in the pipeline of the active layout (GPipe, arXiv:1811.06965).
 
     Differentiable: the backward pass runs through the stages in the opposite order.
 
@@ -76,9 +75,10 @@ def pipelined(
         (None if all work). An idle layer must return x unchanged.
       layers: arrays with a leading axis of equal layers, `[periods, ...]`.
       x: arrays with a leading batch axis, `[rows, ...]`.
-      ctx: other inputs of the layers. Arrays with a leading axis of `rows` are cut like x, all rows share the others.
-      remat: the `jax.checkpoint` policy that `stage` applies to its layers, if it does; `stage` must name their inputs
-        `LAYER_INPUT`.
+      ctx: other inputs of the layers. Arrays with a leading axis of `rows` are split like x; the others are shared by
+          all rows.
+      remat: the `jax.checkpoint` policy that `stage` applies to its layers, if any; `stage` must name their inputs
+          `LAYER_INPUT`.
 
     Returns:
       x after all layers, and `aux` with a leading axis of layers, averaged over microbatches.
@@ -87,15 +87,15 @@ def pipelined(
       ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
     """
     plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
-    # Layers report on all rows of a microbatch (router balance, say), so with aux a microbatch stays whole.
+    # Layers report on all rows of a microbatch (for example, router balance), so with aux a microbatch is not split.
     if jax.tree.leaves(jax.eval_shape(lambda *args: stage(layers, None, *args)[1], x, ctx)):
         plan = plan._replace(parts=())
     is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
     common = jax.tree.map(lambda a: 0 if is_row(a) else None, ctx)
-    # [rows, ...] -> [microbatches, rows of one, ...]; arrays that all rows share get an axis of one.
+    # [rows, ...] -> [microbatches, rows of one, ...]; arrays shared by all rows get a leading axis of size 1.
     ctx = jax.tree.map(lambda a: split_microbatches(a, plan) if is_row(a) else jnp.expand_dims(a, 0), ctx)
     # [microbatches, ...] -> [stages, microbatches, ...]: only stage 0 reads x, but with a copy on each stage its
-    # gradient is summed over stages once, not in every tick.
+    # gradient is summed over stages once instead of in every tick.
     copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
     x = placed(jax.tree.map(lambda a: copies(split_microbatches(a, plan)), x), plan)
     # [periods, ...] -> [stages, repeats, (parts,) size, ...]
@@ -104,7 +104,7 @@ def pipelined(
     on_stages = each_stage(lambda stage_params, x, ctx: on_parts(*stage_params, x, ctx), plan)
     run = lambda stage_params, turn, x, ctx: on_stages(stage_params, turn.repeat, x, _rows_of(ctx, turn.microbatch))
     if plan.schedule.repeats > 1:
-        # `_chunk` picks other weights in each tick; without this policy autodiff would save every pick.
+        # `_chunk` selects different weights in each tick; without this policy autodiff would save each selection.
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
     tick, flow = functools.partial(_tick, run, stage_params, x, ctx, plan), _empty(run, stage_params, x, ctx, plan)
     flow, _ = lax.scan(tick, flow, jnp.arange(plan.schedule.ticks))
@@ -113,21 +113,21 @@ def pipelined(
 
 
 def _tick(run, stage_params, x, ctx, plan, flow, t):
-    """Runs one tick: every stage takes its neighbour's last output and computes a chunk."""
+    """Runs one tick: every stage takes the previous stage's last output and computes a chunk."""
     schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)  # fields are [stages]
-    # The microbatch that stage 0 reads now: [stages, microbatches, rows, ...] -> [stages, rows, ...]
+    # The microbatch that stage 0 reads in this tick: [stages, microbatches, rows, ...] -> [stages, rows, ...]
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
     entering = placed(stage_inputs(flow.passed, new, turn), plan)
     passed, aux = run(stage_params, turn, entering, ctx)
-    # Every stage writes into its own `out`, though only the last stage's is read: finished microbatches then stay where
-    # they are until the end. What earlier rounds or the bubble wrote is overwritten by a microbatch's last round.
+    # Every stage writes to its own `out`, though only the last stage's is read: finished microbatches then stay on
+    # their device until the end. A microbatch's last round overwrites values of earlier rounds and of the bubble.
     leaving = schedule.forward(t, schedule.stages - 1).microbatch
     out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
     return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, turn)), None
 
 
 def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
-    """Picks each stage's microbatch: `[microbatches, ...] -> [stages, ...]`; shared arrays have one for all."""
+    """Selects each stage's microbatch: `[microbatches, ...] -> [stages, ...]`; shared arrays have one entry for all."""
     return jax.tree.map(lambda a: a[microbatch if a.shape[0] > 1 else jnp.zeros_like(microbatch)], ctx)
 
 
@@ -142,7 +142,7 @@ def _empty(run, stage_params, x, ctx, plan) -> _Flow:
 
 
 def planned(layers: Tree, x: Tree) -> PipelineSpec:
-    """Fits the pipeline of the layout in use to these layers and this batch.
+    """Fits the pipeline of the active layout to these layers and this batch.
 
     Args:
       layers: arrays with a leading axis of layers.
@@ -154,7 +154,7 @@ def planned(layers: Tree, x: Tree) -> PipelineSpec:
     """
     if (layout := current()) is None or (pipeline := layout.pipeline) is None:
         raise ValueError(
-            "there is no pipeline: call this inside sharding.use(layout) with a layout that joins "
+            "there is no pipeline: call this inside sharding.use(layout) with a layout that includes "
             "sharding.Pipeline('stage', microbatches=8), on a mesh with more than one stage"
         )
     number = layout.mesh.shape[pipeline.axis]
@@ -162,13 +162,13 @@ def planned(layers: Tree, x: Tree) -> PipelineSpec:
     cut = chunks(periods, number, pipeline.repeats)
     if rows % pipeline.microbatches:
         raise ValueError(
-            f"a batch of {rows} rows cannot be cut into {pipeline.microbatches} microbatches; change one of them"
+            f"a batch of {rows} rows cannot be split into {pipeline.microbatches} microbatches; change one of them"
         )
     _check_shared(rows // pipeline.microbatches, pipeline.microbatches)
     if pipeline.repeats > 1 and pipeline.microbatches % number:
         raise ValueError(
             f"with repeats={pipeline.repeats}, microbatches must be a multiple of the {number} stages, got "
-            f"{pipeline.microbatches}: they go around in groups of that size"
+            f"{pipeline.microbatches}: they pass through the stages in groups of that size"
         )
     # Parts need mesh axes over which weights are replicated, and rows of a microbatch that these axes divide.
     axes = replicated_over()
@@ -178,21 +178,21 @@ def planned(layers: Tree, x: Tree) -> PipelineSpec:
 
 def _check_shared(rows: int, microbatches: int) -> None:
     """Raises ValueError when the data axes split a microbatch into more parts than it has rows."""
-    with inside_stage():  # without the stages, which split the batch only outside the pipeline
+    with inside_stage():  # exclude the stages, which only split the batch outside the pipeline
         layout = current()
         assert layout is not None  # the caller runs inside one
-        # Devices that share experts exchange tokens, and may have fewer rows than they are.
+        # Devices that share experts exchange tokens, so there may be fewer rows than such devices.
         axes = tuple(axis for axis in layout.mesh_axes("batch") if axis in ("data", "fsdp"))
         number = math.prod(layout.mesh.shape[axis] for axis in axes)
     if rows < number:
         raise ValueError(
             f"a microbatch must have a row for each of the {number} devices of {axes} that share it, got {rows} rows: "
-            f"take a batch of at least {microbatches * number} rows, or fewer than {microbatches} microbatches"
+            f"use a batch of at least {microbatches * number} rows, or fewer than {microbatches} microbatches"
         )
 
 
 def parts_in(axes: tuple[str, ...]) -> int:
-    """Returns the number of parts into which these mesh axes cut a microbatch."""
+    """Returns the number of parts into which these mesh axes split a microbatch."""
     return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
@@ -200,10 +200,10 @@ def in_stages(tree: Tree, plan: PipelineSpec) -> Tree:
     """Reshapes a stack's arrays from `[periods, ...]` to `[stages, repeats, size, ...]`, each stage on its devices."""
     shape = (plan.chunks.stages, plan.chunks.repeats, plan.chunks.size)
     if plan.chunks.in_order:
-        # The layer axis is already split into these equal, consecutive parts: a reshape moves nothing.
+        # The layer axis is already split into these equal, consecutive parts, so a reshape moves no data.
         return placed(jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree), plan)
-    # Else the stages share another dimension (`Pipeline.parameter_spec`). Picking layers is then local, and changing
-    # from that dimension to the axis of stages is one all-to-all.
+    # Otherwise the stages split another dimension (`Pipeline.parameter_spec`). Selecting layers is then local, and
+    # resharding from that dimension to the stage axis is one all-to-all.
     return placed(jax.tree.map(lambda a: _whole(a[plan.chunks.index], 3), tree), plan)
 
 
@@ -221,7 +221,7 @@ def _whole(a: jax.Array, dims: int) -> jax.Array:
 
 
 def idle(plan: PipelineSpec) -> jax.Array | None:
-    """Marks the slots that hold a layer, `[stages, repeats, size]`; None if all do."""
+    """Returns a mask of the slots that have a layer, `[stages, repeats, size]`; None if all do."""
     active = plan.chunks.active
     return None if active.all() else placed(jnp.asarray(active), plan)
 
@@ -231,7 +231,7 @@ def each_stage(run: Callable[..., Tree], plan: PipelineSpec) -> Callable[..., Tr
 
     Args:
       run: the work of one stage; its arrays have no axis of stages.
-      plan: the pipeline. `vmap` maps the stages and binds their axis to the mesh axis, for constraints inside.
+      plan: the pipeline. `vmap` maps over the stages and binds their axis to the mesh axis, for constraints inside.
     """
 
     def one(stage_params, repeat, *args):
@@ -242,7 +242,8 @@ def each_stage(run: Callable[..., Tree], plan: PipelineSpec) -> Callable[..., Tr
 
 
 def each_part(run: Callable[..., Tree], plan: PipelineSpec, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:
-    """Maps `run` over the parts of a microbatch, so that no tick sums gradients over the devices of different parts.
+    """Maps `run` over the parts of a microbatch, so that ticks do not sum gradients over the devices of different
+    parts.
 
     Args:
       run: the work on one part.
@@ -275,12 +276,12 @@ def _in_parts(tree: Tree, plan: PipelineSpec) -> Tree:
 
 
 def _chunk(stage_params: Tree, repeat: jax.Array) -> Tree:
-    """Picks a stage's chunk for this round, `[repeats, size, ...] -> [size, ...]`."""
+    """Selects a stage's chunk for this round, `[repeats, size, ...] -> [size, ...]`."""
     return jax.tree.map(lambda a: a[0] if a.shape[0] == 1 else checkpoint_name(a[repeat], _CHUNK), stage_params)
 
 
 def _kept(remat: Callable | None) -> Callable:
-    """Returns a tick's remat policy: it keeps what `remat` keeps, but never a chunk's weights (they are parameters)."""
+    """Returns a tick's remat policy: that of `remat`, but without a chunk's weights, which are parameters."""
 
     def keep(primitive: Any, *args: Any, **params: Any) -> Any:
         if (name := params.get("name")) in (_CHUNK, LAYER_INPUT) and primitive.name == "name":
@@ -291,23 +292,23 @@ def _kept(remat: Callable | None) -> Callable:
 
 
 def stage_inputs(passed: Tree, new: Tree, turn: Tick) -> Tree:
-    """Gives each stage the output of the stage before it.
+    """Gives each stage the output of the previous stage.
 
     Args:
       passed: outputs of the last tick, `[stages, rows, ...]`.
-      new: the next microbatch, `[stages, rows, ...]` or `[1, rows, ...]`. Stage 0 takes it in the first round, and in
-        later rounds the output of the last stage.
+      new: the next microbatch, `[stages, rows, ...]` or `[1, rows, ...]`. Stage 0 reads it in the first round, and the
+          output of the last stage in later rounds.
       turn: the work of each stage.
     """
     # [stages] -> [stages, 1, ...] in `along`, to broadcast over rows
     fresh = (jnp.arange(len(turn.repeat)) == 0) & (turn.repeat == 0)
     along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
-    # The axis of stages is split over devices, so XLA makes a roll by one a collective-permute to the neighbour.
+    # The stage axis is split over devices, so XLA turns a roll by one into a collective-permute to the neighbour.
     return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
 
 
 def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
-    """Adds what layers report in this tick to `total`, `[stages, repeats, size, ...]`; the bubble adds nothing."""
+    """Adds the layers' reports of this tick to `total`, `[stages, repeats, size, ...]`; the bubble adds nothing."""
 
     def add(s, a, repeat, active):
         a = jnp.where(active, a, 0)
@@ -328,15 +329,15 @@ def of_stage(tree: Tree, stage: int) -> Tree:
 
 
 def split_microbatches(a: jax.Array, plan: PipelineSpec) -> jax.Array:
-    """Cuts rows into `[microbatches, parts, rows, ...]`, without the second axis if there are no parts."""
+    """Splits rows into `[microbatches, parts, rows, ...]`, without the second axis if there are no parts."""
     # Microbatch i takes the rows i, i + M, i + 2 M, ... A device holds consecutive rows, so each microbatch is spread
-    # over all devices of the data axes, and no row moves between them. Of 8 rows on 2 devices, M = 2:
+    # over all devices of the data axes without moving rows between them. For 8 rows on 2 devices, M = 2:
     #   device 0: 0 1 2 3, device 1: 4 5 6 7  ->  microbatch 0: 0 2 | 4 6, microbatch 1: 1 3 | 5 7
-    # Outside the pipeline, rows may be split over the stages as well: these gather them here.
+    # Outside the pipeline, rows may also be split over the stages, which gather them here.
     rest = P.UNCONSTRAINED
     with inside_stage():
         layout = current()
-        assert layout is not None  # of whoever made the plan
+        assert layout is not None  # the layout of the plan
         rows, _ = drop_uneven(layout.spec("batch"), a.shape, layout.mesh)
     a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[rest] * (a.ndim - 1)))
     # [rows, ...] -> [rows of one, microbatches, ...] -> [microbatches, rows of one, ...]
@@ -355,7 +356,7 @@ def merge_microbatches(a: jax.Array, plan: PipelineSpec) -> jax.Array:
 
 
 def placed(tree: Tree, plan: PipelineSpec) -> Tree:
-    """Splits the leading axis, that of the stages, over the mesh axis; the compiler chooses the other dimensions."""
+    """Splits the leading stage axis over the mesh axis; the compiler chooses the other dimensions."""
     rest = P.UNCONSTRAINED
     put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
     return jax.tree.map(put, tree)

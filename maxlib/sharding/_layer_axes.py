@@ -1,4 +1,4 @@
-"""Names of the leading axis of a stack: layers that are alike share arrays.
+"""Names of the leading axis of a stack, whose equal layers share arrays.
 
 A stack of three layers stores their weights `(heads, head_dim, embed)` as one array with the axes `("layers", "heads",
 "head_dim", "embed")`. The name is in the variable's metadata; nothing is guessed from a path or a rank.
@@ -13,7 +13,7 @@ _LAYER_AXES = (LAYERS, LEAD_LAYERS)
 
 
 def is_stacked(axes: Sequence[str | None]) -> bool:
-    """Tells from the axis names of an array whether it stores several layers.
+    """Returns True if an array stores several layers, judged by its axis names.
 
     Args:
       axes: a name (or None) for each dimension.
@@ -22,7 +22,7 @@ def is_stacked(axes: Sequence[str | None]) -> bool:
 
 
 def num_layer_axes(axes: Sequence[Any]) -> int:
-    """Counts the leading axes of layers: 0 for a single layer, 2 for a stack inside a scanned layer.
+    """Counts the leading layer axes: 0 for a single layer, 2 for a stack inside a scanned layer.
 
     Args:
       axes: a name (or None) for each dimension.
@@ -31,10 +31,10 @@ def num_layer_axes(axes: Sequence[Any]) -> int:
 
 
 def own_axes(axes: Sequence[str | None]) -> tuple[str | None, ...]:
-    """Returns the names of one layer's own dimensions, `()` if none of them has a name.
+    """Returns the names of one layer's own dimensions, `()` if none has a name.
 
     Args:
-      axes: a name (or None) for each dimension, those of layers first.
+      axes: a name (or None) for each dimension, starting with layer axes.
     """
     own = tuple(axes[num_layer_axes(axes) :])
     return own if any(own) else ()

@@ -1,4 +1,4 @@
-"""Layouts (a mesh and the strategies that use it), and the layout in use."""
+"""Layouts (a mesh and the strategies that use it), and the active layout."""
 
 import dataclasses
 import functools
@@ -30,13 +30,16 @@ AnyMesh = Mesh | AbstractMesh
 class Layout:
     """A device mesh and its parallelism strategy: the single argument of every function that places arrays.
 
-    Layouts are hashable, and the one in use is part of `jit`'s cache key. A mesh axis of several devices that no rule
-    and no strategy names is a warning: its devices would repeat each other's work.
+    Layouts are hashable, and the active one is part of `jit`'s cache key. A mesh axis of several devices that no rule
+    and no strategy uses causes a warning, because its devices would repeat each other's work.
+
+        layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP | sharding.OFFLOAD_OPTIMIZER)
+        planned = sharding.Layout({"fsdp": -1, "context": 4}, sharding.FSDP | sharding.CP_RING)
 
     Args:
-      mesh: a mesh of devices; with an abstract one programs can be traced, not run. Or axis sizes such as
-        `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
-      strategy: strategies joined by `|`, or a table of plain rules; stored as a `Strategy`.
+      mesh: a mesh of devices; programs can be traced with an abstract mesh, but not run. Or axis sizes such as
+          `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
+      strategy: strategies combined with `|`, or a table of plain rules; stored as a `Strategy`.
 
     Raises:
       TypeError: when `mesh` is not a mesh, or `strategy` neither a strategy nor a table.
@@ -62,13 +65,14 @@ class Layout:
                 strategy.check(self.mesh, self.strategies)
         if isinstance(self.mesh, Mesh) and (idle := self._idle_axes()):
             warnings.warn(
-                f"nothing is split over {' and '.join(idle)} of the mesh {dict(self.mesh.shape)}: these devices repeat each "
-                "other's work. Join a strategy that uses them, such as FSDP | TP, or make the mesh without them",
+                f"nothing is split over {' and '.join(idle)} of the mesh {dict(self.mesh.shape)}: these devices repeat "
+                "each "
+                "other's work. Add a strategy that uses them, such as FSDP | TP, or make the mesh without them",
                 stacklevel=3,
             )
 
     def _idle_axes(self) -> list[str]:
-        """Returns the mesh axes of more than one device that no rule and no strategy names."""
+        """Returns the mesh axes of size above 1 that no rule and no strategy uses."""
         named = {axis for axes in self.rules.values() for axis in mesh_axes_of(axes)}
         for strategy in self.strategies:
             fields = dataclasses.fields(strategy) if dataclasses.is_dataclass(strategy) else ()
@@ -82,10 +86,10 @@ class Layout:
           devices: such as `jax.devices()`, or those of a described topology.
 
         Raises:
-          ValueError: when the sizes do not fit the devices, or when the layout has a mesh already.
+          ValueError: when the sizes do not fit the devices, or the layout already has a mesh.
         """
         if not isinstance(self.mesh, MeshShape):
-            raise ValueError(f"this layout has a mesh already: {self.mesh}")
+            raise ValueError(f"this layout already has a mesh: {self.mesh}")
         return Layout(self.mesh.make(devices), self.strategy)
 
     @functools.cached_property
@@ -101,12 +105,12 @@ class Layout:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """Lists the strategies that were joined, in the order in which they apply."""
+        """Lists the combined strategies, in the order in which they apply."""
         return parts_of(self.strategy)
 
     @functools.cached_property
     def rules(self) -> AxisRules:
-        """Rules from axis name to a mesh axis, several, `IfFree`, or None; axes without a rule are whole."""
+        """Rules from axis name to one or several mesh axes, `IfFree`, or None; axes without a rule are not split."""
         return rules_of(join(self.strategy))
 
     @property
@@ -122,7 +126,7 @@ class Layout:
 
     @property
     def offload(self) -> Offload:
-        """The arrays that are stored in the host's memory; none by default."""
+        """Which arrays are stored in host memory; none by default."""
         return self._find(Offload) or Offload()
 
     def _find(self, kind: type) -> Any:
@@ -133,14 +137,14 @@ class Layout:
         return _rules.parts(self.rules.get(name), self.mesh)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
-        """Returns the mesh axes of more than one device that split the axis `name`."""
+        """Returns the mesh axes of size above 1 that split the axis `name`."""
         return tuple(axis for axis in mesh_axes_of(self.rules.get(name)) if self.mesh.shape[axis] > 1)
 
     def spec(self, *names: Name, what: str = "array") -> P:
         """Returns the partition spec of an array whose dimensions have these names.
 
         Args:
-          names: one for each dimension, None for one that is whole.
+          names: one for each dimension, None for a dimension that is not split.
           what: description of the array, for error messages.
 
         Raises:
@@ -149,7 +153,7 @@ class Layout:
         return _rules.spec(names, self.rules, what=what)
 
     def parameter_spec(self, names: tuple[str | None, ...], shape: tuple[int, ...], *, path: str = "array") -> P:
-        """Returns the partition spec of a parameter: that of the rules, changed by strategies such as `Pipeline`.
+        """Returns the partition spec of a parameter: the spec of the rules, changed by strategies such as `Pipeline`.
 
         Args:
           names: one for each dimension, None for one that is not split; `()` for a parameter without names.
@@ -157,7 +161,7 @@ class Layout:
           path: its dotted path in the model.
 
         Raises:
-          ValueError: when the number of names is neither 0 nor the rank; and as `spec` does.
+          ValueError: when the number of names is neither 0 nor the rank; and as for `spec`.
         """
         if names and len(names) != len(shape):
             raise ValueError(
@@ -184,7 +188,7 @@ class Layout:
         return spec
 
     def sharding(self, path: str, variable: nnx.Variable) -> NamedSharding:
-        """Returns the sharding of a parameter, by its axis names; in the host's memory if the layout offloads it.
+        """Returns the sharding of a parameter by its axis names; in host memory if the layout offloads it.
 
         Args:
           path: its dotted path in the model.
@@ -203,24 +207,30 @@ class Layout:
                 f"{' x '.join(map(repr, axes))} (size {math.prod(self.mesh.shape[axis] for axis in axes)}); change the mesh "
                 f"or add the rule {{{name!r}: None}}"
             )
-        # Only matrices are offloaded; norm scales and other vectors stay on the device.
+        # Only offload matrices; norm scales and other vectors stay on the device.
         on_host = self.offload.layers and is_stacked(names) and len(own_axes(names)) > 1
         return NamedSharding(self.mesh, spec, memory_kind=HOST if on_host else None)
 
 
-# Part of jit's cache key: a plain context variable would let a second layout reuse the first one's program.
+# Part of jit's cache key: with a plain context variable a second layout would reuse the first one's program.
 _context = jax.make_user_context(None)
 _stage = jax.make_user_context(False)
 
 
 @contextmanager
 def use(layout: Layout) -> Iterator[None]:
-    """Activates a layout, as a context manager: `constrain` and the layers' kernels follow it inside.
+    """Activates a layout, as a context manager: `constrain` and the layers' kernels follow it in the body.
 
-    With a pipeline, work outside the stages splits the batch over them, unless another rule uses their mesh axis.
+    With a pipeline, computation outside the stages splits the batch over them, unless another rule uses their mesh
+    axis.
+
+        layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
+        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
+        with sharding.use(layout):
+            hidden = jax.jit(lambda model, tokens: model(tokens).hidden)(model, tokens)
 
     Args:
-      layout: the layout. With an abstract mesh, programs can be traced inside, not run.
+      layout: the layout. With an abstract mesh, programs can be traced but not run.
     """
     mesh = layout.mesh
     if isinstance(mesh, MeshShape):
@@ -232,9 +242,9 @@ def use(layout: Layout) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def _running(layout: Layout) -> Layout:
-    """Returns the layout of a running program, without devices: meshes of the same shape share programs."""
+    """Returns the layout of a running program without devices, so that meshes of the same shape share programs."""
     mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
-    # Only rules that change are added, as plain rules: an unchanged layout stays equal to itself in jit's cache key.
+    # Only add changed rules, as plain rules, so that an unchanged layout stays equal in jit's cache key.
     rules = layout.rules
     for strategy in layout.strategies:
         rules = strategy.rules_in_jit(rules)
@@ -244,7 +254,7 @@ def _running(layout: Layout) -> Layout:
 
 
 def current() -> Layout | None:
-    """Returns the layout in use, on an abstract mesh; None outside `use`."""
+    """Returns the active layout, on an abstract mesh; None outside `use`."""
     layout: Layout | None = _context.value
     if layout is None:
         return None
@@ -259,7 +269,7 @@ def _on_mesh(layout: Layout, mesh: AbstractMesh) -> Layout:
 
 @contextmanager
 def inside_stage() -> Iterator[None]:
-    """Removes the stage axis from the batch rules: inside a stage, the rows are those of its own microbatch."""
+    """Removes the stage axis from the batch rules: inside a stage, rows are those of its microbatch."""
     layout = _context.value
     stage = layout.pipeline.axis
     several = {name: axes for name, axes in layout.rules.items() if isinstance(axes, tuple) and stage in axes}
@@ -270,13 +280,13 @@ def inside_stage() -> Iterator[None]:
 
 
 def is_inside_stage() -> bool:
-    """Tells whether the code is being traced inside a stage of a pipeline (`inside_stage`)."""
+    """Returns True if code is being traced inside a pipeline stage (`inside_stage`)."""
     return bool(_stage.value)
 
 
 @contextmanager
 def inside_data_shard(axes: tuple[str, ...]) -> Iterator[None]:
-    """Removes `axes` from the batch rule: inside, the batch is one device's share along them."""
+    """Removes `axes` from the batch rule: in the body, the batch is one device's part along them."""
     layout = _context.value
     batch = tuple(axis for axis in mesh_axes_of(layout.rules.get("batch")) if axis not in axes)
     with _context(layout | {"batch": batch}):
@@ -284,10 +294,10 @@ def inside_data_shard(axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def replicated_over() -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device that split the batch and nothing else; none without a layout."""
-    # Weights are copied over these axes, so gradients could be summed once per step. They must be the batch's first
-    # axes: parts are cut from the batch in order. Of a batch over (data, fsdp) with data copied, part i is the rows of
-    # data index i, which lie together; of (fsdp, data) its rows would be strewn.
+    """Returns the mesh axes of size above 1 that only split the batch; none without a layout."""
+    # Weights are replicated over these axes, so gradients can be summed once per step. They must be the batch's first
+    # axes, because parts are consecutive: if a batch is split over (data, fsdp) and weights are replicated over data,
+    # part i is the consecutive rows of data index i; with (fsdp, data) its rows would be scattered.
     if (layout := current()) is None:
         return ()
     batch = layout.mesh_axes("batch")

@@ -1,4 +1,4 @@
-"""Device meshes with the axis names that the presets use."""
+"""Device meshes with the axis names of the presets."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-# Ordered from least to most communication: devices adjacent on the last axes have the fastest links. Tensor
+# Ordered from least to most communication, because devices adjacent on the last axes have the fastest links. Tensor
 # parallelism sums activations in every layer; a pipeline sends them once per tick.
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
@@ -28,23 +28,23 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     **unknown: int,
 ) -> Mesh:
-    """Makes a mesh over devices. One of the degrees may be -1: it takes all devices that the others leave.
+    """Makes a mesh over devices. One of the degrees may be -1, which uses all remaining devices.
 
     Args:
       data: replicas, which split the batch.
       fsdp: number of parameter shards (FSDP); also splits the batch.
-      tensor: parts of heads, inner widths and the vocabulary.
-      context: parts of a sequence.
-      expert: parts of a mixture's experts.
-      stage: stages of a pipeline.
-      dcn: degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as
-        `{"data": -1}`. The other degrees are then those within one slice, and an axis has the product of both.
-      devices: the devices to use (default: all); they may be those of a described topology.
-      **unknown: unused: catches misspelt axis names for the error message.
+      tensor: number of parts of heads, inner widths and the vocabulary.
+      context: number of parts of a sequence.
+      expert: number of parts of the experts.
+      stage: number of pipeline stages.
+      dcn: degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as `{"data": -1}`.
+          The other degrees are then those within one slice, and the size of an axis is the product of both.
+      devices: the devices to use (default: all); they may belong to an abstract topology.
+      **unknown: catches misspelt axis names for the error message.
 
     Raises:
-      ValueError: for an axis that a mesh does not have (the message has the closest one), when the degrees do not
-        multiply to the number of devices, or when devices of several TPU slices are used without `dcn`.
+      ValueError: for an unknown axis (the message suggests the closest one), when the product of the degrees is not the
+          number of devices, or when devices of several TPU slices are used without `dcn`.
     """
     check_mesh_axes(unknown, "make_mesh")
     devices = list(jax.devices() if devices is None else devices)
@@ -77,7 +77,7 @@ class MeshShape:
       dcn: pairs for the slower network between slices or hosts.
 
     Raises:
-      ValueError: for an axis that a mesh does not have; the message has the closest one.
+      ValueError: for an unknown axis; the message suggests the closest one.
     """
 
     axis_names: ClassVar[tuple[str, ...]] = MESH_AXES
@@ -90,7 +90,7 @@ class MeshShape:
         check_mesh_axes(across, "dcn")
         for axis, degree in (*self.degrees, *self.dcn):
             if isinstance(degree, bool) or not hasattr(degree, "__index__"):
-                raise TypeError(f"mesh axis {axis!r} must have a whole number as its degree, got {degree!r}")
+                raise TypeError(f"the degree of mesh axis {axis!r} must be an integer, got {degree!r}")
 
     @property
     def _by_axis(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -99,7 +99,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, degrees: Mapping[str, Any]) -> "MeshShape":
-        """Reads the degrees that `make_mesh` takes, such as `{"fsdp": -1, "dcn": {"data": 2}}`."""
+        """Reads the arguments of `make_mesh`, such as `{"fsdp": -1, "dcn": {"data": 2}}`."""
         inside = {axis: degree for axis, degree in degrees.items() if axis != "dcn"}
         return cls(tuple(inside.items()), tuple((degrees.get("dcn") or {}).items()))
 
@@ -109,7 +109,7 @@ class MeshShape:
         return make_mesh(**inside, dcn=across or None, devices=devices)
 
     def abstract(self) -> AbstractMesh:
-        """Makes a mesh of no devices, for descriptions.
+        """Makes an abstract mesh without devices, for descriptions.
 
         Raises:
           ValueError: when a degree is -1: resolving -1 needs the device count.
@@ -122,7 +122,7 @@ class MeshShape:
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """Raises ValueError: sizes are known once there are devices."""
+        """Raises ValueError, because sizes are only known once there are devices."""
         raise self.needs_devices_error()
 
     def needs_devices_error(self) -> ValueError:
@@ -134,7 +134,7 @@ class MeshShape:
 
 
 def check_mesh_axes(names: Iterable[str], what: str, axes: Sequence[str] = MESH_AXES) -> None:
-    """Raises ValueError for a name that is no axis of a mesh, with the closest one that is."""
+    """Raises ValueError for an unknown mesh axis, and suggests the closest one."""
     for name in names:
         if name not in axes:
             close = difflib.get_close_matches(name, axes, 1)
@@ -146,10 +146,10 @@ def parse_degrees(*words: str) -> dict[str, int]:
     """Reads the degrees of a mesh from a command line, such as `fsdp=-1,tensor=4`.
 
     Args:
-      words: texts of one or several `axis=number`, separated by commas.
+      words: texts with one or several `axis=number`, separated by commas.
 
     Raises:
-      ValueError: for another form, an axis that a mesh does not have, or one that is named twice.
+      ValueError: for another form, an unknown axis, or an axis that is named twice.
     """
     parts = [part for word in words for part in word.split(",") if part]
     if wrong := [part for part in parts if not re.fullmatch(r"\w+=-?\d+", part)]:
@@ -167,7 +167,7 @@ def _slices(devices: list[Any]) -> set[int]:
 
 
 def _count_groups(devices: list[Any]) -> int:
-    """Counts the groups that a slower network connects: slices, or the hosts of a single slice."""
+    """Counts the groups connected by a slower network: slices, or the hosts of a single slice."""
     slices = _slices(devices)
     return len(slices) if len(slices) > 1 else len({device.process_index for device in devices})
 
@@ -182,7 +182,7 @@ def _check_slices(devices: list[Any], dcn: Mapping[str, int] | None) -> None:
 
 
 def resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
-    """Replaces -1 so that the degrees multiply to `count`.
+    """Replaces -1 so that the product of the degrees is `count`.
 
     Args:
       degrees: from mesh axis to degree, at most one of them -1.

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers of a stack are spread over stages, and microbatches pass through them."""
+"""Pipeline parallelism: the layers of a stack are split over stages, and microbatches pass through them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ class Pipeline(Strategy):
     """Pipeline parallelism (GPipe, arXiv:1811.06965; interleaved, arXiv:2104.04473).
 
     A pass takes `microbatches * repeats + stages - 1` ticks, and every stage is idle in `stages - 1` of them (the
-    bubble). More microbatches, or more repeats, make this share smaller.
+    bubble). More microbatches or more repeats reduce this share.
 
     Args:
       axis: the mesh axis whose devices are the stages.
-      microbatches: number of parts into which each batch is cut.
-      repeats: how often a microbatch goes around, each time through another chunk of every stage's layers. With more
-        than 1, microbatches must be a multiple of the stages.
+      microbatches: number of parts into which each batch is split.
+      repeats: number of times that a microbatch passes through all stages, each time through another chunk of their
+          layers. If it is more than 1, microbatches must be a multiple of the stages.
 
     Raises:
       ValueError: for less than one microbatch or repeat.
@@ -47,7 +47,7 @@ class Pipeline(Strategy):
 
     def rules_in_jit(self, rules: AxisRules) -> AxisRules:
         """Splits the batch over the stages outside the pipeline, unless another rule uses their mesh axis."""
-        # Else all stages would compute embedding, head and loss of the same rows.
+        # Otherwise all stages would compute embedding, head and loss of the same rows.
         if any(self.axis in mesh_axes_of(place) for name, place in rules.items() if name != "layers"):
             return rules
         return {**rules, "batch": (*mesh_axes_of(rules.get("batch")), self.axis)}
@@ -55,12 +55,12 @@ class Pipeline(Strategy):
     def parameter_spec(self, spec: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Splits layers over stages if every stage holds an equal, consecutive part of the stack.
 
-        Otherwise (`repeats`, or layers that the stages do not divide) the layer axis stays whole and the stages split
-        the longest dimension that they divide.
+        Otherwise (with `repeats`, or if stages do not divide the layers) the layer axis is not split, and the stages
+        split the longest dimension that they divide.
         """
-        # Interleaved, stage 0 holds chunks 0, S, 2 S, ...: no partition spec of the layer axis says this. With another
-        # dimension split, storage is as small, and one all-to-all per step brings each stage its chunks. A stack's
-        # `lead` belongs to no stage: its axis has another name.
+        # With interleaving, stage 0 has chunks 0, S, 2 S, ..., which no partition spec of the layer axis can express.
+        # Splitting another dimension takes as little memory, and one all-to-all per step gives each stage its chunks. A
+        # stack's `lead` belongs to no stage, so its axis has another name.
         if names[:1] != (LAYERS,):
             return spec
         stages, whole = mesh.shape[self.axis], partition([None, *spec[1:]])

@@ -1,10 +1,10 @@
 """A pipeline whose backward passes begin before all forward passes have ended (1F1B, arXiv:1806.03377).
 
 In every tick each stage runs a chunk of its layers forward for one microbatch, and backward for an earlier one. It
-keeps the input of each layer, for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats), no
-matter how many microbatches there are; GPipe keeps the inputs of all of them. The backward pass computes one layer at
-a time again. No stage runs backward in the first `S V - 1` ticks, and none forward in the last `S V - 1`, so these
-ticks are loops of their own.
+keeps the input of each layer for at most `2 S V - 1` pairs of microbatch and chunk (`S` stages, `V` repeats), no matter
+how many microbatches there are; GPipe keeps the inputs of all of them. The backward pass recomputes one layer at a
+time. No stage runs backward in the first `S V - 1` ticks, and none forward in the last `S V - 1`, so these ticks have
+separate loops.
 """
 
 # S = 3 stages, M = 4 microbatches, V = 1. F2 is microbatch 2 forward, B0 is microbatch 0 backward:
@@ -14,9 +14,8 @@ ticks are loops of their own.
 #   stage 1          F0    F1    F2B0  F3B1  B2    B3
 #   stage 2                F0B0  F1B1  F2B2  F3B3
 #             | forward   | both                  | backward  |
-#
-# The three loops have lead = S V - 1, ticks - lead and lead ticks. In the middle one the last stage computes the loss
-# of the microbatch that it has just finished, and goes backward with it in the same tick.
+# The three loops have lead = S V - 1, ticks - lead and lead ticks. In the middle loop the last stage computes the loss
+# of the microbatch that it has just finished, and starts its backward pass in the same tick.
 
 import functools
 from collections.abc import Callable
@@ -48,9 +47,9 @@ from maxlib.sharding._layout import inside_stage
 
 
 class _Flow(NamedTuple):
-    """Carry of the loops over ticks; the leading axis of all but the last two is that of the stages.
+    """Carry of the loops over ticks; all but the last two fields have a leading stage axis.
 
-    Where a microbatch is cut into parts (`PipelineSpec.parts`), an axis of parts comes before `rows` or `repeats`.
+    If a microbatch is split into parts (`PipelineSpec.parts`), an axis of parts comes before `rows` or `repeats`.
 
     Attributes:
       passed: outputs of the last tick, `[stages, rows, ...]`.
@@ -58,7 +57,7 @@ class _Flow(NamedTuple):
       returned: gradients of the chunk inputs of the last tick, `[stages, rows, ...]`.
       grad_in: gradients of `x` by microbatch, valid on stage 0, `[stages, microbatches, rows, ...]`.
       layers: sums of the layers' gradients, at least float32, `[stages, repeats, size, ...]`.
-      aux: sums of what layers report, `[stages, repeats, size, ...]`.
+      aux: sums of the layers' reports, `[stages, repeats, size, ...]`.
       head: sums of the head's gradients, at least float32.
       loss: sums of the loss and of its statistics.
     """
@@ -74,13 +73,15 @@ class _Flow(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Inputs and functions that all ticks share; `d` is the gradient of an `x`.
+    """Inputs and functions shared by all ticks; `d` is the gradient of an `x`.
 
     Attributes:
-      through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, a chunk forward.
-      back: `(stage_params, total, kept, ctx, d, repeat, active) -> (total plus the gradients of layers, d)`.
+      through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, the forward pass of a chunk.
+      back: `(stage_params, total, kept, ctx, d, repeat, active) -> (total plus layer gradients, d)`, the backward pass
+          of a chunk.
       loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
-      stage_params: layers, other arrays of the stage, and the marks of idle slots, each `[stages, repeats, size, ...]`.
+      stage_params: layers, other arrays of the stage, and the mask of active slots, each `[stages, repeats, size,
+          ...]`.
       head: parameters of the loss.
       x: inputs by microbatch, `[microbatches, rows, ...]`.
       ctx: other inputs of layers and loss, `[microbatches, rows, ...]`.
@@ -108,7 +109,7 @@ def one_f_one_b(
     *,
     sums_over_rows: bool = False,
 ) -> tuple[tuple[jax.Array, Tree, Tree], tuple[Tree, Tree, Tree]]:
-    """Computes the loss of a batch and its gradients with the 1F1B schedule, in the pipeline of the layout in use.
+    """Computes the loss of a batch and its gradients with the 1F1B schedule, in the pipeline of the active layout.
 
     Args:
       stage: `(layers, fixed, active, x, ctx) -> (x, more, aux)`; the scalar `more` is added to the loss. `active` marks
@@ -119,8 +120,8 @@ def one_f_one_b(
       head: parameters of the loss.
       x: arrays with a leading batch axis, `[rows, ...]`.
       ctx: other inputs of layers and loss, all with a leading batch axis.
-      sums_over_rows: promises that what `stage` and `loss` compute for a row depends on this row only, and that they
-        sum over rows. Gradients are then summed over the data axes once per step instead of once per tick.
+      sums_over_rows: promises that `stage` and `loss` treat rows independently and sum over them. Gradients are then
+          summed over the data axes once per step instead of once per tick.
 
     Returns:
       `(loss, stats, aux)` and the gradients of `(layers, head, x)`. Loss and stats are sums over microbatches, `aux`
@@ -139,31 +140,31 @@ def one_f_one_b(
     work = _Work(*calls, stage_params, head, x, ctx, plan)
     flow, lead, ticks = _empty(work), plan.schedule.lead, plan.schedule.ticks
     tick = functools.partial(_tick, work)
-    # Forward only, until a microbatch is in the last chunk; then both; then backward only. Three programs cost compile
-    # time, but one loop over all ticks + lead would compute masked backward passes in the first ticks.
+    # Only forward, until a microbatch reaches the last chunk; then both; then only backward. Three programs take
+    # compile time, but one loop over all ticks + lead would compute masked backward passes in the first ticks.
     flow, _ = lax.scan(functools.partial(tick, backward=False), flow, jnp.arange(lead))
     flow, _ = lax.scan(tick, flow, jnp.arange(lead, ticks))
     flow, _ = lax.scan(functools.partial(tick, forward=False), flow, jnp.arange(ticks, ticks + lead))
     value, stats = flow.loss
     aux = jax.tree.map(lambda a: a / plan.schedule.microbatches, flow.aux)
-    # Stage 0 holds chunk 0, which gives the gradients of x: [stages, microbatches, ...] -> [rows, ...]
+    # Stage 0 has chunk 0, which gives the gradients of x: [stages, microbatches, ...] -> [rows, ...]
     grad_in = jax.tree.map(lambda a: merge_microbatches(a, plan), of_stage(flow.grad_in, 0))
     grads = in_order(_sum_parts(flow.layers, 1, plan), plan), _sum_parts(flow.head, 0, plan), grad_in
     return (value, stats, in_order(aux, plan)), grads
 
 
 def _one(tree: Tree) -> Tree:
-    """Gives a layer a leading axis of one: `stage` takes a stack."""
+    """Gives a layer a leading axis of size 1, because `stage` takes a stack."""
     return jax.tree.map(lambda a: a[None], tree)
 
 
 def _through(stage, plan):
-    """Returns a function that runs a chunk forward, layer by layer, and keeps the input of each."""
+    """Returns a function that runs a chunk forward, layer by layer, and saves the input of each layer."""
 
     def run(stage_params, x, ctx):
         def step(x, stage_params):
             new, more, aux = stage(*_one(stage_params), x, ctx)
-            # The input x of every layer is stacked: it is all that the backward pass keeps.
+            # Stack the input x of every layer, the only values that the backward pass saves.
             return new, (more, jax.tree.map(lambda a: a[0], aux), x)
 
         x, (more, aux, kept) = lax.scan(step, x, stage_params)
@@ -184,10 +185,10 @@ def _back(stage, plan):
     def run(stage_params, total, kept, ctx, d, at, active):
         def step(flow, kept_of_layer):
             (total, d), ((weights, *others), x, i) = flow, kept_of_layer
-            # Forward once more, for this layer alone: only its input was kept. `more` adds to the loss: dL/d(more) = 1.
+            # Recompute this layer's forward pass from its saved input. `more` is added to the loss: dL/d(more) = 1.
             (_, more), pull = jax.vjp(lambda weights, x: stage(*_one((weights, *others)), x, ctx)[:2], weights, x)
             new, d = pull((d, jnp.ones_like(more)))
-            # total is [repeats, size, ...]. In the bubble `active` is False: the numbers are of no microbatch.
+            # total is [repeats, size, ...]. In the bubble `active` is False and the values belong to no microbatch.
             add = lambda s, a: s.at[at, i].add(jnp.where(active, a, 0))
             return (jax.tree.map(add, total, new), d), None
 
@@ -198,10 +199,10 @@ def _back(stage, plan):
 
 
 def _loss_of(loss, plan):
-    """Returns a function that computes the loss of a microbatch, and its gradients in the head and in x."""
+    """Returns a function that computes the loss of a microbatch and its gradients with respect to the head and x."""
 
     def once(head, x, ctx):
-        with inside_stage():  # a microbatch has too few rows to split them over the stages
+        with inside_stage():  # a microbatch has too few rows to split over the stages
             return loss(head, x, ctx)
 
     def run(head, x, ctx):
@@ -223,7 +224,7 @@ def _sum_parts(tree: Tree, axis: int, plan: PipelineSpec) -> Tree:
 
 
 def _placed_parts(tree: Tree, axis: int, plan: PipelineSpec) -> Tree:
-    """Keeps the gradients of each part on its own devices, so that ticks add them without communication."""
+    """Keeps the gradients of each part on its devices, so that ticks accumulate them without communication."""
     if not plan.parts:
         return tree
     rest = P.UNCONSTRAINED
@@ -232,7 +233,7 @@ def _placed_parts(tree: Tree, axis: int, plan: PipelineSpec) -> Tree:
 
 
 def _tick(work, flow, t, *, forward=True, backward=True):
-    """Runs one tick of all stages: a forward chunk, the loss of what is finished, a backward chunk."""
+    """Runs one tick of all stages: a forward chunk, the loss of the finished microbatch, a backward chunk."""
     if forward:
         flow = _forward(work, flow, t)
     if not backward:
@@ -252,7 +253,8 @@ def _forward(work, flow, t):
     # Every stage reads the context of its own microbatch: [microbatches, rows, ...] -> [stages, rows, ...]
     ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
     passed, more, aux, kept = each_stage(work.through, plan)(work.stage_params, turn.repeat, entering, ctx)
-    # Ring buffer: the slot of tick t - kept is free, as its backward pass came at most 2 lead = kept - 1 ticks later.
+    # Ring buffer: the slot of tick t - kept is free, because its backward pass came at most 2 lead = kept - 1 ticks
+    # later.
     kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
     value = value + jnp.sum(jnp.where(turn.active, more, 0))
@@ -268,7 +270,7 @@ def _loss(work, flow, t):
     run = lambda left: work.loss(work.head, left, ctx)
     if schedule.repeats == 1:
         new, head, grad_in = run(left)
-    else:  # in V - 1 of V ticks the microbatch goes around again, and the head need not run
+    else:  # in V - 1 of V ticks the microbatch starts another round, and the head need not run
         none = lambda left: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, left))
         new, head, grad_in = lax.cond(turn.repeat == schedule.repeats - 1, run, none, left)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
@@ -286,18 +288,18 @@ def _backward(work, flow, grad_in, t):
     ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
     args = flow.layers, placed(kept, plan), ctx, grad_in, turn.repeat, turn.active
     total, returned = each_stage(work.back, plan)(work.stage_params, turn.repeat, *args)
-    # On stage 0 a microbatch runs backward through chunks (V - 1) S, ..., S, 0: the last write is the gradient of x.
+    # On stage 0 a microbatch passes backward through chunks (V - 1) S, ..., S, 0; the last write is the gradient of x.
     grad_in = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.grad_in, returned)
     total = _placed_parts(placed(total, plan), 1, plan)
     return flow._replace(layers=total, returned=placed(returned, plan), grad_in=placed(grad_in, plan))
 
 
 def _arriving(returned: Tree, of_loss: Tree, is_last: jax.Array) -> Tree:
-    """Returns what each stage goes backward with, `[stages, rows, ...]`: the gradient of its successor's input, or in
-    the last chunk that of the loss.
+    """Returns the gradient with which each stage runs backward, `[stages, rows, ...]`: that of its successor's input,
+    or of the loss for the last chunk.
     """
     along = lambda a: is_last.reshape(-1, *[1] * (a.ndim - 1))
-    # A roll by -1 brings gradients to the stage before (from stage 0 to the last one, where V > 1).
+    # A roll by -1 sends gradients to the previous stage (from stage 0 to the last one if V > 1).
     join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
     return jax.tree.map(join, returned, of_loss)
 
@@ -306,7 +308,7 @@ def _empty(work) -> _Flow:
     """Returns the zeros with which the loops begin, each array on the devices where it stays."""
     plan, schedule = work.plan, work.plan.schedule
     zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
-    # Sums over microbatches: in bfloat16 the later ones would be lost beside what has been added up.
+    # float32, because sums over microbatches in bfloat16 would lose the later ones.
     sums = lambda shape, a: jnp.zeros(shape, jnp.promote_types(a.dtype, jnp.float32))
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)
     stages = schedule.stages

@@ -1,6 +1,6 @@
-"""Assigns layers to the stages of a pipeline, and gives the stages their timetable.
+"""Assigns layers to the stages of a pipeline, and defines its schedule.
 
-Short names in comments: S stages, M microbatches, V repeats (how often a microbatch goes around).
+Letters in comments: S stages, M microbatches, V repeats (rounds of a microbatch through all stages).
 """
 
 from typing import NamedTuple
@@ -11,13 +11,13 @@ import numpy as np
 
 
 class Chunks(NamedTuple):
-    """The periods of a stack, cut into `stages * repeats` consecutive chunks.
+    """The periods of a stack, split into `stages * repeats` consecutive chunks.
 
-    Stage `s` holds the chunks `s`, `s + stages`, `s + 2 * stages`, ... The first chunks have `size` periods, the last
-    ones may have one less; the slot that is left over is idle.
+    Stage `s` has the chunks `s`, `s + stages`, `s + 2 * stages`, ... The first chunks have `size` periods, the last
+    ones may have one less and then an idle slot.
 
     Args:
-      periods: how many times the stack repeats its layers.
+      periods: number of times that the stack repeats its layers.
       stages: devices along the pipeline axis (S).
       repeats: chunks of each stage (V).
     """
@@ -37,12 +37,14 @@ class Chunks(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Tells whether every stage holds an equal, consecutive part of the stack: the plain sharding of an array."""
+        """Returns True if every stage has an equal, consecutive part of the stack, as in the plain sharding of an
+        array.
+        """
         return self.repeats == 1 and self.periods % self.stages == 0
 
     @property
     def active(self) -> np.ndarray:
-        """Marks the slots that hold a period: booleans of shape `[stages, repeats, size]`, False where idle."""
+        """Returns a mask of the slots that have a period, `[stages, repeats, size]`; False for idle slots."""
         number = self.stages * self.repeats
         idle = number * self.size - self.periods
         # There are fewer idle slots than chunks, so each of the last chunks loses one: [chunks]
@@ -53,9 +55,9 @@ class Chunks(NamedTuple):
 
     @property
     def index(self) -> np.ndarray:
-        """Returns the period in each slot, shape `[stages, repeats, size]`; idle slots repeat the one before them."""
-        # An idle slot computes with real weights and its result is masked. Invented weights (zeros, say) may produce
-        # inf or NaN, and then 0 * NaN is NaN in the gradient, whatever the mask.
+        """Returns the period in each slot, `[stages, repeats, size]`; idle slots repeat the previous one."""
+        # An idle slot computes with real weights and its result is masked. Dummy weights such as zeros may give inf or
+        # NaN, and then 0 * NaN is NaN in the gradient despite the mask.
         active = np.swapaxes(self.active, 0, 1)
         return np.swapaxes((np.cumsum(active) - 1).clip(0).reshape(active.shape), 0, 1)
 
@@ -67,7 +69,7 @@ class Chunks(NamedTuple):
 
 
 def chunks(periods: int, stages: int, repeats: int) -> Chunks:
-    """Cuts a stack into chunks for the stages.
+    """Splits a stack into chunks for the stages.
 
     Args:
       periods: how many times the stack repeats its layers.
@@ -79,13 +81,14 @@ def chunks(periods: int, stages: int, repeats: int) -> Chunks:
     """
     if periods < stages:
         raise ValueError(
-            f"{periods} repeats of layers cannot be cut into {stages} stages; take a mesh with fewer stages, or give the "
+            f"{periods} repeats of layers cannot be split into {stages} stages; use a mesh with fewer stages, or give "
+            "the "
             "stack a shorter period or prefix"
         )
     if (most := -(-periods // stages)) % repeats:
         raise ValueError(
             f"a stage holds up to {most} of {periods} repeats of layers, which repeats={repeats} of the pipeline must divide; "
-            f"take one of {[n for n in range(1, most + 1) if most % n == 0]}"
+            f"use one of {[n for n in range(1, most + 1) if most % n == 0]}"
         )
     return Chunks(periods, stages, repeats)
 
@@ -107,16 +110,16 @@ class Tick(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The timetable of a pipeline: which microbatch a stage computes with which chunk in which tick.
+    """The schedule of a pipeline: which microbatch and chunk a stage computes in which tick.
 
-    Microbatches go around in groups of `stages`: a group passes through all chunks before the next one enters, and
-    what leaves the last stage enters the first one in the next tick (interleaving, arXiv:2104.04473). A tick is the
+    Microbatches pass through in groups of `stages`: a group passes through all chunks before the next group enters, and
+    the output of the last stage enters the first one in the next tick (interleaving, arXiv:2104.04473). A tick is the
     time of one chunk.
 
     Args:
       stages: devices along the pipeline axis (S).
       microbatches: parts of the batch (M); a multiple of the stages if `repeats` is more than 1.
-      repeats: how often a microbatch goes around (V); 1 is GPipe's schedule (arXiv:1811.06965).
+      repeats: rounds of a microbatch through the stages (V); 1 is GPipe's schedule (arXiv:1811.06965).
     """
 
     # S = 3, M = 4, V = 1; a number is a microbatch, "." is the bubble. ticks = 4 * 1 + 3 - 1 = 6:
@@ -149,14 +152,16 @@ class Schedule(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """Counts the ticks before the first microbatch is in the last chunk, where its backward pass begins (1F1B)."""
+        """Counts the ticks before the first microbatch reaches the last chunk, where its backward pass begins
+        (1F1B).
+        """
         return self.stages * self.repeats - 1
 
     @property
     def kept(self) -> int:
         """Counts the ticks whose inputs a stage keeps under 1F1B."""
-        # Chunk 0 waits longest: it reads a microbatch in tick t and gets its gradient back in tick t + 2 * lead, after
-        # the way through the other lead = S * V - 1 chunks and back. The count does not depend on M.
+        # Chunk 0 waits longest: it reads a microbatch in tick t and gets its gradient in tick t + 2 * lead, after it
+        # has passed through the other lead = S * V - 1 chunks and back. The count does not depend on M.
         return 2 * self.lead + 1
 
     def forward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
@@ -167,7 +172,7 @@ class Schedule(NamedTuple):
 
     def backward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
         """Returns the backward work of `stage` in tick `t`, in the schedule 1F1B."""
-        # The mirror image: the last stage begins, in tick `lead`, and stage `s` follows S - 1 - s ticks later.
+        # The mirror image: the last stage begins in tick `lead`, and stage `s` follows S - 1 - s ticks later.
         step = t - self.lead - (self.stages - 1 - stage)
         microbatch, repeat = self._meets(step)
         repeat = self.repeats - 1 - repeat  # the last chunk first
@@ -177,12 +182,12 @@ class Schedule(NamedTuple):
         return Tick(microbatch, repeat, self._within(step), entered)
 
     def _within(self, step: jax.Array) -> jax.Array:
-        """Tells whether a stage computes in this step of its own; else it is in the bubble."""
+        """Returns True if a stage computes in this local step; otherwise it is in the bubble."""
         return (step >= 0) & (step < self.microbatches * self.repeats)
 
     def _meets(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the microbatch of a stage's own step, and the number of times that it has been around before."""
-        # step = (group * V + repeat) * S + one: a group of S microbatches goes around V times, then the next one does.
+        """Returns the microbatch of a stage's local step, and its number of completed rounds."""
+        # step = (group * V + repeat) * S + one: a group of S microbatches makes V rounds, then the next group does.
         turn, one = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
         group, repeat = jnp.divmod(turn, self.repeats)
         return group * self.stages + one, repeat

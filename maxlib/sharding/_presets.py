@@ -1,4 +1,4 @@
-"""The usual strategies, by name."""
+"""Common strategies by name."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ TP: Strategy = DP | TensorParallel()
 FSDP_TP: Strategy = FSDP | TensorParallel()
 EP: Strategy = FSDP | ExpertParallel()
 FSDP_BY_EXPERT: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
-# To be joined with any of these: `FSDP | CP_RING | PP`.
+# Combine these with any of the above: `FSDP | CP_RING | PP`.
 SP: Strategy = SequenceParallel()
 ZERO1: Strategy = ShardOptimizer()
 CP_GATHER: Strategy = AllGatherAttention()
@@ -50,11 +50,11 @@ PRESETS: Mapping[str, Strategy] = {
 
 
 def preset(name: str) -> Strategy:
-    """Returns the strategy of `PRESETS` with this name, or several joined.
+    """Returns the strategy of `PRESETS` with this name, or several combined.
 
     Args:
-      name: one name or several joined by "+", such as "fsdp", "fsdp_tp+cp_ring" or "fsdp+pp:16x2". The numbers after
-        "pp" are microbatches (default 8) and repeats (default 1).
+      name: one name or several combined with "+", such as "fsdp", "fsdp_tp+cp_ring" or "fsdp+pp:16x2". The numbers
+        after "pp" are microbatches (default 8) and repeats (default 1).
 
     Raises:
       ValueError: for an unknown name.
@@ -63,7 +63,7 @@ def preset(name: str) -> Strategy:
 
 
 def preset_name(strategy: Strategy | AxisRules) -> str:
-    """Returns the name that `preset` reads as `strategy`; what has no name comes as its class."""
+    """Returns the name of a strategy as read by `preset`; parts without a name are given by their class."""
     left, names = list(parts_of(strategy)), []
     for name, one in sorted(PRESETS.items(), key=lambda item: -len(parts_of(item[1]))):
         if all(part in left for part in parts_of(one)):

@@ -15,14 +15,14 @@ from maxlib.sharding._layer_axes import num_layer_axes
 
 
 def resolve(names: Iterable[Name], rules: AxisRules) -> dict[Any, Any]:
-    """Returns the rule of each name, when all of them are used together.
+    """Returns the rule of each name when all of them are used together.
 
     Args:
       names: axes of one array, or of all arrays of a call.
       rules: from axis name to mesh axes.
 
     Returns:
-      From name to mesh axes. An `IfFree` is replaced by those of its mesh axes that no other name uses.
+      A dict from name to mesh axes. An `IfFree` is replaced by those of its mesh axes that no other name uses.
     """
     # rules {"mlp": "tensor", "seq": IfFree("tensor")}: ("batch", "seq", "embed") splits seq over tensor, ("seq", "mlp")
     # leaves it to mlp.
@@ -43,7 +43,7 @@ def spec(names: tuple[Name, ...], rules: AxisRules, *, what: str = "array") -> P
     """Returns the partition spec of an array whose dimensions have these names.
 
     Args:
-      names: one for each dimension, None for one that is whole.
+      names: one for each dimension, None for a dimension that is not split.
       rules: from axis name to mesh axes.
       what: description of the array, for error messages.
 
@@ -69,7 +69,7 @@ def spec(names: tuple[Name, ...], rules: AxisRules, *, what: str = "array") -> P
 
 
 def partition(places: list[Any]) -> P:
-    """Returns a spec without None at its end."""
+    """Returns a spec without trailing None."""
     # XLA reports shardings in this form. P("x") and P("x", None) mean the same, but jit would compile for each.
     while places and places[-1] is None:
         places = places[:-1]
@@ -82,11 +82,11 @@ def split_further(own: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: A
     Args:
       own: the spec of the array.
       shape: the shape of the array.
-      axes: mesh axes to add; those that `own` uses already, or of one device, are left out.
+      axes: mesh axes to add, except those that `own` already uses or of size 1.
       mesh: the mesh.
 
     Returns:
-      The new spec, or `own` (without None at its end) if no dimension can be divided.
+      The new spec, or `own` (without trailing None) if no dimension can be divided.
     """
     used = {axis for place in own for axis in mesh_axes_of(place)}
     more = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
@@ -110,14 +110,14 @@ def drop_uneven(own: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]
     Returns:
       The spec, and the indices of the dimensions that lost an axis.
     """
-    # Axes are dropped from the right: 4 rows over ("data", "fsdp") of 2 x 4 devices stay split over "data".
+    # Drop axes from the right: 4 rows over ("data", "fsdp") of 2 x 4 devices stay split over "data".
     places = [_dividing(mesh_axes_of(place), size, mesh) for place, size in zip(own, shape, strict=False)]
     uneven = [d for d, place in enumerate(own) if places[d] != mesh_axes_of(place)]
     return P(*[places[d] or None if d in uneven else place for d, place in enumerate(own)]), uneven
 
 
 def _dividing(axes: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
-    """Returns the longest beginning of `axes` that divides `size`."""
+    """Returns the longest prefix of `axes` that divides `size`."""
     while size % parts(axes, mesh):
         axes = axes[:-1]
     return axes

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a row are split over devices.
 
-Layers that treat tokens one by one need no communication. The three strategies differ in how attention's queries reach
-the keys of other devices.
+Layers that treat tokens independently need no communication. The three strategies differ in how queries get the keys of
+other devices.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from maxlib.sharding._strategy import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class SplitSequence:
-    """A sequence that several devices share, as a layer that mixes tokens is told when it states its traffic.
+    """A split sequence, the argument of `SequenceMixer.traffic`.
 
     Args:
-      strategy: how attention brings it together.
+      strategy: the strategy that splits it.
       mesh: from mesh axis to number of devices.
       parts: devices that share a sequence.
       heads: devices that share the heads (tensor parallelism).
@@ -48,7 +48,7 @@ class SplitSequence:
 
 
 class ContextParallel(Strategy):
-    """Base class of strategies that split a sequence; they differ in `apply` and in what `attention` sends."""
+    """Base class of strategies that split a sequence; they differ in `apply` and in the traffic of `attention`."""
 
     kind: ClassVar[str] = "sequence"
 
@@ -56,14 +56,14 @@ class ContextParallel(Strategy):
         """Returns the bytes that attention sends in a training step, by kind of collective.
 
         Args:
-          split: the sequence that is split.
+          split: the split sequence.
           queries: numbers in a token's queries and outputs.
           keys: numbers in a token's keys and values.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define attention(split, queries, keys) to be planned")
+        raise NotImplementedError(f"{type(self).__name__} must define attention(split, queries, keys) for plans")
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
-        """Yields what every layer that mixes tokens sends because it has a part of each sequence."""
+        """Yields the traffic of every layer that mixes tokens, because sequences are split."""
         if not (context := split_axes(step)):
             return
         parts = step.parts(context)
@@ -83,12 +83,12 @@ class ContextParallel(Strategy):
 
 
 def split_axes(step: StepFacts) -> tuple[str, ...]:
-    """Returns the mesh axes over which a sequence stays split in attention."""
+    """Returns the mesh axes over which a sequence remains split in attention."""
     return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
 
 
 def by_rules(step: StepFacts) -> ContextParallel:
-    """Returns the strategy to which rules amount, where none of these wrote them."""
+    """Returns the equivalent strategy of plain rules that none of these strategies wrote."""
     context = set(split_axes(step))
     if not context & set(step.axes("q_seq")):
         return UlyssesAttention()
@@ -106,18 +106,18 @@ class AllGatherAttention(ContextParallel):
     axis: str = "context"
 
     def apply(self, rules: AxisRules) -> AxisRules:
-        # "kv_seq" has no rule, so inside attention keys and values are whole: [B, T / n, N, H] and [B, T, K, H].
+        # "kv_seq" has no rule, so inside attention keys and values are gathered: [B, T / n, N, H] and [B, T, K, H].
         return {**rules, "seq": self.axis, "q_seq": self.axis}
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
-        # Forward: keys and values gathered from all parts. Backward: their gradients are summed and scattered.
+        # Forward: all-gather of keys and values. Backward: reduce-scatter of their gradients.
         whole = split.tokens * split.width / split.heads * keys * split.parts
         return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
 
 
 @dataclasses.dataclass(frozen=True)
 class RingAttention(ContextParallel):
-    """Ring attention: keys and values go around the devices, past the queries of each (arXiv:2310.01889).
+    """Ring attention: keys and values are passed around the devices, while queries stay (arXiv:2310.01889).
 
     Args:
       axis: the mesh axis that splits the sequence.
@@ -130,16 +130,16 @@ class RingAttention(ContextParallel):
         return {**rules, "seq": self.axis, "q_seq": self.axis, "kv_seq": self.axis}
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
-        # All keys and values pass in every pass; backward with the sums of their gradients, in float32.
+        # Every pass sends all keys and values; the backward pass also sends the sums of their gradients, in float32.
         one = split.tokens * split.width / split.heads
         return {"collective-permute": (split.passes + 4 / split.width) * one * keys * split.parts}
 
 
 @dataclasses.dataclass(frozen=True)
 class UlyssesAttention(ContextParallel):
-    """Ulysses attention: all-to-alls change from split tokens to split heads and back (arXiv:2309.14509).
+    """Ulysses attention: all-to-alls reshard from split tokens to split heads and back (arXiv:2309.14509).
 
-    The mesh axis splits the heads that tensor parallelism leaves to a device.
+    The mesh axis splits the heads that a device has under tensor parallelism.
 
     Args:
       axis: the mesh axis that splits the sequence.

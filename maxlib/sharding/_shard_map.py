@@ -1,4 +1,4 @@
-"""`jax.shard_map` by axis names: runs an op on each device's own part of its arrays."""
+"""`jax.shard_map` by axis names: runs an op on each device's part of its arrays."""
 
 import dataclasses
 import math
@@ -14,20 +14,20 @@ from maxlib.sharding._axes import AxisRules, check_axes, mesh_axes_of
 from maxlib.sharding._layout import current
 from maxlib.sharding._rules import drop_uneven, resolve, spec
 
-LANES = 128  # entries of a row of a TPU's vector registers
+LANES = 128  # entries in a row of a TPU's vector register
 Names = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherArg:
-    """An argument that is stored split by one set of names and computed on split by another.
+    """An argument that is stored with one sharding and used with another.
 
-    Each device all-gathers what it lacks. The gradient is reduce-scattered: a device gets its part of the sum, and the
-    whole sum exists nowhere.
+    Each device all-gathers the missing parts. The gradient is reduce-scattered: each device gets its part of the sum,
+    and no device has the whole sum.
 
     Args:
-      kept: axis names by which the argument is stored.
-      wanted: axis names by which the op reads it.
+      kept: axis names of the stored argument.
+      wanted: axis names of the argument inside the op.
     """
 
     kept: Names
@@ -35,13 +35,13 @@ class AllGatherArg:
 
 
 def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
-    """Tells whether the last dimension is gathered in parts that are not whole TPU registers.
+    """Returns True if the last dimension is gathered in parts that are not whole TPU registers.
 
     Args:
       names: the axis names of the argument.
       shape: its whole shape.
     """
-    # Parts of whole registers (128 entries) are stored next to each other as they arrive; others must be copied again.
+    # Parts of whole registers (128 entries) are stored next to each other as they arrive; others need another copy.
     if (layout := current()) is None:
         return False
     kept, wanted = _places(names, lambda own: spec(own, layout.rules))
@@ -58,16 +58,16 @@ def shard_map_by_name(
     *,
     changes: AxisRules | None = None,
 ) -> Callable[..., Any]:
-    """Wraps `op` in `jax.shard_map`, with arrays split by axis names as the layout in use says.
+    """Wraps `op` in `jax.shard_map`, with arrays split by axis names under the active layout.
 
-    Without a layout it calls `op` itself. An `IfFree` rule gets the mesh axes that no other axis of any array of this
-    call uses. A name keeps only the mesh axes that divide it in every argument, so that all parts match.
+    Without a layout it calls `op` directly. An `IfFree` rule gets the mesh axes that no other axis of any array of this
+    call uses. A name only keeps the mesh axes that divide it in every argument, so that all parts match.
 
     Args:
-      op: the function to run on each device's own parts.
-      in_names: for each argument a tuple of axis names, or `AllGatherArg`; None for an argument that is None.
+      op: the function to run on each device's parts.
+      in_names: a tuple of axis names or `AllGatherArg` for each argument; None for an argument that is None.
       out_names: a pytree of name tuples, one for each result.
-      changes: rules that replace those in use, for this call only.
+      changes: rules that replace the active ones for this call.
 
     Returns:
       A function of the whole arrays.
@@ -82,11 +82,12 @@ def shard_map_by_name(
         if (layout := current()) is None:
             return op(*args)
         mesh = layout.mesh
-        # One decision per name for the whole call: queries and keys, say, must be cut by heads alike.
+        # One decision per name for the whole call: for example, queries and keys must be split by heads in the same
+        # way.
         rules = _dividing(args, in_names, mesh, resolve(names, {**layout.rules, **(changes or {})}))
         place = lambda names: spec(names, rules)
         pairs = enumerate(zip(args, in_names, strict=True))
-        # shard_map takes arrays only: arguments that are None are put back inside.
+        # shard_map only takes arrays: insert arguments that are None again inside.
         present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
         in_specs = tuple(kept for _, _, (kept, _) in present)
         out_specs = jax.tree.map(place, out_names, is_leaf=_is_names)
@@ -97,7 +98,7 @@ def shard_map_by_name(
                 full[i] = _gather(part, *places)
             return op(*full)
 
-        # Custom kernels do not declare over which axes their results vary, so the check (vma) would reject them.
+        # Custom kernels do not declare the axes over which their results vary, so the check (vma) would reject them.
         mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(*[a for _, a, _ in present])
 
@@ -105,24 +106,24 @@ def shard_map_by_name(
 
 
 def _places(names: Names | AllGatherArg, place: Callable[[Names], P]) -> tuple[P, P]:
-    """Returns the spec by which an argument comes in, and the one by which the op reads it."""
+    """Returns the spec of an argument at the call, and its spec inside the op."""
     if not isinstance(names, AllGatherArg):
         return place(names), place(names)
     kept, wanted = place(names.kept), place(names.wanted)
     rank = len(names.kept)
-    # An all-gather joins parts in the order of the last mesh axes of a dimension: ("tensor", "fsdp") can be gathered to
-    # ("tensor",), but ("fsdp", "tensor") cannot. There XLA reshards the argument before it comes in.
+    # An all-gather joins parts over the last mesh axes of a dimension: ("tensor", "fsdp") can be gathered to
+    # ("tensor",), but ("fsdp", "tensor") cannot. In that case XLA reshards the argument before the call.
     begins = all(_axes(kept, d)[: len(_axes(wanted, d))] == _axes(wanted, d) for d in range(rank))
     return (kept if begins else wanted), wanted
 
 
 def _gather(x: jax.Array, kept: P, wanted: P) -> jax.Array:
-    """All-gathers each dimension over the mesh axes that `kept` has beyond `wanted`."""
+    """All-gathers each dimension over the mesh axes of `kept` that are not in `wanted`."""
     for d in range(len(kept)):
         lacking = tuple(axis for axis in _axes(kept, d)[len(_axes(wanted, d)) :] if lax.axis_size(axis) > 1)
         if lacking:
-            # TPUs gather over the last dimension by moving it to the front. For a weight sliced from a stack, XLA
-            # would transpose the whole stack; gathering over the dimension before it avoids this copy.
+            # TPUs gather over the last dimension by moving it to the front. For a weight sliced from a stack, XLA would
+            # transpose the whole stack; gathering over the second to last dimension avoids this copy.
             last = d > 0 and d == x.ndim - 1
             x = jnp.swapaxes(x, d, d - 1) if last else x
             x = lax.all_gather(x, lacking, axis=d - last, tiled=True)
@@ -136,7 +137,7 @@ def _axes(place: P, d: int) -> tuple[str, ...]:
 
 
 def _each(names: Names | AllGatherArg | None) -> list[Names]:
-    """Lists the name tuples of an argument: none, one, or two."""
+    """Lists the name tuples of an argument: zero, one or two."""
     return [] if names is None else [names.kept, names.wanted] if isinstance(names, AllGatherArg) else [names]
 
 
@@ -151,7 +152,7 @@ def _is_names(x: Any) -> bool:
 
 
 def _dividing(args, in_names, mesh, rules):
-    """Returns the rules without mesh axes that do not divide their dimension in some argument."""
+    """Returns the rules without mesh axes that fail to divide their dimension in some argument."""
     rules = dict(rules)
     for arg, names in zip(args, in_names, strict=True):
         if arg is not None:

@@ -1,4 +1,4 @@
-"""The base of all parallelisms: frozen values that say how arrays are split, and that are joined by `|`."""
+"""The base class of parallelism strategies: frozen values that describe how arrays are split and combine with `|`."""
 
 import dataclasses
 import functools
@@ -10,16 +10,17 @@ from jax.sharding import PartitionSpec as P
 from maxlib.sharding._axes import AxisRules, IfFree, check_axes
 from maxlib.sharding._costs import StepFacts, Traffic
 
-# Strategies apply in this order, however they were joined, as some read the rules of earlier ones (experts extend the
-# batch). Those with other kinds come after these, plain rules last.
+# Strategies apply in this order, no matter how they were combined, because some read the rules of earlier ones (experts
+# extend the batch). Other kinds come after these, plain rules last.
 KINDS = ("batch", "fsdp", "tensor", "tensor_sequence", "experts", "sequence", "pipeline", "optimizer", "offload")
 
 
 class Strategy:
     """Base class of parallelisms: configuration, effect on the layout, and communication costs.
 
-    A subclass is a frozen dataclass and overrides what it changes. `a | b` joins strategies; of two with the same
-    `kind` the later one replaces the earlier one. A mapping joins as plain rules, which override all strategies.
+    A subclass is a frozen dataclass and overrides the methods that it changes. `a | b` combines strategies; of two with
+    the same `kind` the later one replaces the earlier one. A mapping counts as plain rules, which override all
+    strategies.
     """
 
     kind: ClassVar[str] = ""
@@ -28,12 +29,12 @@ class Strategy:
         """Returns the rules with the changes of this strategy.
 
         Args:
-          rules: from axis name to mesh axes, as earlier strategies left them.
+          rules: from axis name to mesh axes, after earlier strategies.
         """
         return rules
 
     def rules_in_jit(self, rules: AxisRules) -> AxisRules:
-        """Returns the rules for activations of a running program, if they differ from those of its arguments.
+        """Returns the rules for activations of a running program, if they differ from the rules of its arguments.
 
         Args:
           rules: from axis name to mesh axes.
@@ -41,10 +42,10 @@ class Strategy:
         return rules
 
     def merge(self, earlier: "Strategy") -> "Strategy":
-        """Returns the combination with an earlier strategy of the same kind; by default this one replaces it.
+        """Combines with an earlier strategy of the same kind; by default this one replaces it.
 
         Args:
-          earlier: the strategy that was joined before.
+          earlier: the earlier strategy.
         """
         return self
 
@@ -60,10 +61,10 @@ class Strategy:
         """
 
     def parameter_spec(self, spec: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
-        """Returns the partition spec of a parameter; by default that of the rules.
+        """Returns the partition spec of a parameter; by default the spec of the rules.
 
         Args:
-          spec: the spec by the rules, and by earlier strategies.
+          spec: the spec of the rules and earlier strategies.
           names: its axis names.
           shape: its shape.
           path: its dotted path in the model.
@@ -90,7 +91,8 @@ class Strategy:
         yield from ()
 
     def host_copies(self, step: StepFacts) -> tuple[float, float]:
-        """Returns the bytes that a device copies to the host in a training step, and from it, due to this strategy.
+        """Returns the bytes that a device copies to the host and from the host in a training step, due to this
+        strategy.
 
         Args:
           step: one device's part of the step.
@@ -109,11 +111,11 @@ class Rules(Strategy):
     """Plain rules: a table from the axes of arrays to mesh axes.
 
     Args:
-      table: from axis name to a mesh axis, several, `IfFree`, or None (whole).
+      table: from axis name to one or several mesh axes, `IfFree`, or None (not split).
 
     Raises:
-      ValueError: for a name that is not declared, a value that names no mesh axes, or the axis "layers", which only a
-        `Pipeline` splits.
+      ValueError: for a name that is not declared, a value that is not a mesh axis, or the axis "layers", which only a
+          `Pipeline` splits.
     """
 
     kind: ClassVar[str] = "rules"
@@ -138,9 +140,11 @@ class Rules(Strategy):
 
 def _check_rule(name: str, axes: Any) -> None:
     if isinstance(axes, Strategy):
-        raise ValueError(f"a rule names mesh axes; got {name!r} -> {axes!r}. Join a strategy instead: FSDP | {axes!r}")
+        raise ValueError(
+            f"a rule must name mesh axes; got {name!r} -> {axes!r}. Combine strategies instead: FSDP | {axes!r}"
+        )
     if axes is not None and not isinstance(axes, str | tuple | list | IfFree):
-        raise ValueError(f"a rule names a mesh axis, several, IfFree or None; got {name!r} -> {axes!r}")
+        raise ValueError(f"a rule must be one or several mesh axes, IfFree or None; got {name!r} -> {axes!r}")
     if name == "layers":
         raise ValueError(
             f"only a Pipeline may shard 'layers', got {name!r} -> {axes!r}; add it with | sharding.Pipeline('stage', 8)"
@@ -158,7 +162,7 @@ class Joined(Strategy):
 
 
 def parts_of(strategy: Any) -> tuple[Strategy, ...]:
-    """Returns the strategies that were joined.
+    """Returns the combined strategies.
 
     Args:
       strategy: a strategy, or a mapping of plain rules.
@@ -177,7 +181,7 @@ def parts_of(strategy: Any) -> tuple[Strategy, ...]:
 
 
 def join(*strategies: Any) -> Strategy:
-    """Joins strategies into one, as `|` does.
+    """Combines strategies into one, as `|` does.
 
     Args:
       strategies: strategies, or mappings of plain rules. Those of the same kind are merged, by default to the last one.
@@ -200,7 +204,7 @@ def _order(kind: str) -> int:
 
 @functools.cache
 def rules_of(strategy: Strategy) -> AxisRules:
-    """Returns the table of rules that a strategy amounts to."""
+    """Returns the equivalent table of rules of a strategy."""
     rules: AxisRules = {}
     for part in parts_of(strategy):
         rules = part.apply(rules)

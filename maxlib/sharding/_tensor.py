@@ -8,8 +8,8 @@ from maxlib.sharding._axes import AxisRules, IfFree
 from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._strategy import Strategy
 
-# Of two matmuls in a row, [D, F] then [F, D], the first is split by its outputs and the second by its inputs: between
-# them nothing is communicated, and after them one sum over devices gives the result.
+# Of two consecutive matmuls, [D, F] then [F, D], the first is split by its outputs and the second by its inputs. There
+# is no communication between them, and one sum over devices after them.
 _SPLIT = ("vocab", "heads", "kv_heads", "mlp", "act_heads", "attn_heads", "act_mlp", "act_vocab")
 
 
@@ -47,6 +47,6 @@ class SequenceParallel(Strategy):
 
     def apply(self, rules: AxisRules) -> AxisRules:
         # The all-reduce after a matmul becomes a reduce-scatter, and an all-gather before the next one: the same
-        # traffic, and the residual stream takes 1 / n of the memory. Where heads or the inner width use the axis, "seq"
-        # is whole.
+        # traffic, but the residual stream takes 1 / n of the memory. If heads or the inner width use the axis, "seq" is
+        # not split.
         return {**rules, "seq": IfFree(self.axis)}

@@ -1,6 +1,6 @@
 """The zigzag order of a sequence, which gives all devices of the context axis equal work under a causal mask.
 
-The sequence is cut into `2 n` equal chunks; device `i` of `n` holds chunk `i` and chunk `2 n - 1 - i`.
+The sequence is split into `2 n` equal chunks; device `i` of `n` has chunk `i` and chunk `2 n - 1 - i`.
 """
 
 # Queries of chunk c attend to c whole chunks and half of their own, so chunk c costs c + 1/2. With n = 3 devices:
@@ -21,20 +21,20 @@ from maxlib.sharding._rules import drop_uneven, spec
 
 
 def can_zigzag(length: int) -> bool:
-    """Tells whether the zigzag order is possible.
+    """Returns whether the zigzag order is possible.
 
     Args:
       length: tokens of a row.
 
     Returns:
-      True if the layout in use splits queries by sequence, and `length` divides into two chunks per device.
+      True if the active layout splits queries by sequence, and `length` divides into two chunks per device.
     """
     axis, layout = axis_of("q_seq"), current()
     return axis is not None and layout is not None and length % (2 * layout.mesh.shape[axis]) == 0
 
 
 def zigzag(x: jax.Array, *names: str | None) -> jax.Array:
-    """Reorders the axis "seq" from the natural into the zigzag order; every chunk is sent once.
+    """Reorders the axis "seq" from natural to zigzag order; every chunk is sent once.
 
     Args:
       x: an array in natural order.
@@ -44,7 +44,7 @@ def zigzag(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def unzigzag(x: jax.Array, *names: str | None) -> jax.Array:
-    """Reorders the axis "seq" from the zigzag back into the natural order.
+    """Reorders the axis "seq" from zigzag back to natural order.
 
     Args:
       x: an array in zigzag order.
@@ -54,11 +54,11 @@ def unzigzag(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
-    """Reorders an array that has the whole sequence, without communication, from zigzag into natural order.
+    """Reorders an array with the whole sequence from zigzag to natural order, without communication.
 
     Args:
       x: an array in zigzag order.
-      parts: the number of devices whose chunks were joined.
+      parts: the number of devices whose chunks were concatenated.
       axis: the dimension of the sequence.
     """
     order = [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]  # 3 devices: 0 5 | 1 4 | 2 3
@@ -69,7 +69,7 @@ def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
 def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., Any]) -> jax.Array:
     """Runs `local` on each device's part of x, whose axis "seq" is split over the context axis."""
     layout, axis = current(), axis_of("q_seq")
-    assert layout is not None and axis is not None  # `can_zigzag` was asked before
+    assert layout is not None and axis is not None  # `can_zigzag` was checked before
     own = spec(names, {**layout.rules, "seq": axis}, what=f"activation {x.shape}")
     mesh = layout.mesh
     place, _ = drop_uneven(own, x.shape, mesh)
@@ -83,7 +83,7 @@ def _holder(chunk: int, parts: int) -> int:
 
 
 def _to_zigzag(x, dim: int, axis: str):
-    """Sends the chunks of one device in natural order, `2 j` and `2 j + 1`, to those that hold them in zigzag order."""
+    """Sends a device's chunks in natural order, `2 j` and `2 j + 1`, to the devices that hold them in zigzag order."""
     n = lax.axis_size(axis)
     # i and 2 n - 1 - i have different parity, so each device receives one even and one odd chunk. All even chunks are
     # therefore one permutation of the devices, and all odd chunks another: two ppermutes of half the sequence.
@@ -96,7 +96,7 @@ def _to_zigzag(x, dim: int, axis: str):
 
 
 def _from_zigzag(x, dim: int, axis: str):
-    """Sends the chunks of one device in zigzag order back; the inverse permutations of `_to_zigzag`."""
+    """Sends a device's chunks in zigzag order back, by the inverse permutations of `_to_zigzag`."""
     n = lax.axis_size(axis)
     early, late = jnp.split(x, 2, axis=dim)
     is_even = lax.axis_index(axis) % 2 == 0
@@ -109,5 +109,5 @@ def _from_zigzag(x, dim: int, axis: str):
 
 
 def _pair(even, odd, dim: int, even_first):
-    """Joins two chunks along `dim`, the even one first where `even_first`."""
+    """Concatenates two chunks along `dim`, the even one first if `even_first`."""
     return jnp.concatenate([jnp.where(even_first, even, odd), jnp.where(even_first, odd, even)], axis=dim)

@@ -1,4 +1,4 @@
-"""Queries and helpers for layers: how axes are split, how parts are joined, which axes of an array count layers."""
+"""Helpers for layers: how axes are split, how parts are joined, which axes of an array are layer axes."""
 
 from maxlib.sharding._axes import check_axes as check_axes
 from maxlib.sharding._constrain import axis_of as axis_of

@@ -1,4 +1,4 @@
-"""Copies arrays between the host's memory and the devices."""
+"""Copies arrays between host memory and the devices."""
 
 from typing import Any, TypeVar
 
@@ -9,7 +9,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def is_on_host(x: Any) -> bool:
-    """Tells whether an array is in the host's memory.
+    """Returns True if an array is in host memory.
 
     Args:
       x: an array, its `jax.ShapeDtypeStruct`, or a tracer inside `jit`; anything else is not on the host.
@@ -18,7 +18,7 @@ def is_on_host(x: Any) -> bool:
 
 
 def to_device(tree: Tree) -> Tree:
-    """Copies arrays in the host's memory to the device; leaves the others as they are. For use inside `jit`.
+    """Copies arrays in host memory to the device and returns the others unchanged. For use inside `jit`.
 
     Args:
       tree: a pytree of arrays.
@@ -27,7 +27,7 @@ def to_device(tree: Tree) -> Tree:
 
 
 def to_host(tree: Tree) -> Tree:
-    """Copies arrays to the host's memory, sharded as they are. For use inside `jit`.
+    """Copies arrays to host memory with the same sharding. For use inside `jit`.
 
     Args:
       tree: a pytree of arrays.
@@ -36,7 +36,7 @@ def to_host(tree: Tree) -> Tree:
 
 
 def back_to(old: Any, new: Tree) -> Tree:
-    """Copies arrays to the host's memory if their counterparts in another tree are there. For use inside `jit`.
+    """Copies arrays to host memory if their counterparts in another tree are there. For use inside `jit`.
 
     Args:
       old: a pytree of arrays, some of them on the host.

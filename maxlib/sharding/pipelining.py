@@ -1,4 +1,4 @@
-"""Functions that run layers in stages, for models and training steps. To configure a pipeline, `Pipeline` is enough."""
+"""Functions that run layers in stages, for models and training steps. To configure a pipeline, use `Pipeline`."""
 
 from maxlib.sharding._gpipe import LAYER_INPUT as LAYER_INPUT
 from maxlib.sharding._gpipe import pipelined as pipelined

@@ -1,4 +1,4 @@
-"""The mean loss over held-out batches, and when a `Trainer` computes it."""
+"""Evaluation: the mean loss over held-out batches, and how often a `Trainer` computes it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -17,8 +17,9 @@ class Evaluation:
     """Evaluation of a training run on held-out data: which batches, and how often.
 
     Args:
-      loader: this host's rows of the held-out batches, read from the start each time; not the training loader.
-      every: steps from one evaluation to the next; 0 evaluates at the end of the run only.
+      loader: this host's rows of the held-out batches, read from the start each time. It must not be the training
+          loader.
+      every: steps between evaluations; 0 evaluates only at the end of the run.
       batches: number of batches to read; None reads to the end.
 
     Raises:
@@ -42,9 +43,9 @@ class Evaluation:
 def evaluate(
     eval_step: Callable[[TrainState, Batch], Stats], state: TrainState, batches: Iterable[Batch]
 ) -> dict[str, Any]:
-    """Evaluates a loss on all `batches`: its sums per target, and the number of targets as `num_targets`.
+    """Evaluates a loss on all `batches`; returns its sums per target, and the number of targets as `num_targets`.
 
-    Every target has the same weight, however the targets are divided into batches.
+    Every target has the same weight, no matter how targets are divided into batches.
 
     Args:
       eval_step: `jax.jit(make_eval_step(loss_fn))`.
@@ -59,7 +60,5 @@ def evaluate(
         stats = eval_step(state, batch)
         total = stats if total is None else jax.tree.map(jnp.add, total, stats)
     if total is None or float(total.num_targets) == 0:
-        raise ValueError(
-            "evaluation needs at least one batch with a target; there was none. Give it more held-out data"
-        )
+        raise ValueError("evaluation needs at least one batch with a target, got none. Give it more held-out data")
     return {"num_targets": float(total.num_targets)} | jax.device_get(means(total))

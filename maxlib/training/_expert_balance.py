@@ -1,4 +1,4 @@
-"""Balance of experts without a loss: after a step, the biases of routers move by how often each expert was chosen."""
+"""Expert balancing without a loss: each step updates the routers' biases by how often each expert was chosen."""
 
 import warnings
 from typing import Any
@@ -16,16 +16,16 @@ from maxlib.training._placement import place_like_parameters
 def with_moved_biases(
     rest: Any, trainable: dict[str, Any], counts: Array | None, *, rate: Any, skipped: Bool[Array, ""] | None
 ) -> Any:
-    """Returns `rest` with the expert biases of trained routers moved (arXiv:2408.15664).
+    """Returns `rest` with updated expert biases of trained routers (arXiv:2408.15664).
 
-    The router of a frozen layer, or of the base of an adapter, keeps its bias, as it keeps its weight.
+    Routers of frozen layers, or of the base of an adapter, keep their biases, as they keep their weights.
 
     Args:
-      rest: all of the model that is not trained, the biases among it.
+      rest: the parts of the model that are not trained, including the biases.
       trainable: trained parameters by path.
-      counts: how often each expert of each layer was chosen, `L E`; None if the loss does not say.
-      rate: size of a change.
-      skipped: whether the step changes nothing; None if it always does.
+      counts: how often each expert of each layer was chosen, `L E`; None if the loss does not report it.
+      rate: step size of the biases.
+      skipped: True if the step is skipped; None if steps are never skipped.
     """
     places = _places(rest, counts)
     trained = [bias for bias in dict.fromkeys(places) if _trains(bias, rest, trainable)]
@@ -41,7 +41,7 @@ def with_moved_biases(
 
 
 def _places(rest: Any, counts: Array | None) -> list[str]:
-    """Lists the biases whose routers report. Modules of multi-token prediction do so only where the loss runs them."""
+    """Lists the biases whose routers report counts; multi-token prediction modules only do so if the loss runs them."""
     frozen = nn.tree.frozen_prefixes(rest)
     places = [path for path in expert_bias_paths(rest) if not path.startswith(frozen)]
     nodes = jax.tree_util.tree_leaves_with_path(rest, is_leaf=lambda x: isinstance(x, nn.mtp.MTP))
@@ -54,7 +54,7 @@ def _places(rest: Any, counts: Array | None) -> list[str]:
 
 
 def _trains(bias: str, rest: Any, trainable: dict[str, Any]) -> bool:
-    """Tells whether the router of this bias has a weight that is trained, other than an adapter's."""
+    """Returns True if the weight of this bias's router is trained, other than through an adapter."""
     router, known = bias.rpartition(".")[0] + ".", nn.variables(rest)
     return any(path.startswith(router) and not isinstance(known[path], nnx.LoRAParam) for path in trainable)
 
@@ -62,8 +62,10 @@ def _trains(bias: str, rest: Any, trainable: dict[str, Any]) -> bool:
 def _warn(places: list[str], counts: Array | None) -> None:
     said = "none" if counts is None else f"those of {len(counts)} layers"
     warnings.warn(
-        f"the model has {len(places)} expert biases of trained routers, and the loss reports {said} of their experts' counts "
-        "(Stats.expert_counts), so no bias moves and nothing balances the experts: write the loss with training.objective, or "
+        f"the model has {len(places)} expert biases of trained routers, but the loss reports {said} of their experts' "
+        "counts "
+        "(Stats.expert_counts), so no bias is updated and nothing balances the experts: write the loss with "
+        "training.objective, or "
         "pass router_bias_update_rate=0 and call nn.router.update_router_bias yourself",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""Exports of the model during training: Hugging Face directories, and checkpoints of parameters only."""
+"""Exports of the model during training: Hugging Face directories, and checkpoints with parameters only."""
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ from maxlib.weights import _buckets as buckets
 
 @runtime_checkable
 class Export(Protocol):
-    """Protocol of objects that write the model after some steps, while training goes on."""
+    """Protocol of objects that write the model every few steps while training continues."""
 
     def due(self, step: int) -> bool: ...
     def has(self, step: int) -> bool: ...
@@ -30,16 +30,16 @@ class Export(Protocol):
 class HuggingFaceExport:
     """Background export of the model in Hugging Face's format, to `directory/STEP`.
 
-    A directory appears as a whole or not at all. `save` first copies the model to the host's memory. In a job of
-    several hosts it writes before it returns, because all hosts have to work together.
+    Directories appear atomically. `save` first copies the model to host memory. With several hosts it writes before it
+    returns, because all hosts have to cooperate.
 
     Args:
       directory: directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
       every: number of steps between exports.
       keep: number of newest exports to keep; None keeps all.
-      ema: write the averages that `training.ema` keeps instead of the parameters.
-      options: those of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the model that is
-        trained, for its tokenizer, its template and the ids that end a text.
+      ema: True writes the averages of `training.ema` instead of the parameters.
+      options: options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
+          from which the tokenizer, the chat template and the end-of-text ids are copied.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.
@@ -68,7 +68,7 @@ class HuggingFaceExport:
         return there if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(there)))
 
     def save(self, step: int, state: TrainState) -> None:
-        """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
+        """Starts writing, after the previous export has finished. Raises SaveError if that one failed."""
         self.wait()
         model = ema_model(state) if self.ema else state.model
         if jax.process_count() > 1:
@@ -78,7 +78,7 @@ class HuggingFaceExport:
             self._running = step, self._thread.submit(self._write, step, model)
 
     def wait(self) -> None:
-        """Waits until the last export is on disk. Raises SaveError if it has failed."""
+        """Waits until the last export is on disk. Raises SaveError if it failed."""
         (_, running), self._running = self._running, (-1, None)
         if running is not None:
             running.result()
@@ -99,8 +99,8 @@ class HuggingFaceExport:
 class ParameterExport:
     """Background export of checkpoints of the model alone, to `directory/STEP`.
 
-    They hold the items `params` and `rest`, a third of a full checkpoint. `Trainer.restore(params_from=...)` and
-    `checkpoint.load` read the newest one. A run that has gone back replaces later exports with its next one.
+    They contain the items `params` and `rest`, a third of a full checkpoint. `Trainer.restore(params_from=...)` and
+    `checkpoint.load` read the newest one. If a run goes back to an earlier step, its next export replaces later ones.
 
     Args:
       directory: directory of the exports.
@@ -117,14 +117,16 @@ class ParameterExport:
         return self._checkpointer.has(step)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Starts to write; waits for the export before, if that still runs. Raises SaveError if that one has failed."""
+        """Starts writing, after the previous export has finished. Raises SaveError if that one failed."""
         self._checkpointer.groupings = checkpoint.groupings(state.rest)
         items = {name: item for name, item in items_of(state).items() if name != "opt"}
         self._checkpointer.save(step, items, meta={"model": config_text(state.rest)})
 
 
 def _clean(directory: Path) -> None:
-    """Removes what a killed export left: an unfinished directory, or a complete one that was about to be replaced."""
+    """Removes leftovers of a killed export: an unfinished directory, or a complete one that was about to be
+    replaced.
+    """
     for old in directory.glob(".*.old-*"):
         there = directory / old.name[1:].rpartition(".old-")[0]
         shutil.rmtree(old) if there.exists() else old.rename(there)

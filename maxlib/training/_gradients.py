@@ -1,4 +1,4 @@
-"""The gradient of a loss: by autodiff of the whole batch, or of microbatches one after the other."""
+"""The gradient of a loss: autodiff of the whole batch, or of one microbatch after the other."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -16,10 +16,10 @@ Params = dict[str, Any]
 
 @runtime_checkable
 class HasGradients(Protocol):
-    """Protocol of losses that find their own gradient, in place of autodiff of the whole batch."""
+    """Protocol of losses that compute their own gradient instead of using autodiff of the whole batch."""
 
     def gradients(self, trainable: Params, rest: Any, batch: Batch, key: Array) -> tuple[Params, Array, Stats]:
-        """Returns the gradient of the mean loss, that mean, and the statistics of the batch."""
+        """Returns the gradient of the mean loss, the mean loss, and the statistics of the batch."""
         ...
 
 
@@ -35,7 +35,7 @@ class Accumulated:
         return self.loss(model, batch, key)
 
     def gradients(self, trainable: Params, rest: Any, batch: Batch, key: Array) -> tuple[Params, Array, Stats]:
-        """Returns the gradient of the mean over all microbatches, that mean, and the sums of their statistics."""
+        """Returns the gradient of the mean loss over all microbatches, that mean, and the sums of their statistics."""
         if self.microbatches == 1:
             return _autodiff(self.loss, trainable, rest, batch, key)
         _check_rows(batch)
@@ -53,36 +53,36 @@ class Accumulated:
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)
         start = (_place(zeros), jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats))
         (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
-        # Weighted by their numbers of targets, microbatches give the mean of the whole batch.
+        # Weighting microbatches by their numbers of targets gives the mean of the whole batch.
         count = divisor(stats.num_targets)
         return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, trainable), loss / count, stats
 
 
 def divisor(count: Array) -> Array:
-    """Returns a number of targets, or a sum of weights below 1, to divide by: 1 in place of none."""
+    """Returns the divisor for a number of targets, or for a sum of weights that may be below 1; 1 if it is zero."""
     return jnp.where(count > 0, count, 1)
 
 
 def accumulate(loss: Loss, microbatches: int) -> Accumulated:
     """Makes a loss whose gradient is accumulated over microbatches, which takes less memory.
 
-    The step is that of the whole batch where a loss is a sum over targets. What a loss computes of a whole batch, such
-    as a router's balance, is of each microbatch here, and each draws its own random numbers.
+    If the loss is a sum over targets, the step equals that of the whole batch. Terms that depend on a whole batch, such
+    as a router's balance loss, are computed per microbatch, and each microbatch draws its own random numbers.
 
     Args:
-      loss: `(model, batch, key) -> (sum over targets, Stats)`; give options with `functools.partial`.
-      microbatches: number of parts of a batch, each of every `microbatches`-th row. They are weighted by their numbers
-        of targets.
+      loss: `(model, batch, key) -> (sum over targets, Stats)`; pass options with `functools.partial`.
+      microbatches: number of parts of a batch; each takes every `microbatches`-th row and is weighted by its number of
+          targets.
 
     Raises:
-      ValueError: for less than one microbatch; by the step, for arrays of a batch with other numbers of rows than its
-        tokens, such as images by themselves.
-      TypeError: for a loss that finds its own gradient, as `one_f_one_b` makes.
+      ValueError: for less than one microbatch; in a step, for arrays whose number of rows differs from that of the
+          tokens, such as images without rows.
+      TypeError: for a loss that computes its own gradient, such as `one_f_one_b`.
     """
     if isinstance(loss, HasGradients):
         raise TypeError(
-            f"accumulate takes a loss that autodiff differentiates; {loss!r} finds its own gradient from the whole "
-            "batch. Leave accumulate out: a pipeline has microbatches of its own"
+            f"accumulate takes a loss that autodiff differentiates; {loss!r} computes its own gradient from the whole "
+            "batch. Omit accumulate: a pipeline already has microbatches"
         )
     if microbatches < 1:
         raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
@@ -109,7 +109,7 @@ def _gradient(loss: Loss, trainable: Params, rest: Any, batch: Batch, key: Array
         return total / divisor(stats.num_targets) if mean else total, stats
 
     value, grads = jax.value_and_grad(loss_of, has_aux=True)(trainable)
-    return value, sharding.memory.to_device(grads)  # those of parameters on the host are born there
+    return value, sharding.memory.to_device(grads)  # gradients of parameters in host memory are created there
 
 
 def _checked(result: Any) -> tuple[Array, Stats]:
@@ -120,7 +120,7 @@ def _checked(result: Any) -> tuple[Array, Stats]:
 
 
 def _check_rows(batch: Batch) -> None:
-    """Raises ValueError for arrays without a row for each row of tokens: a cut would mix them."""
+    """Raises ValueError for arrays without a row for each row of tokens, which a split would mix up."""
     arrays = {
         jax.tree_util.keystr(path, simple=True, separator="."): x
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
@@ -128,15 +128,14 @@ def _check_rows(batch: Batch) -> None:
     tokens = next((name for name in arrays if name.rpartition(".")[2] == "tokens"), next(iter(arrays)))
     if odd := [f"{name} {x.shape}" for name, x in arrays.items() if x.shape[:1] != arrays[tokens].shape[:1]]:
         raise ValueError(
-            f"accumulate cuts a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have others: {', '.join(odd)}. "
+            f"accumulate splits a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have other "
+            f"numbers of rows: {', '.join(odd)}. "
             "Images must be nn.vision.Patches with a row for each row of tokens, as data.pack makes them"
         )
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """Splits a batch: microbatch `i` takes every `count`-th row, so rows that are spread over devices stay evenly
-    spread.
-    """
+    """Splits a batch: each microbatch takes every `count`-th row, so that rows stay evenly spread over devices."""
     if x.shape[0] % count:
         raise ValueError(
             f"{count} accumulated microbatches must divide the batch's {x.shape[0]} rows; change one of them"

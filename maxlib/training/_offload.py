@@ -1,4 +1,4 @@
-"""Moments that wait on the host, and an update that takes them to the device layer by layer."""
+"""Offloading of optimizer moments to the host, with an update that copies them to the device layer by layer."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable
@@ -20,13 +20,13 @@ Update = Callable[..., Any]
 def offload_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` to create its moments on the host if the layout says so (`sharding.OFFLOAD_OPTIMIZER`).
 
-    A loop over the layers of a stack moves the moments of one layer at a time to the device and back. `update` takes
+    A loop over the layers of a stack copies the moments of one layer at a time to the device and back. `update` takes
     the paths that store several layers, `stacked=nn.tree.stacked_paths(model)`, as `make_train_step` passes them; other
-    arrays are moved whole. Without offloading, nothing changes.
+    arrays are copied whole. Without offloading, nothing changes.
 
     Args:
-      optimizer: an optimizer that treats each layer of a parameter separately, as Adam does; clipping by the norm of
-        all gradients does not.
+      optimizer: an optimizer that treats each layer of a parameter separately, such as Adam, but not clipping by the
+          global norm.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -50,8 +50,8 @@ def offload_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientT
 def update(
     optimizer: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, **extra: Any
 ) -> Any:
-    """Calls `optimizer.update`. Raises ValueError if parameters are on the host and the optimizer cannot take them from
-    there.
+    """Calls `optimizer.update`. Raises ValueError if parameters are on the host and the optimizer does not support
+    that.
     """
     try:
         return optimizer.update(updates, state, params, **extra)
@@ -59,13 +59,14 @@ def update(
         if "memory_space" not in str(error) or not any(map(memory.is_on_host, jax.tree.leaves(params))):
             raise
         raise ValueError(
-            "the layout keeps layers on the host (OFFLOAD_LAYERS), from where this optimizer cannot take them: take "
-            "training.adamw with float32 moments, wrap all that reads parameters in training.offload_by_layer, or leave that out"
+            "the layout keeps layers on the host (OFFLOAD_LAYERS), which this optimizer does not support: use "
+            "training.adamw with float32 moments, wrap everything that reads parameters in training.offload_by_layer, "
+            "or omit OFFLOAD_LAYERS"
         ) from error
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """Applies updates as optax does, but in place and layer by layer for parameters that wait on the host."""
+    """Applies updates as optax does, but in place and layer by layer for parameters on the host."""
 
     def one(p: Array, u: Array) -> Any:
         if not memory.is_on_host(p):
@@ -77,21 +78,23 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def check_offloaded(state: Any, params: dict[str, Any]) -> None:
-    """Raises ValueError if the layout wants moments on the host and all of them are on the device."""
+    """Raises ValueError if the layout asks for moments on the host but all of them are on the device."""
     if (layout := sharding.current()) is None or not layout.offload.optimizer:
         return
     shapes = {x.shape for x in params.values()}
     moments = [x for x in jax.tree.leaves(state) if x.shape in shapes]
     if moments and not any(map(memory.is_on_host, moments)):
         raise ValueError(
-            "the layout wants moments on the host (OFFLOAD_OPTIMIZER), but this optimizer keeps all of them on the device: "
-            "take training.adamw with float32 moments, wrap one that treats each layer by itself in training.offload_by_layer, or "
+            "the layout asks for moments on the host (OFFLOAD_OPTIMIZER), but this optimizer keeps all of them on the "
+            "device: "
+            "use training.adamw with float32 moments, wrap an optimizer that treats layers separately in "
+            "training.offload_by_layer, or "
             "leave that out"
         )
 
 
 def _wait(state: Any, params: dict[str, Any]) -> Any:
-    """Puts what is kept by path into the memory that the layout says."""
+    """Puts moments, which are dicts by path, into the layout's memory kind."""
     if (layout := sharding.current()) is None or not layout.offload.optimizer:
         return state
     put = lambda node: memory.to_host(node) if _by_path(node, params) else node
@@ -103,7 +106,7 @@ def _by_path(node: Any, params: Iterable[str]) -> bool:
 
 
 def _groups(params: dict[str, Any], stacked: Collection[str]) -> list[tuple[int | None, list[str]]]:
-    """Returns the paths of equally many layers, and of what stands alone (None)."""
+    """Groups paths by their number of stacked layers; None is the group of arrays outside stacks."""
     found: dict[int | None, list[str]] = {}
     for path, leaf in params.items():
         repeats = jax.tree.leaves(leaf)[0].shape[0] if path in stacked and jax.tree.leaves(leaf) else None
@@ -112,20 +115,20 @@ def _groups(params: dict[str, Any], stacked: Collection[str]) -> list[tuple[int 
 
 
 def _only(tree: Any, paths: list[str], params: dict[str, Any]) -> Any:
-    """Returns `tree` as if there were no parameters but these."""
+    """Returns `tree` restricted to these parameters."""
     is_node = functools.partial(_by_path, params=params)
     cut = lambda node: {path: node[path] for path in paths if path in node} if is_node(node) else node
     return jax.tree.map(cut, tree, is_leaf=is_node)
 
 
 def _joined(whole: Any, part: Any, params: dict[str, Any]) -> Any:
-    """Returns `whole` with what `part` has in its place."""
+    """Returns `whole` with its entries replaced by those of `part`."""
     is_node = functools.partial(_by_path, params=params)
     return jax.tree.map(lambda old, new: old | new if is_node(old) else new, whole, part, is_leaf=is_node)
 
 
 def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Updates what no stack repeats, in a loop that runs once."""
+    """Updates arrays outside stacks, in a loop of one iteration."""
     once, updates = run_once_later(updates)
 
     def one(_, carry: Any) -> Any:
@@ -137,7 +140,7 @@ def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, An
 
 
 def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Works in place: moments where they lie, and changes where the gradients were."""
+    """Updates layer by layer, in place: moments in their buffers, and updates in those of the gradients."""
     is_node = functools.partial(_by_path, params=updates)
     nodes, tree = jax.tree.flatten(state, is_leaf=is_node)
     held, common = [n if is_node(n) else None for n in nodes], [None if is_node(n) else n for n in nodes]
@@ -169,6 +172,6 @@ def _put(tree: Any, layer: Any, i: Int[Array, ""]) -> Any:
 
 
 def _as_changes(step: Update, updates: Any, state: Any, params: Any) -> Any:
-    """Casts the gradients to the dtype of what becomes of them."""
+    """Casts the gradients to the dtype of their updates."""
     shapes, _ = jax.eval_shape(lambda *args: step(*memory.to_device(args)), updates, state, params)
     return jax.tree.map(lambda g, shape: jnp.asarray(g, shape.dtype), updates, shapes)

@@ -14,8 +14,8 @@ from maxlib import nn
 
 
 class SpikeState(NamedTuple):
-    """inner: the optimizer's own. norm, loss: running means. deviation: that of the loss from its mean. count: steps
-    that went into them.
+    """inner: state of the wrapped optimizer. norm, loss: running means. deviation: running mean of the loss's
+    deviation. count: steps in these means.
     """
 
     inner: Any
@@ -34,18 +34,19 @@ def skip_spikes(
     decay: float = 0.98,
     warmup_steps: int = 100,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer`: a step changes nothing if its gradient or loss is not finite or far above the recent ones.
+    """Wraps `optimizer` to skip steps whose gradient or loss is not finite or far above recent ones.
 
-    A skipped step does not enter the means; `make_train_step` reports it as `skipped`.
+    A skipped step changes nothing and does not enter the means; `make_train_step` reports it as `skipped`.
 
     Args:
-      optimizer: what updates otherwise.
+      optimizer: the optimizer to wrap.
       norm_factor: a step is skipped if the gradient's norm exceeds this many times its running mean.
-      loss_factor: a step is skipped if the loss rises above its running mean by more than `loss_factor - 1` times the
-        mean's magnitude, and by more than 8 `(loss_factor - 1)` usual deviations. So the loss may have any sign.
-      decay: of the running means, per step.
-      warmup_steps: before this step only a loss or a gradient that is not finite is skipped. The means remember the
-        start of a run for about `1 / (1 - decay)` steps; a rise after a fast fall passes in that time.
+      loss_factor: a step is skipped if the loss exceeds its running mean by more than `loss_factor - 1` times the
+          mean's magnitude, and by more than 8 `(loss_factor - 1)` typical deviations. The loss may have any sign.
+      decay: decay of the running means per step.
+      warmup_steps: before this step, only steps whose loss or gradient is not finite are skipped. The means remember
+          the start of a run for about `1 / (1 - decay)` steps; during that time a rise after a fast fall is not
+          skipped.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -57,7 +58,8 @@ def skip_spikes(
         value = extra["value"]  # the loss, as `make_train_step` gives it
         now = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
         finite = jnp.isfinite(now) & jnp.isfinite(value)
-        # A mean that is negative, or near zero, says nothing of how far is far; how much the loss moves anyway does.
+        # If the mean is negative or near zero, its magnitude is no scale for a spike; the usual deviation of the loss
+        # is.
         usual = jnp.maximum(jnp.abs(state.loss), 8 * state.deviation)
         high = (now > norm_factor * state.norm) | (value - state.loss > (loss_factor - 1) * usual)
         skipped = ~finite | (high & (state.count >= warmup_steps))
@@ -80,8 +82,8 @@ def skip_spikes(
 
 
 class LowState(NamedTuple):
-    """inner: the optimizer's own, what is like a parameter in bfloat16. updates: how many there were; the noise follows
-    from it.
+    """inner: state of the wrapped optimizer, with moments in bfloat16. updates: number of updates, which seeds the
+    noise.
     """
 
     inner: Any
@@ -91,10 +93,10 @@ class LowState(NamedTuple):
 def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` so that it computes in float32 and holds its moments in bfloat16.
 
-    Parameters may be bfloat16 too (`nn.cast`). Stored values are rounded up or down at random, with the correct mean:
-    changes below 1/256 add up, while rounding to nearest would lose them in every step. The random numbers depend only
-    on the number of the update, so that runs repeat bit for bit. What is stored decides the parameters, so
-    transformations that scale updates belong inside.
+    Parameters may be bfloat16 too (`nn.cast`). Stored values are rounded stochastically, with the correct mean: changes
+    below 1/256 add up, while rounding to nearest would lose them in every step. The random numbers depend only on the
+    number of the update, so runs repeat bit for bit. The update is computed from the rounded values, so transformations
+    that scale updates belong inside.
 
     Args:
       optimizer: the optimizer to wrap.
@@ -110,7 +112,7 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
         return LowState(low, jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, **extra):
-        assert params is not None  # the step gives them
+        assert params is not None  # the step passes them
         key = jax.random.fold_in(jax.random.key(0), state.updates)
         wide = moments(state.inner, params, lambda x, i: x.astype(jnp.float32))
         changes, wide = inner.update(updates, wide, params, **extra)
@@ -122,9 +124,7 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` to see parameters and gradients in float32 whatever they are, so that its moments are
-    float32.
-    """
+    """Wraps `optimizer` to get parameters and gradients in float32 for any dtype, so that its moments are float32."""
     inner = optax.with_extra_args_support(optimizer)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
@@ -135,7 +135,7 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
-    """Tells whether a leaf of an optimizer's state is of a parameter: a moment."""
+    """Returns True if a leaf of an optimizer's state belongs to a parameter, as a moment does."""
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
     def like(path: Any, leaf: Any) -> bool:
@@ -146,9 +146,7 @@ def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
 
 
 def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
-    """Rounds to bfloat16 below or above `x`, the nearer the likelier: noise below the last bit that is kept, then cut
-    off.
-    """
+    """Rounds stochastically to bfloat16: adds noise below the last kept bit, then truncates."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -169,7 +167,7 @@ def _held_changes(params: Any, changes: Any, key: Array) -> Any:
 
 
 class EMAState(NamedTuple):
-    """inner: the optimizer's own. average: of the parameters."""
+    """inner: state of the wrapped optimizer. average: moving average of the parameters."""
 
     inner: Any
     average: dict[str, Array]
@@ -178,13 +176,13 @@ class EMAState(NamedTuple):
 def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` to keep an exponential moving average of the parameters in float32; see `ema_model`.
 
-    The average begins at the initial parameters. It costs one more copy of them, sharded as they are. Nothing may
-    change the updates after it, or the average is of parameters that never were: put it around `optax.chain`, or last
-    in it. `make_state` checks this.
+    The average begins at the initial parameters. It takes the memory of another copy of them, with the same sharding.
+    No transformation may change the updates after it, or the average would not follow the parameters: put it around
+    `optax.chain`, or last in it. `make_state` checks this.
 
     Args:
-      optimizer: all that makes the updates.
-      decay: share of the average that stays at each step.
+      optimizer: the complete optimizer.
+      decay: weight of the old average at each step.
     """
     inner = optax.with_extra_args_support(optimizer)
     float32 = lambda tree: jax.tree.map(lambda p: jnp.array(p, jnp.float32), tree)
@@ -202,13 +200,13 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
 
 
 def check_averages(state: Any) -> None:
-    """Raises ValueError if an `optax.chain` changes updates after `ema` has seen them."""
+    """Raises ValueError if an `optax.chain` changes updates after `ema`."""
     if type(state) is tuple and any(map(_averages, state[:-1])):
         raise ValueError(
-            "in optax.chain, ema(...) stands before another transformation, so its average follows updates that are "
+            "in optax.chain, ema(...) comes before another transformation, so its average follows updates that are "
             "changed afterwards: put it around the whole chain, ema(optax.chain(...))"
         )
-    if isinstance(state, tuple):  # a chain's, or a wrapper's with the `inner` state
+    if isinstance(state, tuple):  # of a chain, or of a wrapper with an `inner` state
         for part in state:
             check_averages(part)
 
@@ -219,17 +217,17 @@ def _averages(state: Any) -> bool:
 
 
 def ema_model(state: Any) -> Any:
-    """Builds the model of a `TrainState` with the averages that `ema` keeps, in the dtypes of the parameters.
+    """Builds the model of a `TrainState` with the averages of `ema`, in the dtypes of the parameters.
 
     Args:
       state: a state whose optimizer is wrapped in `ema`.
 
     Raises:
-      ValueError: when its optimizer keeps no averages.
+      ValueError: when its optimizer has no averages.
     """
     average = optax.tree.get(state.opt_state, "average")
     if average is None:
-        raise ValueError("this optimizer keeps no average of the parameters; wrap it: training.ema(optimizer)")
+        raise ValueError("this optimizer has no average of the parameters; wrap it: training.ema(optimizer)")
     cast = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.trainable)
     return nn.combine(cast, state.rest)
 
@@ -237,15 +235,15 @@ def ema_model(state: Any) -> Any:
 def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.GradientTransformation:
     """Multiplies updates, and so learning rates, by path.
 
-    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}, model=model))` lets embeddings learn at a tenth of the rate.
+    `optax.chain(optimizer, scale_by_path({"embed.*": 0.1}, model=model))` trains embeddings at a tenth of the rate.
 
     Args:
-        factors: By patterns, as those of a shell, on paths without the groups of stacks ("layers.attn.q.w"); the
-            first that fits counts, and what none fits is left as it is.
-        model: Tells which paths are of a stack; `jax.eval_shape` of a model does.
+        factors: Factors by shell-style patterns on paths without the groups of stacks ("layers.attn.q.w"). The first
+            matching pattern applies; paths without a match are unchanged.
+        model: Determines which paths belong to a stack; `jax.eval_shape` of a model is enough.
 
     Raises:
-        ValueError: At `init`, a pattern fits no parameter.
+        ValueError: At `init`, if a pattern matches no parameter.
     """
     short = nn.tree.pattern_paths(model)
 
@@ -256,7 +254,9 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
     def init(params):
         names = [short[path] for path in params]
         if unused := [pattern for pattern in factors if not fnmatch.filter(names, pattern)]:
-            raise ValueError(f"each pattern must fit a parameter, {unused} fit none; there are {sorted(set(names))}")
+            raise ValueError(
+                f"each pattern must match a parameter, {unused} match none; there are {sorted(set(names))}"
+            )
         return optax.EmptyState()
 
     def update(updates, state, params=None):
@@ -283,7 +283,8 @@ class PathFilter:
         names = sorted({short[path] for path in nn.partition(model)[0]})
         if unused := [pattern for pattern in self.patterns if not fnmatch.filter(names, pattern)]:
             raise ValueError(
-                f"each pattern of trainable_only must fit a parameter, {unused} fit none (a tied head has none); there are "
+                f"each pattern of trainable_only must match a parameter, {unused} match none (a tied head has none); "
+                "there are "
                 f"{names}"
             )
 
@@ -292,10 +293,10 @@ def trainable_only(*patterns: str) -> nn.tree.Filter:
     """Makes a filter for `make_state` and `Trainer` that trains only the parameters whose path matches a pattern.
 
     All others are frozen and have no moments. Patterns are those of `scale_by_path`, for example
-    `trainable_only("layers.attn.*", "head.w")`. If one matches nothing, `make_state` raises an error: a model whose
-    head is tied, say, has no "head.w".
+    `trainable_only("layers.attn.*", "head.w")`. If a pattern matches nothing, `make_state` raises an error: for
+    example, a model with a tied head has no "head.w".
 
     Args:
-        *patterns: As those of a shell, on paths without the groups of stacks.
+        *patterns: Shell-style patterns on paths without the groups of stacks.
     """
     return PathFilter(patterns)

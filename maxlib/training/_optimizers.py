@@ -1,7 +1,7 @@
-"""Optimizers with the choices that language models are trained with; anything from optax does as well.
+"""Optimizers with common settings for language models; any optax optimizer works as well.
 
-Every one of them takes `{path: array}` and knows weights by the names of their axes, so layers in a stack are treated
-one by one.
+All of them take `{path: array}` and identify weights by the names of their axes, so layers in a stack are treated
+separately.
 """
 
 import functools
@@ -21,20 +21,20 @@ from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
-# Names of parameters that never decay; so are those that end in "_bias". `magnitude` is DoRA's.
+# Names of parameters that never decay, like those that end in "_bias". `magnitude` is DoRA's.
 BIASES = ("b", "bias", "magnitude")
 # Names of parameters that are vectors in every layer.
 VECTORS = (*BIASES, "scale", "sinks", "a_log", "d", "alpha_p", "alpha_n")
 
 
 def decay_by_name(params: Mapping[str, Any], stacked: Collection[str] | None = None) -> dict[str, bool]:
-    """Chooses what decays by path and shape: matrices, embeddings and both factors of adapters, not biases, norm
-    scales, sinks and the lengths of DoRA.
+    """Selects the parameters that decay by path and shape: matrices, embeddings and both factors of adapters, but not
+    biases, norm scales, sinks and the magnitudes of DoRA.
 
     Args:
       params: arrays by path.
-      stacked: paths of arrays that hold several layers, as `make_train_step` gives them. Without them norm scales and
-        other usual vectors are known by their names, and a vector of your own in a stack counts as a matrix.
+      stacked: paths of arrays that store several layers, as `make_train_step` passes them. Without them, norm scales
+          and other common vectors are recognized by name, and any other vector in a stack counts as a matrix.
     """
     names, layers = (VECTORS, ()) if stacked is None else (BIASES, stacked)
     is_vector = lambda path: _is_named(path, names, params) or path.endswith("_bias")
@@ -43,7 +43,9 @@ def decay_by_name(params: Mapping[str, Any], stacked: Collection[str] | None = N
 
 
 def _decay_by_name(rate: float) -> optax.GradientTransformationExtraArgs:
-    """Adds weight decay to what `decay_by_name` chooses, by the shapes of single layers in a training step."""
+    """Adds weight decay to the parameters that `decay_by_name` selects, by the shapes of single layers in a training
+    step.
+    """
 
     def update(updates, state, params=None, *, stacked=None, **extra):
         assert params is not None  # the step gives them
@@ -54,7 +56,7 @@ def _decay_by_name(rate: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _is_named(path: str, names: tuple[str, ...], known: Collection[str]) -> bool:
-    """Tells whether a path ends in one of these names. A "b" beside an "a" is no bias but an adapter's factor."""
+    """Returns True if a path ends in one of these names. A "b" next to an "a" is an adapter's factor and not a bias."""
     parent, _, name = path.rpartition(".")
     return name in names and not (name == "b" and f"{parent}.a" in known)
 
@@ -72,16 +74,19 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Returns AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
+        optimizer = training.adamw(training.warmup_cosine(3e-4, steps=10_000, warmup=500))
+
     Args:
       learning_rate: a number, or a schedule from step to number.
-      mask: from paths to what decays. The default takes matrices and embeddings, in a training step by the shapes of
-        single layers, elsewhere by their names; `decay_mask(model)` takes them by their axes; None decays everything.
-      weight_decay: share of the learning rate by which weights shrink at each step.
-      b1: decay of the mean of gradients.
-      b2: decay of the mean of their squares.
-      eps: added to the root of the latter.
-      clip: largest global norm of a gradient; None clips nothing.
-      moments: dtype of the moments, float32 or bfloat16 (see `bfloat16_moments`), whatever that of the parameters.
+      mask: selects the parameters that decay. The default takes matrices and embeddings, in a training step by the
+        shapes of single layers, elsewhere by their names; `decay_mask(model)` selects them by their axes; None decays
+        everything.
+      weight_decay: weights shrink by `learning_rate * weight_decay` at each step.
+      b1: decay of the mean gradient.
+      b2: decay of the mean squared gradient.
+      eps: added to the root of the mean squared gradient.
+      clip: maximum global norm of the gradient; None disables clipping.
+      moments: dtype of the moments for any dtype of the parameters: float32 or bfloat16 (see `bfloat16_moments`).
     """
     if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
@@ -110,13 +115,15 @@ def muon(
     """Returns Muon (arXiv:2502.16982) for the matrices inside layers, and AdamW for embeddings, head, routers, norms,
     biases.
 
-    Each matrix is made orthogonal as inputs x outputs, heads together, every layer and every expert by itself. Its
-    update is scaled to the size of Adam's, so `learning_rate` and `weight_decay` mean what they mean there.
+    The update of each layer's and each expert's matrix is orthogonalized as an inputs x outputs matrix, all heads
+    together. It is scaled to the size of Adam's updates, so `learning_rate` and `weight_decay` have the same meaning.
+
+        optimizer = training.muon(1e-3, model=model)
 
     Args:
       learning_rate: a number, or a schedule from step to number.
-      model: gives the axes; `jax.eval_shape` of a model does.
-      adam_learning_rate: that of AdamW; None is the same.
+      model: determines the axes; `jax.eval_shape` of a model is enough.
+      adam_learning_rate: learning rate of AdamW; None means the same rate.
       weight_decay: as in `adamw`.
       beta: decay of Muon's momentum.
       b1: as in `adamw`.
@@ -146,7 +153,7 @@ def muon(
 
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"moments are held in float32 or bfloat16, got {jnp.dtype(moments).name}")
+        raise ValueError(f"moments must be float32 or bfloat16, got {jnp.dtype(moments).name}")
     return (
         bfloat16_moments(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else offload_by_layer(in_float32(optimizer))
     )
@@ -159,14 +166,12 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
 
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Finds which dimensions of each matrix are its inputs and which its outputs, by path; all before them are counted
-    through.
-    """
+    """Finds the input and output dimensions of each matrix by path; all dimensions before them are batch dimensions."""
     found = {}
     for path, summed in nn.tree.summed_axes(model).items():
         variable = nn.variables(model)[path]
         names = variable.get_metadata()["axes"]
-        own = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's axis of layers
+        own = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's layer axis
         inputs = tuple(d for d in own if names[d] in summed)
         outputs = tuple(d for d in own if names[d] not in summed and names[d] != "expert")
         if inputs and outputs and ".router." not in path:
@@ -178,10 +183,10 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Returns a transformation that scales all gradients so that their common norm is at most `limit`.
 
     It multiplies by one factor, which XLA fuses into the update. optax's version selects between arrays, which on a CPU
-    keeps a second copy of all gradients and made AdamW 2.5 times as slow.
+    keeps a second copy of all gradients and makes AdamW 2.5 times as slow.
 
     Args:
-      limit: largest norm.
+      limit: maximum norm.
     """
 
     def update(updates, state, params=None):
@@ -192,8 +197,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 def decay_mask(model: Any) -> Mask:
-    """Selects the weights for weight decay: two or more axes, embeddings and both factors of adapters included; no norm
-    scales, biases, sinks or lengths of DoRA.
+    """Selects the weights for weight decay: those with two or more axes, including embeddings and both factors of
+    adapters, but no norm scales, biases, sinks or magnitudes of DoRA.
 
     Axes are counted by their names (`nn.tree.own_axes`), so a norm scale that a stack stores as a matrix is still a
     vector.
@@ -210,10 +215,10 @@ def decay_mask(model: Any) -> Mask:
 def width_factors(model: Any, base: Any) -> dict[str, float]:
     """Computes the factor on Adam's learning rate of each weight in a wider model (muP, arXiv:2203.03466).
 
-    A learning rate tuned on `base` then suits `model`, if the model is initialised as `width_scaled` does and its heads
-    have the width of those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head) get
-    base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has no factor, and
-    its logits grow with the width.
+    A learning rate tuned on `base` then transfers to `model`, if the model is initialised with `width_scaled` and its
+    heads are as wide as those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head)
+    get the factor base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has
+    no factor, and its logits grow with the width.
 
     Args:
       model: the wider model; `jax.eval_shape` of it is enough.
@@ -234,8 +239,8 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
 def width_scaled(model: Model, base: Any) -> Model:
     """Scales the initial values of a fresh `model` for muP: an untied head is multiplied by base inputs / inputs.
 
-    All other default initial values have the right size already: 1 / sqrt(inputs) in matrices, and the same at all
-    widths in embeddings. See `width_factors`.
+    All other default initial values already have the right scale: 1 / sqrt(inputs) for matrices, and independent of the
+    width for embeddings. See `width_factors`.
 
     Args:
       model: the wider model, freshly initialised.

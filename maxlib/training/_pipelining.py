@@ -1,5 +1,5 @@
-"""Training a decoder in a 1F1B pipeline: the gradients that `make_train_step` follows, without autodiff through the
-whole batch.
+"""Training a decoder in a 1F1B pipeline: computes gradients for `make_train_step` without autodiff through the whole
+batch.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class OneFOneB:
     def gradients(
         self, trainable: dict[str, Any], rest: Any, batch: Batch, key: Array
     ) -> tuple[dict[str, Any], Array, Stats]:
-        """Returns the gradient of the mean loss, that mean, and the statistics of the batch."""
+        """Returns the gradient of the mean loss, the mean loss, and the statistics of the batch."""
         goal, options = split_options(self.loss)
         dtype, remat = options.pop("dtype", jnp.bfloat16), options.pop("remat", None)
         _check_model(rest)
@@ -69,13 +69,13 @@ class OneFOneB:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What a model computes before its pipeline, in a stage, and after it.
+    """The parts of a model before its pipeline, in a stage, and after it.
 
     Attributes:
       rest: the model without the trained arrays.
-      batch: the whole batch, which `before` sees; `after` gets a microbatch.
+      batch: the whole batch for `before`; `after` gets a microbatch.
       from_hidden: `(model, hidden, batch) -> (loss, Stats)`.
-      dtype: of the arithmetic.
+      dtype: dtype of the computation.
       remat: policy of the layers before and after the pipeline.
     """
 
@@ -86,7 +86,7 @@ class _Parts:
     remat: Any
 
     def before(self, outer: dict[str, Any]) -> Any:
-        """Embeds, and runs the layers before the pipeline; adds up the losses that these report."""
+        """Embeds the tokens, runs the layers before the pipeline, and sums their own losses."""
         model, batch = nn.combine(outer, self.rest), self.batch
         x, ctx = model.enter(model.embed_tokens(batch["tokens"], self.dtype), **_inputs(batch))
         x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=self.remat)
@@ -95,7 +95,7 @@ class _Parts:
         return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
 
     def stage(self, layers: dict[str, Any], fixed: Any, active: Any, x: Any, data: Any) -> Any:
-        """Runs layers of the pipeline, of which `layers` are trained and `fixed` are not."""
+        """Runs the layers of a stage; `layers` are trained parameters and `fixed` are not."""
         ctx, targets, _ = data
         x, _, aux = nn.stack.scan_group(nn.combine(layers, fixed), x, ctx, active=active)
         return x, jnp.sum(targets) * _own(aux), aux
@@ -105,12 +105,12 @@ class _Parts:
         model, (ctx, targets, batch) = nn.combine(outer, self.rest), data
         x, _, aux = nn.stack.run_group(model.layers.suffix, x, ctx, remat=self.remat)
         loss, stats = self.from_hidden(model, model.leave(x, ctx), batch)
-        # The one counts microbatches: what layers report is their mean.
+        # The 1 counts microbatches, to average the layers' reports.
         return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient((stats, aux, jnp.ones(())))
 
 
 def _check_model(model: Any) -> None:
-    """Raises an error for a model whose layers cannot be a pipeline's."""
+    """Raises an error for a model whose layers cannot run in a pipeline."""
     if not isinstance(model, nn.stack.SupportsPipelining) or not len(model.layers.body):
         raise TypeError(
             "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
@@ -118,14 +118,14 @@ def _check_model(model: Any) -> None:
         )
     if getattr(model, "layers_take_tokens", False):
         raise ValueError(
-            f"the layers of {type(model).__name__} take token ids or inputs of their own, which do not travel through "
-            "the stages of a pipeline: take rules without a Pipeline"
+            f"the layers of {type(model).__name__} take token ids or per-layer inputs, which are not passed through "
+            "the stages of a pipeline: use a layout without a Pipeline"
         )
 
 
 def _split(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Returns the trained layers inside the pipeline, all other parameters (embedding, first and last layers, norm,
-    head), and the prefix of the former's paths.
+    head), and the path prefix of the pipeline's layers.
     """
     inside = nn.tree.path_of(rest, rest.layers.body) + "."
     body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
@@ -136,25 +136,26 @@ def _split(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Any], dict[s
 def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:
     """Makes a loss for `make_train_step` and `Trainer` whose gradient a 1F1B pipeline computes (arXiv:1806.03377).
 
-    It keeps the inputs of at most `2 S V - 1` chunks' layers (periods of the stack) for S stages and V repeats, not the
-    residuals of every microbatch, and computes one of them again at a time: the arithmetic of remat "full".
+    For S stages and V repeats it keeps the layer inputs of at most `2 S V - 1` chunks (periods of the stack), not the
+    residuals of every microbatch, and recomputes one chunk at a time, as remat "full" does.
 
     Args:
         loss: an `objective`, or `functools.partial` of it; `remat` applies to layers before and after the pipeline.
 
     Raises:
-        TypeError: the loss is another function; when called, the model is no `nn.stack.SupportsPipelining` that
-            repeats.
-        ValueError: when called, for images, an array without the batch's rows, or without a pipeline.
+        TypeError: for another function; when called, if the model is not a `nn.stack.SupportsPipelining` with repeated
+            layers.
+        ValueError: when called, for images, for an array without the batch's rows, or without a pipeline.
     """
-    split_options(loss)  # raises for a loss that cannot be divided
+    split_options(loss)  # raises for a loss that cannot be split
     return OneFOneB(loss)
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:
     if "images" in batch:
         raise ValueError(
-            "a 1F1B pipeline takes text only, this batch has images: give the loss without one_f_one_b, for GPipe by autodiff"
+            "a 1F1B pipeline supports text only, but this batch has images: pass the loss without one_f_one_b, for "
+            "GPipe by autodiff"
         )
     return {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
 
@@ -164,23 +165,24 @@ def _check_rows(batch: Batch) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if x.shape[:1] != (rows,) and "images" not in batch:
             raise ValueError(
-                f"a pipeline cuts the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have the "
-                f"{rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Put what belongs to a row "
-                "beside it, or give the loss without one_f_one_b, for GPipe by autodiff"
+                f"a pipeline splits the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have "
+                "the "
+                f"{rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Store it by row, "
+                "or pass the loss without one_f_one_b, for GPipe by autodiff"
             )
 
 
 def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -> Float[Array, " B"]:
-    """Counts each row's targets as the loss does, to weigh what layers of its microbatch add to the loss.
+    """Counts each row's targets as the loss does, to weight the layers' own losses of its microbatch.
 
-    The loss is traced for one row, and of its program only what makes the count is run.
+    The loss is traced for one row, and only the part of its program that computes the count is run.
     """
     row = jax.tree.map(lambda a: a[:1], batch)
     count = lambda hidden, batch: from_hidden(model, hidden, batch)[1].num_targets
-    traced = jax.make_jaxpr(count)(x[:1], row)  # [1, T, D], and [1, T] for what belongs to tokens
+    traced = jax.make_jaxpr(count)(x[:1], row)  # [1, T, D], and [1, T] for arrays with tokens
     jaxpr, consts, (of_hidden, *of_batch) = dce_jaxpr_consts(traced.jaxpr, [True])
     if of_hidden:
-        raise ValueError("Stats.num_targets must be a function of the batch alone, that of this loss uses `hidden`")
+        raise ValueError("Stats.num_targets must be a function of the batch alone, but this loss uses `hidden` for it")
     consts = [const for const, used in zip(traced.consts, consts, strict=True) if used]
     run = lambda *rows: eval_jaxpr(jaxpr, consts, *(a[None] for a in rows))[0]
     rows = [a for a, used in zip(jax.tree.leaves(batch), of_batch, strict=True) if used]
@@ -189,7 +191,7 @@ def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -
 
 
 def _head_gradients(gradients: dict[str, Array], model: Any) -> dict[str, Array]:
-    """Lays out those of heads and embeddings where these are; they were made in parts of the vocabulary."""
+    """Reshards the gradients of heads and embeddings, computed in parts of the vocabulary, like the parameters."""
     names = nn.tree.axes(model)
     heads = [path for path in gradients if names[path] == ("vocab", "embed")]
     with pipelining.inside_stage():  # as the loss was
@@ -201,6 +203,6 @@ def _own(auxes: list[dict[str, Array]]) -> Array:
 
 
 def _reports(layers: nn.Stack, x: Any, ctx: Any) -> bool:
-    """Tells whether layers report statistics of a whole microbatch, such as the balance of a router."""
+    """Returns True if layers report statistics of a whole microbatch, such as a router's balance."""
     auxes = lambda x: (nn.stack.scan_group(layers.body, x, ctx)[2], nn.stack.run_group(layers.suffix, x, ctx)[2])
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))

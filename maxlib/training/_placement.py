@@ -1,4 +1,4 @@
-"""Puts batches and models on a mesh, or on the default device."""
+"""Placement of batches and models on a mesh, or on the default device."""
 
 import collections
 import functools
@@ -24,19 +24,19 @@ def batch_names(x: Any) -> tuple[str | None, ...]:
 
 
 def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
-    """Puts this host's rows on its devices, as their share of a global batch. Arrays already placed are returned as is.
+    """Puts this host's rows on its devices, as their part of a global batch. Arrays on devices are returned unchanged.
 
-    Processes whose devices share rows (stages of a pipeline, tensor or context parallelism wider than a host) must give
-    the same ones. They compare the first batch of a layout, so all processes call this.
+    Processes whose devices share rows (stages of a pipeline, tensor or context parallelism wider than a host) must pass
+    the same rows. They compare the first batch of a layout, so all processes must call this.
 
     Args:
-      batch: arrays with rows first, `B T` for what belongs to tokens, in dictionaries of any depth; whole rows, also
-        where the layout splits the tokens.
-      layout: of the global batch; None for the default device.
+      batch: arrays with rows first (`B T` for token arrays), in dictionaries of any depth; always whole rows, even if
+          the layout splits the tokens.
+      layout: layout of the global batch; None for the default device.
 
     Raises:
-      ValueError: for rows or tokens that do not divide over the mesh, or when processes give different rows as the same
-        ones.
+      ValueError: for rows or tokens that do not divide over the mesh, or when processes pass different data for the
+          same rows.
     """
     if layout is None:
         return jax.device_put(batch)
@@ -65,7 +65,7 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
 
 @functools.lru_cache
 def _row_blocks(layout: sharding.Layout) -> tuple[int, dict[int, list[int]]]:
-    """Counts the blocks that a layout cuts a batch's rows into, and lists those that each process's devices hold."""
+    """Counts the blocks into which a layout splits a batch's rows, and lists the blocks of each process."""
     count, held = layout.axis_size("batch"), collections.defaultdict(set)
     rows = NamedSharding(layout.mesh, layout.spec("batch"))
     for device, (block,) in rows.devices_indices_map((count,)).items():
@@ -77,7 +77,7 @@ _compared: set[sharding.Layout] = set()
 
 
 def _check_shared_rows(batch: Any, layout: sharding.Layout) -> None:
-    """Raises ValueError, in all processes, if some give different rows for the same part of a layout's first batch."""
+    """Raises ValueError in all processes if some pass different data for the same rows of a layout's first batch."""
     count, held = _row_blocks(layout)
     if layout in _compared or sum(map(len, held.values())) == count:
         return
@@ -103,15 +103,15 @@ def _is_global(x: Any) -> bool:
 
 
 def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
-    """Constrains gradients, moments and the like to their parameter's sharding; all else is replicated.
+    """Constrains gradients, moments and other arrays to their parameter's sharding; everything else is replicated.
 
-    Without this XLA chooses, and may gather a gradient or turn a donated buffer into another layout.
+    Without this XLA chooses the sharding, and may gather a gradient or reshard a donated buffer.
 
     Args:
-      tree: of arrays, keyed by the paths of parameters on some level.
+      tree: arrays, keyed by parameter paths at some level.
       params: trained parameters by path.
       rest: the rest of the model, with the axis names.
-      optimizer: to the sharding of the parameter's optimizer state instead.
+      optimizer: True uses the sharding of the parameter's optimizer state instead.
     """
     if (layout := sharding.current()) is None:
         return tree
@@ -129,7 +129,7 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
 
 
 def host_rows(batch: Batch) -> Batch:
-    """Returns this host's rows of a batch, whole, whether or not `place_batch` has seen it; all processes call it."""
+    """Returns this host's whole rows of a batch, before or after `place_batch`; all processes must call it."""
 
     def rows(x: Any) -> Any:
         if not _is_global(x):
@@ -143,19 +143,19 @@ def host_rows(batch: Batch) -> Batch:
 
 
 def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
-    """Returns a model in arrays of its own: built under jit already sharded, or copied to its shardings.
+    """Returns a model with new arrays: built under jit already sharded, or copied to its shardings.
 
     Args:
       model: a module, a pytree of them, or a function that builds one.
       layout: None for the default device.
 
     Raises:
-      ValueError: when a parameter stands at two places of the model (`self.head = self.embed`).
+      ValueError: when a parameter occurs twice in the model (`self.head = self.embed`).
     """
     if not isinstance(model, nnx.Module) and callable(model):
         if layout is not None:
             return sharding.create(model, layout)
-        shapes_of(model)  # the check alone: jit compiles the same function only once
+        shapes_of(model)  # for its check; jit compiles the same function only once
         return jax.jit(model)()
     check_no_aliases(model)
     if layout is None:

@@ -1,4 +1,4 @@
-"""Where batches come from, and batches that travel to the devices while the steps before them run."""
+"""The protocol of loaders, and prefetching of batches to the devices while earlier steps run."""
 
 import collections
 import time
@@ -18,8 +18,8 @@ from maxlib.training._placement import place_batch
 class StatefulLoader(Protocol):
     """Protocol of loaders that return this host's rows of every batch; `maxlib.data.Loader` is one.
 
-    If it has a method `metrics()`, its counts are written at every step, or, with several processes, summed over them
-    at saves and evaluations. If it has a method `follow(sharding)`, a `Trainer` of several processes calls it with the
+    If it has a method `metrics()`, its counts are written at every step; with several processes they are summed at
+    saves and evaluations. If it has a method `follow(sharding)`, a `Trainer` of several processes calls it with the
     sharding of the batch, before anything is read.
     """
 
@@ -30,7 +30,7 @@ class StatefulLoader(Protocol):
 
 
 def check_loader(loader: Any, name: str) -> None:
-    """Raises TypeError for a loader without a state; `name` is its argument's."""
+    """Raises TypeError for a loader without a state; `name` is the argument's name."""
     if not isinstance(loader, StatefulLoader):
         lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(loader, n)]
         raise TypeError(
@@ -40,30 +40,30 @@ def check_loader(loader: Any, name: str) -> None:
 
 @runtime_checkable
 class Follows(Protocol):
-    """Protocol of loaders that can hand out the rows that a process's devices hold."""
+    """Protocol of loaders that can return the rows of a process's devices."""
 
     def follow(self, sharding: Any) -> None: ...
 
 
 def follow_layout(loader: Any, layout: sharding.Layout | None) -> None:
-    """Lets a loader that can choose its rows hand out those that this process's devices hold."""
+    """Tells a loader that can choose its rows to return those of this process's devices."""
     if layout is not None and jax.process_count() > 1 and isinstance(loader, Follows):
         loader.follow(NamedSharding(layout.mesh, layout.spec("batch")))
 
 
 class Prefetch:
-    """Loader whose batches are on the devices, or on their way: it is `size` batches ahead of the loop.
+    """Loader that copies batches to the devices `size` batches ahead of the loop.
 
-    A copy starts at once and nobody waits for it, so no thread is needed. `get_state` is the state after the batch
-    handed out last, whatever was read since.
+    Copies are asynchronous, so no thread is needed. `get_state` is the state after the last returned batch, not after
+    the prefetched ones.
 
     Args:
-      loader: see `Trainer`; its `metrics()` are those of the batch that was handed out.
-      layout: as the Trainer's.
+      loader: see `Trainer`; `metrics()` are those of the last returned batch.
+      layout: as in `Trainer`.
       size: number of batches ahead.
 
     Attributes:
-      wait_seconds: how long `next` has waited for the loader since construction, also the metric `data/wait_seconds`.
+      wait_seconds: total time that `next` has waited for the loader, also the metric `data/wait_seconds`.
     """
 
     def __init__(

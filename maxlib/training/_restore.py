@@ -1,4 +1,4 @@
-"""The state that a run begins with, and the state that it saves for the next one."""
+"""Restoring the state at the start of a run, and saving it."""
 
 import contextlib
 import dataclasses
@@ -42,9 +42,9 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     layout: sharding.Layout | None,
 ) -> tuple[TrainState, ResumePoint]:
-    """Returns the state to begin with, as `Trainer.restore` describes.
+    """Returns the initial state, as `Trainer.restore` describes.
 
-    A resumed state has the structure and the shardings of `state`, whose arrays are deleted first to free their memory.
+    A resumed state has the structure and shardings of `state`, whose arrays are deleted first to free their memory.
     """
     base = None if checkpointer is None else checkpointer.base
     if checkpointer is not None:
@@ -67,7 +67,7 @@ def initial_state(
         values = _model_values(state, Path(params_from), groupings, layout)
         trainable = {path: values.pop(path) for path in state.trainable}
         new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
-        if step == 0:  # moments may hold the parameters of before: averages do
+        if step == 0:  # the optimizer state may contain the old parameters, as averages do
             jax.tree.map(lambda x: x.delete(), state.opt_state)
             new = dataclasses.replace(new, opt_state=init_optimizer(optimizer, trainable, new.rest))
         return new, ResumePoint(f"parameters from {params_from}, {kept}")
@@ -85,7 +85,7 @@ def save(
     *,
     base: dict[str, str] | None = None,
 ) -> None:
-    """Starts to save what `initial_state` restores, without frozen weights if `base` records them."""
+    """Starts saving the items that `initial_state` restores, without frozen weights if `base` records them."""
     checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
     meta |= {} if base is None else {"base": base}
@@ -95,7 +95,7 @@ def save(
 def items_of(state: TrainState, base: Any = None) -> dict[str, Any]:
     """Returns the items of a checkpoint of `state`: trained parameters, optimizer state, and the frozen rest.
 
-    With a base, frozen weights are left out; what else a step may change (biases of routers, counters) is not.
+    With a base, frozen weights are omitted, but not other values that a step may change (router biases, counters).
     """
     frozen = {path: v for path, v in nn.variables(state.rest).items() if path not in state.trainable}
     kept = {path: v.get_value() for path, v in frozen.items() if base is None or not _is_weight(v)}
@@ -103,7 +103,7 @@ def items_of(state: TrainState, base: Any = None) -> dict[str, Any]:
 
 
 def record_of(state: TrainState, base: str | Path) -> dict[str, str]:
-    """Returns what a checkpoint records of the base of `state`: its directory, and a checksum of its frozen weights."""
+    """Returns a checkpoint's record of the base of `state`: its directory, and a checksum of its frozen weights."""
     frozen = {path: v for path, v in nn.variables(state.rest).items() if path not in state.trainable and _is_weight(v)}
     sums = {path: digest(v.get_value()) for path, v in sorted(frozen.items())}
     text = "\n".join(f"{path} {to_hex(value)}" for path, value in sums.items())
@@ -121,16 +121,15 @@ def _read(read: Callable[[Any], dict[str, Any]], state: TrainState, base: Any, w
     try:
         restored = read(_make_room(state, base))
     except ValueError as error:
-        error.add_note(
-            "A run with Checkpointer(base=...) saves no frozen weights: give the same base to go on with it."
-        )
+        error.add_note("A run with Checkpointer(base=...) saves no frozen weights: pass the same base to continue it.")
         raise
     saved = restored["meta"].get("base")
     if known is not None and saved is not None and known["checksum"] != saved["checksum"]:
         raise ValueError(
             f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's frozen "
-            f"weights, from {known['directory']}, are others ({known['checksum']}): build the model from the same base, with "
-            "the same dtype, quantization and layout of stacks"
+            f"weights, from {known['directory']}, differ ({known['checksum']}): build the model from the same base, "
+            "with "
+            "the same dtype, quantization and grouping of stacks"
         )
     return restored
 
@@ -159,13 +158,13 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
 
 
 def config_text(model: Any) -> str:
-    """Returns a model's config in words, "None" if it has none; functions without their addresses, which change."""
+    """Returns a model's config as text, "None" if it has none; functions without their addresses, which change."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(model, "cfg", None)))
 
 
 def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
-    """Warns if a model's config is not that of what was read: arrays of equal shapes do not show another rotary base,
-    window or epsilon.
+    """Warns if a model's config differs from the checkpoint's: a different rotary base, window or epsilon does not
+    change shapes.
     """
     if saved in (None, "None", here) or here == "None":
         return
@@ -175,7 +174,7 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
     if changed:
         listed = "\n".join(["", *changed])
         warnings.warn(
-            f"the model is not configured as it was when {where} was saved (-), but as here (+):{listed}\nIf that is not meant, "
+            f"the model's configuration differs from when {where} was saved (-, now +):{listed}\nIf that is not intended, "
             "build the model as before (weights.read_model gives the configuration of a Hugging Face directory)",
             stacklevel=2,
         )
@@ -197,7 +196,7 @@ def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sh
     ]
     if wrong:
         raise ValueError(
-            f"{directory} holds another model than the one that is trained: {'; '.join(wrong[:10])}. "
+            f"{directory} has a different model than the one being trained: {'; '.join(wrong[:10])}. "
             "Build the model of that directory (weights.read_model gives its configuration)"
         )
     _warn_of_changes(config_text(model), config_text(state.rest), str(directory))
@@ -205,15 +204,16 @@ def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sh
 
 
 def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, groupings: Any) -> dict[str, Any]:
-    """Reads a checkpoint's items `params` and `rest`, whichever of them held a path in the run that saved it."""
+    """Reads a checkpoint's items `params` and `rest`; a path may be in either."""
     stored = _newest_records(directory)
     _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
-    if "base" in stored.meta:  # frozen weights were not saved: those here must be the same
+    if "base" in stored.meta:  # frozen weights were not saved: the current ones must be the same
         saved, here = stored.meta["base"], record_of(state, stored.meta["base"]["directory"])
         if saved["checksum"] != here["checksum"]:
             raise ValueError(
-                f"{directory} holds only what was trained on the base in {saved['directory']} (checksum {saved['checksum']}), "
-                f"and this model's frozen weights are others ({here['checksum']}): build the model from that base"
+                f"{directory} only has the parameters trained on the base in {saved['directory']} (checksum "
+                f"{saved['checksum']}), "
+                f"but this model's frozen weights differ ({here['checksum']}): build the model from that base"
             )
         frozen = {path for path, v in nn.variables(state.rest).items() if _is_weight(v)} - state.trainable.keys()
         wanted = {path: value for path, value in wanted.items() if path not in frozen}
@@ -239,5 +239,5 @@ def _newest_records(directory: Path) -> Stored:
     try:
         return open_step(path)
     except checkpoint.DamagedError:
-        checkpoint.load(directory, items=("params",))  # says what is wrong with the directory as a whole
+        checkpoint.load(directory, items=("params",))  # raises an error that describes the directory
         raise

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a trainer. A failed save is reported, and training goes on."""
+"""Checkpoints and exports of a trainer. A failed save is reported, and training continues."""
 
 import collections
 import re
@@ -21,7 +21,7 @@ from maxlib.training.probes._nonfinite import find_nonfinite
 
 
 class SaveManager:
-    """`checkpointer` and `exports` under one clock and one time limit."""
+    """Runs `checkpointer` and `exports` with one clock and one time limit."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class SaveManager:
     def start(
         self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, urgent: bool = False
     ) -> None:
-        """Starts a checkpoint. Exports of earlier steps are finished first, lest a kill lose them; not if `urgent`."""
+        """Starts a checkpoint, after exports of earlier steps have finished so that a kill cannot lose them (not if
+        `urgent`).
+        """
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
@@ -55,30 +57,32 @@ class SaveManager:
             self._continue_or_raise(checkpointer)
 
     def export(self, step: int, state: TrainState, *, missing: bool = False, last: bool = False) -> None:
-        """Starts the exports that are due, or all of them at the `last` step; `missing`: only what is not there."""
+        """Starts the exports that are due, or all of them at the `last` step; with `missing`, only those that do not
+        exist.
+        """
         for export in self.exports:
             if (last or export.due(step)) and not ((missing or last) and export.has(step)):
                 self._try(lambda export=export: export.save(step, state), f"the export of step {step} to be taken")
 
     def export_is_due(self, step: int) -> bool:
-        """Tells whether `export` would start one."""
+        """Returns True if `export` would start an export."""
         return any(export.due(step) for export in self.exports)
 
     def wait(self) -> None:
-        """Waits until all is on disk."""
+        """Waits until everything is on disk."""
         for part in [self.checkpointer, *self.exports]:
             if part is not None:
                 self._try(part.wait, "the last checkpoint or export to be written")
 
     def settle(self) -> None:
-        """Waits for this process's part of the last checkpoint, after an error that other processes need not have."""
+        """Waits for this process's part of the last checkpoint, after an error that other processes may not have."""
         if self.checkpointer is not None:
             self._try(self.checkpointer.settle, "this process's part of the last checkpoint to be written")
 
     def last_good(self) -> str:
         """Returns a sentence that names the last good checkpoint."""
         if self.checkpointer is None:
-            return "There is no checkpoint, as this trainer has no checkpointer"
+            return "There is no checkpoint, because this trainer has no checkpointer"
         self.wait()
         latest = self.checkpointer.latest()
         return (
@@ -90,7 +94,7 @@ class SaveManager:
     def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
         """Returns a sentence that names the first tensor of a bad step that is not finite.
 
-        The step is computed again with the parameters of the last good checkpoint, because its own are gone.
+        The step is recomputed with the parameters of the last good checkpoint, because its own no longer exist.
         """
         if self.checkpointer is None or batch is None or self.checkpointer.latest() is None:
             return ""
@@ -98,13 +102,17 @@ class SaveManager:
             good = self.checkpointer.restore(like={"params": state.trainable})
             model = nn.combine(good["params"], state.rest)
             found = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
-        except Exception as error:  # such as too little memory: what is known is said all the same
-            return f"Where it comes from could not be found out: {type(error).__name__}: {error}."
+        except Exception as error:  # such as too little memory: still report what is known
+            return f"Its origin could not be found: {type(error).__name__}: {error}."
         with_these = f"With the parameters of step {good['meta']['step']} and this step's batch"
-        return f"{with_these}: {found}." if found else f"{with_these} all is finite: the parameters went bad since."
+        return (
+            f"{with_these}: {found}."
+            if found
+            else f"{with_these} everything is finite: the parameters became bad since then."
+        )
 
     def _try(self, call: Callable[[], Any], what: str) -> bool:
-        """Returns whether `call` succeeds. A SaveError, of this save or of the one before, is logged in one line."""
+        """Returns whether `call` succeeds. A SaveError of this or the previous save is logged in one line."""
         try:
             with self._clock.span("save"), hard_timeout(self._timeout, what):
                 call()
@@ -117,10 +125,10 @@ class SaveManager:
         """Raises UnsavedError once the checkpointer has failed too often."""
         if error := checkpointer.unsaved():
             raise error
-        self._log("Training goes on unsaved.")
+        self._log("Training continues without saving.")
 
     def _short(self, error: SaveError) -> str:
-        """The error in one line, at full length for the first of its cause."""
+        """Formats the error in one line; only the first error of a cause is shown in full."""
         cause = re.sub(r"\d+", "#", summary(error.__cause__ or error))  # paths and sizes differ from step to step
         self._causes[cause] += 1
         if self._causes[cause] == 1:

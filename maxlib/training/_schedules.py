@@ -1,10 +1,10 @@
-"""Learning rates over a run's steps; any optax schedule does as well."""
+"""Learning rate schedules; any optax schedule works as well."""
 
 import optax
 
 
 def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.1) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then half a cosine down to `end_fraction * peak` at `steps`.
+    """Returns a schedule with a linear warm-up, then a half cosine down to `end_fraction * peak` at `steps`.
 
     Args:
       peak: largest learning rate.
@@ -20,7 +20,7 @@ def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float =
 
 
 def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.0) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then a straight line down to `end_fraction * peak` at `steps`.
+    """Returns a schedule with a linear warm-up, then a linear decay to `end_fraction * peak` at `steps`.
 
     Args:
       peak: largest learning rate.
@@ -59,7 +59,7 @@ def warmup_stable_decay(
 
 
 def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:
-    """Prepends a warm-up whose first step already learns: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
+    """Prepends a warm-up whose first step has a rate above 0: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
     if warmup == 0:
         return schedule
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)

@@ -30,14 +30,14 @@ Metrics = dict[str, Any]
 
 @nn.pytree
 class TrainState:
-    """Everything that a training step reads and writes. A donated state is deleted; the step returns its successor.
+    """Everything that a training step reads and writes. A donated state is deleted; the step returns a new one.
 
     Args:
       trainable: trained parameters by path.
       rest: the rest of the model (`nn.partition`).
       opt_state: state of the optimizer.
       step: number of steps done.
-      key: random key of the whole run; each step folds its number into it.
+      key: random key of the whole run; each step folds in its number.
     """
 
     trainable: dict[str, Any]
@@ -48,7 +48,7 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """Combines the model of this state's own arrays."""
+        """Builds the model from this state's arrays."""
         return nn.combine(self.trainable, self.rest)
 
 
@@ -63,23 +63,28 @@ def make_state(
     filter: nn.tree.Filter | None = None,
     key: Array | int = 0,
 ) -> TrainState:
-    """Makes the state before the first step. It holds a model's own arrays: donating it deletes them in the model too.
+    """Makes the state before the first step. It shares the model's arrays: donating it deletes them in the model too.
 
     Moments are created with their parameters' sharding, or with the layout's (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there. A warning says that a model is split and no layout in use.
+    so call it inside `sharding.use` if the steps run there. It warns if the model is split over devices but no layout
+    is active.
+
+        optimizer = training.adamw(1e-3)
+        state = training.make_state(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), optimizer)
 
     Args:
       model: a model, or a function that builds one, which is run under jit so that parameters are created already
-        sharded.
-      optimizer: of `{path: array}`.
-      filter: what is trained; all else is frozen. None trains the factors of adapters if the model has any, else all
-        parameters of a floating dtype, and nothing of the frozen model of `post_training.WithFrozen`.
-      key: of the random numbers of the whole run.
+          sharded.
+      optimizer: an optax optimizer of `{path: array}`.
+      filter: selects the trained parameters; the others are frozen. None trains the factors of adapters if the model
+          has any, else all parameters of a floating dtype, except the frozen model of `post_training.WithFrozen`.
+      key: random key of the whole run.
+
 
     Raises:
-      ValueError: nothing is left to train, a pattern of `trainable_only` fits nothing, a parameter stands at two places
-        (`self.head = self.embed`), moments are to be offloaded but the optimizer cannot keep them on the host, or
-        `ema` stands before another transformation in a chain.
+      ValueError: when there is nothing to train, a pattern of `trainable_only` matches nothing, a parameter occurs
+          twice (`self.head = self.embed`), moments should be offloaded but the optimizer cannot keep them on the host,
+          or `ema` comes before another transformation in a chain.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
@@ -111,7 +116,7 @@ def make_state(
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
-    """Makes the optimizer's state before its first update of these parameters, with their shardings."""
+    """Makes the optimizer's initial state for these parameters, with their shardings."""
 
     def initial(params: dict[str, Any]) -> Any:
         return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
@@ -120,30 +125,33 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, An
 
 
 def _warn_without_layout(trainable: dict[str, Any]) -> None:
-    """Warns of parameters that are split over devices while no layout is in use."""
+    """Warns about parameters that are split over devices while no layout is active."""
     if sharding.current() is not None:
         return
     arrays = {path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     split = [path for path, x in arrays.items() if not x.sharding.is_fully_replicated]
     if split:
         warnings.warn(
-            f"{len(split)} of {len(trainable)} trained parameters, such as {split[0]}, are split over devices, but no layout is in "
-            "use: moments may be stored whole, and kernels and activations are not sharded. Make the state and run the "
+            f"{len(split)} of {len(trainable)} trained parameters, such as {split[0]}, are split over devices, but no "
+            "layout is "
+            "active: moments may be replicated, and kernels and activations are not sharded. Make the state and run "
+            "the "
             "steps inside `with sharding.use(layout):`",
             stacklevel=3,
         )
 
 
 def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
-    """Warns of parameters so coarse that most changes are lost, unless the optimizer rounds them stochastically."""
+    """Warns about low-precision parameters that lose most updates, unless the optimizer rounds stochastically."""
     is_low = lambda x: isinstance(x, LowState)
     rounds = any(map(is_low, jax.tree.leaves(opt_state, is_leaf=is_low)))
     coarse = lambda x: jnp.finfo(x.dtype).bits < 32 and not (rounds and x.dtype == jnp.bfloat16)
     if lost := [path for path, x in trainable.items() if coarse(x)]:
         warnings.warn(
             f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, and this "
-            "optimizer's changes of them are rounded to nearest: those below 1/256 of a weight, which are nearly all, are lost. "
-            "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or let bfloat16 be rounded stochastically: "
+            "optimizer's updates of them are rounded to nearest: updates below 1/256 of a weight, which are nearly "
+            "all, are lost. "
+            "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or use stochastic rounding for bfloat16: "
             "training.bfloat16_moments(optimizer), or adamw(..., moments=jnp.bfloat16)",
             stacklevel=3,
         )
@@ -157,7 +165,8 @@ def _nothing_to_train(model: Any, filter: Any) -> str:
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, 1)]
     meant = f"; did you mean {', '.join(near)}?" if near else ""
     return (
-        f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; so are the "
+        f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; as "
+        "are the "
         "patterns of trainable_only"
     )
 
@@ -175,19 +184,23 @@ def make_train_step(
     `finite` (False if the loss or the gradient norm is NaN or infinite; the new state is then invalid), `skipped` (with
     `skip_spikes`), and the means of the loss's own sums.
 
+        optimizer = training.adamw(1e-3)
+        state = training.make_state(model, optimizer)
+        step = training.jit_step(training.make_train_step(training.next_token_loss, optimizer))
+        state, metrics = step(state, batch)  # the old state is gone
+
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
-        the gradient of the mean. Autodiff finds it, unless the loss is `accumulate(loss, 4)`, `one_f_one_b(loss)` or
-        another with a method `gradients`.
+          the gradient of the mean. It is computed by autodiff, unless the loss has a method `gradients`, as
+          `accumulate(loss, 4)` and `one_f_one_b(loss)` do.
       optimizer: of `{path: array}`.
-      log_schedule: what to log as `learning_rate`, a function of the step. It changes no rate: give the optimizer the
-        same schedule.
-      router_bias_update_rate: by how much a step moves the expert biases of trained routers towards even use
-        (arXiv:2408.15664), for models that have them (`nn.Router(expert_bias=True)`). 0 leaves them alone. The default
-        is that of DeepSeek V3.
+      log_schedule: schedule to log as `learning_rate`. It does not change the rate: pass the same schedule to the
+          optimizer.
+      router_bias_update_rate: step size of the expert biases of trained routers (arXiv:2408.15664), for models that
+          have them (`nn.Router(expert_bias=True)`). 0 freezes them. The default is that of DeepSeek V3.
 
     Raises:
-      ValueError: by the step, for a metric of the loss that has one of these names; for a batch whose row count (per
+      ValueError: in a step, for a metric of the loss that has one of these names; for a batch whose row count (per
         microbatch) or sequence length is not divisible under the active layout; or for a name in `remat` that no layer
         marks.
     """
@@ -204,7 +217,10 @@ def make_train_step(
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # to decay and offload layer by layer
+        extra = {
+            "value": loss,
+            "stacked": nn.tree.stacked_paths(state.rest),
+        }  # for weight decay and offloading layer by layer
         updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
@@ -231,7 +247,7 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
       loss_fn: as for `make_train_step`. Embedding noise is left out.
 
     Raises:
-      ValueError: by the step, for a batch whose rows or sequence the mesh does not divide by the layout in use.
+      ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout.
     """
     silent = _without_noise(loss_fn)
 
@@ -248,7 +264,7 @@ def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
 def _check_metric_names(stats: Stats) -> None:
     """Raises ValueError for metrics of a loss that would replace the step's own."""
     if taken := sorted(_OWN_METRICS & stats.sums.keys()):
-        raise ValueError(f"the step reports {', '.join(taken)} itself: give this metric of the loss another name")
+        raise ValueError(f"the step itself reports {', '.join(taken)}: give this metric of the loss another name")
 
 
 def _without_noise(loss: Loss) -> Loss:
@@ -266,7 +282,7 @@ def _without_noise(loss: Loss) -> Loss:
 
 
 def jit_step(step: Step) -> Step:
-    """Compiles `step` with its state donated: after a call, only the state that it returned exists.
+    """Compiles `step` with its state donated: after a call, only the returned state exists.
 
     Args:
       step: a step from `make_train_step`.
@@ -275,13 +291,13 @@ def jit_step(step: Step) -> Step:
 
 
 def means(stats: Stats) -> Metrics:
-    """Divides a loss's sums by the number of targets, or by their own."""
+    """Divides a loss's sums by the number of targets, or by their own divisors."""
     divided = lambda x: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets)
     return {name: divided(x).sum / divisor(divided(x).count) for name, x in stats.sums.items()}
 
 
 def num_tokens(batch: Batch) -> Array:
-    """Counts the tokens of a batch and of the batches inside it, without padding."""
+    """Counts the tokens of a batch and its nested batches, without padding."""
     inside = sum((num_tokens(x) for x in batch.values() if isinstance(x, dict)), start=jnp.zeros((), jnp.int32))
     if "tokens" not in batch:
         return inside
@@ -294,13 +310,13 @@ def _by_rows(x: Array) -> Array:
 
 
 def _check_divides(x: Array, microbatches: int) -> None:
-    """Rejects batches that do not divide.
+    """Raises ValueError for batches that do not divide over the mesh.
 
-    `constrain` would leave them whole (intended for decoding), so every device would compute everything.
+    `constrain` would replicate them (intended for decoding), so every device would compute everything.
     """
     if (layout := sharding.current()) is None:
         return
-    rows, tokens, *_ = *layout.spec(*batch_names(x), what="batch"), None, None  # a spec leaves out None at its end
+    rows, tokens, *_ = *layout.spec(*batch_names(x), what="batch"), None, None  # a spec omits trailing None
     if x.ndim > 0:
         _check_axis(layout, x.shape, 0, rows, microbatches)
     if x.ndim == 2:
@@ -309,7 +325,7 @@ def _check_divides(x: Array, microbatches: int) -> None:
 
 def _check_axis(layout: sharding.Layout, shape: tuple[int, ...], axis: int, names: Any, microbatches: int) -> None:
     """Raises ValueError unless mesh axes divide an axis of a batch: rows, 0, or tokens, 1."""
-    stages = layout.mesh_axes("layers")  # share the rows where they can
+    stages = layout.mesh_axes("layers")  # stages split the rows if possible
     split = (names,) if isinstance(names, str) else names or ()
     degrees = {name: n for name in split if name not in stages and (n := layout.mesh.shape[name]) > 1}
     parts = microbatches * math.prod(degrees.values())
@@ -318,7 +334,8 @@ def _check_axis(layout: sharding.Layout, shape: tuple[int, ...], axis: int, name
         times = f", times {microbatches} accumulated microbatches" if microbatches > 1 else ""
         raise ValueError(
             f"a batch of shape {shape} does not divide over the mesh: its {shape[axis]} {words} must be a multiple of "
-            f"{parts}, as the rule {rule!r} splits them over {degrees}{times}; change the batch, the mesh or that rule"
+            f"{parts}, because the rule {rule!r} splits them over {degrees}{times}; change the batch, the mesh or that "
+            "rule"
         )
 
 

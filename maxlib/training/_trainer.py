@@ -1,4 +1,4 @@
-"""A small trainer around `make_train_step`: the same loop as by hand, plus restoring, saving, metrics and stopping."""
+"""A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
 import itertools
@@ -37,43 +37,47 @@ class DivergedError(FloatingPointError):
 
 
 class Trainer:
-    """Loop around `make_train_step` that restores, saves, evaluates, measures and stops.
+    """Training loop around `make_train_step` that restores, saves, evaluates, measures and stops.
 
     It trains its own copy; the model you pass is not modified.
+
+        optimizer = training.adamw(training.warmup_cosine(1e-3, steps=100, warmup=10))
+        trainer = training.Trainer(model, optimizer=optimizer, loader=loader, loss=training.next_token_loss)
+        metrics = trainer.fit(2)  # trains to step 2
 
     Args:
       model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
         parameters are created already sharded.
-      optimizer: of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1; optax.adamw clips
-        nothing.
-      loader: this host's rows of every batch, with a state; see `StatefulLoader`. A `data.Loader` is told by `follow`
-        which rows these are.
-      loss: see `make_train_step`; give options with `functools.partial`, and `accumulate(loss, 4)` or
-        `one_f_one_b(loss)` for microbatches.
+      optimizer: an optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
+          optax.adamw does not clip.
+      loader: returns this host's rows of every batch, and has a state; see `StatefulLoader`. The Trainer tells a
+          `data.Loader` which rows to read (`follow`).
+      loss: see `make_train_step`; pass options with `functools.partial`, and use `accumulate(loss, 4)` or
+          `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
-      filter: what is trained; None as in `make_state`.
-      evaluation: held-out data, and how often the loss is computed on it; also at the end.
+      filter: selects the trained parameters; None as in `make_state`.
+      evaluation: held-out data, and how often to compute the loss on it; always computed at the end.
       checkpointer: saves by its own policy, and at the end.
-      callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps; its time is left out of the step time
-        unless n is 1; and exports such as `HuggingFaceExport`, which are also made at the end, and at start-up if the
-        previous run was killed during an export.
-      directory: where `metrics.jsonl` and `goodput.jsonl` go.
+      callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps (its time does not count as step time
+          unless n is 1), and exports such as `HuggingFaceExport`, which also run at the end, and at start-up if the
+          previous run was killed during an export.
+      directory: directory of `metrics.jsonl` and `goodput.jsonl`.
       timeout: limit in seconds for start-up, one batch or one device result; when exceeded, the process prints what it
         waited for and every thread's stack, and exits with status 75. None, the default, disables it.
-      key: of the random numbers of the whole run, such as embedding noise, or a seed. A resumed run has the key of its
-        checkpoint.
-      step_options: what else `make_train_step` takes: `log_schedule`, to log as `learning_rate` (the optimizer needs
-        the same schedule, which this does not give it), and `router_bias_update_rate`.
+      key: random key of the whole run (for embedding noise, for example), or a seed. A resumed run uses the key of its
+          checkpoint.
+      step_options: other arguments of `make_train_step`: `log_schedule`, to log as `learning_rate` (it is not passed to
+          the optimizer, which needs the same schedule), and `router_bias_update_rate`.
 
     Attributes:
-      state: live; the next step deletes its arrays. `fit` or `restore` brings it to the newest checkpoint.
-      model: a copy of the state's.
+      state: the current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint.
+      model: a copy of the state's model.
       step: number of steps done.
       batch: the last step's batch, on its devices.
       train_step: compiled.
-      writers: where metrics go; more may be appended.
+      writers: receive the metrics; you may append more.
       console: the terminal.
-      clock: where time goes.
+      clock: measures where time goes.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class Trainer:
         self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter, self._memory = Meter(), Sampled(memory_use)
-        self._empty = 0  # steps without a target, up to the newest
+        self._empty = 0  # consecutive steps without a target
         self._counted = False  # True once the FLOPs of a step are counted
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
         self._evaluated: int | None = None  # step of the newest evaluation
@@ -134,7 +138,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """Copies the model as it is now, in arrays of its own."""
+        """Returns a copy of the current model, with its own arrays."""
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
@@ -145,8 +149,8 @@ class Trainer:
 
         Args:
           resume_from: directory of full checkpoints.
-          params_from: directory of a checkpoint or of Hugging Face, of which the model alone is read: what is trained
-            here and what is frozen. Before the first step the optimizer begins anew from it.
+          params_from: directory of a checkpoint or in Hugging Face's format, of which only the model is read, both
+              trained and frozen parameters. Before the first step the optimizer state is initialized from it.
 
         Raises:
           ValueError: `params_from` after the first step, when the optimizer keeps averages of the parameters.
@@ -168,11 +172,11 @@ class Trainer:
         return origin.text
 
     def fit(self, steps: int) -> dict[str, Any]:
-        """Trains until `steps` steps are done, those of earlier calls and runs included; returns the last metrics.
+        """Trains until `steps` steps are done, including those of earlier calls and runs; returns the last metrics.
 
         Raises DivergedError when loss or gradient are not finite, naming the step and the last good checkpoint;
-        ValueError when ten batches in a row have nothing to learn; Interrupted after Ctrl-C or SIGTERM, when everything
-        is saved.
+        ValueError when ten batches in a row have no targets; Interrupted after Ctrl-C or SIGTERM, once everything is
+        saved.
         """
         if self._origin is None:
             self.restore()
@@ -185,7 +189,7 @@ class Trainer:
                     self.evaluate()
             except Interrupted:
                 self._save_at_end(urgent=True)
-                self.log(f"stopped on request after step {self.step} of {steps}; the same command goes on from there")
+                self.log(f"stopped on request after step {self.step} of {steps}; the same command continues from there")
                 raise
             self._saving.export(self.step, self.state, last=True)
             self._save_at_end()
@@ -194,11 +198,12 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Computes the metrics over the held-out batches of `evaluation`, written as `eval/...`.
 
-        Restores first if nothing has: with a checkpointer these are the metrics of its newest checkpoint.
+        Restores first if `restore` has not been called: with a checkpointer these are the metrics of its newest
+        checkpoint.
         """
         if self.evaluation is None:
             raise ValueError(
-                "this trainer has no held-out data; give it some, evaluation=Evaluation(loader), or call training.evaluate"
+                "this trainer has no held-out data; pass evaluation=Evaluation(loader), or call training.evaluate"
             )
         if self._origin is None:
             self.restore()
@@ -213,16 +218,17 @@ class Trainer:
         return values
 
     def save(self, *, urgent: bool = False) -> None:
-        """Starts to save everything. A save that fails is reported, and training goes on. urgent: wait for no
-        export."""
+        """Starts saving everything. A save that fails is reported, and training continues. urgent: do not wait for
+        exports.
+        """
         if self.checkpointer is None:
-            raise ValueError("this trainer has no checkpointer; give it one, checkpointer=Checkpointer(directory)")
+            raise ValueError("this trainer has no checkpointer; pass checkpointer=Checkpointer(directory)")
         self._flush()  # a state that is not finite raises here, before it is saved
         self._write_counts()
         self._saving.start(self.step, self.state, self.loader.get_state(), self._last, urgent=urgent)
 
     def log(self, text: str) -> None:
-        """Prints a line on the terminal of the first process."""
+        """Prints a line on the first process's terminal."""
         if jax.process_index() == 0:
             self.console.log(text)
 
@@ -243,7 +249,7 @@ class Trainer:
             raise
         finally:
             self.writers.close()
-            if failed_alone:  # may affect this process only; do not enter a barrier the others never reach
+            if failed_alone:  # may affect only this process; do not enter a barrier that the others never reach
                 self._saving.settle()
             else:
                 self._saving.wait()
@@ -275,7 +281,7 @@ class Trainer:
             raise
 
     def _dispatch_step(self, batch: Batch, **here: float) -> None:
-        """Starts one more step, and reports the one before it."""
+        """Starts the next step, and reports the previous one."""
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
                 self._batch_before, self.batch = self.batch, place_batch(batch, self.layout)
@@ -300,7 +306,7 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _after_step(self) -> None:
-        """Runs what is due after this step."""
+        """Runs the callbacks, evaluations, exports and saves that are due after this step."""
         for every, callback in self.callbacks:
             if self._due(every):
                 if every > 1:  # infrequent callbacks may be slow; exclude them from step time
@@ -327,7 +333,7 @@ class Trainer:
             yield place_batch(batch, self.layout)
 
     def _flush(self) -> None:
-        """Waits for the steps under way and reports them."""
+        """Waits for the running steps and reports them."""
         with hard_timeout(self.timeout, f"the devices to finish step {self.step}"):
             ready = self._meter.flush()
         self._report(ready)
@@ -350,9 +356,9 @@ class Trainer:
                 raise DivergedError(" ".join(f"{one.rstrip('.')}." for one in sentences if one))
 
     def _check_targets(self, step: int, num_targets: Any) -> None:
-        """Says that a step learned nothing, and ends a run in which that goes on: only weight decay acts in it."""
+        """Logs that a step had no targets, and raises after too many of them: only weight decay would act."""
         self._empty = 0 if num_targets else self._empty + 1
-        why = "targets are -1 throughout, or the loss finds nothing that it compares"
+        why = "all targets are -1, or the loss finds nothing to compare"
         if self._empty == 1:
             self.log(f"step {step}: the batch has no target to learn: {why}")
         if self._empty == MOST_EMPTY:
@@ -373,7 +379,7 @@ class Trainer:
             self._saving.wait()
 
     def _count_flops(self, batch: Batch) -> None:
-        """Counts what a step costs, by this host's rows of its first batch, which other hosts may hold too."""
+        """Counts the FLOPs of a step from this host's rows of its first batch, which other hosts may share."""
         self._counted = True
         try:
             rows = host_rows(batch)
@@ -396,7 +402,7 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
         raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
     if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):
         raise ValueError(
-            "evaluation has the training loader, which each evaluation would take back to its first batch: give "
+            "evaluation has the training loader, which each evaluation would reset to its first batch: give "
             "Evaluation a loader of its own, over held-out data"
         )
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
@@ -409,10 +415,10 @@ def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callback
 
 
 def _innermost(loader: Any) -> Any:
-    """Returns the loader inside of `Prefetch` and others around it."""
+    """Returns the loader inside `Prefetch` and other wrappers."""
     return _innermost(loader.loader) if hasattr(loader, "loader") else loader
 
 
 def _is_callback(one: Any) -> bool:
-    """Tells whether a value is a pair of a positive whole number of steps and a function."""
+    """Returns True if a value is a pair of a positive number of steps and a function."""
     return isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int and one[0] > 0 and callable(one[1])

@@ -32,6 +32,7 @@ from maxlib.weights._hf_fields import switched_window as switched_window
 from maxlib.weights._hub import download as download
 from maxlib.weights._hub import model_directory as model_directory
 from maxlib.weights._hub import push_to_hub as push_to_hub
+from maxlib.weights._hub_names import HUB_NAMES as HUB_NAMES
 from maxlib.weights._loading import load as load
 from maxlib.weights._table import Absent as Absent
 from maxlib.weights._table import Convert as Convert

@@ -152,6 +152,8 @@ def from_pretrained(
 ) -> Any:
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
 
+        model = maxlib.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=jnp.float32)
+
     Args:
         name: A directory, one in a bucket such as "s3://bucket/model" (needs `maxlib[s3]` or `maxlib[gcs]`), or a name
             on the hub such as "HuggingFaceTB/SmolLM2-135M" (needs `maxlib[hub]`).
@@ -211,6 +213,8 @@ def save_pretrained(
     """Writes `model` as a Hugging Face directory that transformers opens; nothing is there until all of it is.
 
     On several hosts all must call this; the first one writes.
+
+        maxlib.save_pretrained(model, "out", generation={"eos_token_id": 1})
 
     Args:
         model: The model.

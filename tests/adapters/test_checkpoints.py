@@ -64,7 +64,7 @@ def test_another_base_is_refused(tmp_path):
         trainer(build(seed=1), tmp_path).restore()
     with pytest.raises(ValueError, match="rest") as error:
         trainer(build(), tmp_path, base=None).restore()
-    assert "give the same base" in error.value.__notes__[0]
+    assert "pass the same base" in error.value.__notes__[0]
 
 
 def test_the_compiled_step_has_gradients_of_factors_only():

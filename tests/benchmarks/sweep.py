@@ -1,18 +1,23 @@
 """Training steps of every preset, compiled for TPUs that are not there: arithmetic, memory and speed at the roofline.
 
-    python -m tests.benchmarks.sweep [NAME ...] [--targets v5p v6e] [--share 0/4] [--json out.json] [--check]
+    python -m tests.benchmarks.sweep [NAME ...] [--targets v5p v6e] [--share 0/4] [--estimate] [--save] [--check]
+    python -m tests.benchmarks.sweep --recorded [NAME ...] [--targets v5p v6e] [--check]
 
 Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. 4096 tokens (fewer if the model takes fewer), one sequence a chip,
-full remat, FSDP over the smallest slice on which the analytic model fits. Presets of the same sizes are compiled once.
---share i/n takes every n-th preset from the i-th. --check ends with an error if a step computes more than 1.45 times
-the model's FLOPs, does not fit, or has less than 60% MFU at the roofline and no reason in `SLOW`.
+full remat, on the smallest slice on which the analytic model fits: FSDP or, for experts, the fastest of FSDP and the
+degrees of expert parallelism by the estimate. Presets of the same sizes are compiled once. --share i/n takes every n-th
+preset from the i-th. --estimate compiles nothing. --save puts what was compiled into `sweep.json`, and --recorded shows
+what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
+does not fit, or has less than 60% MFU at the roofline and no reason in `SLOW`.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +25,16 @@ import jax
 from flax import nnx
 
 from maxlib import nn, plan, weights
-from tests.benchmarks.plans import AGAIN, GIB, again
-from tests.plan.jobs import layout
+from maxlib.plan._search import _default_layouts as default_layouts
+from tests.benchmarks.plans import AGAIN, GIB
 
 SEQUENCE, LEAST_MFU, FULL_SLICE = 4096, 0.6, 0.9  # of a chip's memory
+STATE = 16  # bytes a parameter: itself, its gradient and two moments
 SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)], "v5e": [4 * 2**i for i in range(7)]}
-EXPERTS = "one sequence is few tokens for all experts' weights, which FSDP gathers to every chip"
-# Why a preset's step is slower than 60% of the peak at the roofline; of experts it is the above.
+RECORDED = Path(__file__).with_suffix(".json")
+# Why a step is slower than 60% of the peak at the roofline, or computes more than 1.45 times the model's FLOPs.
 SLOW = {
+    "falcon-h1-0.5b": "the chunks of Mamba-2 pass through memory",
     "gpt3-52k": "a toy, narrower than a tile",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
 }
@@ -38,25 +45,51 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--targets", nargs="+", default=["v5p", "v6e"], choices=SIZES)
     parser.add_argument("--share", default="0/1", metavar="I/N")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
+    for option in ("--estimate", "--save", "--recorded", "--check"):
+        parser.add_argument(option, action="store_true")
     args = parser.parse_args()
-    if importlib.util.find_spec("libtpu") is None:
+    if not args.recorded and importlib.util.find_spec("libtpu") is None:
         print('skipped: plans for TPUs need libtpu, pip install "maxlib[tpu]"')
         return
     first, of = map(int, args.share.split("/"))
+    print(
+        "| preset, target | parameters | mesh | peak GiB | analytic | FLOPs, times the model's | MFU | bound by | s |"
+    )
+    print("|---" * 9 + "|")
     rows = []
-    print("| preset, target | parameters | peak GiB | FLOPs, times the model's | MFU | bound by | compile s |")
-    print("|---" * 7 + "|")
-    for name in (args.names or distinct())[first::of]:
-        for chip in args.targets:
-            rows.append(row(name, chip))
-            print(shown(rows[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    for one in found(args.names, args.targets) if args.recorded else swept(args, first, of):
+        rows.append(one)
+        print(shown(one), flush=True)
+        if args.save and "error" not in one:
+            save(one)
     if wrong := [f"{one['preset']} on {one['target']}: {why}" for one in rows for why in faults(one)]:
         print(*wrong, sep="\n")
         sys.exit(1 if args.check else 0)
+
+
+def swept(args: argparse.Namespace, first: int, of: int) -> Iterator[dict[str, Any]]:
+    for name in (args.names or distinct())[first::of]:
+        for chip in args.targets:
+            yield row(name, chip, plan.estimated if args.estimate else plan.plan)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Returns the rows that were saved."""
+    return json.loads(RECORDED.read_text())
+
+
+def found(names: list[str], chips: list[str]) -> list[dict[str, Any]]:
+    """Returns the saved rows of some presets (all if none is named) on some kinds of chip."""
+    chosen = [one for one in recorded() if one["target"].split("-")[0] in chips]
+    return [one for one in chosen if not names or one["preset"] in names]
+
+
+def save(one: dict[str, Any]) -> None:
+    """Puts a row into the file, in place of that of the same preset on the same kind of chip."""
+    key = lambda row: (row["preset"], row["target"].split("-")[0])
+    rows = {key(row): row for row in recorded()} | {key(one): one}
+    lines = ",\n".join(json.dumps(rows[key]) for key in sorted(rows))
+    RECORDED.write_text(f"[\n{lines}\n]\n")
 
 
 def distinct() -> list[str]:
@@ -67,38 +100,30 @@ def distinct() -> list[str]:
     return list(found.values())
 
 
-def row(name: str, chip: str) -> dict[str, Any]:
+def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan) -> dict[str, Any]:
     """Returns what the compiler and the roofline say of a preset on the smallest slice that fits; or why there is
     none.
     """
     try:
-        job = fitting(name, chip)
-        got = plan.plan(job)
+        got = make(fitting(name, chip))
     except Exception as error:  # one that cannot be planned must not end the sweep
         return {"preset": name, "target": chip, "error": f"{type(error).__name__}: {str(error)[:200]}"}
-    assert got.costs and got.estimate, "the program's text could not be read"
-    guess = got.estimate
-    times = {"arithmetic": guess.compute, "memory": guess.memory, "network": guess.network}
+    assert got.flops_factor and got.estimate, "the program's text could not be read"
     return {
         "preset": name,
-        "target": job.target,
+        "target": got.job.target,
         "parameters": got.num_parameters,
+        "mesh": " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1),
+        "sequence": got.job.sequence,
         "peak": got.peak,
+        "analytic": got.analytic.total,
         "fits": got.fits,
-        "factor": 1 + again(got),
-        "mfu": guess.mfu,
-        "bound": max(times, key=times.__getitem__),
-        "slow_because": EXPERTS if is_sparse(name) else SLOW.get(name),
-        "compile_seconds": got.compile_seconds,
+        "factor": round(got.flops_factor, 3),
+        "mfu": round(got.estimate.mfu, 3),
+        "mfu_serial": round(got.estimate.mfu_serial, 3),
+        "bound": got.estimate.bound,
+        "compile_seconds": round(got.compile_seconds, 1),
     }
-
-
-def is_sparse(name: str) -> bool:
-    """Whether a preset has experts: not all of its parameters take part in each token."""
-    cfg = weights.presets()[name]
-    family = next(one for one in weights.families() if name in one.presets)
-    model = jax.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
-    return nn.describe.num_active_parameters(model) < 0.9 * nn.num_parameters(model)
 
 
 def fitting(name: str, chip: str) -> plan.Job:
@@ -108,17 +133,29 @@ def fitting(name: str, chip: str) -> plan.Job:
     """
     why = "no slice is large enough"
     for sequence in (SEQUENCE, SEQUENCE // 2, SEQUENCE // 4):  # as many tokens as the model has positions for
-        job = plan.Job(name, chip, layout=layout("fsdp"), sequence=sequence, remat="full")
+        job = plan.Job(name, chip, sequence=sequence, remat="full")
         for size in SIZES[chip]:
             one = dataclasses.replace(job, target=f"{chip}-{size}")
+            target = plan.parse_target(one.target)
+            most = FULL_SLICE * target.chip.memory
+            if STATE * parameters(name) > most * target.devices:
+                continue
+            layouts = [layout for layout in default_layouts(one) if dict(layout.mesh.degrees).get("tensor", 1) == 1]
             try:
-                got = plan.estimated(one)
+                found = plan.search(one, layouts=layouts, remats=["full"], batches=[1], compile=0)
             except ValueError as error:
                 why = str(error)
                 break
-            if got.peak < FULL_SLICE * got.target.chip.memory:
-                return one
+            if fast := [got for got in found.plans if got.peak < most]:
+                return fast[0].job
     raise ValueError(why)
+
+
+@functools.cache
+def parameters(name: str) -> int:
+    cfg = weights.presets()[name]
+    family = next(one for one in weights.families() if name in one.presets)
+    return nn.num_parameters(jax.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0))))
 
 
 def shown(one: dict[str, Any]) -> str:
@@ -126,7 +163,9 @@ def shown(one: dict[str, Any]) -> str:
         return f"| {one['preset']}, {one['target']} | {one['error']} |"
     values = [
         f"{one['parameters'] / 1e9:.2f}B",
+        one["mesh"],
         f"{one['peak'] / GIB:.2f}",
+        f"{one['analytic'] / one['peak'] - 1:+.1%}",
         f"{one['factor']:.2f}",
         f"{one['mfu']:.1%}",
     ]
@@ -136,14 +175,14 @@ def shown(one: dict[str, Any]) -> str:
 
 
 def faults(one: dict[str, Any]) -> list[str]:
-    """What a row falls short of."""
+    """What a row falls short of, for no reason that is known."""
     if "error" in one:
         return [one["error"]]
     wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]
+    if one["preset"] in SLOW:
+        return wrong
     wrong += [f"{one['factor']:.2f} times the model's FLOPs"] if one["factor"] > 1 + AGAIN else []
-    slow = one["mfu"] < LEAST_MFU and not one["slow_because"]
-    wrong += [f"{one['mfu']:.1%} MFU at the roofline"] if slow else []
-    return wrong
+    return wrong + ([f"{one['mfu']:.1%} MFU at the roofline"] if one["mfu"] < LEAST_MFU else [])
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_roll_call_lets_everybody_go():
 def test_roll_call_names_who_is_missing():
     address = port()
     first, second = call(address, 4, [0, 2], timeout=0.5)
-    assert f"processes 1, 3 of 4 did not come to {address} within 0.5 s" in first
+    assert f"processes 1, 3 of 4 did not connect to {address} within 0.5 s" in first
     assert "process 2 came" in second and "these did not: processes 1, 3" in second
 
 
@@ -158,7 +158,7 @@ def test_roll_call_turns_wrong_numbers_away():
         assert "process 3 of 4, but this run has 3" in str(stranger.exception())
         twins = [run(1, 3), run(1, 3)]
         (refused,), (accepted,) = concurrent.futures.wait(twins, return_when=concurrent.futures.FIRST_COMPLETED)
-        assert "another process 1 has come" in str(refused.exception())
+        assert "another process 1 has connected" in str(refused.exception())
         assert [each.result() for each in (first, accepted, run(2, 3))] == [None] * 3
 
 
@@ -170,7 +170,9 @@ def test_roll_call_names_an_absent_coordinator():
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(OSError, match=f"wait for the others at {address} .*in use.* an address with another port"):
+        with pytest.raises(
+            OSError, match=f"process 0 cannot listen at {address} .*in use.* an address with another port"
+        ):
             rendezvous(address, 2, 0, timeout=1)
 
 

@@ -65,7 +65,7 @@ def test_gives_up_with_the_status_of_the_process_that_died(tmp_path, capfd):
     body = "step(5); os.kill(os.getpid(), signal.SIGKILL)"
     assert launch(program(tmp_path, body), tmp_path, processes=[1], retries=1) == 137
     assert starts(tmp_path) == [1] * 3  # the first came to step 5, the others no further
-    assert "giving up: 2 starts in succession brought the run no further than step 5" in capfd.readouterr().out
+    assert "giving up: 2 consecutive starts made no progress beyond step 5" in capfd.readouterr().out
 
 
 def test_those_that_hang_after_a_death_are_killed(tmp_path):
@@ -147,7 +147,7 @@ def test_gpus_are_dealt_out(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("processes", [[], [0], [2, 2], [1, 2]])
 def test_numbers_must_fall(processes, tmp_path):
-    with pytest.raises(ValueError, match="numbers from 1 on that fall, such as 4,2,1"):
+    with pytest.raises(ValueError, match="decreasing numbers of at least 1, such as 4,2,1"):
         launch(["true"], tmp_path, processes=processes)
 
 

@@ -57,13 +57,13 @@ def test_too_late_is_an_error(monkeypatch):
 
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(RuntimeError, match="gpu-overlap come too late"):
+    with pytest.raises(RuntimeError, match="too late for the flags"):
         xla_flags.apply("gpu-overlap")
     assert os.environ["XLA_FLAGS"] == ""
 
 
 def test_names_and_values_must_fit():
-    with pytest.raises(ValueError, match="no set of XLA flags is called 'gpu-fast'; there are cpu-quick-compile, "):
+    with pytest.raises(ValueError, match="no set of XLA flags is named 'gpu-fast'; there are cpu-quick-compile, "):
         xla_flags.options("gpu-fast")
     with pytest.raises(ValueError, match="xla_tpu_enable_async_collective_fusion_fuse_all_gather=False, another of"):
         xla_flags.options("tpu-overlap", "tpu-sparsecore")

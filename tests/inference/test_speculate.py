@@ -69,7 +69,7 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
     assert drafted.steps == max(passes) and drafted.acceptance == pytest.approx(taken / sum(passes))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
 def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
     """Others take more memory, and round otherwise than `generate` does."""
     made, model = [], type(generator.model)
@@ -98,7 +98,7 @@ def test_models_that_cannot_are_refused(generator):
         speculate(Generator(filled_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
     without = jax.tree.map(lambda x: x, generator.model)
     without.mtp = nnx.List([])
-    with pytest.raises(ValueError, match="read it with num_mtp=1"):
+    with pytest.raises(ValueError, match="load it with num_mtp=1"):
         speculate(Generator(without, dtype=jnp.float32), PROMPTS, max_new_tokens=4)
     with pytest.raises(ValueError, match="must fit the capacity"):
         speculate(generator, PROMPTS, max_new_tokens=4, capacity=15)

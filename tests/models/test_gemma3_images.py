@@ -186,7 +186,7 @@ def test_fields_matter(theirs, model, tmp_path, field):
     if field == "layer_norm_eps":
         assert np.abs(np.asarray(logits_of(other, tokens, images)) - before).max() > 1e-3 * before.std()
     else:
-        with pytest.raises(ValueError, match="image placeholders, but the images given make"):
+        with pytest.raises(ValueError, match="image placeholders, but the given images make"):
             other(jnp.asarray(tokens), images=jnp.asarray(images))
 
 
@@ -235,9 +235,9 @@ def test_eight_devices_equal_one(theirs, model):
 
 def test_wrong_images_are_refused(model):
     tokens, images = map(jnp.asarray, inputs())
-    with pytest.raises(ValueError, match="hold 16 image placeholders, but the images given make 12 vectors"):
+    with pytest.raises(ValueError, match="hold 16 image placeholders, but the given images make 12 vectors"):
         model(tokens, images=images[:3])
-    with pytest.raises(ValueError, match="hold 16 image placeholders, but the images given make 0 vectors"):
+    with pytest.raises(ValueError, match="hold 16 image placeholders, but the given images make 0 vectors"):
         model(tokens)
     with pytest.raises(ValueError, match=r"images must have the shape \(number, 3, 12, 12\), got \(4, 3, 12, 9\)"):
         logits_of(model, tokens, images[..., :9])

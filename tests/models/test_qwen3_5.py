@@ -135,6 +135,10 @@ class TestQwen35Images(Seeing):
     }
     test_presets_have_the_published_size = None  # of text, above
 
+    @pytest.mark.full  # by default of Mistral and Gemma 4
+    def test_rows_of_patches_and_padding_change_nothing(self, made):
+        super().test_rows_of_patches_and_padding_change_nothing(made)
+
 
 @pytest.mark.full
 class TestQwen35MoEImages(TestQwen35Images):
@@ -252,7 +256,7 @@ def test_without_states_the_module_drafts():
     found = inference.speculate(generator, prompts, max_new_tokens=12)
     assert found.texts == generator.generate(prompts, max_new_tokens=12)
     image = model.cfg.vision.image_token
-    with pytest.raises(ValueError, match="1 image placeholders, but the images given make 0"):
+    with pytest.raises(ValueError, match="1 image placeholders, but the given images make 0"):
         inference.speculate(generator, [[1, image, 3]], max_new_tokens=2)
 
 

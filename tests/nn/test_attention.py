@@ -226,7 +226,9 @@ def test_an_implementation_is_asked_for_by_name():
     x = inputs()
     asked, best = build(implementation="reference"), build()
     np.testing.assert_allclose(run(asked, x), run(best, x), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="mosaic_tpu was asked for and runs on tpu, not on cpu; chunked can run it"):
+    with pytest.raises(
+        ValueError, match="mosaic_tpu was requested, but it runs on tpu, not on cpu; chunked can run it"
+    ):
         run(build(implementation="mosaic_tpu"), x)
 
 

@@ -69,7 +69,7 @@ def test_a_ring_is_made_where_it_is_shorter():
 
 @pytest.mark.parametrize("dtype", ["int4", "int16", "uint8"])
 def test_other_integers_are_refused(dtype):
-    with pytest.raises(ValueError, match=f"a floating dtype or int8, got {dtype}"):
+    with pytest.raises(ValueError, match=f"must be floating or int8, got {dtype}"):
         kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.dtype(dtype))
 
 

@@ -108,7 +108,7 @@ def test_gradients_on_eight_devices_are_those_on_one(rules):
 def test_what_a_state_cannot_do_is_refused():
     model = jax.eval_shape(lambda: qwen3_5.Qwen35(tiny(), rngs=nnx.Rngs(0)))
     assert not model.layers.is_reorderable  # zigzag order
-    with pytest.raises(ValueError, match="GatedDeltaNet cannot keep a state in int8"):
+    with pytest.raises(ValueError, match="GatedDeltaNet cannot store a state in int8"):
         model.init_cache(1, 8, dtype=jnp.int8)
     assert not nn.cache.can_rewind(jax.eval_shape(lambda: layer().init_cache(1, 8)))
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_key_heads"):

@@ -140,7 +140,7 @@ def test_an_exchange_that_cannot_be_is_said():
     layout = sharding.Layout(sharding.make_mesh(expert=2, data=4), ragged)
     with sharding.use(layout), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
         jax.eval_shape(layer, inputs(B=8))
-    with pytest.raises(ValueError, match="tokens travel 'ragged' or 'dense', .* got 'some'"):
+    with pytest.raises(ValueError, match="how must be 'ragged', 'dense', .* got 'some'"):
         sharding.ExpertParallel(how="some")
 
 

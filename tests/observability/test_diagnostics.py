@@ -257,7 +257,9 @@ def test_what_came_before_the_first_bad_output_is_said():
     text = _nonfinite._forward(probes.Observation(outputs, {}, {}, math.nan))
     assert text == "forward: first the output of b (4 values); before it, a has values up to 3.25"
     backward = {name: seen | {"gradient_nonfinite": n} for name, n in (("a", 2.0), ("b", 1.0), ("c", 0.0), ("d", 0.0))}
-    assert "made between it and c, which comes next" in _nonfinite._backward(probes.Observation(backward, {}, {}, 1.0))
+    assert "created between it and c, which comes next" in _nonfinite._backward(
+        probes.Observation(backward, {}, {}, 1.0)
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_placed():
@@ -269,7 +271,7 @@ def test_a_gradient_that_is_not_finite_is_placed():
 
     text = probes.find_nonfinite(model, batch, root)
     assert "forward" not in text
-    assert "backward: first the gradient of the output of layers.2, made by the loss" in text
+    assert "backward: first the gradient of the output of layers.2, created by the loss" in text
     assert re.search(r"gradients: .+ and \d+ more are not finite", text)
 
 

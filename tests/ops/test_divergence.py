@@ -145,8 +145,8 @@ def test_memory_never_holds_all_logits():
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"beta": 1.1}, r"beta must lie in \[0, 1\]"),
         ({"chunk": 0}, "chunk must be at least 1 token"),
-        ({"teacher_weight": jnp.zeros((V + 1, E))}, f"one vocabulary; the student's has {V} tokens"),
-        ({"teacher_hidden": jnp.zeros((B, T + 1, E))}, "must have read the same tokens"),
+        ({"teacher_weight": jnp.zeros((V + 1, E))}, f"the same vocabulary; the student's has {V} tokens"),
+        ({"teacher_hidden": jnp.zeros((B, T + 1, E))}, "must get the same tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):

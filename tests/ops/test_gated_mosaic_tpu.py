@@ -235,7 +235,7 @@ def test_what_they_cannot_run_is_explained(change, reason):
 def test_what_they_cannot_run_is_an_error():
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes(tokens=20, heads=(1, 1), widths=(8, 8)))
     if not on_a_tpu:
-        with pytest.raises(ValueError, match="mosaic_tpu was asked for and runs on tpu, not on cpu"):
+        with pytest.raises(ValueError, match="mosaic_tpu was requested, but it runs on tpu, not on cpu"):
             ops.gated_delta_rule(**x, implementation="mosaic_tpu")
 
 

@@ -130,7 +130,7 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
     [
         (dict(device=("gpu", "NVIDIA B200")), "is for NVIDIA's Hopper .* not for NVIDIA B200"),
         (dict(dtype=jnp.float32), "takes rows in bfloat16 or float16, not in float32"),
-        (dict(out_dtype=jnp.float32), "gives rows of their own dtype"),
+        (dict(out_dtype=jnp.float32), "only returns the dtype of its rows"),
         (dict(width=72), "multiples of 64, not I=72"),
     ],
     ids=str,

@@ -274,7 +274,7 @@ def test_yarn_mscale():
 def test_too_long_is_refused_where_the_length_is_known():
     rope = Rope(DIM, max_length=32)
     rope.tables(jnp.arange(32)[None], length=32)
-    with pytest.raises(ValueError, match="longer than the rotary table allows: at most 32 positions, got 33"):
+    with pytest.raises(ValueError, match="longer than the rotary table: at most 32 positions, got 33"):
         rope.tables(jnp.arange(33)[None])
     with pytest.raises(ValueError, match="got 40"):
         jax.jit(lambda p: rope.tables(p, length=40))(jnp.arange(3)[None])
@@ -308,5 +308,5 @@ def test_impossible_specs_are_refused(build, message):
 
 def test_tables_wider_than_a_head_are_refused():
     cos, sin = Rope(DIM).tables(jnp.arange(2)[None])
-    with pytest.raises(ValueError, match="turn 16 dimensions, more than the 8 of a head"):
+    with pytest.raises(ValueError, match="rotate 16 dimensions, but a head only has 8"):
         apply_rope(jnp.ones((1, 2, 1, 8)), cos, sin)

@@ -18,7 +18,7 @@ from pathlib import Path
 from maxlib.distributed.xla_flags import WITHOUT_TPU
 
 # Before jax is imported: no TPU is looked for, and another process may have libtpu too.
-os.environ |= WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+os.environ |= WITHOUT_TPU | {"JAX_PLATFORMS": "cpu"}
 
 import jax
 import jax.numpy as jnp

@@ -4,8 +4,10 @@ import types
 
 import pytest
 
+from maxlib import weights
 from maxlib.plan._hlo import Collective, Costs
 from tests.benchmarks import plans as bench
+from tests.benchmarks import sweep
 
 
 def test_the_bench_compares_collectives_and_what_they_move():
@@ -33,3 +35,50 @@ def test_the_bench_of_a_search_fails_when_layouts_are_missing_or_it_takes_ten_mi
         bench.search(check=True)
     found.plans, found.seconds = [best] * 24, 599.0
     bench.search(check=True)
+
+
+ROW = {
+    "preset": "llama2-7b",
+    "target": "v5p-8",
+    "parameters": 6.7e9,
+    "mesh": "fsdp 4",
+    "sequence": 4096,
+    "peak": 2.0**30,
+    "analytic": 2.0**30,
+    "fits": True,
+    "factor": 1.3,
+    "mfu": 0.7,
+    "mfu_serial": 0.6,
+    "bound": "arithmetic",
+    "compile_seconds": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, []),
+        ({"factor": 1.46}, ["1.46 times the model's FLOPs"]),
+        ({"mfu": 0.59}, ["59.0% MFU at the roofline"]),
+        ({"fits": False}, ["needs 1.00 GiB"]),
+        ({"preset": "gpt3-52k", "mfu": 0.1, "factor": 1.6}, []),
+        ({"preset": "gpt3-52k", "fits": False}, ["needs 1.00 GiB"]),
+    ],
+)
+def test_the_sweep_names_what_a_step_falls_short_of(change, fault):
+    assert sweep.faults(ROW | change) == fault
+
+
+def test_a_saved_row_replaces_that_of_its_preset_on_the_same_kind_of_chip(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "RECORDED", tmp_path / "sweep.json")
+    sweep.RECORDED.write_text("[]")
+    for target, mfu in (("v5p-8", 0.7), ("v6e-8", 0.6), ("v5p-16", 0.8)):
+        sweep.save(ROW | {"target": target, "mfu": mfu})
+    assert [(one["target"], one["mfu"]) for one in sweep.recorded()] == [("v5p-16", 0.8), ("v6e-8", 0.6)]
+    assert sweep.found([], ["v6e"]) == sweep.found(["llama2-7b"], ["v6e"]) != sweep.found(["gpt2"], ["v6e"]) == []
+
+
+def test_every_row_of_the_sweep_is_of_a_preset_and_falls_short_of_nothing():
+    rows = sweep.recorded()
+    assert {one["preset"] for one in rows} | {*sweep.SLOW} <= {*weights.presets()}
+    assert {one["preset"]: sweep.faults(one) for one in rows if sweep.faults(one)} == {}

@@ -71,7 +71,7 @@ def test_a_search_plans_what_it_was_told():
         ("--mesh fsdp=2 fsdp=8", "a mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
         ("--mesh fdsp=8", "no mesh axis is named 'fdsp' (did you mean 'fsdp'?)"),
         ("--accumulate 0", "at least one microbatch, got 0"),
-        ("--accumulate 2 --gradients 1f1b", "Leave accumulate out: a pipeline has microbatches of its own"),
+        ("--accumulate 2 --gradients 1f1b", "Omit accumulate: a pipeline already has microbatches"),
         ("--mesh fsdp=3", "change a degree of --mesh or --dcn, or let one be -1"),
         ("--per-device-batch-size 0.3", "change --per-device-batch-size or the mesh"),
     ],

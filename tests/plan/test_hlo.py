@@ -157,7 +157,8 @@ HloModule jit_step
   %moments = f32[32,8,128]{2,1,0:T(8,128)S(5)} get-tuple-element(%state), index=1
   %limit = s32[]{:T(128)} get-tuple-element(%state), index=2
   %slice-start = ((f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}), f32[1,8,128]{2,1,0:T(8,128)}, u32[]{:S(2)}) async-start(%moments, %at), calls=%fetched
-  %slice-done = f32[1,8,128]{2,1,0:T(8,128)} async-done(%slice-start)
+  %slice-update = ((f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}), f32[1,8,128]{2,1,0:T(8,128)}, u32[]{:S(2)}) async-update(%slice-start)
+  %slice-done = f32[1,8,128]{2,1,0:T(8,128)} async-done(%slice-update)
   %update-start = ((f32[32,8,128]{2,1,0:T(8,128)S(5)}, f32[1,8,128]{2,1,0:T(8,128)}, s32[]{:T(128)}), f32[32,8,128]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) async-start(%moments, %slice-done, %at), calls=%stored
   %update-done = f32[32,8,128]{2,1,0:T(8,128)S(5)} async-done(%update-start)
   ROOT %next = (s32[]{:T(128)}, f32[32,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) tuple(%at, %update-done, %limit)
@@ -218,9 +219,27 @@ def test_of_branches_the_cheapest_counts():
     costs = read_costs(BRANCHES, {"expert": 2})
     (one,) = costs.collectives
     assert (one.written, one.runs, one.bytes) == (1, 1, 8 * 8 * 4)
+    assert costs.bytes == 2 * 8 * 8 * 4  # of the branch; the choice itself moves nothing
     assert "of 1 choices that data makes the one that computes and moves least" in costs.assumes[-1]
     same = read_costs(BRANCHES.replace("true_computation=%worst", "true_computation=%usual"), {"expert": 2})
     assert len(same.assumes) == 1
+
+
+RAGGED = """
+HloModule jit_step
+
+ENTRY %main (rows: bf16[64,256], room: bf16[128,256], at: s32[8]) -> bf16[128,256] {
+  %rows = bf16[64,256]{1,0} parameter(0)
+  %room = bf16[128,256]{1,0} parameter(1)
+  %at = s32[8]{0} parameter(2)
+  ROOT %there = bf16[128,256]{1,0} ragged-all-to-all(%rows, %room, %at, %at, %at, /*index=5*/%at), replica_groups={{0,1}}
+}
+"""
+
+
+def test_a_ragged_exchange_reads_and_writes_rows_and_not_the_buffer_around_them():
+    costs = read_costs(RAGGED, {"expert": 2})
+    assert costs.bytes == 2 * 64 * 256 * 2 and costs.collectives[0].bytes == 64 * 256 * 2
 
 
 def test_text_without_a_program():
@@ -344,6 +363,12 @@ def test_a_grouped_matmul_reads_an_experts_matrix_once():
     assert costs.bytes == 2 * (visited * 256 + 4 * 512 * 256 + 1024 * 512)
     ((name, flops),) = costs.costliest
     assert name == "gmm.1 bf16[1024,512] jit(step)/jit(gmm)/pallas_call" and flops == costs.flops
+
+
+def test_a_grouped_matmul_visits_only_the_rows_of_its_buffer_that_arrive():
+    costs = read_costs(GROUPED, {"expert": 8}, trips={"room": 2})
+    assert costs.flops == 2 * 512 * 256 * 512
+    assert costs.bytes == 2 * ((512 // 512 + 3) * 512 * 256 + 4 * 512 * 256 + 512 * 512)
 
 
 def test_far_more_flops_than_the_models_are_a_warning():

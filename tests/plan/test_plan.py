@@ -28,6 +28,18 @@ from tests.plan.jobs import layout
 from tests.training import tiny
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
+MIXTRAL = mixtral.Config(
+    vocab=64,
+    num_layers=4,
+    dim=32,
+    expert_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=ops.Rope(8),
+    num_experts=8,
+    top_k=2,
+)
 
 
 def bigram():
@@ -150,7 +162,7 @@ MISTAKES = {
     "batch": (dict(per_device_batch_size=0.5), "4 in all, which must be a multiple of the 8 parts"),
     "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
-    "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's mark q, k, v"),
+    "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's layers mark q, k, v"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
     "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
@@ -162,7 +174,7 @@ MISTAKES = {
         dict(model="mixtral-8x7b", target="h100x16", layout=layout("ep", expert=16)),
         "'expert' .size 8. is not divisible",
     ),
-    "layers": (dict(layout=layout("pp:8", stage=8)), "4 repeats of layers cannot be cut into 8 stages"),
+    "layers": (dict(layout=layout("pp:8", stage=8)), "4 repeats of layers cannot be split into 8 stages"),
     "sequence": (
         dict(layout=layout("fsdp+cp_ring", fsdp=2, context=4), sequence=18),
         "of 18 tokens does not divide",
@@ -203,7 +215,7 @@ def test_mistakes_are_named(case):
         (lambda: layout("zero9"), "a strategy must be one of dp, zero1"),
         (lambda: layout().mesh.shape, "has no devices yet: call layout.on"),
         (lambda: sharding.use(layout()).__enter__(), "has no devices yet: call layout.on"),
-        (lambda: layout(fsdp=8).on(jax.devices()).on(jax.devices()), "has a mesh already"),
+        (lambda: layout(fsdp=8).on(jax.devices()).on(jax.devices()), "already has a mesh"),
     ],
 )
 def test_mistakes_in_a_layout_are_named_before_there_is_a_job(make, words):
@@ -256,6 +268,31 @@ def test_a_search_orders_what_fits_by_speed():
     assert "layouts in" in str(found)
 
 
+def test_a_search_spreads_experts_over_devices():
+    found = plan.search(plan.Job(MIXTRAL, "h100x16", sequence=16), batches=(1,), remats=("full",), compile=0)
+    degrees = {(got.mesh["fsdp"], got.mesh["tensor"], got.mesh["expert"]) for got in found.plans}
+    assert {(16, 1, 1), (8, 2, 1), (4, 1, 4), (2, 1, 8)} <= degrees and {expert for *_, expert in degrees} == {1, 4, 8}
+
+
+def test_a_search_copies_parameters_where_the_devices_do_not_divide_a_width():
+    cfg = dataclasses.replace(CONFIG, dim=48)
+    found = plan.search(plan.Job(cfg, "h100x32", sequence=16), batches=(1,), remats=("full",), compile=0)
+    meshes = [(got.mesh["data"], got.mesh["fsdp"], got.mesh["tensor"]) for got in found.plans]
+    assert {(2, 16, 1), (1, 16, 2)} <= set(meshes)  # 48 is 3 times 16
+
+
+def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
+    traced, call = [], llama.Llama.__call__
+    monkeypatch.setattr(
+        llama.Llama, "__call__", lambda self, *args, **more: traced.append(more) or call(self, *args, **more)
+    )
+    job = plan.Job(dataclasses.replace(CONFIG, dim=40), "h100x8", sequence=16)
+    first = plan.estimated(job)
+    assert [one["remat"] for one in traced] == [{}, None, None]  # "full", all of it, and the FLOPs
+    second = plan.estimated(dataclasses.replace(job, layout=layout(data=2, fsdp=4)))
+    assert len(traced) == 4 and second.analytic.activations == first.analytic.activations
+
+
 def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
     base = dict(model="llama3-8b", target="h100x8", sequence=4096)
     full, none = (plan.estimated(plan.Job(**base, remat=remat)).analytic for remat in ("full", None))
@@ -275,14 +312,26 @@ def moved(got):
 )
 def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 12.000 GiB ragged, as its estimate says."""
-    sizes = dict(vocab=64, num_layers=4, dim=32, expert_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
-    cfg = mixtral.Config(**sizes, rope=ops.Rope(8), num_experts=8, top_k=2)
-    got = plan.estimated(plan.Job(cfg, "h100x8", layout=layout("ep" + how, expert=8), sequence=16))
+    got = plan.estimated(plan.Job(MIXTRAL, "h100x8", layout=layout("ep" + how, expert=8), sequence=16))
     found, experts = moved(got), 4 * 8 * 3 * 32 * 48
     # Out and back, in the forward pass, again, and backward, two bytes a number.
     assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
     assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
     assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
+
+
+def test_rows_of_experts_are_estimated_to_pass_through_memory():
+    """In libtpu's program of Qwen3.5-397B-A17B, cut to four layers, these rows are a third of the traffic."""
+    bytes_of = lambda layout, k: (
+        plan.estimated(
+            plan.Job(dataclasses.replace(MIXTRAL, top_k=k), "h100x8", layout=layout, sequence=16)
+        ).costs.bytes
+    )
+    stay, travel = ([bytes_of(one, k) for k in (1, 2, 3)] for one in (layout("fsdp"), layout("ep", expert=8)))
+    for found in (stay, travel):
+        assert found[2] - found[1] == pytest.approx(found[1] - found[0]) and found[1] > found[0]
+    rows = 16 * 4 * 2  # of a device, in four layers, two bytes a number
+    assert stay[1] - stay[0] >= 40 * rows * 32 and travel[1] - travel[0] > 1.2 * (stay[1] - stay[0])
 
 
 def test_a_pipeline_that_idles_is_estimated_to():

@@ -1,12 +1,16 @@
 """Names of hardware, and what they stand for."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
-from maxlib import ops, plan
+from maxlib import ops, plan, sharding
 from maxlib.models import llama
 from maxlib.plan import _targets as targets
+from maxlib.plan._program import make_program
+from maxlib.plan._roofline import link_speeds
 
 
 @pytest.mark.parametrize(
@@ -65,10 +69,75 @@ def test_hardware_that_does_not_exist(name, words):
         plan.parse_target(name)
 
 
-def test_without_libtpu_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"v5p-8: .* pip install libtpu"):
-        targets.devices_of(plan.parse_target("v5p-8"))
+@pytest.fixture
+def without_libtpu(monkeypatch):
+    monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
+    monkeypatch.setattr("maxlib.plan._program.has_tpu_compiler", lambda: False)
+
+
+# As libtpu 0.0.42 describes them: the places of the first devices of the mesh, and the hosts of these.
+PLACES = {
+    ("v5e-16", "fsdp=-1"): ([(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 1, 0)], [0, 0, 1, 1, 1]),
+    ("v5e-8", "fsdp=4,tensor=2"): ([(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 3, 0)], [0, 0, 0, 0, 1]),
+    ("v5p-128", "fsdp=-1"): ([(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0)], [0, 4, 8, 12, 0]),
+    ("v5p-64", "fsdp=-1,tensor=2"): ([(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 0, 2)], [0, 0, 2, 2, 4]),
+    ("v6e-8", "fsdp=-1"): ([(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 3, 0)], [0, 0, 0, 0, 1]),
+    ("v7x-8", "fsdp=-1"): ([(0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 0)], [0, 0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize(("name", "degrees"), PLACES)
+def test_places_without_libtpu_are_those_of_libtpu(name, degrees, without_libtpu):
+    mesh = sharding.make_mesh(**sharding.parse_degrees(degrees), devices=targets.devices_of(plan.parse_target(name)))
+    first = mesh.devices.ravel()[:5]
+    assert ([device.coords for device in first], [device.process_index for device in first]) == PLACES[name, degrees]
+
+
+@pytest.mark.parametrize("name", ["v5e-16", "v5p-128", "v6e-8x2"])
+def test_places_are_those_of_the_installed_libtpu(name):
+    """In a process of its own, as one describes one topology only."""
+    pytest.importorskip("libtpu")
+    show = "print([(tuple(d.coords), d.core_on_chip, d.process_index, d.device_kind) for d in devices])"
+    code = f"from maxlib.plan import _targets as t; devices = t.devices_of(t.parse_target({name!r})); {show}"
+    run = lambda more: subprocess.run([sys.executable, "-c", more + code], check=True, capture_output=True, text=True)
+    hidden = "from maxlib.plan import _targets as t; t.has_tpu_compiler = lambda: False; "
+    assert run("").stdout == run(hidden).stdout
+
+
+# Over v5e's two dimensions of 90 GB/s each, v5p's three of 180, v6e's two of 180; between slices 3.1 GB/s a v5e chip.
+@pytest.mark.parametrize(
+    ("name", "degrees", "speeds"),
+    [
+        ("v5e-256", {"fsdp": -1, "tensor": 4}, {"fsdp": 180, "tensor": 90}),
+        ("v5p-128", {"fsdp": 8, "tensor": 8}, {"fsdp": 360, "tensor": 360}),
+        ("v5p-128", {"fsdp": -1}, {"fsdp": 540}),
+        ("v6e-64", {"fsdp": 16, "tensor": 4}, {"fsdp": 360, "tensor": 180}),
+        ("v5e-16x2", {"fsdp": -1, "dcn": {"data": -1}}, {"data": 3.1, "fsdp": 180}),
+    ],
+)
+def test_tpus_are_estimated_without_libtpu(name, degrees, speeds, without_libtpu):
+    job = plan.Job("llama3.2-1b", name, layout=sharding.Layout(degrees, sharding.FSDP_TP), sequence=4096, remat="full")
+    got = plan.plan(job)
+    assert not got.compiled and got.estimate is not None and got.peak == got.analytic.total
+    assert "not compiled: libtpu is not installed; install it: pip install" in str(got)
+    links = link_speeds(make_program(job).mesh, got.target)
+    assert {axis: links[axis] / 1e9 for axis in speeds} == speeds
+
+
+def test_twice_the_chips_hold_half_of_the_weights(without_libtpu):
+    """And a step takes as long, since each chip has a sequence of its own."""
+    job = plan.Job("llama3.1-8b", "v5p-32", sequence=4096, remat="full")
+    few, many = plan.estimated(job), plan.estimated(dataclasses.replace(job, target="v5p-64"))
+    assert few.parameters == pytest.approx(2 * many.parameters, rel=1e-3)
+    assert few.estimate and many.estimate and few.estimate.compute == pytest.approx(many.estimate.compute)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("v5e:3x4", "v5e:2x4"), ("v5p:5x5x5", "v5p:4x4x4"), ("v6e:1x1", "v6e:2x2")]
+)
+def test_without_libtpu_a_topology_that_does_not_exist_is_refused(name, other, without_libtpu):
+    with pytest.raises(ValueError, match=f"{name}: there is no topology {name}, .* take for example {other}"):
+        targets.devices_of(plan.parse_target(name))
 
 
 def test_without_the_plugin_for_cuda_it_says_what_to_install(monkeypatch):

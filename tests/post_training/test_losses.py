@@ -445,7 +445,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
         pt.preference_loss(small, data, reference=small)
     other = tiny_llama(num_layers=1, vocab=VOCAB + 8)
-    with pytest.raises(ValueError, match="one vocabulary; the student's has 64 tokens, the teacher's 72"):
+    with pytest.raises(ValueError, match="the same vocabulary; the student's has 64 tokens, the teacher's 72"):
         shape(pt.distillation_loss, data, teacher=lambda model: other)
     uneven = halves() | {"rejected": {"tokens": np.zeros((8, 3), np.int32)}}
     with pytest.raises(ValueError, match="chosen and rejected must have the same arrays"):

@@ -114,7 +114,7 @@ def test_cache_gives_back_nearly_what_it_was_given(ring, dtype):
 
 
 def test_caches_that_cannot_be_quantized():
-    with pytest.raises(ValueError, match="floating dtype or int8, got int16"):
+    with pytest.raises(ValueError, match="floating or int8, got int16"):
         nn.cache.kv_cache(1, 8, num_kv_heads=1, k_dim=4, v_dim=4, ring=None, dtype=jnp.int16)
 
 

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_said():
     trace = lambda num_layers, rows: jax.eval_shape(lambda: llama(num_layers)(jnp.zeros((rows, 8), jnp.int32)))
     with sharding.use(layout), pytest.raises(ValueError, match="6 rows cannot be cut into 4 microbatches"):
         trace(4, 6)
-    message = r"each of the 2 devices of \('data',\) that share it, got 1 rows: take a batch of at least 8 rows"
+    message = r"each of the 2 devices of \('data',\) that share it, got 1 rows: use a batch of at least 8 rows"
     with sharding.use(sharding.Layout(mesh, sharding.DP | PP)), pytest.raises(ValueError, match=message):
         trace(4, 4)
     six = sharding.Pipeline("stage", microbatches=6, repeats=2)

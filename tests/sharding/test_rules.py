@@ -211,7 +211,7 @@ def test_describe_counts_bytes_and_warns_of_copies():
 
 def test_describe_warns_of_what_is_held_more_often_than_others():
     model, large = jax.eval_shape(build), 1000  # above norms
-    with pytest.warns(UserWarning, match=r"others of the model \(2 of each part\): embed.w \(.*, 4 copies\);"):
+    with pytest.warns(UserWarning, match=r"other parameters \(2 copies\): embed.w \(.*, 4 copies\);"):
         sharding.describe(model, sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES), large=large)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # copies that parallelism over data, or over the sequence, means

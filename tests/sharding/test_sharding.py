@@ -64,7 +64,7 @@ class Tied(nnx.Module):
 
 
 def test_one_parameter_at_two_places_is_refused_before_it_becomes_two():
-    with pytest.raises(ValueError, match=r"embed\.w and head\.w are one parameter.*embed\.logits"):
+    with pytest.raises(ValueError, match=r"embed\.w and head\.w are the same parameter.*embed\.logits"):
         sharding.create(Tied, on_eight())
     # Equal values are no alias, nor are other variables (the streams of random numbers that dropout layers share).
     copied, shared = Tied(), nnx.RngKey(jax.random.key(0))
@@ -194,7 +194,7 @@ def test_models_with_images_have_a_place_on_a_mesh(family, preset):
 
 def test_axes_of_ones_own_are_declared():
     mesh = sharding.make_mesh(fsdp=8)
-    with pytest.raises(ValueError, match="no axis is named 'my_flux'; sharding.ARRAY_AXES has the names"):
+    with pytest.raises(ValueError, match="no axis is named 'my_flux'; sharding.ARRAY_AXES lists the names"):
         sharding.Layout(mesh, {"my_flux": "fsdp"})
     sharding.declare_axes("my_flux")
     try:
@@ -211,9 +211,11 @@ def test_axes_of_ones_own_are_declared():
 
 def test_plain_rules_name_mesh_axes():
     for wrong in ({"embed": sharding.PP}, {"act_expert": sharding.ExpertParallel()}):
-        with pytest.raises(ValueError, match=r"a rule names mesh axes; got .* Join a strategy instead: FSDP \| \w+\("):
+        with pytest.raises(
+            ValueError, match=r"a rule must name mesh axes; got .* Combine strategies instead: FSDP \| \w+\("
+        ):
             sharding.strategies.Rules(wrong)
-    with pytest.raises(ValueError, match="names a mesh axis, several, IfFree or None; got 'embed' -> 3"):
+    with pytest.raises(ValueError, match="must be one or several mesh axes, IfFree or None; got 'embed' -> 3"):
         sharding.strategies.Rules({"embed": 3})
     with pytest.raises(ValueError, match="only a Pipeline may shard 'layers'"):
         sharding.DP | {"layers": "stage"}
@@ -270,7 +272,7 @@ def test_devices_that_would_repeat_each_others_work_are_named():
 
 
 def test_a_degree_is_a_whole_number():
-    with pytest.raises(TypeError, match="mesh axis 'fsdp' must have a whole number as its degree, got True"):
+    with pytest.raises(TypeError, match="the degree of mesh axis 'fsdp' must be an integer, got True"):
         sharding.Layout({"fsdp": True})
 
 

@@ -254,6 +254,8 @@ PARTS = {f.__name__: f for f in (trainer, generator, weights, loader, short)}
 def run(part: str, times: int, samples: int = SAMPLES) -> list[Sample]:
     """The samples of one part, up to its end or to Ctrl-C."""
     beginner = Beginner(part) if times >= LONG else None
+    gc.collect()
+    gc.freeze()  # each sample collects garbage, and need not look at what is imported
     with tempfile.TemporaryDirectory() as root:
         record = Recorder(Path(root), times, samples, beginner)
         with contextlib.suppress(KeyboardInterrupt, distributed.Interrupted):

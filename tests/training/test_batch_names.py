@@ -136,7 +136,7 @@ def test_documents_longer_than_the_model_are_refused():
     check_first_batch(SHIFTED | {"segment_ids": ids, "positions": at}, model)
     check_first_batch(SHIFTED | {"segment_ids": ids}, model)
     for more in ({"positions": at + 1}, {"segment_ids": np.repeat([[1, 2]], 8, axis=0).repeat([2, 6], axis=1)}):
-        with pytest.raises(ValueError, match="6 positions in one document, the model was made for 5"):
+        with pytest.raises(ValueError, match="6 positions in one document, but the model supports 5"):
             check_first_batch(SHIFTED | more, model)
 
 
@@ -174,7 +174,7 @@ def test_targets_at_padding_are_refused():
 def test_documents_that_only_positions_tell_apart_are_warned_of():
     """Masks do not read positions, so these documents attend to one another."""
     at = np.broadcast_to(np.arange(8) % 5, (8, 8))
-    with pytest.warns(UserWarning, match="begin again within a row, and there are no segment_ids"):
+    with pytest.warns(UserWarning, match="restart within a row, but there are no segment_ids"):
         check_first_batch(SHIFTED | {"positions": at}, tiny.model())
     left = np.maximum(np.arange(8) - 3, 0) + 7 * (np.arange(8) < 3)  # transformers gives left padding other positions
     with warnings.catch_warnings():

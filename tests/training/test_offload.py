@@ -101,14 +101,14 @@ def test_any_optimizer_that_treats_layers_by_themselves():
 
 def test_what_cannot_be_is_said():
     mesh = two_devices()
-    with pytest.raises(ValueError, match="keeps all of them on the device: take training.adamw"):
+    with pytest.raises(ValueError, match="keeps all of them on the device: use training.adamw"):
         start(sharding.FSDP | sharding.OFFLOAD_OPTIMIZER, optax.adam(1e-3))
     rules = sharding.FSDP | sharding.OFFLOAD_LAYERS
     layout, (state, optimizer, _) = sharding.Layout(mesh, rules), start(rules, optax.adamw(1e-3))
-    with sharding.use(layout), pytest.raises(ValueError, match="from where this optimizer cannot take them"):
+    with sharding.use(layout), pytest.raises(ValueError, match="which this optimizer does not support"):
         jax.eval_shape(training.make_train_step(tiny.loss, optimizer), state, tiny.batch())
     for offload in (sharding.OFFLOAD_OPTIMIZER, sharding.OFFLOAD_LAYERS):
-        with pytest.raises(ValueError, match="cannot be cut into a pipeline's stages"):
+        with pytest.raises(ValueError, match="cannot also be split into pipeline stages"):
             sharding.Layout(mesh, offload | sharding.PP)
 
 
@@ -118,7 +118,7 @@ def test_a_backend_without_that_memory_is_named(monkeypatch):
 
     mesh = two_devices()
     monkeypatch.setattr(type(mesh.devices.flat[0]), "addressable_memories", lambda _: [Memory()])
-    with pytest.raises(ValueError, match=r"wants the memory 'pinned_host', but cpu has only \['device'\]"):
+    with pytest.raises(ValueError, match=r"needs the memory 'pinned_host', but cpu only has \['device'\]"):
         sharding.Layout(mesh, sharding.OFFLOAD_OPTIMIZER)
 
 

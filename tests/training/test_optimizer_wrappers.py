@@ -77,7 +77,7 @@ def test_the_average_follows_the_parameters():
         want = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * np.asarray(p), want, state.trainable)
     got, _ = nn.partition(training.ema_model(state))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), got, want)
-    with pytest.raises(ValueError, match="keeps no average"):
+    with pytest.raises(ValueError, match="has no average"):
         training.ema_model(training.make_state(tiny.model(), training.adamw(1e-2, mask=None)))
 
 
@@ -88,7 +88,7 @@ def test_nothing_changes_updates_after_the_average_has_seen_them():
         optax.chain(training.ema(optax.sgd(1.0)), rates),
         training.skip_spikes(optax.chain(optax.chain(training.ema(optax.sgd(1.0))), rates)),
     ):
-        with pytest.raises(ValueError, match=r"ema\(...\) stands before another"):
+        with pytest.raises(ValueError, match=r"ema\(...\) comes before another"):
             training.make_state(model, wrong)
     for right in (
         training.ema(optax.chain(optax.sgd(1.0), rates)),
@@ -109,7 +109,7 @@ def test_rates_by_path():
     assert rate["layers.attn.q.w"] == 0
     assert rate["layers.attn.o.w"] == 0.5
     assert rate["layers.mlp.up.w"] == rate["embed.w"] == 1
-    with pytest.raises(ValueError, match=r"\['atn'\] fit none.*embed\.w"):
+    with pytest.raises(ValueError, match=r"\['atn'\] match none.*embed\.w"):
         training.scale_by_path({"atn": 2.0}, model=model).init(params)
 
 
@@ -133,7 +133,7 @@ def test_a_pattern_that_fits_nothing_is_an_error():
     assert {
         path.rpartition(".")[0] for path in training.make_state(tiny.llama(), optax.sgd(0.1), filter=filter).trainable
     }
-    with pytest.raises(ValueError, match=r"\['head\.w'\] fit none \(a tied head has none\); there are .*embed\.w"):
+    with pytest.raises(ValueError, match=r"\['head\.w'\] match none \(a tied head has none\); there are .*embed\.w"):
         training.make_state(tiny.llama(tied=True), optax.sgd(0.1), filter=filter)
 
 

@@ -5,6 +5,7 @@ import errno
 import functools
 import inspect
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -110,7 +111,7 @@ def test_many_files(model, exported, tmp_path):
     assert same(maxlib.from_pretrained(tmp_path / "hf"), model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_half_precision(dtype, model, tmp_path):
     maxlib.save_pretrained(model, tmp_path / "hf", dtype=dtype)
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype
@@ -400,6 +401,9 @@ def test_transformers_opens_them(model, tmp_path):
 def test_families_are_found():
     assert "llama" in {family.name for family in weights.families()}
     assert "llama3-8b" in weights.presets()
+    assert set(weights.HUB_NAMES) <= set(weights.presets())
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in weights.HUB_NAMES.values())
+    assert len(set(weights.HUB_NAMES.values())) == len(weights.HUB_NAMES)
 
 
 def test_outside_families_are_found_through_entry_points(tmp_path, monkeypatch, caplog):

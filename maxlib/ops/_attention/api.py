@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.hardware import current_device
 from maxlib.ops._attention import dispatch
-from maxlib.ops._attention import table as table  # fills what `dispatch` chooses from
+from maxlib.ops._attention import table as table  # registers the implementations with `dispatch`
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
@@ -72,22 +72,26 @@ def attention(
 
     Accumulates in float32 (float64 for float64 inputs). The logits are scaled, then soft-capped, then biased.
 
+        q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))  # four query heads share two key heads
+        k_end = jnp.broadcast_to(jnp.arange(1, 9), (2, 8))
+        y = ops.attention(q, k, k, k_end=k_end)  # causal: query i attends to the keys up to i
+
     Args:
       q: queries, N heads.
       k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
       v: values, K heads, of any width.
       k_start: index of the first key that each query attends to; default 0.
-      k_end: index after the last key that each query attends to; default S. Bounds may lie outside of the keys.
-        An empty interval gives zeros.
+      k_end: one past the index of the last key that each query attends to; default S. Bounds may be out of range. An
+          empty interval gives zeros.
       scale: factor on the products of queries and keys; default `Hk ** -0.5`.
       softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
-      sinks: a further logit per query head that takes weight and has no value (GPT-OSS).
+      sinks: an extra logit per query head in the softmax's denominator, without a value (GPT-OSS).
       bias: added to the logits; B and N may be 1.
-      mask_hint: what is known of the intervals at compile time (`Mask.static`), with segments if they hide keys, for
-        kernels that want a named mask. It must agree with the intervals. Default: what absent bounds say.
+      mask_hint: static description of the intervals (`Mask.static`), with segments if they hide keys, for kernels that
+          take a named mask. It must agree with the intervals. By default it is derived from absent bounds.
       implementation: name of the implementation to run. None runs the first in order of preference that supports the
-        call; `explain_attention` tells which one and why.
-      return_lse: also return the log-sum-exp of every row's logits.
+          call; `explain_attention` shows which one and why.
+      return_lse: True also returns the log-sum-exp of every row's logits.
 
     Returns:
       The output, in the dtype of `q`; with `return_lse` also the float32 log-sum-exp (sink included, `-inf` for empty
@@ -121,12 +125,12 @@ def _flops(q, k, v, k_start, k_end, *_) -> Any:
     if not isinstance(k_start, jax.ShapeDtypeStruct) and not isinstance(k_end, jax.ShapeDtypeStruct):
         seen = jnp.minimum(k_end, k.shape[-3]) - jnp.maximum(k_start, 0)
         pairs = jnp.sum(jnp.maximum(seen, 0).astype(jnp.float32))
-    # Each pair and query head: 2 Hk for the logit, 2 Hv for the weighted value.
+    # Per pair and query head: 2 Hk for the logit, 2 Hv for the weighted value.
     return 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]) * pairs
 
 
 def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint | None:
-    """Returns what is known of the intervals: no bounds at all mean that every query sees all keys."""
+    """Returns the hint for the intervals: without bounds, every query attends to all keys."""
     if mask_hint is None and k_start is None:
         mask_hint = StaticMask("full", aligned=True) if k_end is None else StaticMask("any")
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
@@ -137,7 +141,8 @@ def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, sca
     one = dispatch.by_name(implementation)
     more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}
     if static is not None and not (static.aligned or one.takes_mask_hint):
-        # In a part of a ring bounds lie outside of the keys, from where a window is counted. Others skip more without.
+        # In a ring, bounds may be outside of this part of the keys, and windows count from there. Other kernels skip
+        # more tiles with clipped bounds.
         k_start, k_end = (jnp.clip(x, 0, k.shape[1]) for x in (k_start, k_end))
     return one.run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias, **more)
 

@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Queries and what belongs to them, in blocks: leading axis Q, then `B K R ...`; bounds are `Q B 1 R`."""
+    """Queries with their per-row values in blocks: leading axis Q, then `B K R ...`; bounds are `Q B 1 R`."""
 
     q: Array
     start: Array
@@ -65,10 +65,10 @@ def chunked(
       k: keys.
       v: values.
       k_start: index of the first key that each query attends to.
-      k_end: index after the last one.
+      k_end: one past the index of the last key.
       scale: factor on the products of queries and keys.
       softcap: bound of the logits, or None.
-      sinks: a further logit per head, without a value.
+      sinks: an extra logit per head, without a value.
       bias: added to the logits.
       block_q: queries per block; by default chosen from the shapes.
       block_k: keys per block; by default chosen from the shapes.
@@ -76,23 +76,25 @@ def chunked(
     given = {"softcap": softcap, "block_q": block_q, "block_k": block_k, "whole_batch": bias is not None}
     spec = choose_blocks(q, k, scale, **given, platform=current_device()[0])
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
-    # Under shard_map all operands vary alike from here on; the transpose of this sums the gradients of replicated ones.
+    # Under shard_map, make all operands vary over the same axes; the transpose sums the gradients of replicated ones.
     arrays = vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
     out, lse = _attend(spec, *arrays)
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
 
 class _Device(NamedTuple):
-    """Block sizes of a kind of device: for long sequences, for short ones, and the most logits of a tile."""
+    """Block sizes of a kind of device: for long sequences, for short ones, and the maximum number of logits
+    in a tile.
+    """
 
     long: int
     short: int
     logits: int
 
 
-# CPUs: measured. 2^19 float32 logits are 2 MiB, which stay in cache; smaller tiles do not keep the cores busy.
-# GPUs and TPUs: not measured. A loop's step must be large against a launch, and a tile's logits pass through memory, of
-# which 2^25 take 128 MiB.
+# CPUs: measured. 2^19 float32 logits are 2 MiB, which fit in cache; smaller tiles do not keep the cores busy.
+# GPUs and TPUs: not measured. An iteration must take much longer than a kernel launch; the logits of a tile go through
+# memory, and 2^25 of them take 128 MiB.
 _DEVICES = {"cpu": _Device(256, 128, 2**19), "gpu": _Device(512, 512, 2**25), "tpu": _Device(512, 512, 2**25)}
 
 
@@ -103,7 +105,7 @@ def choose_blocks(
     device = _DEVICES.get(platform, _DEVICES["cpu"])
     (B, T, N, _), S, budget = q.shape, k.shape[1], device.logits
     block = device.long if T >= 2048 and budget >= N * device.long**2 else device.short
-    # With few queries the blocks of keys are longer instead.
+    # With few queries, use longer blocks of keys.
     block_q = _even(T, block, 1) if block_q is None else min(block_q, T)
     block_k = _even(S, block if T > 32 else max(block, 256), 16) if block_k is None else min(block_k, S)
     fitting = max(1, budget // (N * block_q * block_k))
@@ -112,7 +114,7 @@ def choose_blocks(
 
 
 def _even(length: int, block: int, multiple: int) -> int:
-    """Returns the smallest block that cuts `length` into as many pieces as `block` would, to pad as little as possible.
+    """Returns the smallest block that splits `length` into as many pieces as `block` does, to minimize padding.
 
     The result is rounded up to a multiple of `multiple`.
     """
@@ -137,8 +139,8 @@ def _attend_fwd(spec: Spec, *args):
 def _attend_bwd(spec: Spec, residuals, cotangents):
     args, out, lse = residuals
     d_out, d_lse = cotangents
-    # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse: one number per row replaces the sum
-    # over all keys that the softmax's gradient needs, so that tiles are independent of each other.
+    # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse. This one number per row replaces the
+    # sum over all keys in the softmax's gradient, so tiles are independent of each other.
     delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - d_lse
     delta = jnp.where(jnp.isfinite(lse), delta, 0.0)
     dq, dk, dv, d_bias = _by_rows(spec, _backward, *args, jnp.where(jnp.isfinite(lse), lse, 0.0), delta, d_out)
@@ -150,7 +152,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _by_rows(spec: Spec, fn, *args):
-    """Runs `fn` on `spec.rows` batch rows at a time; each group fits in cache and skips tiles by its own intervals."""
+    """Runs `fn` on `spec.rows` batch rows at a time, so that each group fits in cache and skips tiles by its
+    intervals.
+    """
     if spec.rows == args[0].shape[0]:
         return fn(spec, *args)
     # [B, ...] -> [B / rows, rows, ...], and back
@@ -172,7 +176,7 @@ def _forward_block(spec: Spec, row: Rows, keys, values):
     """Attends from one block of queries to all keys visible to it, by the online softmax."""
     compute, width = _compute_dtype(row.q), values.shape[-1]
     zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
-    # The smallest finite number, not -inf: rows without a visible key so far would give -inf - -inf = NaN.
+    # The smallest finite number instead of -inf: rows without a visible key so far would give -inf - -inf = NaN.
     init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
     step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
     peak, total, acc = lax.fori_loop(*_visited(row, keys), step, init)
@@ -183,7 +187,7 @@ def _forward_block(spec: Spec, row: Rows, keys, values):
 
 
 def _forward_tile(spec: Spec, row: Rows, keys, values, j, peak, total, acc):
-    # The sums so far are relative to the old maximum m: rescale them by exp(m - m') before adding the new block's.
+    # The sums so far are relative to the old maximum m: rescale them by exp(m - m') before adding the new block.
     logits, _ = _logits(spec, row, keys, j)  # [B, K, R, c]
     new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
     probs = jnp.exp(logits - new_peak[..., None])
@@ -215,11 +219,11 @@ def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_o
 
 def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk, dv, dq, d_bias):
     logits, slope = _logits(spec, row, keys, j)
-    # Recompute the probabilities exactly: softmax(x) = exp(x - lse), with no second pass over the keys.
+    # Recompute the probabilities, softmax(x) = exp(x - lse), without a second pass over the keys.
     probs = jnp.exp(logits - lse[..., None])
     d_logits = probs * (_dot("BKRH,BKcH->BKRc", d_out, values[j]) - delta[..., None])
     d_scores = d_logits * slope  # chain rule through the scale and the soft-cap
-    # [B, K, R, c] by the block's keys, queries and output gradients; dk and dv add up over all blocks of queries.
+    # [B, K, R, c] times the block's keys, queries and output gradients; dk and dv are summed over blocks of queries.
     dq = dq + _dot("BKRc,BKcH->BKRH", d_scores, keys[j])
     dk = keys.add(dk, j, _dot("BKRc,BKRH->BKcH", d_scores, row.q))
     dv = values.add(dv, j, _dot("BKRc,BKRH->BKcH", probs, d_out))
@@ -249,7 +253,7 @@ def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
     if row.bias is not None:
         logits = logits + lax.dynamic_slice_in_dim(row.bias, keys.first(j), keys.block, axis=-1).astype(logits.dtype)
     index = (keys.first(j) + jnp.arange(keys.block, dtype=jnp.int32))[None, None, None]
-    # The last block is moved back to end with the array; keys that it shares with the block before are masked here.
+    # The last block is shifted back to end with the array; mask the keys that it shares with the previous block.
     visible = (index >= jnp.maximum(row.start, j * keys.block)[..., None]) & (index < row.end[..., None])
     return jnp.where(visible, logits, -jnp.inf), slope
 
@@ -268,7 +272,7 @@ def _add_slice(x, update, start, axis: int):
 
 
 def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
-    """Cuts the queries into blocks, and prepares keys and values to be read in blocks."""
+    """Splits the queries into blocks, and prepares keys and values to be read in blocks."""
     K, groups = k.shape[2], q.shape[2] // k.shape[2]
     ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
     start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
@@ -280,8 +284,8 @@ def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
 class _KeyBlocks:
     """Keys or values, `B S K H`, read as blocks `B K c H` in the queries' dtype.
 
-    With `turn`, the whole array is transposed to heads-first once. With a single query block (decoding) each block is
-    transposed when it is read, so that a long cache is neither copied nor read beyond its visible part.
+    With `turn`, the whole array is transposed to heads-first once. With a single query block (decoding), each block is
+    transposed when it is read, so a long cache is neither copied nor read beyond its visible part.
     """
 
     def __init__(self, x, block: int, turn: bool, dtype):

@@ -1,4 +1,4 @@
-"""NVIDIA's cuDNN through `jax.nn.dot_product_attention`: named masks over whole rows, on GPUs since Ampere."""
+"""NVIDIA's cuDNN through `jax.nn.dot_product_attention`: named masks over whole rows, on GPUs from Ampere on."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,10 @@ from maxlib.ops._attention.masks import MaskHint
 
 
 def head_width(key_dim: int, value_dim: int, device_kind: str) -> int:
-    """Returns the width to which cuDNN's heads are padded: JAX wants one for all, and not every GPU has every width.
+    """Returns the width to which heads are padded: JAX needs one width for q, k and v, and GPUs support only some
+    widths.
 
-    Backward kernels of Blackwell have heads of up to 128 and of 256 (docs.nvidia.com/cudnn/operations/Attention).
+    Blackwell's backward kernels support head widths up to 128, and 256 (docs.nvidia.com/cudnn/operations/Attention).
     """
     width = max(key_dim, value_dim)
     return 256 if is_blackwell(device_kind) and 128 < width < 256 else width
@@ -30,15 +31,15 @@ def cudnn(
     bias: None = None,
     mask_hint: MaskHint,
 ) -> tuple[Float[Array, "B T N Hv"], None]:
-    """Returns the output; the log-sum-exp, which JAX rounds and does not differentiate, is None.
+    """Returns the output and None for the log-sum-exp, which JAX rounds and does not differentiate.
 
-    The mask alone says what is visible; the intervals are not read. Heads of several widths are padded with zeros,
-    which change neither logits nor the values that are kept.
+    Visibility comes from the named mask; the intervals are not read. Heads of different widths are padded with zeros,
+    which change neither the logits nor the first columns of the output.
     """
     width = head_width(q.shape[-1], v.shape[-1], current_device()[1])
     padded = [jnp.pad(x.astype(q.dtype), ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (q, k, v)]
-    # JAX counts the keys before the query's own, our windows count that one too.
+    # JAX counts the keys before the query; our windows include the query's own key.
     window = None if mask_hint.static.window is None else (mask_hint.static.window - 1, 0)
     options = {"scale": scale, "is_causal": mask_hint.static.kind == "causal", "local_window_size": window}
-    # [B, T, N, H] and [B, S, K, H], as JAX wants them: key heads are not repeated.
+    # [B, T, N, H] and [B, S, K, H] as JAX expects them: key heads are not repeated.
     return jax.nn.dot_product_attention(*padded, **options, implementation="cudnn")[..., : v.shape[-1]], None

@@ -1,4 +1,4 @@
-"""Choice of an attention implementation: what each supports, and which one a call gets. `table` has the rows."""
+"""Choice of an attention implementation from the registered ones; `table` registers them."""
 
 import dataclasses
 import logging
@@ -9,9 +9,9 @@ from maxlib.ops._explanation import Explanation
 from maxlib.ops._findings import refused as failed_check
 
 OFFLINE = "offline"
-"""Stands for the best implementation that compiles where the device is not: for plans."""
+"""Selects the best implementation that compiles without the device, for plans."""
 
-# The extra that brings proven kernels to a platform, and their names, by rank.
+# For each platform, the extra that installs proven kernels, and their names in order of preference.
 FUSED = {"gpu": ("cuda", ("cudnn", "tokamax")), "tpu": ("tpu", ("splash",))}
 
 FEATURES = {
@@ -27,7 +27,7 @@ FEATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of attention, as far as it decides the implementation: shapes, dtype, features, mask, device."""
+    """The properties of an attention call that decide its implementation: shapes, dtype, features, mask, device."""
 
     batch: int
     queries: int
@@ -61,8 +61,8 @@ class Implementation:
       about: one line for the table of capabilities.
       platforms: platforms it runs on; None for all.
       features: the `FEATURES` it supports.
-      accepts: function that returns the reason why it cannot run a call, or None; for any further condition.
-      by_name: reason why it runs only when it is selected by name; None if it may be chosen automatically.
+      accepts: function that checks further conditions; it returns the reason why a call cannot run, or None.
+      by_name: reason why it only runs when selected by name; None if it may be chosen automatically.
       takes_mask_hint: True if `run` also takes `mask_hint`, a `MaskHint` that describes the intervals.
     """
 
@@ -76,7 +76,7 @@ class Implementation:
     takes_mask_hint: bool = False
 
     def refusal(self, call: Call) -> str | None:
-        """Returns the reason why it cannot run this call, or None if it can."""
+        """Returns the reason why it cannot run this call; None if it can."""
         if self.platforms is not None and call.platform not in self.platforms:
             return f"runs on {' and '.join(sorted(self.platforms))}, not on {call.platform}"
         if missing := call.features - self.features:
@@ -131,9 +131,9 @@ def explain(call: Call, name: str | None = None) -> Explanation:
         return Explanation("attention", call, best, "" if best is None else by_name(best).about, refused)
     if name in refused:
         return Explanation(
-            "attention", call, None, f"{name} was asked for and {refused[name]}; {best} can run it", refused
+            "attention", call, None, f"{name} was requested, but it {refused[name]}; {best} can run it", refused
         )
-    return Explanation("attention", call, name, "asked for by name", refused)
+    return Explanation("attention", call, name, "requested by name", refused)
 
 
 def choose(call: Call, name: str | None = None) -> Implementation:
@@ -148,12 +148,14 @@ def choose(call: Call, name: str | None = None) -> Implementation:
     if name is None and answer.chosen == "chunked" and call.platform in FUSED:
         _say_once(answer)
     if answer.chosen is None:
-        raise ValueError(f"attention cannot run as asked: {answer.reason}. Pass implementation=None for the best one.")
+        raise ValueError(
+            f"attention cannot run as requested: {answer.reason}. Pass implementation=None for the best one."
+        )
     return by_name(answer.chosen)
 
 
 def _compiled_without_device(call: Call) -> Implementation:
-    """Returns what a call gets, and for what only a GPU can compile another kernel of the same cost."""
+    """Returns the implementation of a call, replaced by one of equal cost if it only compiles on a GPU."""
     best = choose(call)
     stands_in = best if best.name not in ("cudnn", "tokamax") else by_name("mosaic_gpu")
     return stands_in if stands_in.refusal(call) is None else by_name("chunked")
@@ -163,7 +165,7 @@ _said: set[tuple[str, str]] = set()
 
 
 def _say_once(answer: Explanation) -> None:
-    """Logs why an accelerator runs plain XLA, once per process for each reason."""
+    """Logs why an accelerator runs plain XLA, once per process and reason."""
     call: Call = answer.call
     extra, proven = FUSED[call.platform]
     why = ", and ".join(f"{name} {answer.refused.get(name, 'is not registered')}" for name in proven)

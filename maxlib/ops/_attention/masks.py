@@ -2,7 +2,7 @@
 
 A mask gives each query `i` the keys that it attends to, as one interval `[k_start, k_end)`. Small frozen specs combine
 (`Causal() & SlidingWindow(4096)`) and lower to two int32 arrays once per forward pass. Every implementation reads the
-same two arrays, and skips the tiles that they leave out. No mask of shape T x S is ever made.
+same two arrays and skips tiles outside the intervals. No mask of shape T x S is ever made.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ class Tokens:
     Args:
       index: the query's own key.
       start: first key of its document.
-      stop: index after the last key of its document; `stop <= start` marks padding.
-      span_start: first token of the bidirectional run (an image, a prefix) that the query belongs to; its own index
-        if there is none. None if no query has one.
-      span_stop: index after the last token of that run.
+      stop: one past the last key of its document; `stop <= start` marks padding.
+      span_start: first token of the query's bidirectional span (an image, a prefix); its own index if it has none. None
+          if no query has one.
+      span_stop: one past the last token of that span.
     """
 
     index: Int[Array, "B T"]
@@ -37,18 +37,18 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class StaticMask:
-    """Description of key intervals that is known when a program is compiled, for kernels that want a named mask.
+    """Static description of key intervals, for kernels that take a named mask.
 
-    It promises that query `i` attends to the keys of its own segment in `[k_end[i] - window, k_end[i])`. Intervals stay
-    the truth for every other implementation.
+    It promises that query `i` attends to the keys of its own segment in `[k_end[i] - window, k_end[i])`. Other
+    implementations use the intervals.
 
     Args:
       kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
-      window: most keys that a query attends to, its own included; None for no limit. With `kind="full"` it waits
-        to be intersected with a causal mask, and no kernel takes it.
+      window: maximum number of keys that a query attends to, including its own; None for no limit. With `kind="full"`
+          it only makes sense intersected with a causal mask, and no kernel supports it.
       segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
-      aligned: True if query `i` stands at key `i` and all keys are those of its row; False beside a cache, or where a
-        device has a part of the sequence.
+      aligned: True if query `i` has the index of key `i` and all keys belong to its row; False with a cache, or if the
+          sequence is split over devices.
     """
 
     kind: Literal["causal", "full", "any"]
@@ -63,7 +63,7 @@ class StaticMask:
 
 
 class MaskHint(NamedTuple):
-    """Facts about a mask that a kernel may use beside its intervals.
+    """Facts about a mask that a kernel may use in addition to its intervals.
 
     Args:
       static: description of the intervals at compile time.
@@ -75,7 +75,7 @@ class MaskHint(NamedTuple):
 
 
 def _check_tokens(name: str, number: Any) -> None:
-    """Raises ValueError unless a number of tokens is a whole one of at least 1; NumPy's integers are."""
+    """Raises ValueError unless a number of tokens is an integer of at least 1 (NumPy's integers count)."""
     if isinstance(number, bool) or not hasattr(number, "__index__") or number < 1:
         raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {number!r}")
 
@@ -83,9 +83,9 @@ def _check_tokens(name: str, number: Any) -> None:
 class Mask:
     """Base class of masks: a frozen spec that lowers to key intervals; `&` intersects, `|` unites.
 
-    A union is correct only if the two intervals of each query overlap. This holds for all masks here, because each
-    interval contains the query itself. Neither end of the interval may decrease along a row, so that the transposed
-    intervals of the backward pass exist; all masks here satisfy this.
+    A union is only correct if the two intervals of each query overlap, which holds for all masks here, because each
+    interval contains the query itself. Neither bound may decrease along a row, because the backward pass transposes the
+    intervals; all masks here satisfy this.
     """
 
     def interval(self, tokens: Tokens) -> Interval:
@@ -96,22 +96,22 @@ class Mask:
     def ring(self) -> int | None:
         """Returns the number of slots that a ring cache needs for this mask; None if it must keep every key.
 
-        A ring of this size never has to be unrolled for a single new token: the visible slots are one interval.
+        A ring of this size need not be unrolled for a single new token, because the visible slots are one interval.
         """
         return None
 
     @property
     def static(self) -> StaticMask | None:
-        """Returns what is known of the intervals at compile time, for rows of one document; None if nothing is."""
+        """Returns the static description of the intervals, for rows of one document; None if there is none."""
         return None
 
     @property
     def without_blocks(self) -> "Mask":
-        """Returns the mask with the same intervals for rows without bidirectional blocks, which kernels know better."""
+        """Returns the mask without bidirectional blocks, for rows that have none; more kernels support it."""
         return self
 
     def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
-        """Returns a number for each token; tokens of different segments never attend to each other."""
+        """Returns a segment id for each token; tokens of different segments never attend to each other."""
         return tokens.start
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -123,7 +123,12 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
-    """Bidirectional mask: every key of the query's own document."""
+    """Bidirectional mask: every key of the query's own document.
+
+    An encoder has it:
+
+        encoder = nn.Attention(64, num_heads=4, head_dim=16, mask=ops.Full(), rngs=nnx.Rngs(0))
+    """
 
     @property
     def static(self) -> StaticMask:
@@ -135,7 +140,12 @@ class Full(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """Causal mask: the query itself and every earlier key of its document."""
+    """Causal mask: the query itself and every earlier key of its document.
+
+    Masks join with `&` and `|`:
+
+        mask = ops.Causal() & ops.SlidingWindow(256)
+    """
 
     @property
     def static(self) -> StaticMask:
@@ -149,14 +159,17 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """Sliding window over the past: the keys less than `window` before the query, and every later key.
 
-    Use it as `Causal() & SlidingWindow(window)`: on its own it limits the past only. `interval` is where the window is
-    computed; every implementation of `ops.attention` gets its first and last key for each query.
+    Use it as `Causal() & SlidingWindow(window)`: on its own it only limits the past. The window is computed in
+    `interval`; every implementation of `ops.attention` gets the resulting first and last key of each query.
+
+        mask = ops.Causal() & ops.SlidingWindow(4096)
+        attn = nn.Attention(64, num_heads=4, head_dim=16, mask=mask, rngs=nnx.Rngs(0))
 
     Args:
-      window: number of keys, the query's own included (Mistral's convention).
+      window: number of keys, including the query's own (Mistral's convention).
 
     Raises:
-      ValueError: when `window` is not a whole number of at least 1.
+      ValueError: when `window` is not an integer of at least 1.
     """
 
     window: int
@@ -184,7 +197,7 @@ class Chunked(Mask):
       chunk: tokens per chunk, counted from the start of the document.
 
     Raises:
-      ValueError: when `chunk` is not a whole number of at least 1.
+      ValueError: when `chunk` is not an integer of at least 1.
     """
 
     chunk: int
@@ -246,7 +259,7 @@ class _And(Mask):
     @property
     def ring(self) -> int | None:
         rings = [mask.ring for mask in (self.left, self.right) if mask.ring is not None]
-        return rings[0] if len(rings) == 1 else None  # two rings would not nest: keep every key
+        return rings[0] if len(rings) == 1 else None  # rings of two masks do not nest: keep every key
 
     @property
     def static(self) -> StaticMask | None:
@@ -279,18 +292,18 @@ class _Or(Mask):
     def ring(self) -> int | None:
         return (
             self.left.ring if isinstance(self.right, BidirectionalBlocks) else None
-        )  # a span arrives whole, in one call
+        )  # a span is always in a single call
 
     @property
     def static(self) -> StaticMask | None:
-        # The union begins where the document begins if one of the two does. Neither a window nor a chunk does.
+        # The union starts at the beginning of the document if one of the two does; windows and chunks do not.
         sides = self.left.static, self.right.static
         whole = any(one is not None and one.window is None and not one.segmented for one in sides)
         return StaticMask("any") if whole else None
 
     @property
     def without_blocks(self) -> Mask:
-        # A token outside of all blocks sees itself through them, which every other mask lets it see anyway.
+        # A token outside of all blocks is a block by itself, and every other mask lets it attend to itself anyway.
         rest = [one.without_blocks for one in (self.left, self.right) if not isinstance(one, BidirectionalBlocks)]
         return rest[0] if len(rest) == 1 else self
 
@@ -300,14 +313,14 @@ class _Or(Mask):
 
 
 def has_open_window(mask: Mask) -> bool:
-    """Returns True if `mask` has a sliding window, and yet a token attends to later ones outside of prefix and blocks.
+    """Returns True if `mask` has a sliding window but lets tokens attend to later ones outside of prefix and blocks.
 
-    That is a window without `Causal()`, or a causal mask that a union has undone: `Causal() | SlidingWindow(8)`.
+    Examples are a window without `Causal()`, and a union that undoes a causal mask: `Causal() | SlidingWindow(8)`.
     """
     if not _has_window(mask):
         return False
     with jax.ensure_compile_time_eval():
-        # A token in the middle of a document that is longer than any window.
+        # Test a token in the middle of a document that is longer than any window.
         index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
         return bool((mask.interval(Tokens(index, start, stop))[1] > index + 1).all())
 
@@ -319,7 +332,7 @@ def _has_window(mask: Mask) -> bool:
 
 def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
     """Lowers `mask` to `[k_start, k_end)` per query; padding gets the empty interval `[i, i)`."""
-    # [i, i) rather than [0, 0): the ends stay non-decreasing along the row.
+    # [i, i) rather than [0, 0), so that the bounds are non-decreasing along the row.
     start, end = mask.interval(tokens)
     empty = tokens.stop <= tokens.start
     return jnp.where(empty, tokens.index, start), jnp.where(empty, tokens.index, end)
@@ -330,18 +343,18 @@ def query_intervals(
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """Transposes key intervals: finds the queries `[q_start, q_end)` that attend to each key.
 
-    The result is exact because both ends are non-decreasing along a row; it may include empty rows in between.
+    The result is exact because both bounds are non-decreasing along a row; it may include empty rows in between.
 
     Args:
       k_start: index of the first key of each query.
-      k_end: index after the last key of each query.
+      k_end: one past the index of the last key of each query.
       num_keys: number of keys, S.
 
     Returns:
       `q_start` and `q_end`, both of shape `B S`.
     """
-    # Query i attends to key j if k_start[i] <= j < k_end[i]. The ends are sorted, so k_end[i] <= j holds for the first
-    # queries (count them: q_start) and k_start[i] <= j for the first q_end.
+    # Query i attends to key j if k_start[i] <= j < k_end[i]. The bounds are sorted, so k_end[i] <= j holds for the
+    # first q_start queries, and k_start[i] <= j for the first q_end queries.
     keys = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (k_start.shape[0], num_keys))
     count = lambda ends: _count_up_to(ends, keys)
     q_start, q_end = count(k_end), count(k_start)

@@ -1,4 +1,4 @@
-"""Attention as it is defined: the specification that every other implementation is tested against."""
+"""Reference attention: the specification against which every other implementation is tested."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def reference(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits (sink included; `-inf` for empty rows)."""
     S, K, compute = *k.shape[1:3], jnp.promote_types(q.dtype, jnp.float32)
-    # Query heads of one key head are grouped, so that keys are never repeated: N = K * G.
+    # Group the query heads of each key head instead of repeating keys: N = K * G.
     queries = rearrange(q.astype(compute), "B T (K G) H -> B T K G H", K=K)
     logits = scale * jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(compute))
     logits = rearrange(logits, "B K G T S -> B (K G) T S")
@@ -32,11 +32,11 @@ def reference(
     visible = (k_start[..., None] <= keys) & (keys < k_end[..., None])  # B T S
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
     sink = jnp.full((), -jnp.inf, compute) if sinks is None else sinks.astype(compute)
-    # The sink is one more logit of the softmax, without a value: it takes part in the maximum and in the total only.
+    # The sink is an extra logit of the softmax without a value: it only enters the maximum and the total.
     sink = jnp.broadcast_to(sink.reshape(1, -1, 1, 1), (*logits.shape[:3], 1))
 
-    # The peak changes only the range of the exponentials, so no gradient goes through it. Rows without a visible key
-    # avoid every infinity: a NaN in the branch that `where` discards would still reach the gradient.
+    # The peak only changes the range of the exponentials, so it needs no gradient. Rows without a visible key must
+    # avoid infinities: a NaN in the discarded branch of `where` would still reach the gradient.
     peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.exp(logits - peak)

@@ -1,8 +1,8 @@
-"""Ring attention: keys are split over devices and travel around a ring, queries stay (Liu et al., arXiv:2310.01889).
+"""Ring attention: keys are split over devices and sent around a ring; queries stay (Liu et al., arXiv:2310.01889).
 
 Each device receives every part of the keys once, computes attention over that part with any implementation, and merges
 the results by their log-sum-exps. The backward pass sends the keys around once more, together with the sums of dk and
-dv, so no device ever holds more than two parts. Tiles outside the intervals cost nothing, as in one array.
+dv, so no device ever holds more than two parts. Tiles outside the intervals are skipped.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ def ring_attention(
       k: this device's part of the keys.
       v: this device's part of the values.
       k_start: first key of each query, as an index into the whole key array of all devices.
-      k_end: index after the last key of each query.
-      mask_hint: as in `attention`, of the whole sequence; segments are those of this device's queries and keys.
+      k_end: one past the last key of each query.
+      mask_hint: as in `attention`, for the whole sequence; segments are those of this device's queries and keys.
       axis_name: mesh axis over which keys are split.
       pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last of
         `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
@@ -66,7 +66,7 @@ def ring_attention(
       The output for this device's queries, over the keys of all devices.
 
     Raises:
-      ValueError: when `pieces` is neither 1 nor 2, or does not divide the device's keys.
+      ValueError: when `pieces` is neither 1 nor 2, or does not divide the device's number of keys.
     """
     if pieces not in (1, 2) or k.shape[1] % pieces:
         raise ValueError(
@@ -85,7 +85,7 @@ def _attend(ring: _Ring, q, k, v, k_start, k_end, segment_ids):
 
     def meet(step, carry):
         k, v, ids, out, lse = carry  # ids: segments of the keys, (B S,) or ()
-        following = _pass_on(ring, (k, v, ids))  # the transfer overlaps with this part's attention
+        following = _pass_on(ring, (k, v, ids))  # this transfer overlaps with the attention below
         out, lse = _merge((out, lse), _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids)))
         return *following, out, lse
 
@@ -109,14 +109,14 @@ def _backward(ring: _Ring, residuals, cotangents):
         following = _pass_on(ring, (k, v, ids))
         part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids))
         (own, own_lse), pull = jax.vjp(part, q, k, v)
-        # out = sum_p w_p out_p with w_p = exp(lse_p - lse), so d_out_p = w_p d_out. The other parts enter through the
-        # weights: d_lse_p = w_p (d_out . out_p - delta).
+        # out = sum_p w_p out_p with w_p = exp(lse_p - lse), so d_out_p = w_p d_out. The weights depend on all parts,
+        # which gives d_lse_p = w_p (d_out . out_p - delta).
         weight = jnp.exp(jnp.where(own_lse > -jnp.inf, own_lse - lse, -jnp.inf))
         d_own = weight[..., None] * d_out
         d_own_lse = jnp.sum(d_own * own.astype(jnp.float32), axis=-1) - weight * delta
         more = pull((d_own.astype(own.dtype), d_own_lse))
         dq, dk, dv = (total + x.astype(jnp.float32) for total, x in zip((dq, dk, dv), more, strict=True))
-        return *following, dq, *_pass_on(ring, (dk, dv))  # dk and dv travel with the keys that they belong to
+        return *following, dq, *_pass_on(ring, (dk, dv))  # dk and dv travel with their keys
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     *_, dq, dk, dv = _around(ring, meet, (k, v, segment_ids[1:], *zeros))
@@ -128,7 +128,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _around(ring: _Ring, meet, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Runs all n steps of the ring; afterwards every array that travels is back on its own device."""
+    """Runs all n steps of the ring; afterwards every array that was sent around is back on its device."""
     return lax.fori_loop(0, lax.axis_size(ring.axis), meet, carry)
 
 
@@ -139,13 +139,14 @@ def _pass_on(ring: _Ring, arrays):
 
 
 def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Array, Array]:
-    """Computes attention over the keys that are here in `step`, and its log-sum-exp."""
+    """Computes attention over the keys that this device holds in `step`, and its log-sum-exp."""
     n, size = lax.axis_size(ring.axis), k.shape[1] // ring.pieces
-    # After `step` transfers to the next device, the keys here are those of the device `step` places before this one.
+    # After `step` transfers to the next device, this device holds the keys of the device `step` places before it.
     owner = (lax.axis_index(ring.axis) - step) % n
     parts = []
     for piece, first in enumerate((owner, 2 * n - 1 - owner)[: ring.pieces]):
-        # Global bounds to indices into this piece, where they may lie outside of it: a window counts from the end.
+        # Convert global bounds to indices into this piece. They may be out of range, because a window counts from its
+        # end.
         start, end = (bound - first * size for bound in (k_start, k_end))
         keys, values, *ids = (
             lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=1) for x in (k, v, *segment_ids[1:])
@@ -161,7 +162,7 @@ def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Arra
 
 def _merge(a, b):
     """Merges two softmaxes over different keys; differentiable, also for a row without a visible key."""
-    # out = (e^a out_a + e^b out_b) / (e^a + e^b) for the log-sum-exps a and b, shifted by the larger one.
+    # out = (e^a out_a + e^b out_b) / (e^a + e^b) with log-sum-exps a and b, shifted by the larger one.
     (out_a, lse_a), (out_b, lse_b) = a, b
     peak = jnp.maximum(lse_a, lse_b)
     peak = jnp.where(jnp.isfinite(peak), lax.stop_gradient(peak), 0.0)

@@ -1,8 +1,8 @@
 """JAX's splash attention for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), forward and backward.
 
-The kernels hide keys by a function of two indices, and keys of other segments. A query gets the index `k_end - 1`, so
-one comparison with the key's index ends its interval wherever that is: in whole rows, beside a cache, and in a part of
-a ring. Blocks that no row of the batch attends to are skipped; the table of blocks comes from the intervals.
+The kernels mask keys by a function of the query's and the key's index, and by segments. Each query gets the index
+`k_end - 1`, so that one comparison with the key's index ends its interval: in whole rows, with a cache, and in a part
+of a ring. Blocks to which no row of the batch attends are skipped; the table of blocks is computed from the intervals.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 
@@ -26,9 +26,9 @@ from maxlib.kernels.attention.tiles import tiles
 from maxlib.ops import _findings
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
-LANES = 128  # of a vector register; blocks are whole registers
-MOST_PARTS = 8  # of the queries' gradient: they are summed after the kernel
-MOST_BLOCKS = 2**16  # entries of a table of blocks: two tables of int32 take half of a core's scalar memory
+LANES = 128  # lanes of a vector register; blocks are multiples of it
+MOST_PARTS = 8  # partial gradients of the queries, which are summed after the kernel
+MOST_BLOCKS = 2**16  # entries in a table of blocks: two int32 tables take half of a core's scalar memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Blocks:
     compute: int = 512
 
     def fit(self, T: int, S: int) -> "Blocks":
-        """Shrinks the block so that it cuts T queries and S keys into as many pieces with the least padding."""
+        """Shrinks the block to minimize padding while T queries and S keys are split into as many pieces."""
         keys = _even(S, self.keys)
         fitting = (size for size in range(LANES, min(self.compute, keys) + 1, LANES) if keys % size == 0)
         return Blocks(_even(T, self.queries), keys, max(fitting))
@@ -51,13 +51,13 @@ class Blocks:
 
 
 def _even(length: int, block: int) -> int:
-    # 1300 tokens in blocks of up to 1024: two blocks of 768, and not one of 1024 and one that is mostly padding.
+    # 1300 tokens in blocks of up to 1024: two blocks of 768, rather than one of 1024 and one that is mostly padding.
     pieces = -(-length // block)
     return -(-length // (pieces * LANES)) * LANES
 
 
 class Passes(NamedTuple):
-    """Blocks of the kernels. Without `dq` one backward kernel makes all gradients, and a part of dq for every block."""
+    """Blocks of the kernels. Without `dq`, one backward kernel computes all gradients, with partial sums of dq."""
 
     forward: Blocks
     dq: Blocks | None
@@ -65,18 +65,18 @@ class Passes(NamedTuple):
 
 
 def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
-    """Chooses blocks that every TPU since v4 holds in 16 MiB of vector memory; none has been timed here.
+    """Chooses blocks that fit in 16 MiB of vector memory, as every TPU since v4 has; the choice has not been timed.
 
-    The backward pass is one kernel, of five matmuls, for up to eight blocks of keys and heads of at most 128: to 8192
-    tokens. Its parts of dq then take at most eight times the queries' memory, about what a layer's MLP holds. Beyond,
-    two kernels make the logits twice, seven matmuls, and keep nothing but the gradients.
+    For up to eight blocks of keys and heads of at most 128 (up to 8192 tokens) the backward pass is one kernel with
+    five matmuls. Its partial dq then take at most eight times the memory of the queries, about as much as a layer's
+    MLP. Beyond that, two kernels compute the logits twice, in seven matmuls, and store only the gradients.
     """
-    # A block of keys is read once for a block of queries: 512 queries x 4 bytes of keys and values for 4 FLOPs each are
-    # 512 FLOPs a byte, about what a TPU computes in the time of a byte. Wide heads take the place of half of 1024.
+    # A block of keys is read once per block of queries. With 512 queries, 4 bytes of keys and values give 4 FLOPs per
+    # query: 512 FLOPs per byte, about a TPU's ratio of compute to bandwidth. Wide heads use half of 1024.
     wide = max(key_dim, value_dim) > LANES
-    # A causal mask leaves (n + 1) / 2n of n x n blocks: 9/16 of eight a side, 10/16 of four.
+    # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4.
     size = 512 if S <= 8 * 512 else 1024
-    # Backward holds logits, probabilities and their gradients of a block at once, forward the first two.
+    # The backward pass holds a block's logits, probabilities and their gradients; the forward pass holds the first two.
     forward = Blocks(512 if wide else size, size).fit(T, S)
     backward = Blocks(512, 512 if wide else size).fit(T, S)
     fused = not wide and backward.count(backward.queries, S) <= MOST_PARTS
@@ -84,17 +84,17 @@ def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
 
 
 def tuned_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes | None:
-    """Returns the blocks that `python -m maxlib.ops tune` found to be the fastest on this kind of device, or None."""
+    """Returns the fastest blocks that `python -m maxlib.ops tune` measured on this kind of device, or None."""
     sizes = _findings.tiles(_findings.tiles_key("splash", T, S, key_dim, value_dim), current_device()[1])
     try:
         fitted: list[Any] = [size and Blocks(*size).fit(T, S) for size in sizes or ()]
         return Passes(*fitted) if fitted else None
-    except (TypeError, ValueError, ArithmeticError):  # a damaged table counts as none
+    except (TypeError, ValueError, ArithmeticError):  # ignore a damaged table
         return None
 
 
 class Spec(NamedTuple):
-    """Static parameters: the soft-cap, what is known of the mask, the blocks, and whether to interpret the kernels."""
+    """Static parameters: the soft-cap, the static mask, the blocks, and whether to interpret the kernels."""
 
     softcap: float | None
     mask: StaticMask
@@ -126,14 +126,14 @@ def splash(
       k: keys.
       v: values.
       k_start: index of the first key that each query attends to.
-      k_end: index after the last one; it may lie beyond the keys, or before them.
+      k_end: one past the index of the last key; it may be out of range.
       scale: factor on the products of queries and keys.
       softcap: bound of the logits, or None.
-      sinks: a further logit per head, without a value.
+      sinks: an extra logit per head, without a value.
       bias: not supported.
-      mask_hint: what is known of the intervals, with segments if it is segmented.
+      mask_hint: static description of the intervals, with segments if it is segmented.
       passes: block sizes; by default `tuned_blocks`, or else `choose_blocks`.
-      interpret: run the kernels in Pallas's interpreter, on any device.
+      interpret: True runs the kernels in Pallas's interpreter, on any device.
     """
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
@@ -141,7 +141,7 @@ def splash(
         softcap, mask_hint.static, passes or tuned_blocks(T, S, Hk, Hv) or choose_blocks(T, S, Hk, Hv), interpret
     )
     ids = mask_hint.segment_ids if mask_hint.static.segmented else None
-    # The kernels multiply by no scale: it goes into the queries, of which it rounds each number once more.
+    # The kernels have no scale: multiply the queries by it, which rounds them once more.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     out, lse = _attend(spec, q, k, v, k_start.astype(jnp.int32), k_end.astype(jnp.int32), ids)
@@ -167,11 +167,11 @@ def _attend(spec: Spec, q, k, v, k_start, k_end, ids):
         return out, lse
 
     with jax.named_scope(own.name):
-        # Each log-sum-exp comes 128 times. Without this the 127 others live until the backward pass.
+        # The kernel returns each log-sum-exp 128 times. Without this the copies live until the backward pass.
         out, lse = together(*own.over_rows(run))
     T, seen = q.shape[1], (jnp.maximum(k_start, 0) < jnp.minimum(k_end, k.shape[1]))[:, :, None]  # [B, T, 1]
     out, lse = jnp.swapaxes(out, 1, 2)[:, :T], jnp.swapaxes(lse, 1, 2)[:, :T]  # [B, N, T, H] -> [B, T, N, H]
-    # A row that attends to nothing averages hidden values, or divides zero by zero.
+    # For a row that attends to nothing, the kernel averages masked values or divides zero by zero.
     return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
 
 
@@ -187,9 +187,10 @@ def _backward(spec: Spec, residuals, cotangents):
     (q, k, v, *rest), out, lse = residuals
     d_out, d_lse = cotangents
     seen = jnp.isfinite(lse)
-    # delta = sum(d_out * out) - d_lse, the row's term in the softmax's gradient: d_logits = probs * (d_probs - delta).
+    # delta = sum(d_out * out) - d_lse is the row's term in the softmax's gradient: d_logits = probs * (d_probs -
+    # delta).
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
-    # lse = +inf gives probabilities exp(-inf) = 0 to rows that attend to nothing.
+    # For rows that attend to nothing, lse = +inf makes the probabilities exp(-inf) = 0.
     rows = (
         jnp.where(seen[..., None], d_out, 0).astype(q.dtype),
         jnp.where(seen, lse, jnp.inf),
@@ -217,7 +218,7 @@ def _backward(spec: Spec, residuals, cotangents):
     options = {"bkv_compute": passes.dkv.compute, "use_fused_bwd_kernel": fused}
     dq, dk, dv = gradients(passes.dkv, dkv, by_keys=True, whole=fused, **options)
     if passes.dq is not None:
-        # Two kernels sum over keys and over queries, each in vector memory: nothing is added up in main memory.
+        # Two kernels sum over keys and over queries in vector memory, so there are no partial sums in main memory.
         dq = gradients(passes.dq, kernels._splash_attention_bwd_dq, by_keys=False)
     natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
     return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
@@ -232,7 +233,7 @@ _attend.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Operands of one kernel, heads first and padded to whole blocks, and the blocks that it visits."""
+    """Operands of one kernel, heads first and padded to whole blocks, and the table of visited blocks."""
 
     spec: Spec
     block: Blocks
@@ -247,16 +248,16 @@ class _Call:
     def of(
         cls, spec: Spec, block: Blocks, q, k, v, k_start, k_end, ids, *, by_keys: bool = False, whole: bool = False
     ) -> "_Call":
-        """Prepares a call whose steps go along the keys, or the queries; `whole` has a step for every block of them."""
+        """Prepares a call that iterates over keys or queries; `whole` visits every block."""
         T, S = (-(-size // whole) * whole for size, whole in ((q.shape[1], block.queries), (k.shape[1], block.keys)))
         visited = _visited(block, k_start, k_end, k.shape[1], T, S)
         width = None if whole else _window_width(spec.mask, block, by_keys)
         data_next, block_mask = _listed(visited, axis=0 if by_keys else 1, width=width)
         pad = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
-        # Under a causal mask over whole rows all rows have the same index: one copy for the batch.
+        # Under a causal mask over whole rows, all rows have the same indices: one copy for the batch.
         shared = spec.mask.aligned and spec.mask.kind == "causal"
         index = jnp.arange(T, dtype=jnp.int32) if shared else pad(k_end - 1, T, -1)
-        # Keys behind the end, and the queries of the padding, belong to nobody.
+        # Padded keys and padded queries get different segments, so they match nothing.
         segments = (None, None) if ids is None else (pad(ids[0], T, -1), pad(ids[1], S, -2))
         # q [B, T, N, Hk], k [B, S, K, Hk], v [B, S, K, Hv]: heads first
         heads = (_by_head(x, size, 0.0) for x, size in ((q, T), (k, S), (v, S)))
@@ -264,7 +265,7 @@ class _Call:
 
     @property
     def name(self) -> str:
-        """Returns the name that says what the kernel's mask leaves, by which plans count its work."""
+        """Returns a kernel name that encodes its mask, from which plans count its FLOPs."""
         mask = self.spec.mask
         return f"splash_{mask.kind}" + ("" if mask.window is None else f"_{mask.window}")
 
@@ -278,7 +279,7 @@ class _Call:
 
     @property
     def without_index(self) -> bool:
-        """Tells whether segments alone, if there are any, say what is hidden."""
+        """Returns True if masking needs no indices, only segments if there are any."""
         return self.spec.mask.kind == "full" and self.spec.mask.aligned and self.keys == self.S
 
     def info(self, index):
@@ -294,7 +295,7 @@ class _Call:
         return None if q_ids is None else SegmentIds(q=q_ids, kv=k_ids)
 
     def over_rows(self, run: Callable, *more):
-        """Runs the kernel for every row of the batch; what all rows share is not repeated."""
+        """Runs the kernel for every row of the batch; arrays that all rows share are not repeated."""
         axes = [None if x is not None and x.ndim == 1 else 0 for x in self.operands]
         return jax.vmap(run, in_axes=(*axes, *[0] * len(more)))(*self.operands, *more)
 
@@ -307,27 +308,27 @@ def _by_head(x, length: int, fill: float):
 
 
 def _visible(index, key, *, window: int | None, keys: int | None):
-    """Tells whether the query whose interval ends behind `index` attends to `key`, of `keys` if some are padding."""
+    """Returns True if the query whose interval ends at `index` attends to `key`, of `keys` if some are padding."""
     seen = index >= key
     seen = seen if window is None else seen & (index - key < window)
     return seen if keys is None else seen & (key < keys)
 
 
 def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
-    """Finds the blocks that some query of the batch attends to."""
+    """Finds the blocks to which some query of the batch attends."""
     pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
-    # [B, Q, C] -> [Q, C]: one table for all rows. What a row of its own does not see, the mask function hides.
+    # [B, Q, C] -> [Q, C]: one table for all rows; the mask function masks the keys of a single row.
     visited, _ = tiles(pad(k_start), pad(k_end), S, block.queries, block.keys)
     return visited.any(axis=0)
 
 
 def _window_width(mask: StaticMask, block: Blocks, by_keys: bool) -> int | None:
-    """Returns the most blocks that a window leaves in a row (or column) of blocks; None if they are not known."""
+    """Returns the maximum number of visited blocks in a row (or column) of blocks under a window; None if unknown."""
     if mask.window is None or not mask.aligned:
         return None
     stays, passes = (block.keys, block.queries) if by_keys else (block.queries, block.keys)
-    # A block of n queries attends to window + n - 1 consecutive keys, and as many queries to a block of n keys. These
-    # lie anywhere among the passing blocks, unless one of their ends is the end of a block.
+    # A block of n queries attends to window + n - 1 consecutive keys, and as many queries attend to a block of n keys.
+    # They may start anywhere within a block, unless one end is aligned with a block.
     run = mask.window + stays - 1
     return -(-run // passes) if stays % passes == 0 else -(-(run - 1) // passes) + 1
 
@@ -335,13 +336,13 @@ def _window_width(mask: StaticMask, block: Blocks, by_keys: bool) -> int | None:
 def _listed(visited: Bool[Array, "Q C"], axis: int, width: int | None):
     """Returns the kernel's two tables: the block to fetch in each step along `axis`, and whether to compute with it.
 
-    A step without work keeps the block that is there, or fetches the first one early.
+    A step without work keeps the current block, or prefetches the next one.
     """
     steps = jnp.moveaxis(visited, axis, -1)  # [rows, steps]
     first = jnp.argmax(steps, axis=-1, keepdims=True).astype(jnp.int32)
     column = jnp.arange(steps.shape[-1], dtype=jnp.int32)[None]
     if width is not None and width < steps.shape[-1]:
-        # Only the run of visited blocks: step w is block first + w.
+        # Iterate only over the visited blocks: step w is block first + w.
         block = first + jnp.arange(width, dtype=jnp.int32)[None]  # [rows, width]
         inside = block < steps.shape[-1]
         block = jnp.minimum(block, steps.shape[-1] - 1)

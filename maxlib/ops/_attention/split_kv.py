@@ -1,8 +1,8 @@
 """Few queries against many keys (decoding), in plain XLA: parts of the keys in parallel, merged by their log-sum-exps.
 
-One query leaves a large device idle if key blocks are visited one after the other. Here a wave of many parts is
-computed at once (flash-decoding). Waves run one after the other over the visible keys only, so the cost follows the
-filled length of a cache, not its capacity.
+With one query, visiting key blocks one after the other would leave most of a large device idle. Here many parts are
+computed at once, as a wave (flash-decoding). Waves run one after the other over the visible keys only, so the cost is
+proportional to the filled length of a cache, not its capacity.
 
 Letters inside this file: P parts of a wave, c keys of a part, G query heads of a key head.
 """
@@ -48,8 +48,8 @@ def split_kv(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    All but two arguments are those of `reference`; the gradient is that of `chunked`. `wave` is the number of keys
-    computed at once, and `part` the number of keys in a part, which is rounded up to a divisor of `wave`.
+    The arguments are those of `reference` and two more: `wave`, the number of keys computed at once, and `part`, the
+    number of keys in a part, which is rounded up to a divisor of `wave`. The gradient is computed by `chunked`.
     """
     wave = min(wave, k.shape[1])
     spec = Spec(scale, softcap, wave, _divisor(wave, part))
@@ -72,7 +72,7 @@ def _attend(spec: Spec, q, k, v, k_start, k_end):
     last = -(-jnp.max(jnp.where(seen, end, 0)) // spec.wave)
 
     def step(i, before):
-        # The result so far is merged as one more part: [1, ...] and [P, ...] -> [P + 1, ...] -> [...].
+        # Merge the result so far as an additional part: [1, ...] and [P, ...] -> [P + 1, ...] -> [...].
         parts = _wave(spec, rows, k, v, start, end, i)
         return merge_parts(*(jnp.concatenate([x[None], y]) for x, y in zip(before, parts, strict=True)))
 
@@ -85,12 +85,12 @@ def _attend(spec: Spec, q, k, v, k_start, k_end):
 
 def _wave(spec: Spec, rows, k, v, start, end, i):
     """Computes the output and log-sum-exp of each part of wave `i`, with the leading axis P."""
-    # The last wave is moved back to end with the keys; keys that it shares with the wave before are masked below.
+    # The last wave is shifted back to end with the keys; keys that it shares with the previous wave are masked below.
     first = jnp.minimum(i * spec.wave, k.shape[1] - spec.wave)
     read = lambda x: lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype)
     keys, values = (einops.rearrange(read(x), "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
     exact = jnp.promote_types(rows.dtype, jnp.float32)
-    # Parts are one more batch axis of the matmul: [B, K, G, T, H] x [P, B, K, c, H] -> [P, B, K, G, T, c].
+    # Parts are a batch axis of the matmul: [B, K, G, T, H] x [P, B, K, c, H] -> [P, B, K, G, T, c].
     logits = spec.scale * jnp.einsum("BKGTH,PBKcH->PBKGTc", rows, keys, preferred_element_type=exact)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
@@ -112,7 +112,7 @@ def _attend_fwd(spec: Spec, *args):
 def _attend_bwd(spec: Spec, args, cotangents):
     q, k, v, k_start, k_end = args
     options = {"k_start": k_start, "k_end": k_end, "scale": spec.scale, "softcap": spec.softcap}
-    # Decoding rarely needs a gradient: take that of the blockwise implementation, which computes the same function.
+    # Decoding rarely needs a gradient: use that of `chunked`, which computes the same function.
     _, vjp = jax.vjp(lambda q, k, v: chunked(q, k, v, **options), q, k, v)
     return *vjp(cotangents), None, None
 

@@ -1,9 +1,9 @@
-"""The table of attention: which implementation runs on which device, with which features and shapes, and why not.
+"""The table of attention implementations: the devices, features and shapes that each supports.
 
-A call gets the first row that runs on its platform, has its features and accepts its shapes. Rows with `by_name` are
-only for those who ask. The order is that of evidence: kernels that their makers and others run in production first
-(cuDNN, splash; for what cuDNN cannot do tokamax, where it is installed), then plain XLA (`chunked`); maxlib's own
-Pallas kernels stand by until a GPU or TPU has run them against these.
+A call runs the first row that supports its platform, features and shapes. Rows with `by_name` only run by name. Kernels
+with the most production use come first (cuDNN and splash; tokamax, if installed, for calls that cuDNN does not
+support), then plain XLA (`chunked`). maxlib's own Pallas kernels only run by name until they have been tested against
+these on a GPU or TPU.
 
 | device | up to 16 queries | whole rows, named mask | packed, intervals, soft-cap | sinks, log-sum-exp | bias |
 |---|---|---|---|---|---|
@@ -32,7 +32,7 @@ HALF = ("bfloat16", "float16")
 
 
 def split_refuses(call: Call) -> str | None:
-    """Returns the reason why `split_kv` does not suit `call`, or None."""
+    """Returns the reason why `split_kv` should not run `call`, or None."""
     few = call.queries <= MAX_QUERIES
     return None if few else f"is for at most {MAX_QUERIES} queries at a time, not {call.queries}"
 
@@ -42,7 +42,7 @@ def splash_refuses(call: Call) -> str | None:
     if call.dtype not in ("bfloat16", "float32"):
         return f"takes queries in bfloat16 or float32, not in {call.dtype}"
     if call.mask is None:
-        return "wants to know where intervals begin: pass mask_hint= (ops.StaticMask), or no k_start"
+        return "needs to know where intervals begin: pass mask_hint= (ops.StaticMask), or no k_start"
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
     block = choose_blocks(call.queries, call.keys, call.key_dim, call.value_dim).forward
@@ -52,7 +52,7 @@ def splash_refuses(call: Call) -> str | None:
 
 
 def _names_no_mask(call: Call) -> str | None:
-    """Returns the reason why cuDNN, which is given a mask's name and no intervals, cannot run `call`."""
+    """Returns the reason why cuDNN, which takes a named mask and no intervals, cannot run `call`."""
     if call.mask is None or call.mask.kind == "any":
         return "takes causal, full and windowed masks, not intervals: pass mask_hint= (ops.StaticMask)"
     if call.mask.segmented:
@@ -109,7 +109,7 @@ def mosaic_tpu_refuses(call: Call) -> str | None:
     """Returns the reason why maxlib's kernels for TPUs cannot run `call`, or None."""
     if call.dtype not in ("bfloat16", "float32"):
         return f"takes queries in bfloat16 or float32, not in {call.dtype}"
-    # The kernels' tables of tiles lie in scalar memory.
+    # The kernels' tables of tiles are in scalar memory.
     count = count_tiles(
         tpu.generation(call.device_kind), call.batch, call.queries, call.keys, call.heads // call.kv_heads
     )
@@ -125,7 +125,7 @@ ALL = frozenset(FEATURES)
 UNPROVEN = "it has not run on a {} yet, and {} has"
 
 ROWS = (
-    # Chosen by name only, until hardware has run them.
+    # Run by name only, until they have been tested on hardware.
     Implementation(
         "mosaic_gpu",
         mosaic_gpu,
@@ -144,17 +144,17 @@ ROWS = (
         mosaic_tpu_refuses,
         by_name=UNPROVEN.format("TPU", "splash"),
     ),
-    # Decoding: no kernel above is made for a single query, and both pad it to a whole block.
-    # A CPU has no more cores than one block keeps busy: chunked is faster there.
+    # Decoding: the kernels above pad a single query to a whole block.
+    # On a CPU one block keeps all cores busy, so chunked is faster.
     Implementation(
         "split_kv",
         split_kv,
-        "few queries: parts of the keys side by side in XLA",
+        "few queries: parts of the keys in parallel, in XLA",
         GPU | TPU,
         ALL - {"bias"},
         split_refuses,
     ),
-    # Proven: the default wherever they can.
+    # Proven kernels: the default where they support the call.
     Implementation(
         "cudnn",
         cudnn,
@@ -167,7 +167,7 @@ ROWS = (
     Implementation(
         "tokamax",
         tokamax,
-        "tokamax's kernels for Hopper, for what cuDNN cannot do",
+        "tokamax's kernels for Hopper, for calls that cuDNN does not support",
         GPU,
         frozenset({"gqa", "value_dim", "softcap"}),
         tokamax_refuses,
@@ -182,7 +182,7 @@ ROWS = (
         splash_refuses,
         takes_mask_hint=True,
     ),
-    # Everything else, everywhere.
+    # The fallback, which supports every call.
     Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"),
     Implementation("reference", reference, "the definition, memory T x S"),
 )

@@ -1,7 +1,7 @@
 """tokamax's attention for Hopper GPUs (the extra `maxlib[cuda]`), imported when it is first called.
 
-Its kernels take an interval of keys for each query, which its public function does not offer; so its mask and its
-kernels' entry are called here. Names of tokamax 0.0.12.
+Its kernels take an interval of keys for each query, but its public function does not, so this module calls the
+internals of tokamax 0.0.12.
 """
 
 import functools
@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
 INSTALL = "pip install 'maxlib[cuda]'"
-TILE = 256  # of which lengths are multiples: two tiles of queries, the most that a kernel takes at once
+TILE = 256  # lengths are padded to multiples of it: two tiles of queries, the most that a kernel processes at once
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Tells whether tokamax can be imported, without importing it."""
+    """Returns True if tokamax can be imported, without importing it."""
     return importlib.util.find_spec("tokamax") is not None
 
 
@@ -37,7 +37,7 @@ def tokamax(
     mask_hint: MaskHint | None = None,
     kernel: str = "mosaic_gpu",
 ) -> tuple[Float[Array, "B T N Hv"], None]:
-    """Returns the output; the log-sum-exp, which tokamax does not differentiate, is None."""
+    """Returns the output and None for the log-sum-exp, which tokamax does not differentiate."""
     try:
         from absl import flags
         from tokamax._src.ops.attention.api import IMPLEMENTATIONS
@@ -45,7 +45,7 @@ def tokamax(
     except ImportError as error:
         raise ImportError(f"implementation='tokamax' needs the package tokamax: {INSTALL}") from error
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # else tokamax parses the program's own arguments, and ends it at those it does not know
+        flags.FLAGS.mark_as_parsed()  # otherwise tokamax parses the program's arguments and exits at unknown ones
     T, S = q.shape[1], k.shape[1]
     start, end, visible = _intervals(k_start, k_end, S)
     named = _named(
@@ -64,8 +64,8 @@ def _padded(x: Array, value: int) -> Array:
 def _intervals(
     k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], keys: int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Any]:
-    """Returns bounds within the keys, where each query sees one key at least, and which of them truly see any."""
-    # A softmax over no key at all has no gradient that is a number. Rows that see nothing get a key, and then zeros.
+    """Returns bounds clipped so that each query attends to at least one key, and which queries really do."""
+    # A softmax over no keys has a NaN gradient. Rows without visible keys get one key, and are set to zero afterwards.
     start, end = (jnp.clip(x, 0, keys) for x in (k_start, k_end))
     visible = start < end
     start = jnp.minimum(start, keys - 1)
@@ -73,12 +73,12 @@ def _intervals(
 
 
 def _named(start: Int[Array, "B T"], end: Int[Array, "B T"], static: StaticMask | None) -> dict[str, Any]:
-    """Returns what tokamax's mask is made of: intervals, and names instead where tiles are skipped by name."""
+    """Returns the arguments of tokamax's mask: intervals, or named bounds where it skips tiles by name."""
     causal = static is not None and static.aligned and static.kind == "causal"
     plain = static is not None and static.aligned and static.window is None and not static.segmented
     found: dict[str, Any] = {"is_causal": causal}
-    if not (plain and static is not None and static.kind != "any"):  # every key up to the end is seen
-        found["k_start"] = start[:, None]  # [B, T] -> [B, 1, T]: alike for all heads
+    if not (plain and static is not None and static.kind != "any"):  # otherwise every key up to the end is visible
+        found["k_start"] = start[:, None]  # [B, T] -> [B, 1, T]: the same for all heads
     if not causal and not (plain and static is not None and static.kind == "full"):
         found["k_end"] = end[:, None]
     return found

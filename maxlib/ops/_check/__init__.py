@@ -1,4 +1,4 @@
-"""The doctor of `python -m maxlib.ops`: what runs here, whether it is right, how fast it is, and its best tiles."""
+"""Implementation of `python -m maxlib.ops`: tests and times the kernels on this machine, and tunes their tiles."""
 
 from maxlib.ops._check.parent import check as check
 from maxlib.ops._check.parent import tune as tune

@@ -1,4 +1,4 @@
-"""Calls that `check` tries: shapes and features that training and decoding use, as sizes alone."""
+"""Test cases of `check`: shapes and features as in training and decoding."""
 
 import dataclasses
 import math
@@ -12,14 +12,14 @@ from maxlib.ops import _attention, _gated_delta, _grouped_matmul
 from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, Tokens, key_intervals
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
-"""Largest error of an array, as a share of its norm. Rounding to bfloat16 alone makes 0.002."""
+"""Largest error of an array relative to its norm. Rounding to bfloat16 alone gives 0.002."""
 
-SMALL_ENOUGH = 4096  # tokens whose scores a definition can hold, or states
+SMALL_ENOUGH = 4096  # tokens for which the reference can store its scores or states
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of attention: `batch` rows of `tokens` queries; `cache` keys that stand before them."""
+    """One call of attention: `batch` rows of `tokens` queries after `cache` cached keys."""
 
     tokens: int = 4096
     batch: int = 1
@@ -55,16 +55,16 @@ class Attention:
         return mask if self.window is None else mask & SlidingWindow(self.window)
 
     def intervals(self) -> tuple[jax.Array, jax.Array, MaskHint | None]:
-        """Returns the first key of every query, the one after its last, and what is known of the mask."""
+        """Returns the key interval of every query and the mask's static description."""
         T, S = self.tokens, self.tokens + self.cache
-        index = np.arange(T) + self.cache  # [T]: queries stand behind the cache
+        index = np.arange(T) + self.cache  # [T]: queries come after the cache
         length = -(-S // self.documents)
         start = index // length * length
         rows = (
             np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, np.minimum(start + length, S))
         )
         tokens = Tokens(*map(jnp.asarray, rows))
-        # Kernels that are given a name for the mask get it as `nn.Attention` would tell them.
+        # Kernels for named masks get the hint that `nn.Attention` would pass.
         hint = self.mask.static
         if hint is not None:
             aligned = self.cache == 0
@@ -91,7 +91,7 @@ class Attention:
         return run(**inputs, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
 
     def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes over the pairs that the mask leaves."""
+        """Returns the FLOPs of both passes over the visible pairs."""
         start, end, _ = self.intervals()
         pairs = float(np.sum(np.asarray(end, np.float64) - np.asarray(start, np.float64))) * self.heads
         return 2 * pairs * (self.key_dim + self.value_dim), 2 * pairs * (3 * self.key_dim + 2 * self.value_dim)
@@ -99,7 +99,7 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
-    """One call of a grouped matmul with unequal shares of the rows, one expert without any."""
+    """One call of a grouped matmul with unequal numbers of rows; one expert has none."""
 
     rows: int = 32768
     experts: int = 16
@@ -130,7 +130,7 @@ class GroupedMatmul:
     def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like `ops.grouped_matmul`, on the arrays."""
         share = np.random.default_rng(0).dirichlet(np.full(self.experts, 4.0))
-        share[1] = 0  # an expert without a row: its gradient must be zeros
+        share[1] = 0  # an expert without rows: its gradient must be zero
         counts = np.floor(share / share.sum() * self.rows).astype(np.int32)
         return run(given["rows"], given["weights"], jnp.asarray(counts))
 
@@ -142,7 +142,7 @@ class GroupedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class GatedDelta:
-    """One call of the gated delta rule in two parts, the second from the state that the first one leaves."""
+    """One call of the gated delta rule in two parts; the second starts from the state of the first."""
 
     tokens: int = 8192
     batch: int = 1
@@ -170,7 +170,7 @@ class GatedDelta:
         B, T, N = self.batch, self.tokens, self.heads
         keys = jax.random.split(jax.random.key(0), 6)
         draw = lambda i, *shape: jax.random.normal(keys[i], (B, T, *shape), dtype)
-        # States forget over some ten tokens in one head and some thousand in another.
+        # Heads forget at different rates, over ten to thousands of tokens.
         rates = jnp.logspace(-4, -1, N) * jax.nn.softplus(jax.random.normal(keys[3], (B, T, N)))
         return {
             "q": draw(0, self.key_heads, self.key_dim),
@@ -188,7 +188,7 @@ class GatedDelta:
         index = jnp.arange(self.tokens)[None]
         starts = jnp.broadcast_to((index % length == 0) & (index > 0), (self.batch, self.tokens))
         part = lambda at: {name: a[:, at] for name, a in (x | {"is_start": starts}).items()}
-        # As prefill in two calls: the output and the gradients of the second depend on the state in between.
+        # Like prefill in two calls: the output and gradients of the second depend on the state in between.
         first, state = run(**part(slice(half)))
         last, _ = run(**part(slice(half, None)), initial_state=state)
         return jnp.concatenate([first, last], axis=1)

@@ -1,4 +1,4 @@
-"""`check` and `tune`: start a process per implementation, end those that hang, print and write what was found."""
+"""Parent process of `check` and `tune`: starts a worker per implementation, ends those that hang, and saves results."""
 
 import contextlib
 import json
@@ -15,8 +15,9 @@ from typing import Any
 from maxlib.ops import _findings as machine
 
 BROKEN = ("wrong", "varies", "hangs", "crashed")
-"""Findings for which an implementation is refused from then on. What does not fit into memory, or raises an error, is
-not: its caller sees the error."""
+"""Failures after which an implementation is no longer chosen. Running out of memory, or raising an error, does not
+count: the caller sees the error.
+"""
 
 
 def check(
@@ -24,28 +25,28 @@ def check(
 ) -> list[dict[str, Any]]:
     """Runs implementations of attention, grouped matmuls and the gated delta rule and compares them with float32.
 
-    An implementation that is wrong, differs from run to run, hangs or ends its process on an accelerator is written to
-    this device kind's table; from then on it does not run here. One that passes again is taken out.
+    An implementation that is wrong, differs from run to run, hangs or crashes on an accelerator is written to this
+    device kind's table and no longer runs here. It is removed from the table when it passes again.
 
     Args:
-      implementations: names of those to check; default: all of them.
-      deadline: seconds that one case may take, compilation included.
-      rounds: rounds of ten timed calls.
-      write: write the findings to the table.
+      implementations: names of the implementations to check; default: all.
+      deadline: time limit per case in seconds, including compilation.
+      rounds: number of rounds of ten timed calls.
+      write: True writes the results to the table.
 
     Returns:
       One row per implementation and case: op, implementation, case, status, error, rates.
 
     Raises:
-      ValueError: when a name is not that of an implementation.
+      ValueError: when no implementation has one of the names.
     """
     (about,) = _lines(["--describe"], deadline)
     _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
     if about["platform"] == "cpu":
-        _say("No accelerator: sizes are small, TPU kernels run in an interpreter, GPU kernels are left out, no times.")
+        _say("No accelerator: sizes are small, TPU kernels run in an interpreter, GPU kernels are skipped, no times.")
     known = [(op, name) for op, names in about["implementations"].items() for name in names]
     if unknown := set(implementations or ()) - {name for _, name in known}:
-        raise ValueError(f"unknown implementations {sorted(unknown)}; there are {sorted({name for _, name in known})}")
+        raise ValueError(f"unknown implementations {sorted(unknown)}; known are {sorted({name for _, name in known})}")
     rows = []
     for op, name in known:
         if implementations is None or name in implementations:
@@ -61,14 +62,14 @@ def tune(*, deadline: float = 120.0, rounds: int = 3) -> dict[str, Any]:
     """Times block sizes of splash attention on this machine and writes the fastest to the device kind's table.
 
     Args:
-      deadline: seconds that one choice of sizes may take, compilation included.
-      rounds: rounds of ten timed calls.
+      deadline: time limit per choice of sizes in seconds, including compilation.
+      rounds: number of rounds of ten timed calls.
 
     Returns:
       The fastest sizes by key: kernel, lengths (as powers of two) and widths of the heads.
 
     Raises:
-      RuntimeError: when the machine has no TPU: no other kernel's sizes can be chosen yet.
+      RuntimeError: when the machine has no TPU; only splash attention has tunable sizes.
     """
     (about,) = _lines(["--describe"], deadline)
     if about["platform"] != "tpu":
@@ -96,13 +97,13 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, str | None]:
 
 
 def _cases(arguments: list[str], deadline: float, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yields a row per case; a process that hangs or ends early is replaced by one that begins behind the case."""
+    """Yields a row per case; a process that hangs or crashes is replaced by one that starts after that case."""
     done: list[str] = []
     while True:
         running = None
         for line in _lines([*arguments, "--rounds", str(rounds), "--skip", json.dumps(done)], deadline):
             if "begins" in line:
-                # Whatever ends the process now is this case's doing; the next process skips it.
+                # If the process ends now, this case is to blame, and the next process skips it.
                 running = line["begins"]
                 done.append(running)
             elif "ended" in line:
@@ -121,11 +122,11 @@ def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
     """Runs a worker and yields its lines; the last one is `{"ended": ...}` if it hangs or fails."""
     command = [sys.executable, "-m", "maxlib.ops", "worker", *arguments]
     env = os.environ | {machine.IGNORE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # The parent never touches a device: a GPU's memory belongs to one process at a time.
+    # The parent never uses a device, because only one process at a time can own a GPU's memory.
     worker = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
     )
-    # Threads read both streams, so that no full pipe stops the worker, and a deadline can pass while one is silent.
+    # Threads read both streams, so that a full pipe cannot block the worker, and the deadline works without output.
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []
     threading.Thread(target=_forward, args=(worker.stdout, lines.put), daemon=True).start()
@@ -166,7 +167,7 @@ def _say(text: str) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
-    """Prints the rows of one implementation; refusals with the same reason share a line."""
+    """Prints the rows of one implementation; skipped cases with the same reason share a line."""
     refused: dict[str, list[str]] = {}
     for row in rows:
         name = f"{row['op']}/{row['implementation']}"

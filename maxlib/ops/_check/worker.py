@@ -1,6 +1,6 @@
-"""One process of `check` or `tune`: runs cases with one implementation and prints a line of JSON about each.
+"""Worker process of `check` or `tune`: runs cases with one implementation and prints a line of JSON about each.
 
-It runs in a process of its own, because a kernel that hangs or crashes takes its process with it.
+It is a separate process, because a kernel that hangs or crashes ends its process.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from maxlib.ops._gated_delta import dispatch as gated_delta
 from maxlib.ops._gated_delta.api import _gated_delta_rule
 from maxlib.ops._grouped_matmul.dispatch import TABLE
 
-REPEATS = 10  # runs that must agree to the last bit
+REPEATS = 10  # runs that must agree bit for bit
 OPS = ("attention", "grouped_matmul", "gated_delta_rule")
 
 
 def names(op: str) -> list[str]:
-    """Returns the implementations of an operation that can be checked: all but the definition."""
+    """Returns the implementations of an operation to check: all but the reference."""
     if op == "attention":
         return [one.name for one in dispatch.implementations() if one.name != "reference"]
     if op == "gated_delta_rule":
@@ -46,9 +46,7 @@ def describe() -> dict[str, Any]:
 
 
 def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Runs every case of an operation, one after the other: a line before each, so that a hang has a name, and one
-    after it.
-    """
+    """Runs every case of an operation. Prints a line before each, to identify a case that hangs, and one after it."""
     for name, case in cases(op).items():
         if name not in skip:
             yield {"begins": name}
@@ -56,7 +54,7 @@ def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterato
 
 
 def cases(op: str) -> dict[str, Case]:
-    """Returns the cases of an operation: for an interpreter on a CPU small ones, each of them once."""
+    """Returns the cases of an operation: on a CPU, small ones without repeats."""
     found = {name: case for name, case in CASES.items() if case.op == op}
     if jax.default_backend() != "cpu":
         return found
@@ -74,14 +72,14 @@ def _checked(case: Case, implementation: str, rounds: int) -> dict[str, Any]:
     try:
         with _interpreter() if implementation == "mosaic_tpu" and how == "interpreted" else contextlib.nullcontext():
             return {"how": how} | _compared(case, run, given) | ({} if on_a_cpu else _timed(case, run, given, rounds))
-    except Exception as error:  # any: a kernel that fails is a finding, and the others go on
+    except Exception as error:  # any error: a failing kernel is a result, and the other cases continue
         message = str(error).strip().split("\n")[0][:200]
         full = "RESOURCE_EXHAUSTED" in str(error)
         return {"status": "out of memory" if full else "failed", "why": f"{type(error).__name__}: {message}"}
 
 
 def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tuple[Callable | None, str]:
-    """Returns a function to run and how it runs, or None and the reason why it cannot."""
+    """Returns a function to run and how it runs, or None and the reason why it cannot run."""
     why = _refusal(case, implementation, given)
     if why is None:
         return functions(case.op, implementation), "natively"
@@ -96,7 +94,7 @@ def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> st
         hint = case.intervals()[2]
         options |= {"mask_hint": hint and hint.static, "softcap": case.softcap, "sinks": given.get("sinks")}
         args = [given[name] for name in "qkv"]
-        # The chooser sees what a layer passes: ends of intervals, and what is known of the mask.
+        # Pass the same arguments as a layer: interval ends and the mask hint.
         answer = _attention.explain_attention(*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
     elif isinstance(case, GatedDelta):
         answer = _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
@@ -114,7 +112,7 @@ def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
     return mosaic_tpu(q, k, v, scale=q.shape[-1] ** -0.5, softcap=softcap, **more)[0]
 
 
-# The function behind the public one, which would refuse a CPU.
+# Call the kernel directly, because the public function refuses to run it on a CPU.
 def _delta_tpu(q, k, v, log_decay, beta, *, is_start, initial_state=None):
     options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "implementation": "mosaic_tpu"}
     return _gated_delta_rule(q, k, v, log_decay, beta, is_start, None, initial_state, **options)
@@ -128,14 +126,14 @@ INTERPRETED = {
 
 
 def _interpreter() -> contextlib.AbstractContextManager:
-    """Returns a context in which Pallas kernels for TPUs run on a CPU, gradients included."""
+    """Returns a context in which Pallas kernels for TPUs, including their gradients, run on a CPU."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.force_tpu_interpret_mode()
 
 
 def _results(case: Case, run: Callable) -> Callable:
-    """Returns a compiled function of the arrays to the output and the gradients."""
+    """Returns a compiled function from the arrays to the output and the gradients."""
 
     def results(given):
         inputs = {name: x for name, x in given.items() if name != "d"}
@@ -148,12 +146,12 @@ def _results(case: Case, run: Callable) -> Callable:
 
 
 def _compared(case: Case, run: Callable, given: dict[str, jax.Array]) -> dict[str, Any]:
-    """Compares the results with float32's, and on an accelerator with those of further runs."""
+    """Compares the results with float32 results, and on an accelerator with repeated runs."""
     with jax.default_matmul_precision("float32"):
         wide = {name: x.astype(jnp.float32) for name, x in given.items()}
         truth = _results(case, functions(case.op, case.truth))(wide)
     compiled = _results(case, run)
-    # One number for each array: a wrong tile moves the norm, and rounding does not.
+    # One error per array: a wrong tile changes the norm of the difference, rounding does not.
     got = jax.device_get(compiled(given))
     errors = {name: _error(got[name], x) for name, x in jax.device_get(truth).items()}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else np.inf)
@@ -165,7 +163,7 @@ def _compared(case: Case, run: Callable, given: dict[str, jax.Array]) -> dict[st
             "why": f"{worst} is off by {errors[worst]:.2g} of its norm, more than {bound:.0e}",
         }
     if jax.default_backend() != "cpu":
-        # A kernel that waits for too little reads what is not there yet, some of the times.
+        # A kernel with a missing wait sometimes reads data too early.
         again = (jax.device_get(compiled(given)) for _ in range(REPEATS))
         if any(not np.array_equal(one[name], got[name]) for one in again for name in got):
             return row | {"status": "varies", "why": f"{REPEATS} runs differ in some bit"}
@@ -181,7 +179,7 @@ def _timed(case: Case, run: Callable, given: dict[str, jax.Array], rounds: int) 
     """Measures the median time of a forward pass, and of both passes together, in seconds."""
     inputs = {name: x for name, x in given.items() if name != "d"}
     forward, both = case.flops()
-    # Both passes at once, as training runs them: the backward pass reads what the forward pass has left in caches.
+    # Time both passes together, as in training: the backward pass profits from caches that the forward pass filled.
     found = {"forward_s": seconds(jax.jit(lambda x: case.call(run, x)), inputs, rounds)}
     found["forward_flops"] = forward / found["forward_s"]
     if case.gradients:
@@ -206,8 +204,8 @@ def seconds(compiled: Callable, argument: Any, rounds: int) -> float:
 
 
 def candidates(case: Attention) -> list[splash.Passes]:
-    """Returns block sizes of splash attention to try; the first ones are those that it takes by itself."""
-    # Forward and backward change one at a time: all pairs would take hours, and the passes do not meet.
+    """Returns block sizes of splash attention to try, its default first."""
+    # Vary forward and backward sizes separately: all pairs would take hours, and the passes are independent.
     T, S = case.tokens, case.tokens + case.cache
     own = splash.choose_blocks(T, S, case.key_dim, case.value_dim)
     found = [own]
@@ -219,7 +217,7 @@ def candidates(case: Attention) -> list[splash.Passes]:
 
 
 def tune(skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Times block sizes of splash attention for every case that it can run, a line for each of them."""
+    """Times block sizes of splash attention for every case that it can run, and prints a line for each."""
     for name, case in CASES.items():
         if not isinstance(case, Attention) or not case.gradients or case.sinks or case.softcap:
             continue
@@ -242,7 +240,7 @@ def key_of(case: Attention) -> str:
 
 
 def sizes(passes: splash.Passes) -> list[list[int] | None]:
-    """Returns block sizes as JSON can hold them: queries, keys and computed keys of each kernel."""
+    """Returns block sizes as JSON: queries, keys and computed keys of each kernel."""
     return [None if block is None else list(dataclasses.astuple(block)) for block in passes]
 
 
@@ -253,11 +251,11 @@ def _tried(case: Attention, passes: splash.Passes, given: dict[str, jax.Array], 
 
     try:
         return {"status": "right", "both_s": seconds(_results(case, run), given, rounds)}
-    except Exception as error:  # any: sizes that do not fit are left out
+    except Exception as error:  # any error: sizes that do not fit are skipped
         return {"status": "failed", "why": str(error).strip().split("\n")[0][:200]}
 
 
 def say(lines: Iterator[dict[str, Any]]) -> None:
-    """Prints each line as soon as it is there."""
+    """Prints each line immediately."""
     for line in lines:
         print(json.dumps(line), flush=True)

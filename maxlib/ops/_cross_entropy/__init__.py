@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states and the unembedding, without ever making all logits."""
+"""Cross-entropy from hidden states and the unembedding, without storing all logits."""
 
 from maxlib.ops._cross_entropy.api import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy.api import linear_cross_entropy as linear_cross_entropy

@@ -19,7 +19,7 @@ class CrossEntropy(NamedTuple):
     """Result of `linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
 
     loss: Float[Array, ""]
-    """Sum over tokens of `weights * token_loss`; the fast one to differentiate."""
+    """Sum over tokens of `weights * token_loss`; differentiate this field, which is the fastest."""
     token_loss: Float[Array, "*B"]
     """Smoothed negative log-probability plus `z_loss * lse**2`, in nats."""
     log_prob: Float[Array, "*B"]
@@ -27,7 +27,7 @@ class CrossEntropy(NamedTuple):
     lse: Float[Array, "*B"]
     """Log-sum-exp of the logits."""
     correct: Bool[Array, "*B"]
-    """Whether no other token has a higher logit than the target."""
+    """True if no other token has a higher logit than the target."""
 
 
 def linear_cross_entropy(
@@ -46,25 +46,32 @@ def linear_cross_entropy(
 ) -> CrossEntropy:
     """Computes the cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
 
-    The forward pass forms the gradients of `.loss`, so logits are computed once; gradients of per-token fields compute
-    them a second time. To train, put the normalisation into `weights` (`mask / mask.sum()`) and differentiate `.loss`.
+    The forward pass also computes the gradients of `.loss`, so logits are computed once; gradients of per-token fields
+    compute them again. To train, put the normalisation into `weights` (`mask / mask.sum()`) and differentiate `.loss`.
     Matmuls run in the dtype of `hidden`. Logits and the gradient of `weight` accumulate in float32; gradients have the
     dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
+
+        hidden, weight = jnp.ones((2, 8, 64)), jnp.ones((1000, 64))
+        targets = jnp.zeros((2, 8), jnp.int32)
+        found = ops.linear_cross_entropy(hidden, weight, targets, weights=jnp.full((2, 8), 1 / 16))
+        found.loss  # a mean over the 16 tokens
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.
         weight: the unembedding, in Hugging Face's orientation.
         targets: the next tokens, of the shape of `hidden` without its last axis.
-        weights: factor per token in `.loss`, 1 by default; for a mean divide by the number of targets here.
-        ignore_index: this target is ignored, as all negative ones are: they add exactly 0 to the loss and to every
-            gradient, even where `hidden` is not finite. V or more is an error outside `jit`, and undefined inside.
+        weights: factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
+        ignore_index: this target is ignored, like all negative ones: ignored targets add exactly 0 to the loss and to
+            every gradient, even if `hidden` is not finite. Targets of V or more are an error outside `jit`, and
+            undefined inside.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
-        chunk: tokens per chunk. More is faster if memory allows, and changes the result by rounding only.
+        chunk: tokens per chunk. Larger chunks are faster and need more memory; results differ only by rounding.
         axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
-            and `targets` are equal along it, and so are the results. Other axes need no name: sum `.loss` over them.
-        implementation: "chunked" (the default) or "reference", which makes all logits and is the specification.
+            and `targets` are equal along it, and so are the results. Other axes are not named here: sum `.loss` over
+            them.
+        implementation: "chunked" (the default) or "reference", the specification, which computes all logits at once.
 
     Raises:
         ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.
@@ -78,7 +85,7 @@ def linear_cross_entropy(
 
     valid = is_learned(targets, ignore_index)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that not even a NaN in them reaches a gradient.
+    # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that a NaN in them does not reach a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     loss, terms = run(
         rows,
@@ -98,7 +105,7 @@ def is_learned(targets: Int[Array, "*B"], ignore_index: int | None) -> Bool[Arra
 
 
 def where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
-    """Shapes per-token results like the targets, 0 (False) where these are ignored."""
+    """Reshapes per-token results to the shape of the targets, 0 (False) at ignored targets."""
     return jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype))
 
 
@@ -144,7 +151,7 @@ def check_chunk(chunk: int | None) -> None:
 
 
 def check_targets(targets, vocab: int, ignore_index: int | None) -> None:
-    """Raises ValueError for a target beyond the vocabulary, where targets are concrete and of this process."""
+    """Raises ValueError for a target beyond the vocabulary, if targets are concrete and fully addressable."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     host = np.asarray(targets)

@@ -1,7 +1,7 @@
 """Cross-entropy and log-probabilities, chunk by chunk.
 
-`chunked` forms the gradients of the weighted sum in the forward pass, where the logits are available.
-`chunked_per_token` gets the gradients of its results only in the backward pass, and computes the logits again there.
+`chunked` computes the gradients of the weighted sum in the forward pass, while the logits exist. `chunked_per_token`
+only knows its cotangents in the backward pass, so it recomputes the logits there.
 """
 
 import functools
@@ -53,14 +53,14 @@ def _chunks(rows: Array, chunk: int | None) -> int:
 
 def _split(x: Array, count: int) -> Array:
     """Splits `M ...` into `count` chunks, `count size ...`; chunk i takes every `count`-th row, starting with row i."""
-    # Strided, not contiguous: rows that are sharded over devices stay evenly sharded in every chunk.
+    # Strided rather than contiguous, so that rows sharded over devices stay evenly sharded in every chunk.
     size = -(-x.shape[0] // count)
     x = jnp.pad(x, [(0, size * count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)  # [M, ...] -> [size, count, ...] -> [count, size, ...]
 
 
 def _merged(terms: Terms, M: int) -> Terms:
-    """Puts the rows of all chunks back into their order, without the padding."""
+    """Restores the order of rows from all chunks, without the padding."""
     return jax.tree.map(lambda x: x.T.reshape(-1)[:M], terms)
 
 
@@ -78,8 +78,8 @@ def _terms(rows, weight, targets, options: Options) -> Terms:
 
 def _forward(rows, weight, targets, weights, options: Options):
     rows, weight, targets, weights = (x.value for x in (rows, weight, targets, weights))
-    # loss = sum(weights * token_loss), so d loss / d token_loss is known already: form the gradients of rows and weight
-    # while the logits exist, and keep those instead. The backward pass only multiplies them by d_loss.
+    # loss = sum(weights * token_loss), so d loss / d token_loss is already known: compute the gradients of rows and
+    # weight while the logits exist, and save those. The backward pass only multiplies them by d_loss.
     zero = jnp.zeros_like(weights)
     grads = Cotangents(token_loss=weights, log_prob=zero, lse=zero)
     terms, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
@@ -129,7 +129,7 @@ _per_token.defvjp(lambda *args: (_per_token(*args), args[:3]), _per_token_backwa
 
 
 def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
-    """Computes the per-token terms and, from the gradients `grads` of these, the gradients of `rows` and `weight`."""
+    """Computes the per-token terms and, from their cotangents `grads`, the gradients of `rows` and `weight`."""
     w = weight.astype(rows.dtype)
 
     def step(d_weight, chunk):
@@ -154,24 +154,27 @@ def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
     split = _axes(axis_name)
     if _is_checked(split) and not split <= varying[1]:
         raise ValueError(
-            f"axis_name={axis_name!r} must be where the rows of weight are split; it varies over {sorted(varying[1])}"
+            f"axis_name={axis_name!r} must name the axes over which weight is split; it varies over "
+            f"{sorted(varying[1])}"
         )
-    # Targets and weights must not vary over the split of the vocabulary: every device scores the same tokens.
+    # Targets and weights must not vary over the vocabulary's axis: every device scores the same tokens.
     everywhere = frozenset().union(*varying)
     along = everywhere - split
     return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
 
 
 def _whole(cotangent: Array, axis_name: AxisName | None) -> Array:
-    """Returns the whole cotangent of a result that is replicated over `axis_name`.
+    """Returns the full cotangent of a result that is replicated over `axis_name`.
 
-    With `check_vma=False` each device holds only a share of it, which is the convention of `psum` there.
+    With `check_vma=False` each device holds only a share of it, by the convention of `psum`.
     """
     return cotangent if _is_checked(_axes(axis_name)) else jax.lax.psum(cotangent, axis_name)
 
 
 def _is_checked(axes: frozenset[str]) -> bool:
-    """Tells whether JAX tracks what varies over `axes` (`check_vma`): if so, the device's index on an axis varies."""
+    """Returns True if JAX tracks varying axes (`check_vma`); then the device's index on an axis is marked as
+    varying.
+    """
     return all(axis in _varying(jax.lax.axis_index(axis)) for axis in axes)
 
 

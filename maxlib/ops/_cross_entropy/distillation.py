@@ -1,5 +1,5 @@
-"""What distillation computes from hidden states and heads, a chunk of tokens at a time: divergences of two models, and
-the probabilities of chosen tokens.
+"""Functions for distillation, a chunk of tokens at a time: divergences of two models, and probabilities of chosen
+tokens.
 
 Everything here is differentiated by autodiff. `_by_chunks` recomputes the logits of a chunk in the backward pass.
 """
@@ -22,14 +22,14 @@ def divergence(
 ) -> Float[Array, "*B"]:
     """Computes the generalised Jensen-Shannon divergence of two distributions, in nats (GKD, arXiv:2306.13649).
 
-    With p the teacher's and q the student's probabilities: KL(p ‖ q) for beta 0, KL(q ‖ p) for beta 1, and between
-    `beta KL(p ‖ M) + (1 - beta) KL(q ‖ M)`, M = beta p + (1 - beta) q. The formula between vanishes like beta and
-    1 - beta near the ends, so it does not meet them.
+    With p the teacher's and q the student's probabilities, it is KL(p ‖ q) for beta 0, KL(q ‖ p) for beta 1, and `beta
+    KL(p ‖ M) + (1 - beta) KL(q ‖ M)` with M = beta p + (1 - beta) q in between. The latter vanishes like beta and 1 -
+    beta near the ends, so the divergence is not continuous there.
 
     Args:
         student: Log-probabilities; `-inf` for none at all.
         teacher: Log-probabilities.
-        beta: The kind, in [0, 1].
+        beta: Interpolation between the two divergences, in [0, 1].
     """
     return jnp.sum(_pointwise(student, teacher, beta), axis=-1)
 
@@ -37,24 +37,24 @@ def divergence(
 def top_k_divergence(
     student: Float[Array, "*B K"], teacher: Float[Array, "*B K"], *, beta: float = 0.0, tail: bool = True
 ) -> Float[Array, "*B"]:
-    """Computes `divergence` over the teacher's K likeliest tokens.
+    """Computes `divergence` over the teacher's K most likely tokens.
 
     Args:
         student: The student's log-probabilities of these tokens, over the whole vocabulary.
         teacher: The teacher's.
         beta: As in `divergence`.
         tail: True adds a bucket of all other tokens, log(1 - Σ p), on both sides. False divides by Σ p instead, which
-            forgets how much probability the K tokens had, and is 0 for K = 1.
+            loses the total probability of the K tokens, and gives 0 for K = 1.
     """
     return divergence(_closed(student, tail), _closed(teacher, tail), beta=beta)
 
 
 def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]:
-    """Completes log-probabilities of some tokens to a distribution."""
+    """Completes the log-probabilities of some tokens to a distribution."""
     total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
     if not tail:
         return log_probs - jnp.log(total)
-    # Rounding may sum them to 1 or more.
+    # With rounding the sum may be 1 or more.
     rest = jnp.log1p(-jnp.minimum(total, 1 - 1e-7))
     return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
 
@@ -73,7 +73,7 @@ def linear_divergence(
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*B"]:
-    """Computes `divergence` of two models' next-token distributions for each token, without making all logits.
+    """Computes `divergence` of two models' next-token distributions for each token, without storing all logits.
 
     It is differentiable with respect to `hidden` and `weight`; the teacher gets no gradient. Temporary memory is a few
     times `chunk * V` floats and the float32 gradient of `weight`, forward and backward.
@@ -83,8 +83,8 @@ def linear_divergence(
         weight: The student's unembedding.
         teacher_hidden: The teacher's output for the same tokens, of any width.
         teacher_weight: The teacher's unembedding, of the same vocabulary.
-        where: Tokens to compare, all by default; the others get 0 and have no gradient, even where not finite.
-        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between as in `divergence`.
+        where: Tokens to compare, all by default; the others give 0 and have no gradient, even if not finite.
+        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher); values in between as in `divergence`.
         temperature: Divisor of both models' logits, after their soft-caps.
         softcap: The student's, see `linear_cross_entropy`.
         teacher_softcap: The teacher's.
@@ -98,7 +98,7 @@ def linear_divergence(
     _check(temperature, chunk)
     if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
         raise ValueError(
-            f"student and teacher must have read the same tokens; got hidden {hidden.shape} and {teacher_hidden.shape}"
+            f"student and teacher must get the same tokens; got hidden {hidden.shape} and {teacher_hidden.shape}"
         )
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
@@ -125,7 +125,7 @@ def linear_gather_log_probs(
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*B K"]:
-    """Computes the log-probabilities of K tokens at each place; `linear_log_probs` for one.
+    """Computes the log-probabilities of K tokens at each position; use `linear_log_probs` for a single one.
 
     Args:
         hidden: The model's output after its final norm.
@@ -163,7 +163,7 @@ def linear_top_k(
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> tuple[Float[Array, "*B K"], Int[Array, "*B K"]]:
-    """Finds the k likeliest tokens at each place, for a teacher whose answers are stored. It has no gradient.
+    """Finds the k most likely tokens at each position, to store a teacher's predictions. It has no gradient.
 
     Args:
         hidden: The model's output after its final norm.
@@ -175,7 +175,7 @@ def linear_top_k(
         axis_name: As in `linear_divergence`.
 
     Returns:
-        Their log-probabilities in falling order, and their ids.
+        Their log-probabilities in descending order, and their ids.
     """
     _check(temperature, chunk)
     options = Options(softcap, 0.0, 0.0, axis_name, float(temperature))
@@ -196,14 +196,16 @@ def linear_top_k(
 
 
 def _of_all_parts(x: Array, axis_name: AxisName) -> Array:
-    """Gathers `m k` of each device to `m (n k)`; as a sum, which JAX knows to be equal on all devices."""
+    """Gathers `m k` of each device to `m (n k)`; implemented as a sum, so that JAX knows it to be equal on
+    all devices.
+    """
     own = jax.lax.axis_index(axis_name)
     parts = jnp.zeros((x.shape[0], jax.lax.axis_size(axis_name), x.shape[1]), x.dtype).at[:, own].set(x)
     return jax.lax.psum(parts, axis_name).reshape(x.shape[0], -1)
 
 
 def _pointwise(student: Array, teacher: Array, beta: float) -> Array:
-    """Computes what each token of the vocabulary adds to `divergence`."""
+    """Computes the contribution of each token of the vocabulary to `divergence`."""
     if beta == 0:
         return _kl(teacher, student)
     if beta == 1:
@@ -219,7 +221,7 @@ def _kl(a: Array, b: Array) -> Array:
 
 
 def _log_softmax(rows: Float[Array, "m D"], weight: Float[Array, "V D"], options: Options) -> Float[Array, "m V"]:
-    """Computes log-probabilities, of which each device may have a part of the vocabulary."""
+    """Computes log-probabilities; each device may hold a part of the vocabulary."""
     logits = logits_of(rows, weight.astype(rows.dtype), options)
     top = _pmax(jax.lax.stop_gradient(jnp.max(logits, axis=1)), options.axis_name)
     shifted = logits - top[:, None]
@@ -227,12 +229,13 @@ def _log_softmax(rows: Float[Array, "m D"], weight: Float[Array, "V D"], options
 
 
 def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis_name: AxisName | None) -> Any:
-    """Maps `f(*rows, *weights)` over chunks of rows, and recomputes a chunk for its gradient.
+    """Maps `f(*rows, *weights)` over chunks of rows, and recomputes each chunk in the backward pass.
 
     Gradients of the weights are summed over chunks in float32.
     """
     M, count = rows[0].shape[0], _chunks(rows[0], chunk)
-    # Weights vary over the mesh axes of rows too, so that their gradients are summed over devices once, not per chunk.
+    # Mark the weights as varying over the mesh axes of rows, so that their gradients are summed over devices once
+    # instead of once per chunk.
     everywhere = frozenset().union(*(_varying(x) for x in (*rows, *weights)))
     rows = tuple(
         _vary(x, everywhere if jnp.issubdtype(x.dtype, jnp.floating) else everywhere - _axes(axis_name)) for x in rows
@@ -246,16 +249,17 @@ def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis
 
 
 def _rows(hidden: Float[Array, "*B D"], where: Bool[Array, "*B"] | None) -> Float[Array, "M D"]:
-    """Flattens the leading axes; rows that do not count become zeros."""
+    """Flattens the leading axes; excluded rows become zeros."""
     hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
     return hidden.reshape(-1, hidden.shape[-1])
 
 
 def check_vocabulary(weight: Array, teacher_weight: Array) -> None:
-    """Raises ValueError unless both heads, `V ...`, have as many tokens."""
+    """Raises ValueError unless both heads, `V ...`, have the same vocabulary size."""
     if weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
-            f"student and teacher must have one vocabulary; the student's has {weight.shape[0]} tokens, the teacher's "
+            f"student and teacher must have the same vocabulary; the student's has {weight.shape[0]} tokens, the "
+            "teacher's "
             f"{teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding of its table"
         )
 

@@ -16,9 +16,9 @@ class LogProbs(NamedTuple):
     log_prob: Float[Array, "*B"]
     """Log-probability of the target at the temperature, float32 (float64 from float64)."""
     correct: Bool[Array, "*B"]
-    """Whether no other token has a higher logit than the target."""
+    """True if no other token has a higher logit than the target."""
     entropy: Float[Array, "*B"] | None = None
-    """Entropy of the distribution in nats; None unless asked for."""
+    """Entropy of the distribution in nats; None unless requested."""
 
 
 def linear_log_probs(
@@ -36,19 +36,19 @@ def linear_log_probs(
     """Computes `log_softmax(cap(hidden @ weight.T) / temperature)[targets]`, a chunk of tokens at a time.
 
     `log_prob` and `entropy` are differentiable with respect to `hidden` and `weight`; the backward pass computes the
-    logits of each chunk again, so temporary memory is `chunk * V` logits and one float32 `V D`, as that of
-    `linear_cross_entropy`. Where the factor of each token is known in advance, that function needs one matmul less.
+    logits of each chunk again, so temporary memory is `chunk * V` logits and one float32 `V D`, as for
+    `linear_cross_entropy`. If the factor of each token is known in advance, that function needs one matmul less.
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.
         weight: the unembedding, in Hugging Face's orientation.
         targets: the next tokens, of the shape of `hidden` without its last axis.
-        temperature: divisor of the logits after the soft-cap. Policies take that of their sampler.
+        temperature: divisor of the logits after the soft-cap. For a policy, use the temperature of its sampler.
         softcap: logits become `softcap * tanh(logits / softcap)`.
-        entropy: whether to compute the entropy `-sum_v p_v log p_v` too, of the same distribution.
-        ignore_index: tokens with this target, or a negative one, get 0 and have no gradient, even where `hidden` is not
+        entropy: True also computes the entropy `-sum_v p_v log p_v` of the same distribution.
+        ignore_index: tokens with this target, or a negative one, give 0 and have no gradient, even if `hidden` is not
             finite.
-        chunk: tokens per chunk; changes the result by rounding only.
+        chunk: tokens per chunk; results differ only by rounding.
         axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
             `linear_cross_entropy`.
 

@@ -1,4 +1,4 @@
-"""The loss of one block of logits, and its gradient: the formulas both implementations share."""
+"""The loss of one block of logits and its gradient: the formulas that both implementations use."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Options(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Per-token results; `entropy` is None unless `Options.entropy` asks for it."""
+    """Per-token results; `entropy` is None unless `Options.entropy` is set."""
 
     token_loss: Float[Array, " M"]
     log_prob: Float[Array, " M"]
@@ -52,8 +52,8 @@ def terms_of(logits: Float[Array, "M V"], targets: Int[Array, " M"], options: Op
 
     With smoothing, `token_loss = lse - (1 - eps) z_target - eps mean(z)`; the z-loss adds `z_loss * lse^2`.
     """
-    # Every sum or maximum over the vocabulary is a local one, followed by one over the devices of `axis`. The target's
-    # logit is on exactly one of them; the others contribute 0.
+    # Every sum or maximum over the vocabulary is first local, then over the devices of `axis`. The target's logit is on
+    # exactly one device; the others contribute 0.
     axis, eps = options.axis_name, options.label_smoothing
     local = _local(targets, logits.shape[1], axis)
     here = (local >= 0) & (local < logits.shape[1])
@@ -84,8 +84,8 @@ def logits_gradient(
 ) -> Float[Array, "M V"]:
     """Computes the gradient with respect to `rows @ weight.T`, before the soft-cap and the temperature.
 
-    All results but the entropy are functions of the log-sum-exp, the target's logit and the mean logit, so one factor
-    per token for each of the three is enough. That of the entropy is `dH/dz = -p (log p + H)`.
+    All results except the entropy are functions of the log-sum-exp, the target's logit and the mean logit, so three
+    factors per token are enough. The gradient of the entropy is `dH/dz = -p (log p + H)`.
     """
     axis, eps = options.axis_name, options.label_smoothing
     # d lse / dz = p (the probabilities), d z_target / dz = one-hot, d mean / dz = 1 / V.
@@ -110,7 +110,7 @@ def vocab_size(logits: Float[Array, "M V"], axis: AxisName | None) -> int:
 
 
 def _local(targets: Int[Array, "M *K"], vocab: int, axis: AxisName | None) -> Int[Array, "M *K"]:
-    """Returns the targets as columns of this device's share, `vocab` columns wide; others' are outside `[0, vocab)`."""
+    """Converts targets to columns of this device's part of the vocabulary; other devices' are outside `[0, vocab)`."""
     return targets if axis is None else targets - vocab * jax.lax.axis_index(axis)
 
 

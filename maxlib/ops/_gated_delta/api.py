@@ -46,16 +46,16 @@ def gated_delta_rule(
       k: keys, K heads; each is shared by N / K consecutive value heads.
       v: values, N heads of any width.
       log_decay: logarithm of the factor on the state, at most 0.
-      beta: step towards the value, in [0, 1], or [0, 2] for states that may turn over.
+      beta: step towards the value, in [0, 1], or in [0, 2] to allow negative eigenvalues.
       is_start: True for the first token of a document, before which the state is set to zero; None if every row
         continues `initial_state` (`nn.Context.is_start`).
-      valid: False for padding, which leaves the state as it is and has the output zero; None if every token is real.
+      valid: False for padding, which does not change the state and outputs zero; None if every token is real.
       initial_state: state before the first token; None for zero.
       scale: factor on the queries; default `Hk ** -0.5`.
-      l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
+      l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; "mosaic_tpu", kernels for TPUs, by name only
-        until a TPU has run them. None chooses the fastest; `explain_gated_delta_rule` tells which one and why.
+      implementation: "sequential", token by token; "chunked", in matmuls; "mosaic_tpu", TPU kernels, by name only
+          because no TPU has run them yet. None chooses the fastest; `explain_gated_delta_rule` shows which one and why.
 
     Returns:
       The output, in the dtype of `v`, and the state after the last real token, for the next call.
@@ -98,18 +98,18 @@ def explain_gated_delta_rule(
 
 def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> dispatch.Call:
     (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    # A device that holds a part of the sequence computes its transition beside its values.
+    # A device with a part of the sequence computes its state transition along with its values.
     width = Hv if axis_name is None else Hv + Hk
     platform, kind = device or current_device()
     return dispatch.Call(B, T, K, N, Hk, width, str(v.dtype), platform, kind)
 
 
 def _flops(q, k, v, *_) -> float:
-    """Counts the FLOPs of the chunked form, whichever runs: those of its matmuls, masked halves included."""
+    """Counts the FLOPs of the chunked form's matmuls, including masked halves, for every implementation."""
     (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
     size = min(CHUNK, T)
-    # Per token: scores of keys and of queries, by key head; the solutions U and W, and outputs within the chunk; reads
-    # of the state by W and by queries, and its update.
+    # Per token: scores of keys and queries, per key head; the solutions U and W, and outputs within the chunk; reads of
+    # the state by W and by queries, and its update.
     return 2.0 * B * T * (K * 2 * size * Hk + N * (size * (Hk + 2 * Hv) + 3 * Hk * Hv))
 
 
@@ -130,14 +130,14 @@ def _gated_delta_rule(
 
 def _run(implementation: str, dtype: Any, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
-    # The kernels take inputs in their own dtype: what they read and keep is half as large as in float32, and they norm
-    # queries and keys on the chip.
+    # The kernels take inputs in their own dtype, which halves memory traffic compared with float32, and normalize
+    # queries and keys on chip.
     if implementation == "mosaic_tpu":
         return lambda x, state: mosaic_tpu(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state, **norm)
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
-    # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
-    # than one.
+    # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
+    # need more than one pass.
     narrow = jnp.dtype(dtype).itemsize < 4
     precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
     return functools.partial(chunked, precision=precision, **norm)

@@ -6,9 +6,9 @@ document, else 0. All updates of a chunk follow from one unit triangular system:
     (I + strict_lower(beta k k^T D)) T = I,  U = T (beta v),  W = T (beta exp(G) k)
     V = U - W S,  o = exp(G) q S + (q k^T D) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
 
-Only the last line needs the chunk before. Chunks are taken in blocks: a block computes the first line for all its
-chunks at once, then passes its state through them. For the backward pass only the state at the beginning of each block
-is kept, and the rest is computed again, so memory grows with the tokens by what they bring, however large the state is.
+Only the last line depends on the previous chunk. Chunks are processed in blocks: a block computes the first line for
+all its chunks at once, then passes its state through them. The backward pass saves only the state at the beginning of
+each block and recomputes the rest, so memory per token does not depend on the size of the state.
 
 Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value heads of each, Hk and Hv wide.
 """
@@ -25,16 +25,16 @@ from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
-BLOCK = 256  # tokens of a block: what it computes should fit into a cache
+BLOCK = 256  # tokens of a block, whose intermediates should fit in the CPU's cache
 SMALL = 16  # largest triangle that is inverted by doubling
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
 
 
 class _Chunks(NamedTuple):
-    """Effects of the chunks of a block on a state, with the chunk as the first axis.
+    """Factors with which the chunks of a block update a state; the chunk is the first axis.
 
     Args:
-      readers: W above exp(G) q, `n B K G 2C Hk`: what reads the state before the chunk.
+      readers: W stacked on exp(G) q, `n B K G 2C Hk`, which read the state before the chunk.
       u: `n B K G C Hv`.
       writers: exp(G[C] - G) k, `n B K G C Hk`.
       kept: exp(G[C]), `n B K G`.
@@ -52,11 +52,11 @@ def chunked(
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: what each token brings, queries and keys as they came.
+      x: inputs of each token; queries and keys not yet scaled or normalized.
       state: state before the first token, `B K G Hk Hv`.
       scale: factor on the queries.
       l2_norm: True if queries and keys are to have length one.
-      precision: precision of the matmuls; the triangular system is solved in the highest one.
+      precision: precision of the matmuls; the triangular system is solved in the highest precision.
 
     Returns:
       The outputs, `B T K G Hv`, and the state after the last token.
@@ -66,10 +66,10 @@ def chunked(
     count = -(-tokens // size)
     per_block = min(count, max(1, BLOCK // size))
     blocks = -(-count // per_block)
-    # In the order in which the matmuls read them: transposed once, here, and not in every block.
+    # Transpose once to the order in which the matmuls read them, instead of in every block.
     xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
     xs, state = vary_alike((xs, state))
-    # Each block widens and norms its own: of all tokens at once, XLA would write and read several copies.
+    # Each block widens and normalizes its own queries and keys; for all tokens at once, XLA would make several copies.
     run = lambda state, x: _block(state, widened(x, scale=scale, l2_norm=l2_norm), precision=precision)
     block = jax.checkpoint(run, prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
@@ -84,7 +84,7 @@ def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Ar
     chunks, scores = _chunks(x, dot)
 
     def step(state, chunk: _Chunks):
-        # [2C, Hk] [Hk, Hv]: W S, and what queries read of the state.
+        # [2C, Hk] [Hk, Hv]: W S, and the queries' reads of the state.
         read = dot("bkgid,bkgdv->bkgiv", chunk.readers, state)
         taken, out = jnp.split(read, 2, axis=-2)
         values = chunk.u - taken
@@ -92,12 +92,12 @@ def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Ar
         return chunk.kept[..., None, None] * state + written, (values, out)
 
     state, (values, out) = jax.lax.scan(step, state, chunks)
-    # Outputs of all chunks: what the state before gave, and what the chunk itself adds.
+    # Outputs of all chunks: contributions of the previous state and of the chunk itself.
     return state, out + dot("nbkgij,nbkgjv->nbkgiv", scores, values)
 
 
 def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
-    """Computes what all chunks of a block do to a state, and the scores `q k^T D`, `n B K G C C`."""
+    """Computes the state updates of all chunks of a block, and the scores `q k^T D`, `n B K G C C`."""
     # q and k are `n B K C Hk`, v is `n B K G C Hv`, rates are `n B K G C`.
     decay, into, out_of, kept = decays(x.log_decay, x.is_start)
     q, k, of_k, of_q = (
@@ -136,7 +136,7 @@ def _doubled(lower: Array) -> Array:
     i, j = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
     inverse, block = jnp.broadcast_to((i == j).astype(lower.dtype), lower.shape), 1
     while block < size:
-        # Of each new block of twice the size, the lower left quarter.
+        # The lower left quarter of each new block of twice the size.
         corner = jnp.broadcast_to((i // (2 * block) == j // (2 * block)) & (i // block > j // block), lower.shape)
         inverse = inverse - _matmul(_matmul(inverse, jnp.where(corner, lower, 0)), inverse)
         block *= 2

@@ -1,4 +1,4 @@
-"""The table of the gated delta rule, in order of preference: where each form runs, and which one a call gets."""
+"""The table of implementations of the gated delta rule, in order of preference, and the choice between them."""
 
 import dataclasses
 
@@ -14,9 +14,9 @@ class Implementation:
     """One way to compute the gated delta rule.
 
     Args:
-      about: what it is, in a line.
-      platforms: where it runs; None for everywhere.
-      by_name: why it runs only where it is asked for; None if it may be chosen.
+      about: description in one line.
+      platforms: platforms on which it runs; None for all.
+      by_name: why it runs only by name; None if it may be chosen.
     """
 
     about: str
@@ -24,19 +24,19 @@ class Implementation:
     by_name: str | None = None
 
 
-# The order is that of speed as far as it is known. Kernels stand by until hardware has run them (decision 24).
+# In order of speed as far as known. Kernels only run by name until they have been tested on hardware (decision 24).
 TABLE = {
     "mosaic_tpu": Implementation(
         "kernels for TPUs in both passes", frozenset({"tpu"}), by_name="it has not run on a TPU yet"
     ),
     "chunked": Implementation("chunks of 64 tokens in matmuls, by XLA"),
-    "sequential": Implementation(f"the definition, token by token: the fastest form for up to {FEW} tokens"),
+    "sequential": Implementation(f"the reference, token by token: the fastest form for up to {FEW} tokens"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of the gated delta rule, as far as it decides the implementation: shapes, dtype, device."""
+    """The properties of a call that decide its implementation: shapes, dtype, device."""
 
     batch: int
     tokens: int
@@ -84,15 +84,15 @@ def explain(call: Call, name: str | None = None) -> Explanation:
         raise ValueError(f"implementation must be one of {', '.join(TABLE)}, or None, got {name!r}")
     refused = {one: why for one, why in call.refusals().items() if why is not None}
     if name in refused:
-        return Explanation(OP, call, None, f"{name} was asked for and {refused[name]}", refused)
+        return Explanation(OP, call, None, f"{name} was requested, but it {refused[name]}", refused)
     if name is not None:
-        return Explanation(OP, call, name, "asked for by name", refused)
-    # What failed `check` here is said rather than that a row wants to be named.
+        return Explanation(OP, call, name, "requested by name", refused)
+    # A failure of `check` takes precedence over `by_name` as the reason.
     refused = {one: f"runs only by name: {row.by_name}" for one, row in TABLE.items() if row.by_name} | refused
-    # Decoding has a token or a few at a time, and a chunk would be padding.
+    # Decoding has one or a few tokens at a time, so a chunk would be mostly padding.
     order = ("sequential", *TABLE) if call.tokens <= FEW else tuple(TABLE)
     best = next((one for one in order if one not in refused), None)
-    reason = "all of them are refused" if best is None else TABLE[best].about
+    reason = "no implementation can run it" if best is None else TABLE[best].about
     return Explanation(OP, call, best, reason, refused)
 
 

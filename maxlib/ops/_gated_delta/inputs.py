@@ -1,4 +1,4 @@
-"""What the implementations of the gated delta rule are given: heads by key head, padding without effect."""
+"""Inputs of the implementations of the gated delta rule: heads grouped by key head, padding without effect."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ EPS = 1e-6  # added to the squared norm of a query or key
 
 
 class Inputs(NamedTuple):
-    """Contributions of each token to the recurrence.
+    """Inputs of the recurrence for each token.
 
     Args:
       q: queries, `B T K Hk`.
@@ -18,7 +18,7 @@ class Inputs(NamedTuple):
       v: values, `B T K G Hv`, of the G value heads that share a key head.
       log_decay: logarithm of the factor on the state, `B T K G`, float32 or float64.
       beta: step towards the value, `B T K G`, float32 or float64.
-      is_start: `B T`, True where the state before a token is zero.
+      is_start: `B T`, True if the state before a token is zero.
     """
 
     q: Array
@@ -30,19 +30,19 @@ class Inputs(NamedTuple):
 
 
 def grouped(q, k, v, log_decay, beta, is_start, valid) -> Inputs:
-    """Returns the inputs with heads grouped by key head, and padding that leaves the state as it is."""
+    """Returns the inputs with heads grouped by key head, and padding that does not change the state."""
     wide = jnp.promote_types(v.dtype, jnp.float32)
     log_decay, beta = (a.astype(wide) for a in (log_decay, beta))
     by_key_head = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])  # [B, T, N, ...] -> [B, T, K, G, ...]
     if valid is not None:
-        # A token with g = 0 and beta = 0 leaves the state as it is.
+        # A token with g = 0 and beta = 0 does not change the state.
         log_decay, beta = (jnp.where(valid[:, :, None], a, 0.0) for a in (log_decay, beta))
     starts = jnp.zeros(q.shape[:2], bool) if is_start is None else is_start
     return Inputs(q, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), starts)
 
 
 def widened(x: Inputs, *, scale: float, l2_norm: bool) -> Inputs:
-    """Returns the inputs in float32 or wider, with queries and keys of length one if asked, queries scaled."""
+    """Returns the inputs in float32 or wider, with scaled queries, and queries and keys of unit norm if requested."""
     q, k, v = (a.astype(x.beta.dtype) for a in (x.q, x.k, x.v))
     if l2_norm:
         q, k = _unit(q), _unit(k)
@@ -50,5 +50,5 @@ def widened(x: Inputs, *, scale: float, l2_norm: bool) -> Inputs:
 
 
 def _unit(x: Array) -> Array:
-    """Scales each head to length one."""
+    """Scales each head to unit norm."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)

@@ -1,4 +1,4 @@
-"""Gated delta rule of a sequence that several devices share, each with a part of consecutive tokens."""
+"""Gated delta rule of a sequence that is split over devices, each with consecutive tokens."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ AxisName = str | tuple[str, ...]
 def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tuple[Array, Array]:
     """Applies the recurrence to this device's tokens, after those of the devices before it.
 
-    What a part does to a state is affine, `S -> M S + L`. Each device computes both from its tokens, all gather them
-    (`Hk (Hk + Hv)` numbers a head), and each finds the state before its part.
+    A part updates a state by an affine map, `S -> M S + L`. Each device computes M and L from its tokens, all devices
+    gather them (`Hk (Hk + Hv)` numbers per head), and each computes the state before its part.
 
     Args:
       run: an implementation.
-      x: what this device's tokens bring.
+      x: inputs of this device's tokens.
       state: state before the first token of the first device.
       axis_name: mesh axis over which the sequence is split.
 
@@ -39,9 +39,9 @@ def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tu
 
 
 def _effect(run: Callable, x: Inputs, like: Array) -> tuple[Array, Array]:
-    """Returns what this device's tokens make of a zero state, `L`, and their transition, `M`.
+    """Returns the state `L` after this device's tokens from a zero state, and their transition `M`.
 
-    One run gives both: with a second set of values, all zero, the state begins as the identity and ends as `M`.
+    One run gives both: for a second set of values, all zero, the state starts as the identity and ends as `M`.
     """
     width, key_dim = like.shape[-1], like.shape[-2]
     values = jnp.concatenate([x.v, jnp.zeros((*x.v.shape[:-1], key_dim), x.v.dtype)], axis=-1)

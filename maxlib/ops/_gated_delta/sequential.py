@@ -1,4 +1,4 @@
-"""Definition of the gated delta rule, token by token: what the other form must equal, and the fast way to decode."""
+"""Gated delta rule token by token: the reference for the other forms, and the fastest way to decode."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
     """Applies the recurrence to one token after the other.
 
     Args:
-      x: what each token brings, float32 or float64.
+      x: inputs of each token, float32 or float64.
       state: state before the first token, `B K G Hk Hv`.
 
     Returns:
@@ -26,10 +26,10 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
 
 def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
     """Updates the state with one token, and reads it."""
-    # S <- exp(g) S, or 0 where a document begins. [B, K, G] -> [B, K, G, 1, 1]
+    # S <- exp(g) S, or 0 at the start of a document. [B, K, G] -> [B, K, G, 1, 1]
     kept = jnp.where(x.is_start[:, None, None], 0.0, jnp.exp(x.log_decay))
     state = kept[..., None, None] * state
-    # S <- S + k (beta (v - k^T S))^T: what the key stands for moves towards v by beta.
+    # S <- S + k (beta (v - k^T S))^T: the value stored under k moves towards v by beta.
     found = jnp.einsum("bkd,bkgdv->bkgv", x.k, state, precision="highest")
     delta = x.beta[..., None] * (x.v - found)
     state = state + x.k[:, :, None, :, None] * delta[..., None, :]

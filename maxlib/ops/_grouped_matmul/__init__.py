@@ -1,4 +1,4 @@
-"""Grouped matmul: one public function, its transpose, gate and up together, and one file per implementation."""
+"""Grouped matmul: the public function, its transpose, the fused gate and up, and one file per implementation."""
 
 from maxlib.ops._grouped_matmul.api import ExpertWeightOrder as ExpertWeightOrder
 from maxlib.ops._grouped_matmul.api import explain_grouped_matmul as explain_grouped_matmul

@@ -39,31 +39,31 @@ def grouped_matmul(
     out_dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Num[Array, "M O"]:
-    """Multiplies the rows of each expert with its own matrix: `rows[start:end] @ weights[e].T`.
+    """Multiplies the rows of each expert by its matrix: `rows[start:end] @ weights[e].T`.
 
     Computes in the dtype of `rows` and accumulates in float32 (float64 for float64). The gradient of `weights` has
-    their dtype and is never rounded to another one first.
+    their dtype, without rounding to another dtype first.
 
     Args:
       rows: rows sorted by expert.
-      weights: one matrix per expert. An array, or a pytree of arrays with the leading axis E that has the `shape` of
-        the matrices and returns them for `weights[...]`, such as `nn.quantized.QuantizedWeight`, without a gradient.
-      rows_per_expert: number of rows of each expert, also 0. The sum must be at most M, which cannot be checked inside
-        `jit`. Rows beyond the sum give zeros, and their gradients are zeros.
-      weight_order: dimensions of `weights` in their order; "EIO" multiplies by `weights[e]` itself.
+      weights: one matrix per expert: an array, or an object such as `nn.quantized.QuantizedWeight`, a pytree of arrays
+          with a leading axis E whose `weights[...]` are the matrices; it has no gradient.
+      rows_per_expert: number of rows of each expert, possibly 0. The sum must be at most M, which cannot be checked
+          inside `jit`. Rows beyond the sum give zeros and have zero gradients.
+      weight_order: order of the dimensions of `weights`; "EIO" multiplies by `weights[e]` without a transpose.
       out_dtype: dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
         accumulated in int32), and there is no gradient. None: the dtype of `rows`.
-      implementation: None for the best one that supports the call; `explain_grouped_matmul` tells which one and why.
-        "megablox" (the default on TPU) uses JAX's kernels. "tiled" (the default elsewhere) computes tiles of rows, at
-        a cost in proportion to the rows. "ragged_dot" is XLA's own. "mosaic_gpu" is for NVIDIA's Hopper, and runs by
-        name only until a GPU has run it. "reference" is the specification, a loop over experts.
+      implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
+          "megablox" (the default on TPU) uses JAX's kernels. "tiled" (the default elsewhere) computes tiles of rows, at
+          a cost proportional to the rows. "ragged_dot" is XLA's implementation. "mosaic_gpu" is for NVIDIA's Hopper, by
+          name only because no GPU has run it yet. "reference" is the specification, a loop over experts.
 
     Returns:
       One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown,
-        or the named implementation cannot run the call.
+      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown, or the named implementation
+          cannot run the call.
     """
     check("grouped_matmul", rows, weights, rows_per_expert, weight_order)
     name = choose("grouped_matmul", rows, weights, weight_order, out_dtype, implementation)
@@ -82,11 +82,11 @@ def grouped_outer(
 ) -> Float[Array, "E O I"]:
     """Computes `d_out[start:end].T @ rows[start:end]` for each expert: the gradient of `grouped_matmul`'s weights.
 
-    Operands are multiplied in their own dtypes, narrow ones too. The function is not differentiable.
+    Operands are multiplied in their own dtypes, including narrow ones. The function is not differentiable.
 
     Args:
       d_out: gradients of the results, sorted by expert.
-      rows: rows that were multiplied.
+      rows: inputs of the forward matmul.
       rows_per_expert: number of rows of each expert.
       implementation: as in `grouped_matmul`.
 
@@ -119,7 +119,7 @@ def explain_grouped_matmul(
         weight_order: As in `grouped_matmul`.
         out_dtype: As in `grouped_matmul`.
         implementation: As in `grouped_matmul`.
-        device: A platform and a device kind, such as `("tpu", "TPU v5p")`; by default the one that would be used here.
+        device: Platform and device kind, such as `("tpu", "TPU v5p")`; default: the device in use.
 
     Returns:
         An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
@@ -137,7 +137,7 @@ def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
     """Returns the implementation to run; weights are None for the transposed matmul.
 
     Raises:
-        ValueError: The implementation that is asked for does not exist, or cannot run the call.
+        ValueError: The named implementation does not exist, or cannot run the call.
     """
     found = dispatch.explain(
         op, dispatch.refusals(rows, weights, weight_order, out_dtype, current_device()), implementation

@@ -1,4 +1,4 @@
-"""The table of grouped matmuls, in order of preference: where each runs, and which one a call gets."""
+"""The table of grouped matmul implementations, in order of preference, and the choice between them."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +13,9 @@ class Implementation:
     """One way to compute a grouped matmul.
 
     Args:
-        about: What it is, in a line.
-        platforms: Where it runs; None for everywhere.
-        by_name: Why it runs only where it is asked for; None if it may be chosen.
+        about: Description in one line.
+        platforms: Platforms on which it runs; None for all.
+        by_name: Why it runs only by name; None if it may be chosen.
     """
 
     about: str
@@ -28,12 +28,12 @@ TABLE = {
         "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"
     ),
     "megablox": Implementation("JAX's TPU kernels in both passes", frozenset({"tpu"})),
-    "tiled": Implementation("tiles of rows in XLA, at a cost that follows the rows"),
+    "tiled": Implementation("tiles of rows in XLA, at a cost proportional to the rows"),
     "ragged_dot": Implementation(
         "XLA's own",
-        by_name="on CPUs and GPUs, and with libtpu 0.0.42 in the gradient of weights, XLA multiplies every row with every expert",
+        by_name="on CPUs and GPUs, and with libtpu 0.0.42 in the gradient of weights, XLA multiplies every row by every expert",
     ),
-    "reference": Implementation("the definition, a loop over experts", by_name="it is the specification"),
+    "reference": Implementation("the reference, a loop over experts", by_name="it is the specification"),
 }
 
 
@@ -46,7 +46,7 @@ def refusals(
         rows: `M I`, or its shape and dtype.
         weights: `E O I` or `E I O`, or their shape; None for the transposed matmul.
         weight_order: The dimensions of `weights`.
-        out_dtype: Of narrow operands' result, or None.
+        out_dtype: Dtype of the result of narrow operands, or None.
         device: Platform and kind of the device.
     """
     found: dict[str, str | None] = {}
@@ -54,7 +54,7 @@ def refusals(
         wrong = one.platforms is not None and device[0] not in one.platforms
         found[name] = f"runs on {' and '.join(sorted(one.platforms or ()))}, not on {device[0]}" if wrong else None
     found["mosaic_gpu"] = (
-        "has no transposed matmul of its own"
+        "has no transposed matmul"
         if weights is None
         else _hopper_refuses(rows, weights, weight_order, out_dtype, device)
     )
@@ -68,7 +68,7 @@ def _hopper_refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
     if str(rows.dtype) not in ("bfloat16", "float16"):
         return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
     if out_dtype is not None:
-        return "gives rows of their own dtype"
+        return "only returns the dtype of its rows"
     for name, width in zip(weight_order, weights.shape, strict=True):
         if name != "E" and width % 64:
             return f"takes widths that are multiples of 64, not {name}={width}"
@@ -90,4 +90,4 @@ def explain(call: str, reasons: dict[str, str | None], name: str | None = None) 
         return Explanation("grouped_matmul", call, best, TABLE[best].about, unasked | refused)
     if name in refused:
         return Explanation("grouped_matmul", call, None, f"{name} {refused[name]}", refused)
-    return Explanation("grouped_matmul", call, name, "asked for by name", refused)
+    return Explanation("grouped_matmul", call, name, "requested by name", refused)

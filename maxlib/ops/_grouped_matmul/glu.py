@@ -1,4 +1,4 @@
-"""The gated linear unit of experts: rows through their expert's gate and up projections, which are then joined."""
+"""The gated linear unit of experts: the gate and up projections of each row's expert, and their activation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,8 @@ def grouped_glu(
     weight_order: ExpertWeightOrder = "EOI",
     implementation: Implementation | None = None,
 ) -> Float[Array, "M O"]:
-    """Joins two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T + up_bias[e])`.
+    """Combines two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T +
+    up_bias[e])`.
 
     In policies of `jax.checkpoint`, gate and up have the names "expert_gate" and "expert_up".
 
@@ -37,13 +38,13 @@ def grouped_glu(
       up: matrices of the up projection, of the same shape.
       rows_per_expert: number of rows of each expert.
       activation: an elementwise function of both products, such as `ops.swiglu` or `ops.ClampedSwiGLU()`. It must be
-        hashable, and zero where both are zero.
-      gate_bias: bias of the gate projection; both biases are given, or none.
+          hashable, and map zeros to zero.
+      gate_bias: bias of the gate projection; pass both biases or neither.
       up_bias: bias of the up projection.
       weight_order: dimensions of `gate` and `up`, as in `grouped_matmul`.
-      implementation: as in `grouped_matmul`; None chooses the same one. All but one compute two matmuls, rounded to
-        the dtype of `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once
-        and joins in float32; if a gradient is needed it writes gate and up, and XLA joins them.
+      implementation: as in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
+          `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and applies
+          the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the activation.
 
     Returns:
       One row of outputs for each row.
@@ -72,7 +73,7 @@ def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
 def add_bias(
     rows: Float[Array, "M O"], bias: Float[Array, "E O"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "M O"]:
-    """Adds the bias of its expert to each row; rows beyond the last expert's stay as they are."""
+    """Adds the expert's bias to each row; rows beyond the last expert do not change."""
     return rows + bias.at[owners(rows_per_expert, len(rows))].get(mode="fill", fill_value=0)
 
 

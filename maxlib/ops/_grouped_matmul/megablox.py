@@ -1,8 +1,8 @@
 """JAX's own grouped matmul kernels for TPUs (megablox, after arXiv:2211.15841).
 
-Their cost follows the rows in both passes. `jax.lax.ragged_dot_general` leaves the transposed matmul, from which the
-gradient of the weights comes, to the compiler, and libtpu 0.0.42, which jax 0.10.2 asks for, multiplies every row with
-every expert there.
+Their cost is proportional to the rows in both passes. With `jax.lax.ragged_dot_general` the compiler implements the
+transposed matmul, which gives the gradient of the weights, and libtpu 0.0.42, which jax 0.10.2 requires, multiplies
+every row by every expert there.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
@@ -39,7 +39,7 @@ def megablox(
 def megablox_outer(
     d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "E O I"]:
-    """Computes `grouped_outer` with JAX's kernel; operands narrower than bfloat16 are widened to it, without loss."""
+    """Computes `grouped_outer` with JAX's kernel; narrower operands are widened to bfloat16 without loss."""
     exact = summed_in(rows.dtype)
     d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
     return _outer(d_out, rows, rows_per_expert, exact)
@@ -47,7 +47,7 @@ def megablox_outer(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _multiply(rows, weights, rows_per_expert, weight_order: str):
-    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
+    """Multiplies each row by its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
     return _rows(rows, weights.astype(rows.dtype), rows_per_expert, transpose=weight_order == "EOI")
 
 
@@ -67,7 +67,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _rows(rows, weights, rows_per_expert, *, transpose: bool):
-    """Multiplies `M K` with `E K N`, or with `E N K` if `transpose`."""
+    """Multiplies `M K` by `E K N`, or by `E N K` if `transpose`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     (M, K), N = rows.shape, weights.shape[1 if transpose else 2]

@@ -23,9 +23,9 @@ def ragged_dot(
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul` with `jax.lax.ragged_dot_general`."""
-    # Ask for the result's own dtype, not float32: the kernel sums in float32 anyway, and the gradient of the weights
-    # takes this dtype too; in float32 it was twice as large as any other array of a layer. Rows beyond the last group
-    # are set to zero, because XLA's results there differ between platforms.
+    # Request the result's dtype rather than float32: the kernel sums in float32 anyway, and the gradient of the weights
+    # gets this dtype too; in float32 it would be twice as large as any other array of a layer. Set rows beyond the last
+    # group to zero, because XLA's results there differ between platforms.
     used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
     rows, dtype = jnp.where(used, rows, jnp.zeros_like(rows)), accumulator(rows.dtype) if out_dtype else rows.dtype
     out: Any = _multiply(
@@ -45,7 +45,7 @@ def ragged_outer(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _multiply(rows, weights, rows_per_expert, weight_order: str, dtype: Any):
-    """Multiplies each row with its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
+    """Multiplies each row by its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [weight_order.index("I")]), ([], [])),
         lhs_ragged_dimensions=[0],

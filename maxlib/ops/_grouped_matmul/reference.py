@@ -1,4 +1,4 @@
-"""The specification: a loop over experts, each of which multiplies all rows with those of others set to zero."""
+"""The specification: a loop over experts; each multiplies all rows, with those of other experts set to zero."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def reference(
     weight_order: str = "EOI",
     out_dtype: Any = None,
 ) -> Num[Array, "M O"]:
-    """Computes `grouped_matmul` by its definition, at the cost of every row times every expert."""
+    """Computes `grouped_matmul` by its definition, at the cost of multiplying every row by every expert."""
     exact = accumulator(rows.dtype)
     out = jnp.zeros((rows.shape[0], weights.shape[weight_order.index("O")]), exact)
     ends = jnp.cumsum(rows_per_expert)

@@ -1,4 +1,4 @@
-"""Tiles of rows, each multiplied with one expert's matrix: the cost follows the rows, forward and backward.
+"""Tiles of rows, each multiplied by one expert's matrix: the cost is proportional to the rows in both passes.
 
 The rows of an expert are cut into tiles of the largest size, the rest into smaller ones, and the last tile is rounded
 up. One loop per size runs over the tiles that exist. (A `switch` over the sizes would copy the whole result in every
@@ -18,7 +18,7 @@ from maxlib.ops._varying import vary_alike
 
 
 class Tile(NamedTuple):
-    """A slice of `size` rows from row `first`, which stays inside the array; `mine` marks the rows of this tile."""
+    """A slice of `size` rows from row `first`, within the array; `mine` marks the rows that belong to this tile."""
 
     first: Int[Array, ""]
     size: int
@@ -77,7 +77,7 @@ _tiled.defvjp(_forward, _backward)
 
 
 def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
-    """Multiplies rows with their expert's matrix, over the axis `contract` of `weights`."""
+    """Multiplies rows by their expert's matrix, over the axis `contract` of `weights`."""
     sizes = tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 
@@ -102,7 +102,7 @@ def _outer(d_out, rows, rows_per_expert, dtype):
     shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
 
     def add(tile: Tile, total):
-        # Mask both operands: rows of other experts, or of none, need not be finite, and 0 * inf is NaN.
+        # Mask both operands: rows of other experts, or of no expert, may not be finite, and 0 * inf is NaN.
         d, x = (jnp.where(tile.mine, part, jnp.zeros_like(part)) for part in (tile.of(d_out), tile.of(rows)))
         return total + _dot(d, x, 0, 0).astype(exact)
 
@@ -147,7 +147,7 @@ def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int],
 
 def tile_sizes(M: int, E: int) -> list[int]:
     """Returns the tile sizes for M rows and E experts, largest first."""
-    # Reading an expert's matrix costs about as much as 30 rows, so few tiles matter as much as little padding.
+    # Reading an expert's matrix costs as much as about 30 rows, so having few tiles matters as much as little padding.
     if M <= 64 * E:
         sizes = [64, 16]
     else:

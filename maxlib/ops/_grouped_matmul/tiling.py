@@ -6,7 +6,7 @@ import itertools
 import math
 
 LANES = 128  # lanes of a vector register
-VMEM = 15 * 2**20  # bytes; every TPU since v4 gives a kernel 16 MiB unless it is told otherwise
+VMEM = 15 * 2**20  # bytes; every TPU since v4 gives a kernel 16 MiB by default
 # A v5p's figures, rounded. Only their ratios matter, and v4, v5e and v6e have about the same.
 FLOPS, BANDWIDTH, STEP = 4e14, 2.5e12, 3.5e-7  # a second, bytes a second, seconds of a grid step
 
@@ -15,7 +15,7 @@ FLOPS, BANDWIDTH, STEP = 4e14, 2.5e12, 3.5e-7  # a second, bytes a second, secon
 class Sizes:
     """Sizes of one grouped matmul.
 
-    It is `(M x K) @ (E x K x N)`, each row with its expert's matrix, or transposed `(M x K)^T @ (M x N)` per expert.
+    It is `(M x K) @ (E x K x N)`, each row times its expert's matrix, or transposed `(M x K)^T @ (M x N)` per expert.
 
     Args:
         rows: M.
@@ -57,18 +57,18 @@ class Tiles:
         rows, weights = self.visits(of) * self.rows, of.summed * of.out
         if of.transposed:
             return of.width * rows * (of.summed * n + of.out * k) + of.out_width * of.experts * weights
-        # An expert's matrix stays in vector memory while its rows stream past, unless it is cut along K.
+        # An expert's matrix stays in vector memory while its rows stream through, unless it is tiled along K.
         matrices = of.experts if k == 1 else self.visits(of)
         return of.width * (rows * of.summed * n + matrices * weights) + of.out_width * of.rows * of.out
 
     def visits(self, of: Sizes) -> int:
-        """Returns the number of tiles computed along M, where a tile with rows of two experts is computed twice."""
+        """Returns the number of tiles computed along M; a tile with rows of two experts is computed twice."""
         return -(-of.rows // self.rows) + of.experts - 1
 
     def seconds(self, of: Sizes) -> float:
         """Estimates the time, as if arithmetic and memory traffic did not overlap.
 
-        The sum, unlike the maximum, also tells apart choices that are equal in the larger of the two.
+        Unlike the maximum, the sum also ranks choices that are equal in the larger of the two.
         """
         steps = self.visits(of) * -(-of.summed // self.summed) * -(-of.out // self.out)
         computed = 2 * steps * self.rows * self.summed * self.out
@@ -85,5 +85,5 @@ def choose_tiles(of: Sizes) -> Tiles:
 
 
 def _lengths(size: int) -> list[int]:
-    """Returns the candidate lengths of a tile along a dimension: all of it, or whole registers."""
+    """Returns the candidate lengths of a tile along a dimension: the whole dimension, or multiples of a register."""
     return [size] + [length for length in range(LANES, 4096, LANES) if length < size]

@@ -1,4 +1,4 @@
-"""Support of `jax.vmap` for kernels that have no batch axis."""
+"""Support for `jax.vmap` of kernels that have no batch axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def unbatched(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wraps a kernel so that `jax.vmap` runs it for each entry of a batch in turn.
 
-    The batch is usually the stages of a pipeline, of which each device has one.
+    The batch is usually the stages of a pipeline, and each device has one of them.
 
     Args:
         kernel: A function of arrays only, whose result is one array.

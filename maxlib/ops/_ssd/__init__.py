@@ -1,3 +1,3 @@
-"""State-space duality (Mamba-2): one public function, its definition, and its form in matmuls."""
+"""State-space duality (Mamba-2): the public function, the sequential reference, and the chunked form."""
 
 from maxlib.ops._ssd.api import ssd as ssd

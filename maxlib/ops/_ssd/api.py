@@ -38,14 +38,14 @@ def ssd(
 
     Args:
       x: inputs, N heads of width P.
-      dt: length of each step, at least 0: after its softplus.
-      a: rate of each head, at most 0: after `-exp`.
-      b: what writes into the state, G groups, each shared by N / G consecutive heads.
-      c: what reads the state, likewise.
-      d: factor of each head on its own input, which is added to the output; None adds nothing.
+      dt: step of each token, at least 0 (after softplus).
+      a: decay rate of each head, at most 0 (after `-exp`).
+      b: input projections of the state, G groups, each shared by N / G consecutive heads.
+      c: output projections of the state, G groups as for `b`.
+      d: skip connection: factor of each head on its input, added to the output; None adds nothing.
       is_start: True for the first token of a document, before which the state is set to zero; None if every row
         continues `initial_state` (`nn.Context.is_start`).
-      valid: False for padding, which leaves the state as it is and has the output zero; None if every token is real.
+      valid: False for padding, which does not change the state and outputs zero; None if every token is real.
       initial_state: state before the first token; None for zero.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
       implementation: "sequential", token by token; "chunked", in matmuls; None chooses the faster one.
@@ -66,10 +66,10 @@ def ssd(
 
 
 def _flops(x, b, *_) -> float:
-    """Counts the FLOPs of the chunked form, whichever runs: those of its matmuls, masked halves included."""
+    """Counts the FLOPs of the chunked form's matmuls, including masked halves, for every implementation."""
     (B, T, N, P), (G, S) = x.shape, b.shape[2:]
     size = min(CHUNK, T)
-    # Per token: scores, by group; outputs within the chunk; reads of the state, and its update.
+    # Per token: scores, per group; outputs within the chunk; reads of the state, and its update.
     return 2.0 * B * T * (G * size * S + N * (size * P + 2 * P * S))
 
 
@@ -92,8 +92,8 @@ def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implem
 def _run(implementation: str, dtype: Any):
     if implementation == "sequential":
         return sequential
-    # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
-    # than one.
+    # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
+    # need more than one pass.
     narrow = jnp.dtype(dtype).itemsize < 4
     return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
 

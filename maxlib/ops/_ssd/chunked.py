@@ -5,10 +5,10 @@ document, else 0. With u = dt x:
 
     S <- exp(A[C]) S + (exp(A[C] - A) u)^T b,  y = (c b^T D) u + exp(A) S c, with the S before
 
-The first product of y is masked attention without a softmax; the rest needs the chunk before. Chunks are taken in
-blocks: a block computes what its chunks add to the state at once, then passes the state through them. For the backward
-pass only the state at the beginning of each block is kept, and the rest is computed again, so memory grows with the
-tokens by what they bring, however large the state is.
+The first product of y is masked attention without a softmax; the rest depends on the previous chunk. Chunks are
+processed in blocks: a block computes what its chunks add to the state at once, then passes the state through them. The
+backward pass saves only the state at the beginning of each block and recomputes the rest, so memory per token does not
+depend on the size of the state.
 
 Shapes: n chunks of a block, B rows, C tokens of a chunk, G groups, R heads of each, P wide, S the size of b and c.
 """
@@ -24,7 +24,7 @@ from maxlib.ops._ssd.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
-BLOCK = 256  # tokens of a block: what it computes should fit into a cache
+BLOCK = 256  # tokens of a block, whose intermediates should fit in the CPU's cache
 _HEADS = (2, 1, 1, 2, 0)  # axes of heads in each of `Inputs`
 
 
@@ -32,7 +32,7 @@ def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[A
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: what each token brings, float32 or float64.
+      x: inputs of each token, float32 or float64.
       state: state before the first token, `B G R P S`.
       precision: precision of the matmuls.
 
@@ -67,6 +67,6 @@ def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Ar
 
 
 def _pass_on(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Returns the state after a chunk, and the one before it."""
+    """Returns the states after and before a chunk."""
     kept, added = chunk
     return kept[..., None, None] * state + added, state

@@ -1,4 +1,4 @@
-"""What the implementations of state-space duality are given: heads by group, padding without effect."""
+"""Inputs of the implementations of state-space duality: heads grouped, padding without effect."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from maxlib._xla_workarounds import for_each_token
 
 
 class Inputs(NamedTuple):
-    """Contributions of each token to the recurrence, in float32 or float64.
+    """Inputs of the recurrence for each token, in float32 or float64.
 
     Args:
-      x: inputs times their time steps, `B T G R P`, of the R heads that share a group.
-      b: what writes into the state, `B T G S`.
-      c: what reads it, `B T G S`.
+      x: inputs times their steps, `B T G R P`, for the R heads that share a group.
+      b: input projections of the state, `B T G S`.
+      c: output projections of the state, `B T G S`.
       log_decay: logarithm of the factor on the state, `B T G R`.
-      is_start: `B T`, True where the state before a token is zero.
+      is_start: `B T`, True if the state before a token is zero.
     """
 
     x: Array
@@ -27,11 +27,11 @@ class Inputs(NamedTuple):
 
 
 def prepare(x, b, c, dt, a, is_start, valid) -> Inputs:
-    """Returns the inputs of an implementation: in float32 or wider, heads grouped."""
+    """Returns the inputs in float32 or wider with heads grouped."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x, b, c, dt, a = (part.astype(wide) for part in (x, b, c, dt, a))
     if valid is not None:
-        # A step of length zero leaves the state as it is.
+        # A step of zero does not change the state.
         dt = jnp.where(valid[:, :, None], dt, 0.0)
     by_group = lambda y: y.reshape(*y.shape[:2], b.shape[2], -1, *y.shape[3:])  # [B, T, N, ...] -> [B, T, G, R, ...]
     starts = jnp.zeros(x.shape[:2], bool) if is_start is None else is_start

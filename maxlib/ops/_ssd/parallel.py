@@ -1,4 +1,4 @@
-"""State-space duality of a sequence that several devices share, each with a part of consecutive tokens."""
+"""State-space duality of a sequence that is split over devices, each with consecutive tokens."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,13 @@ AxisName = str | tuple[str, ...]
 def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tuple[Array, Array]:
     """Applies the recurrence to this device's tokens, after those of the devices before it.
 
-    What a part does to a state is `S -> m S + L` with one number m per head. Each device computes its outputs and L
-    from a state of zeros; all gather m and L, each finds the state before its part, and adds what its tokens read of
-    that.
+    A part updates a state by `S -> m S + L` with one number m per head. Each device computes its outputs and L from a
+    zero state. All devices gather m and L; each computes the state before its part and adds its contribution to the
+    outputs.
 
     Args:
       run: an implementation.
-      x: what this device's tokens bring.
+      x: inputs of this device's tokens.
       state: state before the first token of the first device, `B G R P S`.
       axis_name: mesh axis over which the sequence is split.
 
@@ -42,6 +42,6 @@ def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tu
 
 
 def _into(x: Inputs) -> Array:
-    """Returns the factor on the state before this part as each of its tokens sees it, `B T G R`."""
-    first = jnp.cumsum(x.is_start, axis=1)[:, :, None, None] == 0  # of the document that began before
+    """Returns the decay from the state before this part to each of its tokens, `B T G R`."""
+    first = jnp.cumsum(x.is_start, axis=1)[:, :, None, None] == 0  # True for the document that began in an earlier part
     return jnp.exp(jnp.where(first, jnp.cumsum(x.log_decay, axis=1), -jnp.inf))

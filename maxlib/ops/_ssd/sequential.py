@@ -1,4 +1,4 @@
-"""Definition of state-space duality, token by token: what the other form must equal, and the fast way to decode."""
+"""State-space duality token by token: the reference for the chunked form, and the fastest way to decode."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
     """Applies the recurrence to one token after the other.
 
     Args:
-      x: what each token brings, float32 or float64.
+      x: inputs of each token, float32 or float64.
       state: state before the first token, `B G R P S`.
 
     Returns:
@@ -26,7 +26,7 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
 
 def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
     """Updates the state with one token, and reads it."""
-    # exp(dt a), or 0 where a document begins. [B, G, R] -> [B, G, R, 1, 1]
+    # exp(dt a), or 0 at the start of a document. [B, G, R] -> [B, G, R, 1, 1]
     kept = jnp.where(x.is_start[:, None, None], 0.0, jnp.exp(x.log_decay))[..., None, None]
     # S <- exp(dt a) S + (dt x) b^T: [B, G, R, P, 1] [B, G, 1, 1, S]
     state = kept * state + x.x[..., None] * x.b[:, :, None, None, :]

@@ -1,4 +1,4 @@
-"""Checks for batches that would silently train the wrong thing: names that no loss reads."""
+"""Checks of the names in a batch: names that no loss reads would silently train the wrong thing."""
 
 import difflib
 import warnings
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 INPUTS = ("positions", "segment_ids", "valid", "images")
-# What other libraries call them.
+# Other libraries' names for the inputs.
 _ELSEWHERE = {
     "tokens": ("input_ids", "token_ids", "inputs"),
     "targets": ("labels", "label_ids", "target_ids"),
@@ -20,18 +20,18 @@ _ELSEWHERE = {
     "desirable": ("good", "label", "labels"),
     "kl_baseline": ("z", "kl"),
 }
-# What batches of maxlib.post_training may have beside what a loss reads.
+# Entries of maxlib.post_training's batches that a loss need not read.
 _MADE = {*_ELSEWHERE, "advantages", "sampler", "mismatched", "teacher_ids", "teacher_log_probs"}
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "target_mask", "prompt_mask", "mask")
 
 
 def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
-    """Raises ValueError for a mask of tokens, and for a name that stands in place of one that the loss reads.
+    """Raises ValueError for a token mask, and for another library's name of an input that the loss reads.
 
     Args:
         loss: Name of the loss.
-        batch: Arrays by name; the batches inside it are looked at too.
-        reads: What the loss reads besides tokens, targets and the model's other inputs.
+        batch: Arrays by name; nested batches are checked too.
+        reads: Names that the loss reads besides tokens, targets and the model's other inputs.
     """
     known = {"tokens", "targets", *INPUTS, *reads}
     for name, x in batch.items():
@@ -39,22 +39,22 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
             check_batch_names(loss, x, reads)
         if name in _MASKS and name not in known:
             raise ValueError(
-                f"{loss} reads no batch[{name!r}]: set targets to -1 where nothing is learned, and leave it out"
+                f"{loss} does not read batch[{name!r}]: set targets to -1 where nothing is learned, and omit it"
             )
         if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
-            raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or leave it out")
+            raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
 
 
 def warn_of_unread(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
-    """Warns of other names that the loss does not read; the arguments are those of `check_batch_names`."""
+    """Warns about other names that the loss does not read; takes the arguments of `check_batch_names`."""
     for name in batch.keys() - {"tokens", "targets", *INPUTS, *reads, *_MADE}:
         warnings.warn(
-            f"{loss} does not read batch[{name!r}]: leave it out, or read it in a loss of your own (training.objective)",
+            f"{loss} does not read batch[{name!r}]: omit it, or read it in a loss of your own (training.objective)",
             stacklevel=2,
         )
 
 
 def _meant(name: str, absent: Collection[str]) -> str | None:
-    """Returns the name that is not there and that `name` seems to stand for."""
+    """Returns the missing name that `name` probably means."""
     elsewhere = [own for own, theirs in _ELSEWHERE.items() if own in absent and name in theirs]
     return next(iter(elsewhere or difflib.get_close_matches(name, sorted(absent), 1, cutoff=0.8)), None)

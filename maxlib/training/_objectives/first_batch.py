@@ -12,11 +12,11 @@ from maxlib.nn._context import first_of_segment
 
 
 def check_first_batch(batch: dict[str, Any], model: Any) -> None:
-    """Raises ValueError for targets or positions that the model lacks, and warns of targets that are not shifted.
+    """Raises ValueError for targets or positions beyond the model's, and warns about targets that are not shifted.
 
     Args:
-        batch: This host's rows; the batches inside it are looked at too.
-        model: What is trained; without `head_weight` its vocabulary is unknown, without `max_length` its positions are.
+        batch: This host's rows; nested batches are checked too.
+        model: The trained model; targets are only checked if it has `head_weight`, positions if it has `max_length`.
     """
     vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
     for part in _batches(batch):
@@ -32,7 +32,7 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
 
 
 def _check_padding(batch: dict[str, Any]) -> None:
-    """Raises ValueError for targets at padding: it attends to nothing, but the loss would learn them."""
+    """Raises ValueError for targets at padding, which attends to nothing; the loss would learn them."""
     packed = "segment_ids" in batch
     mask, targets = batch.get("segment_ids" if packed else "valid"), np.asarray(batch["targets"])
     if mask is None or np.shape(mask) != targets.shape:
@@ -46,36 +46,38 @@ def _check_padding(batch: dict[str, Any]) -> None:
 
 
 def _warn_of_restarts(batch: dict[str, Any]) -> None:
-    """Warns of positions that begin again within a row whose documents no segment_ids tell apart."""
+    """Warns about positions that restart within a row without segment_ids."""
     positions, valid = batch.get("positions"), np.asarray(batch.get("valid", True))
     if positions is None or "segment_ids" in batch or np.ndim(positions) != 2:
         return
     at = np.asarray(positions)
-    falls = at[:, 1:] < at[:, :-1]  # [B, T - 1], from each token to the next
+    falls = at[:, 1:] < at[:, :-1]  # [B, T - 1]: True if the position decreases at the next token
     real = np.broadcast_to(valid != 0, at.shape)
     if (falls & real[:, 1:] & real[:, :-1]).any():
         warnings.warn(
-            "positions of the first batch begin again within a row, and there are no segment_ids: its documents attend to one "
+            "positions of the first batch restart within a row, but there are no segment_ids: its documents attend to "
+            "one "
             "another. Number them from 1 in batch['segment_ids']",
             stacklevel=2,
         )
 
 
 def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
-    """Raises ValueError for packed rows with a document of over `limit` tokens; jit does not know its length."""
+    """Raises ValueError for packed rows with a document of over `limit` tokens; inside jit its length is not known."""
     places = batch.get("positions")
     if places is None and "segment_ids" in batch:
         ids = jnp.asarray(batch["segment_ids"])
         places = jnp.arange(ids.shape[1])[None] - first_of_segment(ids)
     if limit is not None and places is not None and (longest := np.max(places, initial=-1) + 1) > limit:
         raise ValueError(
-            f"the first batch has {longest} positions in one document, the model was made for {limit}: pack rows of at most "
-            "so many tokens, or build the model with a rope that reaches further (larger max_length, and a scaling)"
+            f"the first batch has {longest} positions in one document, but the model supports {limit}: pack rows of at "
+            "most "
+            "that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"
         )
 
 
 def warn_of_copies(batch: dict[str, Any]) -> None:
-    """Warns if every target is the token at its own place and not the next one: labels as Hugging Face has them."""
+    """Warns if every target is the token at its own position instead of the next one, like Hugging Face's labels."""
     if "tokens" not in batch or np.shape(batch["tokens"]) != np.shape(batch["targets"]):
         return
     tokens, targets = np.asarray(batch["tokens"]), np.asarray(batch["targets"])
@@ -83,14 +85,15 @@ def warn_of_copies(batch: dict[str, Any]) -> None:
     is_next = (targets[..., :-1] == tokens[..., 1:]) | ~learned[..., :-1]
     if learned.any() and (targets == tokens)[learned].all() and not is_next.all():
         warnings.warn(
-            "every target of the first batch is the token at its own place, so the model learns to copy: targets are the next "
+            "every target of the first batch is the token at its own position, so the model learns to copy: targets "
+            "are the next "
             "tokens, tokens[:, :-1] and tokens[:, 1:] of the same text (Hugging Face shifts labels inside the model)",
             stacklevel=2,
         )
 
 
 def _batches(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the batch and those inside it, as far as they have targets."""
+    """Yields the batch and its nested batches that have targets."""
     if "targets" in batch:
         yield batch
     for x in batch.values():

@@ -26,28 +26,31 @@ def mtp_loss(
     remat_modules: nn.remat.Policy = None,
     acceptance: bool = False,
 ) -> tuple[Float[Array, ""], Stats]:
-    """Computes `next_token_loss` plus that of the modules of `model.predict_ahead` (DeepSeek V3, arXiv:2412.19437).
+    """Computes `next_token_loss` plus the losses of the modules of `model.predict_ahead` (DeepSeek V3,
+    arXiv:2412.19437).
 
-    Added are `weight` times the modules' cross-entropy, summed over targets and averaged over modules, and their
-    blocks' own losses. Metrics besides: `mtp1/nll` and `mtp1/accuracy` of the first module and so on; the model's
-    reports get the modules' rows behind them.
+    The modules add `weight` times their cross-entropy, summed over targets and averaged over modules, and the losses of
+    their blocks. Additional metrics are `mtp1/nll` and `mtp1/accuracy` of the first module, and so on; the modules'
+    rows are appended to the model's reports.
 
     Args:
         model: the model.
         hidden: its last hidden states.
         batch: as for `next_token_loss`.
-        weight: DeepSeek V3 begins with 0.3 and ends with 0.1.
-        z_loss: of the model's own prediction, as in `next_token_loss`.
-        label_smoothing: likewise.
+        weight: factor of the modules' loss; DeepSeek V3 begins with 0.3 and ends with 0.1.
+        z_loss: as in `next_token_loss`, for the model's own prediction.
+        label_smoothing: as in `next_token_loss`, for the model's own prediction.
         remat_modules: what the modules keep for the backward pass.
-        acceptance: whether to report `mtp1/acceptance`, the share of places where this draft and those before it are
-            the model's own greedy choice: for evaluation, it takes logits.
+        acceptance: True reports `mtp1/acceptance`, the share of positions where this draft and those before it are the
+            model's greedy choice. Use it for evaluation, because it computes logits.
 
     Raises:
-        ValueError: for a batch with images, whose vectors and positions the modules do not know.
+        ValueError: for a batch with images, which the modules do not support.
     """
     if "images" in batch:
-        raise ValueError("modules that look ahead read text only, this batch has images: train with next_token_loss")
+        raise ValueError(
+            "multi-token prediction modules support text only, but this batch has images: train with next_token_loss"
+        )
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
     loss, stats = next_token_loss.from_hidden(model, hidden, batch, **options)
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
@@ -65,7 +68,7 @@ def mtp_loss(
 
 
 def _module_loss(model: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[Array, "B T"]):
-    """Returns the sum over the targets that the module has, and means of its metrics over these."""
+    """Returns the sum of the loss over the module's targets, and the means of its metrics over them."""
     own = jnp.where(module.valid, shift_left(targets, depth, fill=-1), -1)
     loss, terms = nn.cross_entropy(module.hidden, model.head_weight(), own, softcap=model.softcap)
     count = jnp.maximum(jnp.sum(own >= 0), 1)
@@ -73,15 +76,16 @@ def _module_loss(model: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[
 
 
 def _reports(modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
-    """Returns what each module's block reports, a row for each."""
+    """Returns the reports of the modules' blocks, with a row for each module."""
     names = [name for name in (modules[0].aux if modules else ()) if all(name in module.aux for module in modules)]
     return {name: jnp.stack([module.aux[name] for module in modules]).astype(jnp.float32) for name in names}
 
 
 def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
-    """Computes, by module, the share of valid places where greedy decoding would take its draft and all before it.
+    """Computes, for each module, the share of valid positions where greedy decoding would accept its draft and all
+    before.
 
-    hidden: the model's own, from which the modules looked ahead.
+    `hidden` are the model's hidden states from which the modules predicted.
     """
     choices, agreed, rates = _choices(model, hidden), jnp.ones(hidden.shape[:2], bool), {}
     for depth, module in enumerate(modules, start=1):
@@ -91,6 +95,6 @@ def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn
 
 
 def _choices(model: Any, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
-    """Returns the most probable token at each place, a few places at a time."""
+    """Returns the most probable token at each position, a few positions at a time."""
     choose = lambda h: jnp.argmax(model.logits(h[:, None])[:, 0], axis=-1)
     return jnp.swapaxes(jax.lax.map(choose, jnp.swapaxes(hidden, 0, 1), batch_size=64), 0, 1)

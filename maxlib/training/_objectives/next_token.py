@@ -1,4 +1,4 @@
-"""The loss that language models are pre-trained and tuned with."""
+"""The next-token loss of language models."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes the cross-entropy of `batch["targets"]` (negative: ignored) given `batch["tokens"]`, summed, in nats.
 
-    Called as `next_token_loss(model, batch, key, *, dtype, remat, z_loss, label_smoothing)` (`Objective`). Its metrics
-    are `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and what the model reports.
+    Call it as `next_token_loss(model, batch, key, *, dtype, remat, z_loss, label_smoothing)` (`Objective`). Its metrics
+    are `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and the model's reports.
 
     Args:
         model: the model.

@@ -1,8 +1,8 @@
 """The protocol of a training loss.
 
-A loss is any function `loss(model, batch, key) -> (sum over targets, Stats)`. One that is a function of the last hidden
-states, made by `objective`, is known in two parts, the model's layers and what follows: a pipeline runs the second part
-in its last stage (`one_f_one_b`).
+A loss is any function `loss(model, batch, key) -> (sum over targets, Stats)`. A loss made by `objective` is a function
+of the last hidden states, so it can be split into the model's layers and the rest, which a pipeline runs in its last
+stage (`one_f_one_b`).
 """
 
 import functools
@@ -19,11 +19,11 @@ from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, w
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
-COUNTS = "moe/counts"  # what a layer of experts reports for their balance, and no metric
+COUNTS = "moe/counts"  # report of MoE layers for expert balancing; not a metric
 
 
 class Quotient(NamedTuple):
-    """A metric with a divisor of its own, such as a mean over some of the targets; both add up."""
+    """A metric with its own divisor, such as a mean over some of the targets; both are summed over microbatches."""
 
     sum: Float[Array, ""]
     count: Float[Array, ""]
@@ -33,10 +33,11 @@ class Quotient(NamedTuple):
 class Stats:
     """Counts and metrics of a loss.
 
-    num_targets: what the loss sum is divided by in the end, the weight of this batch: target tokens, pairs, sequences.
-    A function of the batch alone. sums: metrics, each summed over these targets, or a `Quotient`. Both are added up
-    over microbatches (and batches, in evaluation) before metrics are divided by the number of targets. expert_counts:
-    how often each expert of each layer was chosen, `L E`, by which a step balances them; `Objective` adds them.
+    num_targets: divisor of the loss sum and weight of this batch: the number of target tokens, pairs or sequences. It
+        must only depend on the batch. sums: metrics, each summed over these targets, or a `Quotient`. Both are summed
+        over microbatches (and batches, in evaluation) before metrics are divided by the number of targets.
+        expert_counts: how often each expert of each layer was chosen, `L E`, for expert balancing; `Objective` adds
+        them.
     """
 
     num_targets: Float[Array, ""]
@@ -47,13 +48,13 @@ class Stats:
 class Objective:
     """A training loss written as a function of the last hidden states; `objective` makes one.
 
-    Called as `loss(model, batch, key, *, dtype, remat, **options)`, it runs the model on the batch and adds what the
-    model's layers report: `loss/...` times the number of targets to the loss, everything to the metrics. `key` is not
-    used. Give options with `functools.partial`.
+    Called as `loss(model, batch, key, *, dtype, remat, **options)`, it runs the model on the batch and adds the layers'
+    reports: `loss/...` times the number of targets to the loss, and all of them to the metrics. `key` is not used. Pass
+    options with `functools.partial`.
 
     Attributes:
         from_hidden: `(model, hidden, batch, **options) -> (sum, Stats)`.
-        sums_over_rows: whether the loss is a sum over rows of what each row gives by itself, its reports included.
+        sums_over_rows: True if the loss and its reports are sums of independent contributions of the rows.
         reads: names in the batch besides tokens, targets and the model's inputs; None for any.
     """
 
@@ -79,14 +80,14 @@ class Objective:
         remat: nn.remat.Policy = None,
         **options: Any,
     ) -> tuple[Float[Array, ""], Stats]:
-        """Runs `model` on the batch and returns `(loss sum, Stats)`, what its layers report included."""
+        """Runs `model` on the batch and returns `(loss sum, Stats)`, including the reports of its layers."""
         self.check_names(batch)
         out = run(model, batch, dtype=dtype, remat=remat)
         loss, stats = self.from_hidden(model, out.hidden, batch, **options)
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
 
     def check_names(self, batch: Batch) -> None:
-        """Raises ValueError for names that stand in place of those that the loss reads."""
+        """Raises ValueError for other libraries' names of inputs that the loss reads."""
         if self.reads is not None:
             check_batch_names(self.__name__, batch, self.reads)
 
@@ -103,31 +104,32 @@ def objective(
 def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Collection[str] | None = None) -> Any:
     """Makes a training loss of `from_hidden(model, hidden, batch, **options) -> (sum, Stats)`; a decorator.
 
-    The loss trains wherever `next_token_loss` does, which is made in this way: by autodiff, with microbatches, on any
-    mesh, in a 1F1B pipeline, and in plans. Write it with `nn.token_log_probs` or `nn.cross_entropy`, which never make
-    all logits and follow the mesh in use.
+    The loss works wherever `next_token_loss` does, which is made in the same way: with autodiff, with microbatches, on
+    any mesh, in a 1F1B pipeline, and in plans. Write it with `nn.token_log_probs` or `nn.cross_entropy`, which never
+    store all logits and follow the current mesh.
 
     Args:
-        from_hidden: takes `model`, of which only `head_weight()`, `softcap`, `logits` and what lies outside
-            of its layers may be used; `hidden`, `B T D` after the final norm; `batch`, of which `tokens`, `positions`,
-            `segment_ids`, `valid` and `images` went into the model; and its options, by keyword. It returns the loss
-            summed over the targets, and `Stats`.
-        sums_over_rows: whether the loss of a batch is the sum of those of its rows, reports included. Then the devices
-            of a pipeline sum gradients once. False for a loss with layers of its own that report of all rows at once.
-            Microbatches change a loss that compares rows in any case: put what belongs together into one row.
+        from_hidden: takes `model`, of which only `head_weight()`, `softcap`, `logits` and parts outside of its layers
+            may be used; `hidden`, `B T D` after the final norm; `batch`, whose `tokens`, `positions`, `segment_ids`,
+            `valid` and `images` were the model's inputs; and its options, by keyword. It returns the loss summed over
+            the targets, and `Stats`.
+        sums_over_rows: True if the loss of a batch, including its reports, is the sum of the losses of its rows. Then
+            the devices of a pipeline sum gradients only once. Use False for a loss with its own layers whose reports
+            depend on all rows. Microbatches always change a loss that compares rows: put related sequences into one
+            row.
         reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If given,
-            masks and other libraries' names for these raise an error, and unread names a warning. None (the default)
-            accepts any batch.
+            masks and other libraries' names of these inputs raise an error, and unread names a warning. None (the
+            default) accepts any batch.
     """
     make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads)
     return make if from_hidden is None else make(from_hidden)
 
 
 def split_options(loss: Loss) -> tuple[Objective, dict[str, Any]]:
-    """Returns the objective that `loss` is or gives options to with `functools.partial`, and these options.
+    """Returns the objective inside `loss`, which may be a `functools.partial` of it, and its options.
 
     Raises:
-        TypeError: it is another function, which only autodiff can divide.
+      TypeError: for any other function, which cannot be split.
     """
     if isinstance(loss, functools.partial) and not loss.args:
         inner, options = split_options(loss.func)
@@ -142,7 +144,7 @@ def split_options(loss: Loss) -> tuple[Objective, dict[str, Any]]:
 
 
 def unwrap(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the innermost loss, an `Objective` or another function, and the options that all around it give to it."""
+    """Returns the innermost loss, an `Objective` or another function, and the options from all of its wrappers."""
     if isinstance(loss, functools.partial):
         given = dict(loss.keywords)
         inner, options = unwrap(given.pop("loss", loss.func))
@@ -151,27 +153,29 @@ def unwrap(loss: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_read(loss: Any, batch: Batch) -> None:
-    """Warns of names in a batch that nobody reads; a function of the user's around an objective may read any."""
+    """Warns about unread names in a batch; skipped if a function of the user's wraps the objective, which may
+    read any.
+    """
     inner, _ = unwrap(loss)
     if isinstance(inner, Objective) and inner.reads is not None:
         warn_of_unread(inner.__name__, batch, inner.reads)
 
 
 def run(model: Any, batch: Batch, **options: Any) -> nn.Output:
-    """Runs a model on a batch's tokens and what else it reads of them; `options` are dtype and remat."""
+    """Runs a model on a batch's tokens and other model inputs; `options` are dtype and remat."""
     return model(batch["tokens"], **options, **{name: batch[name] for name in INPUTS if name in batch})
 
 
 def own_losses(aux: dict[str, Array]) -> Float[Array, ""]:
-    """Sums what layers add to the loss, per target: reports named `loss/...`."""
+    """Sums the layers' own losses per target: reports named `loss/...`."""
     values = [jnp.sum(value) for name, value in aux.items() if name.startswith("loss/")]
     return sum(values, start=jnp.zeros(()))
 
 
 def with_reports(stats: Stats, aux: dict[str, Array]) -> Stats:
-    """Adds the layers' reports to the metrics, times the number of targets.
+    """Adds the layers' reports, times the number of targets, to the metrics.
 
-    Where the loss reports rows under the same name, as the modules of multi-token prediction do, they come last.
+    Rows that the loss itself reports under the same name, such as those of MTP modules, are appended.
     """
     sums = dict(stats.sums)
     counts = [rows for rows in (aux.get(COUNTS), stats.expert_counts) if rows is not None]
@@ -182,7 +186,7 @@ def with_reports(stats: Stats, aux: dict[str, Array]) -> Stats:
 
 
 def _signature(from_hidden: Callable) -> inspect.Signature:
-    """Builds that of `Objective.__call__`, with the options of `from_hidden` by name."""
+    """Builds the signature of `Objective.__call__`, with the options of `from_hidden` by name."""
     options = [p for p in inspect.signature(from_hidden).parameters.values() if p.kind is p.KEYWORD_ONLY]
     own = inspect.signature(Objective.__call__).parameters.values()
     return inspect.Signature([p for p in own if p.name not in ("self", "options")] + options)

@@ -1,4 +1,4 @@
-"""The check of names in `remat`: a misspelt one would keep nothing, and nobody would say so."""
+"""Checks the names in `remat`: a misspelt one would silently keep nothing."""
 
 import difflib
 from typing import Any
@@ -10,13 +10,13 @@ from maxlib.training._objectives.objective import Batch, run
 
 
 def check_remat_names(remat: nn.remat.Policy, params: dict[str, Any], rest: Any, batch: Batch) -> None:
-    """Raises ValueError if `remat` names what neither maxlib's layers nor the model's own mark.
+    """Raises ValueError if `remat` has a name that neither maxlib's layers nor the model's own layers mark.
 
-    Names of maxlib's layers cost nothing. Others are looked for in another trace of the forward and backward pass.
+    Checking names of maxlib's layers is free. Other names need an additional trace of the forward and backward pass.
 
     Args:
         remat: The policy.
-        params: What is trained, by path.
+        params: Trained parameters by path.
         rest: The rest of the model.
         batch: Arrays or their shapes.
     """
@@ -28,8 +28,8 @@ def check_remat_names(remat: nn.remat.Policy, params: dict[str, Any], rest: Any,
         known += sorted(marked - set(known))
         near = difflib.get_close_matches(unknown[0], known, 1)
         raise ValueError(
-            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's mark {', '.join(known)}"
-            + (f": did you mean {near[0]!r}?" if near else "")
+            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's layers mark "
+            f"{', '.join(known)}" + (f": did you mean {near[0]!r}?" if near else "")
         )
 
 

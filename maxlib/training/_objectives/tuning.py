@@ -15,16 +15,16 @@ from maxlib.training._objectives.objective import Batch, Stats, objective
 def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
     """Computes dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
 
-    Called as `dft_loss(model, batch, key, *, dtype, remat)`. The factor has no gradient: -Σ sg(p) log p. Metrics are
-    those of `next_token_loss`.
+    Call it as `dft_loss(model, batch, key, *, dtype, remat)`. The factor has no gradient: -Σ sg(p) log p. Its metrics
+    are those of `next_token_loss`.
 
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: With `targets`, -1 outside of what is learned.
+        batch: Has `targets`, -1 where nothing is learned.
     """
     scored = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap)
-    loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 where ignored
+    loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 for ignored targets
     sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
     return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))
 
@@ -33,12 +33,12 @@ def with_embedding_noise(loss: Any, *, alpha: float = 5.0) -> Any:
     """Makes a loss that adds noise to token vectors (NEFTune, arXiv:2310.05914): uniform in ±alpha / √(T D).
 
     Args:
-        loss: Any training loss; the model needs `embed_tokens`, as `nn.Decoder` has it.
+        loss: Any training loss; the model needs `embed_tokens`, like `nn.Decoder`.
         alpha: Size of the noise.
 
     Returns:
-        A loss of the same arguments, which draws the noise with its `key`. `make_eval_step`, and so the `evaluation` of
-        a `Trainer`, leaves the noise out.
+        A loss with the same arguments, which draws the noise with its `key`. `make_eval_step`, and so the `evaluation`
+        of a `Trainer`, omits the noise.
     """
     return functools.partial(noisy_loss, loss=loss, alpha=alpha)
 

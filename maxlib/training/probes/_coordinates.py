@@ -1,4 +1,4 @@
-"""How large every layer's output is while models of several widths begin to train: muP's coordinate check."""
+"""muP's coordinate check: the size of every layer's output in the first steps, for models of several widths."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ class CoordinateCheck:
     sizes: dict[str, Float[np.ndarray, "W S"]]
 
     def growth(self, step: int = -1) -> dict[str, float]:
-        """Each layer's exponent: its output grows as the width to this power. 0 is flat, in muP nothing may be far
-        above.
+        """Returns each layer's exponent: its output grows as the width to this power. With muP none should be far above
+        0.
         """
         log = np.log(self.widths)
         return {name: float(np.polyfit(log, np.log(size[:, step] + 1e-30), 1)[0]) for name, size in self.sizes.items()}
@@ -56,7 +56,7 @@ def mup_coord_check(
 ) -> CoordinateCheck:
     """Trains a model in several widths for a few steps and records the size of every layer's output (for muP).
 
-    If the sizes do not change with the width, a learning rate suits all widths (arXiv:2203.03466, appendix D.1).
+    If the sizes do not depend on the width, one learning rate works for all widths (arXiv:2203.03466, appendix D.1).
     Outputs are recorded on the first batch, before each step and after the last.
 
     Args:
@@ -64,7 +64,7 @@ def mup_coord_check(
       widths: at least two widths.
       optimizer: function from the (abstract) model to an optimizer, so that it may end with
         `scale_by_path(width_factors(model, base), model=model)`; use the learning rate that you want to check.
-      batches: one batch per step; a handful is enough.
+      batches: one batch per step; a few are enough.
       loss: the training loss.
 
     Raises:

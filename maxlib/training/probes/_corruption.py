@@ -1,4 +1,4 @@
-"""Hardware that computes wrong numbers without saying so."""
+"""Detection of silent data corruption: hardware that computes wrong numbers."""
 
 import functools
 import warnings
@@ -15,7 +15,7 @@ from maxlib.training._step import Loss
 
 
 class Corrupted(RuntimeError):
-    """Raised when one computation gave two results."""
+    """Raised when a computation gave two different results."""
 
 
 class Recompute:
@@ -26,7 +26,7 @@ class Recompute:
 
     Args:
       rows: number of rows of the last batch to use, over all processes.
-      stop: raise `Corrupted`, with the names of the parameters; otherwise only warn.
+      stop: True raises `Corrupted` with the names of the parameters; False only warns.
     """
 
     def __init__(self, *, rows: int | None = None, stop: bool = True):
@@ -68,7 +68,7 @@ def gradient_digests(
     value, grads = _gradient(loss, filter)(model, batch, key)
     sums = {
         path: digest(array) for path, array in (grads | {"loss": value}).items()
-    }  # all under way before one is waited for
+    }  # start all of them before waiting for one
     return {path: to_hex(pair) for path, pair in sums.items()}
 
 

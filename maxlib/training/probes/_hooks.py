@@ -1,10 +1,9 @@
-"""Reads what passes between the layers of a model, forward and backward, without changing the model or what it
-computes.
+"""Hooks that read layers' outputs and their gradients, without changing the model or its results.
 
-Every layer of a copy gets a variable of zeros, its tap. What the layer returns passes through an identity whose
-"gradient" with respect to the tap is what is to be known about the value and about its gradient. So all of it comes
-back with the gradients: through `lax.scan`, which stacks it layer by layer, through remat, on any mesh, and without a
-callback from the device.
+Every layer of a copy gets a variable of zeros, its tap. The layer's output passes through an identity function whose
+"gradient" with respect to the tap is a row of statistics of the output and its gradient. So the statistics are returned
+along with the gradients: through `lax.scan`, which stacks them layer by layer, through remat, on any mesh, and without
+a callback from the device.
 """
 
 import functools
@@ -29,8 +28,8 @@ class Tap(nnx.Variable):
 
 
 def tapped(model: Any) -> tuple[Any, list[str]]:
-    """A copy of `model` with hooks, and a list that fills with the paths of the layers, as they finish, when the copy
-    is traced.
+    """Returns a copy of `model` with hooks, and a list that tracing the copy fills with the paths of layers as they
+    finish.
     """
     model, order = jax.tree.map(lambda leaf: leaf, model), []
     _attach(model, "", (), order)
@@ -38,12 +37,12 @@ def tapped(model: Any) -> tuple[Any, list[str]]:
 
 
 def read(path: str, row: Any) -> dict[str, Any]:
-    """The fields in the gradient of the tap at `path`."""
+    """Returns the fields in the gradient of the tap at `path`."""
     return dict(zip(LOGITS if path.endswith(".logit_tap") else FIELDS, row, strict=True))
 
 
 def in_order(order: Iterable[str], groupings: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
-    """The hooks one by one, with their row on a stack's repeat axis, in the order in which their layers finish."""
+    """Yields the hooks, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
     for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, groupings)):
         rows = [None] if group is None else range(group[1])
@@ -58,13 +57,13 @@ def _scanned(path: str, groupings: dict[str, dict[str, int]]) -> tuple[str, int]
 
 
 def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:
-    """Taps below `module`; `repeats` are the leading axes that stacks around it give to every variable."""
+    """Attaches taps below `module`; `repeats` are the leading axes that enclosing stacks give to every variable."""
     for name, child in _children(module):
         here = f"{path}.{name}" if path else name
         inner = (*repeats, *_rows(module, name))
         _attach(child, here, inner, order)
         if not nn.tree.is_stack(child):
-            # What is told apart by its path alone: equal classes with equal paths are equal to jit and scan.
+            # Layers differ only by their paths, so that equal classes with equal paths are equal to jit and scan.
             child.__class__ = _tapped_class(type(child))
             child.tap_path = here  # pyright: ignore[reportAttributeAccessIssue]
             child.tap = Tap(jnp.zeros((*inner, len(FIELDS))))  # pyright: ignore[reportAttributeAccessIssue]
@@ -74,13 +73,13 @@ def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list
 
 
 def _rows(module: nnx.Module, child: str) -> tuple[int, ...]:
-    """The leading axis that a stack gives to a child of several layers."""
+    """Returns the leading axis that a stack gives to a child with several layers."""
     group = module.layer_groups[child.partition(".")[0]] if nn.tree.is_stack(module) else None
     return () if group is None or group.repeats is None else (group.repeats,)
 
 
 class _Order:
-    """The list that paths are added to. Equal to every other, so that it changes no jit cache key."""
+    """List of paths that equals every other instance, so that it does not change jit's cache key."""
 
     def __init__(self, paths: list[str]):
         self.paths = paths
@@ -93,7 +92,7 @@ class _Order:
 
 
 def _children(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """The modules directly below, also those in lists."""
+    """Returns the direct child modules, including those in lists."""
     found = []
     for name, value in vars(module).items():
         if isinstance(value, nnx.List):
@@ -105,7 +104,7 @@ def _children(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
 
 @functools.cache
 def _tapped_class(cls: type) -> type:
-    """A class that a live `cls` may become, as it has no room of its own."""
+    """Returns a subclass that can be assigned to `__class__` of an instance of `cls`, because it adds no slots."""
     return type(cls.__name__, (cls,), {"__slots__": ()} | _methods(cls))
 
 
@@ -116,14 +115,14 @@ def _methods(cls: Any) -> dict[str, Any]:
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 self.tap_order.paths.append(self.tap_path)
                 leaves[i] = _through(_with_scores(self, leaf, args), self.tap[...])
-                break  # what a layer returns first is what it is for
+                break  # the first array that a layer returns is its output
         return jax.tree.unflatten(tree, leaves)
 
     return {"__call__": __call__}
 
 
 def _with_scores(layer: Any, out: Array, args: Sequence[Any]) -> Array:
-    """Lets the gradient of an attention layer's `logit_tap` be what its scores look like."""
+    """Makes the gradient of an attention layer's `logit_tap` return statistics of its scores."""
     if not hasattr(layer, "logit_tap"):
         return out
     x, ctx = args[0], args[1] if len(args) > 1 else None
@@ -171,9 +170,9 @@ def _nonfinite(x: Array) -> Array:
 def logits_seen(
     q: Float[Array, "T N H"], k: Float[Array, "S K H"], k_start: Array, k_end: Array, scale: float | None
 ) -> Float[Array, "2"]:
-    """The largest attention logit that a mask leaves, and the mean entropy in nats, of one row, one head at a time.
+    """Returns the largest visible attention logit and the mean entropy in nats of one row, one head at a time.
 
-    Before a soft-cap, and without sinks.
+    Logits are those before the soft-cap, and without sinks.
     """
     factor, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     index = jnp.arange(k.shape[0])[None, :]

@@ -99,7 +99,7 @@ class LayerStatistics:
 
 
 def by_stack(found: Observation, stacks: dict[str, int]) -> dict[str, np.ndarray]:
-    """`{"layers/output_rms": one number per layer, ...}`."""
+    """Returns `{"layers/output_rms": one number per layer, ...}`."""
     values = {}
     for stack, length in stacks.items():
         names = [f"{stack}.{i}" for i in range(length)]
@@ -125,7 +125,7 @@ def _largest(outputs: dict[str, dict[str, float]], prefix: str, field: str) -> f
 
 @nn.pytree
 class _Found:
-    """order: a trace writes it down; being static, it comes back from every call of what was compiled."""
+    """order: recorded while tracing; it is static, so every call of the compiled function returns it."""
 
     loss: Any
     gradients: Any
@@ -163,7 +163,7 @@ def _norms(params: dict[str, Any], axes: dict[str, tuple[str | None, ...]]) -> d
 
 
 def _norm(x: Array, rank: int) -> Array:
-    """Finite where `x` is: squares of what float32 holds need not fit into float32."""
+    """Computes the norm of `x` without overflow: squares of float32 values may exceed float32."""
     x, axes = x.astype(jnp.float32), tuple(range(x.ndim - rank, x.ndim))
     largest = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), 1e-30)
     norm = jnp.sqrt(jnp.sum(jnp.square(x / jnp.broadcast_to(largest, x.shape)), axis=axes))

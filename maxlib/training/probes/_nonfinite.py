@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity comes from."""
+"""Finds where a NaN or an infinity comes from."""
 
 import math
 from typing import Any
@@ -55,9 +55,11 @@ def _backward(found: Observation) -> str | None:
     bad = [name for name, seen in found.outputs.items() if seen["gradient_nonfinite"]]
     if not bad:
         return None
-    names = list(found.outputs)  # the backward pass goes through them from the end
+    names = list(found.outputs)  # in the order of the forward pass; the backward pass reverses it
     after = names[names.index(bad[-1]) + 1 :]
-    made_by = f"made between it and {after[0]}, which comes next in the forward pass" if after else "made by the loss"
+    made_by = (
+        f"created between it and {after[0]}, which comes next in the forward pass" if after else "created by the loss"
+    )
     return f"backward: first the gradient of the output of {bad[-1]}, {made_by}"
 
 

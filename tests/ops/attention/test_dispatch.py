@@ -60,14 +60,14 @@ def test_the_best_that_can_is_chosen(fast):
 def test_the_explanation_says_why(fast):
     text = str(explain_attention(Q, K, K, softcap=5.0, device=("cpu", "cpu"), implementation="fast"))
     assert "B=2 T=5 S=7 N=4 K=2 Hk=8 Hv=8 float32 (gqa, softcap; mask: full, whole rows) on cpu" in text
-    assert "error: fast was asked for and runs on gpu, not on cpu; chunked can run it" in text
+    assert "error: fast was requested, but it runs on gpu, not on cpu; chunked can run it" in text
     assert "lacks softcap" in str(explain_attention(Q, K, K, softcap=5.0, device=GPU))
     assert "wants heads of 64, not 8" in str(explain_attention(Q, K, K, device=GPU))
 
 
 def test_a_name_never_falls_back(fast):
     q, k = jnp.ones(Q.shape), jnp.ones(K.shape)
-    with pytest.raises(ValueError, match="fast was asked for and runs on gpu, not on cpu; chunked can run it"):
+    with pytest.raises(ValueError, match="fast was requested, but it runs on gpu, not on cpu; chunked can run it"):
         attention(q, k, k, implementation="fast")
     with pytest.raises(
         ValueError, match=r"one of \['chunked', 'cudnn', 'fast', .*'split_kv', 'tokamax'\], got 'quick'"

@@ -217,7 +217,9 @@ def test_what_they_cannot_run_is_explained(change, reason):
 @no_gpu
 def test_asking_for_them_on_a_cpu_is_an_error():
     q = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="mosaic_gpu was asked for and runs on gpu, not on cpu; chunked can run it"):
+    with pytest.raises(
+        ValueError, match="mosaic_gpu was requested, but it runs on gpu, not on cpu; chunked can run it"
+    ):
         attention(q, q, q, implementation="mosaic_gpu")
 
 

@@ -26,7 +26,12 @@ STATIC = {
     "packed": {"full": ops.StaticMask("full", segmented=True), "causal": ops.StaticMask("causal", segmented=True)},
     "padded": {"causal": ops.StaticMask("causal", segmented=True)},
 }
-NAMED = [(mask, documents) for documents, masks in STATIC.items() for mask in masks]
+BY_DEFAULT = {("full", "one"), ("window", "one"), ("causal", "packed")}  # each mask, and a mask with documents
+NAMED = [
+    pytest.param(mask, documents, marks=[pytest.mark.full] * ((mask, documents) not in BY_DEFAULT))
+    for documents, masks in STATIC.items()
+    for mask in masks
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""The API pages list every public name once, and each has a page of its own whose file no system confuses."""
+
+import importlib
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from maxlib import nn
+
+ROOT = Path(__file__).parents[1]
+GROUPS = sorted((ROOT / "docs" / "api").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def api():
+    pytest.importorskip("sphinx")
+    sys.path.insert(0, str(ROOT / "docs" / "_extension"))
+    yield importlib.import_module("api")
+    sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def listed(api) -> list[tuple[str, str]]:
+    return [(module, name) for page in GROUPS for module, names in api.listed(page.read_text()) for name in names]
+
+
+def test_every_name_has_one_page(api, listed):
+    assert [one for one, times in Counter(listed).items() if times > 1] == []
+    pages = Counter(api.page_of(*one).lower() for one in listed)
+    assert len(listed) > 700 and [page for page, times in pages.items() if times > 1] == []
+
+
+def test_no_public_name_is_left_out(listed):
+    names = {name for module, name in listed if module == "maxlib.nn"}
+    assert {name for name in dir(nn) if getattr(getattr(nn, name), "__module__", "").startswith("maxlib.nn._")} <= names
+
+
+def test_a_page_has_its_entry_and_its_neighbours(api):
+    page = api.page("maxlib.nn", "Attention", ["Attention", "MLA"])
+    assert page.startswith("# nn.Attention\n") and ".. autoclass:: maxlib.nn.Attention\n" in page
+    assert "See also: :py:obj:`MLA <maxlib.nn.MLA>`\n" in page
+
+
+def test_a_text_for_programs_has_signatures_and_what_they_say(api):
+    pages = [page.read_text() for page in GROUPS if "{api}" in page.read_text()]
+    assert all(len(api.as_text(page)) > len(page) for page in pages)
+    text = api.as_text("## A\n\n```{api} maxlib.ops\nRope Causal\n```\n\n## More\n\n")
+    assert "### maxlib.ops.Rope(dim: int, theta: float = 10000.0" in text and "Causal mask" in text
+    assert "{api}" not in text and "More" not in text
