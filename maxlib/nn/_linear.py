@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxlib._xla_workarounds import for_each_token
 from maxlib.hardware import current_device
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.sharding import IfFree, constrain, current
@@ -99,7 +100,7 @@ class Einsum(nnx.Module):
             return y
         # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
         b = jnp.asarray(self.b[...], x.dtype)
-        return y + jnp.broadcast_to(b, y.shape)
+        return y + for_each_token(b, y.shape)
 
     def product(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Multiplies `x` by the weight under another spec, without the bias, in the dtype of `x`."""

@@ -134,7 +134,7 @@ def _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, 
 def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     # The kernels take inputs in their own dtype, which halves memory traffic compared with float32, and normalize
-    # queries and keys on chip. The other two forms get everything in float32 or wider.
+    # queries and keys on chip.
     if implementation == "mosaic_tpu":
         kernels = functools.partial(mosaic_tpu, **norm, tiles=tiles)
         return lambda x, state: kernels(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state)
@@ -144,8 +144,7 @@ def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
     # need more than one pass.
     narrow = jnp.dtype(dtype).itemsize < 4
     precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
-    run = functools.partial(chunked, precision=precision, tiles=tiles)
-    return lambda x, state: run(widened(x, **norm), state)
+    return functools.partial(chunked, precision=precision, tiles=tiles, **norm)
 
 
 def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:

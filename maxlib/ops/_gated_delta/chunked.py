@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib.ops._chunks import ChunkTiles, decays, for_each_head, split
-from maxlib.ops._gated_delta.inputs import Inputs
+from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._varying import vary_alike
 
 SMALL = 16  # largest triangle that is inverted by doubling
@@ -59,13 +59,21 @@ class DeltaTiles(ChunkTiles):
 
 
 def chunked(
-    x: Inputs, state: Array, *, precision: jax.lax.Precision, tiles: ChunkTiles = DeltaTiles()
+    x: Inputs,
+    state: Array,
+    *,
+    scale: float,
+    l2_norm: bool,
+    precision: jax.lax.Precision,
+    tiles: ChunkTiles = DeltaTiles(),
 ) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: inputs of each token, float32 or float64.
+      x: inputs of each token; queries and keys not yet scaled or normalized.
       state: state before the first token, `B K G Hk Hv`.
+      scale: factor on the queries.
+      l2_norm: True if queries and keys are to have length one.
       precision: precision of the matmuls; the triangular system is solved in the highest precision.
       tiles: tokens of a chunk and of a block.
 
@@ -78,7 +86,9 @@ def chunked(
     # Transpose once to the order in which the matmuls read them, instead of in every block.
     xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
     xs, state = vary_alike((xs, state))
-    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
+    # Each block widens and normalizes its own queries and keys; for all tokens at once, XLA would make several copies.
+    run = lambda state, x: _block(state, widened(x, scale=scale, l2_norm=l2_norm), precision=precision)
+    block = jax.checkpoint(run, prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
     # [blocks, n, B, K, G, C, Hv] -> [B, blocks, n, C, K, G, Hv] -> [B, T, K, G, Hv]
     out = jnp.moveaxis(out, (2, 5), (0, 3))
