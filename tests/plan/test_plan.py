@@ -320,6 +320,18 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("preset", "target", "expert", "batch", "peak"),
+    [("nemotron-3-super-120b-a12b", "v5p-128", 64, 1, 36.47), ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 74.01)],
+)
+def test_the_memory_of_layers_in_long_periods_is_that_of_the_compiler(preset, target, expert, batch, peak):
+    """GiB as compiled by libtpu 0.0.51."""
+    where = layout("ep", fsdp=-1, expert=expert)
+    got = plan.estimated(plan.Job(preset, target, layout=where, sequence=4096, per_device_batch_size=batch))
+    assert got.peak / 2**30 == pytest.approx(peak, rel=0.1)
+
+
 def test_rows_of_experts_are_estimated_to_pass_through_memory():
     """In libtpu's program of Qwen3.5-397B-A17B, cut to four layers, these rows are a third of the traffic."""
     bytes_of = lambda layout, k: (
