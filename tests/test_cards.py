@@ -1,4 +1,4 @@
-"""Cards of model families: what the documentation says of each is read off the model."""
+"""Cards of model families: the documentation's facts are read from the models."""
 
 import itertools
 import runpy

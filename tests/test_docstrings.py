@@ -1,4 +1,4 @@
-"""The code in docstrings runs: every indented block, as if its reader had imported what stands around it."""
+"""The code in docstrings runs: every indented block, with the names of its module imported."""
 
 import ast
 import functools
@@ -104,7 +104,7 @@ def surroundings(home) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> dict[str, Any]:
-    """What examples take for granted: a corpus, a tokenizer, documents with tokens, a model of the hub."""
+    """The files that examples expect: a corpus, a tokenizer, tokenized documents, a model of the hub."""
     home = tmp_path_factory.mktemp("docstrings")
     small = trained()
     maxlib.save_pretrained(small["model"], home / "HuggingFaceTB" / "SmolLM2-135M")

@@ -1,4 +1,4 @@
-"""The examples run as written, at a size that tests can pay for."""
+"""The examples run as written, at a size that suits tests."""
 
 import contextlib
 import io
@@ -137,7 +137,7 @@ def test_finetune_lowers_the_loss_and_exports(run, finetuned):
 
 
 def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tuple[str, dict[str, tuple[float, float]]]:
-    """What finetune.py says, and by kind of images the loss and the share of right tokens after training."""
+    """Returns finetune.py's output, and the loss and accuracy after training by kind of images."""
     pytest.importorskip("PIL")
     example("shapes.py", tmp_path / "shapes", "--pictures", pictures, "--dim", dim)
     where = [tmp_path / "shapes" / name for name in ("model", "chats.jsonl")]

@@ -1,4 +1,4 @@
-"""What `python -m maxlib.models` prints, and that docs/models.md says the same."""
+"""The output of `python -m maxlib.models`, and that docs/models.md agrees with it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The package as a whole: what `import maxlib` costs, and what it offers."""
+"""The package as a whole: the cost of `import maxlib`, and its public names."""
 
 import ast
 import importlib

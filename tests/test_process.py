@@ -1,4 +1,4 @@
-"""What maxlib leaves alone in the process that uses it: a notebook's, or a server's."""
+"""Global state of the process (a notebook or a server) that maxlib must not change."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ WATCHED = """if True:
 
 
 def left_alone(body: str, directory: Path) -> None:
-    """Runs `body`, then compares the process with what it was."""
+    """Runs `body`, then compares the state of the process with that before."""
     after = """
     assert process() == before, (process(), before)
     while threads():  # they end by themselves, and a test that waits for ever fails

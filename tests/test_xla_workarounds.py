@@ -1,6 +1,6 @@
-"""Each workaround is still needed: without it the compiled program has what it is there against.
+"""Each workaround is still needed: without it, the compiled program shows the problem.
 
-One that fails here has become needless with the installed jax: delete it, with its test.
+If a test fails, the installed jax no longer needs the workaround: delete it, with its test.
 """
 
 import importlib.util

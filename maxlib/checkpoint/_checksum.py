@@ -1,4 +1,4 @@
-"""A checksum of an array's content that every mesh computes alike."""
+"""A checksum of an array's content that does not depend on the mesh."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ Sums = tuple[Any, Any]
 
 
 def digest(x: Any) -> Sums:
-    """Computes two 32-bit sums over hashes of each element's bits and place; `x` has any dtype but a key's.
+    """Computes two 32-bit sums over hashes of each element's bits and index, for any dtype except keys.
 
-    A sum has no order, so shards add up to the same whatever the mesh, each device reads only what it holds and two
-    numbers per device travel. For a given place the hash is one to one: a change of one element is never missed, any
-    other one with a chance of 2^-64. Runs where `x` lives, asynchronously but for few elements on CPUs; a later
-    donation of `x` waits for it.
+    Sums do not depend on the order, so the result is the same for every mesh, each device only reads its own shard, and
+    only two numbers per device are communicated. For a given index the hash is injective: a change of one element is
+    always detected, other changes are missed with probability 2^-64. It runs asynchronously on the devices of `x`,
+    except for few elements on CPUs; a later donation of `x` waits for it.
     """
     if np.size(x) <= _FEW and _is_on_host(x):
         return _digest_on_host(np.asarray(x))
-    with jax.set_mesh(NO_MESH):  # `x` may be on one device, whichever mesh the caller is in
+    with jax.set_mesh(NO_MESH):  # `x` may be on one device, independent of the caller's mesh
         return _digest(_on_device(x) if isinstance(x, jax.Array) else _words_on_host(np.asarray(x)))
 
 
@@ -57,14 +57,14 @@ def _digest(x: jax.Array) -> Sums:
 
 
 def _hashes(words: Any, xp: Any = jnp) -> Sums:
-    """Returns two hashes of every word and its place; `xp` is jax.numpy, or numpy for words in its arrays."""
+    """Returns two hashes of every word and its index; `xp` is the array namespace, jax.numpy or numpy."""
     h = (words ^ _places(words.shape, xp)) * _MIX[0]
     h = (h ^ (h >> 15)) * _MIX[1]
     return h, (h ^ (h >> 13)) * _MIX[2]
 
 
 def _places(shape: tuple[int, ...], xp: Any) -> Any:
-    """Returns a number for every place, made of one hash per axis and index."""
+    """Returns a number for every index, combined from one hash per axis."""
     places = xp.full((1,) * len(shape), _MIX[3])
     for axis, size in enumerate(shape):
         h = (xp.arange(size, dtype=xp.uint32) + np.uint32(7919 * axis + 1)) * _MIX[1]
@@ -87,7 +87,7 @@ def _words(x: Any, xp: Any = jnp) -> Any:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """Returns what `_words` would see, for the dtypes that jax would cut to 32 bits."""
+    """Returns the result of `_words` on the host, for dtypes that jax would truncate to 32 bits."""
     if x.dtype.itemsize <= 4:
         return x
     if np.issubdtype(x.dtype, np.complexfloating):
@@ -103,6 +103,6 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """Moves `x` to its devices' own memory, where it may have been offloaded to the host's."""
+    """Copies `x` to device memory if it was offloaded to host memory."""
     kind = next(iter(x.sharding.device_set)).default_memory().kind
     return x if x.sharding.memory_kind in (None, kind) else jax.device_put(x, x.sharding.with_memory_kind(kind))

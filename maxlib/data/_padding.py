@@ -1,4 +1,4 @@
-"""Documents to rows of one length, each in a row of its own; documents may be nested, as pairs are."""
+"""Pads documents to rows of one length, one document per row; documents may be nested, like pairs."""
 
 from typing import Any, Literal, get_args
 
@@ -12,17 +12,19 @@ Long = Literal["error", "truncate", "drop"]
 
 
 def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
-    """Pads documents with `tokens` and `targets`, also nested ones, to rows `tokens targets segment_ids` of one length.
+    """Pads documents with `tokens` and `targets`, including nested ones, to rows `tokens targets segment_ids` of one
+    length.
 
-    Other arrays and numbers of numpy stay, such as `desirable` of `kto_examples`; messages and the like are left out.
+    Other numpy arrays and numbers are kept, such as `desirable` of `kto_examples`; other values, such as messages, are
+    dropped.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
         length: Tokens of a row.
-        long: What happens to documents with more: "error", "truncate" (their beginning stays) or "drop".
+        long: Policy for longer documents: "error", "truncate" (keeps the beginning) or "drop".
 
     Raises:
-        ValueError: when a document is read that is too long, has no `targets`, or has images (`pack` takes those).
+        ValueError: when reading a document that is too long, has no `targets`, or has images (use `pack` for those).
     """
     check_choice("long", long, get_args(Long))
     if long == "drop":
@@ -31,7 +33,7 @@ def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") 
 
 
 def padded(document: Row, length: int, long: Long = "error") -> Row:
-    """Returns a document, and those inside it, as rows."""
+    """Returns a document and its nested documents as rows."""
     inner = {name: padded(x, length, long) for name, x in document.items() if isinstance(x, dict) and "tokens" in x}
     out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
     if "tokens" not in document:

@@ -1,6 +1,6 @@
-"""`python -m maxlib.models [--markdown] [FAMILY ...]`: every family and preset, and what they are made of.
+"""`python -m maxlib.models [--markdown] [FAMILY ...]`: lists every family and preset, and their features.
 
-All of it is read off the models, which are described (`jax.eval_shape`) and never built, in some fifteen seconds.
+The features are read from abstract models (`jax.eval_shape`), without building any, in about fifteen seconds.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def short(number: int) -> str:
 
 
 def grouped(rows: list[Row]) -> list[list[Row]]:
-    """Returns groups of neighbours that differ in nothing but size."""
+    """Groups neighbouring presets that only differ in size."""
     return [list(group) for _, group in itertools.groupby(rows, key=lambda r: (r.family, r.kind))]
 
 

@@ -1,4 +1,4 @@
-"""Runs that prove learning: what each method reaches on a task of seconds, and TRL beside it.
+"""Training runs that show learning: the score of each method on a short task, compared with TRL.
 
     python -m tests.benchmarks.learning [--seeds 0 1 2] [--runs sft dpo ...] [--trl] [--check] [--json X] [--draw X]
 
@@ -157,7 +157,7 @@ def sft(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
 
 
 def lora(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
-    """The other order, by adapters alone."""
+    """Trains adapters on the other order."""
     adapted = adapters.add(model, LORA, rngs=nnx.Rngs(seed))
     new, curve, seconds = supervised("lora", adapted, seed + 100, (True,), filter=adapters.trainable)
     before, after = (jax.device_get(nn.variables(m)) for m in (model, adapters.base_model(new)))
@@ -228,7 +228,9 @@ RUNS = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "distillation": dist
 
 
 def one_seed(seed: int, runs: list[str], trl: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the runs of a seed. Adapters and distillation begin with what SFT made, DPO and GRPO with two orders."""
+    """Yields the runs of a seed. Adapters and distillation start from the SFT model, DPO and GRPO from a model of two
+    orders.
+    """
     start = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(seed)))()
     sorter, *of_sft = sft(start, seed) if {"sft", "lora", "distillation"} & {*runs} else [None]
     either = None
@@ -260,7 +262,7 @@ def beside(run: str, model: Any, seed: int) -> dict[str, Any]:
 
 
 def missed(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """What does not reach its threshold."""
+    """Returns the runs that miss their threshold."""
     out = []
     for run, found in runs.items():
         for what, bound in THRESHOLDS[run].items():

@@ -1,4 +1,4 @@
-"""The checksum is that of the formula, the same on every mesh, and moves with every bit."""
+"""The checksum equals its formula on every mesh, and changes with every bit."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Images of chats: patches like transformers', placeholders like its processor's, rows that keep both together."""
+"""Images of chats: patches and placeholders equal those of transformers, and packing keeps both together."""
 
 import importlib
 import json
@@ -177,7 +177,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(tmp_path):
     read = lambda settings, config=config: data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
     with pytest.raises(ValueError, match="spatial_merge_size must be 2, as the model's config.json says, got 1"):
         read({"preprocessor_config.json": named, "processor_config.json": {"spatial_merge_size": 1}})
-    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which stands among"):
+    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which is one of an"):
         read({"preprocessor_config.json": named, "processor_config.json": {"image_break_token": "[BREAK]"}})
     with pytest.raises(ValueError, match=r"size.longest_edge must be a number of pixels, got \{'height': 3\}"):
         read({"preprocessor_config.json": named | {"size": {"height": 3}}, "processor_config.json": {}})
@@ -257,7 +257,7 @@ def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
 
 def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
     read = lambda document, images=processor: tokenized([document], tokenizer, images)[0]
-    with pytest.raises(ValueError, match="the chat has 1 images: give images="):
+    with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
         read(chat(rgb(8, 8)), None)
     with pytest.raises(ValueError, match="wrote 1 image placeholders for 0 images"):
         read(chat(answer="<image>"))
@@ -386,7 +386,7 @@ def test_a_batch_has_the_loss_and_the_gradient_of_its_chats(tokenizer, processor
     got, gradients = total(batches)
 
     def alone(document) -> dict:
-        """The chat in a row of its own, with three empty rows: one program for all."""
+        """Puts the chat into its own row, with three empty rows, so that all chats share one program."""
         images, size, blank = document["images"], len(document["tokens"]), processor.blank(40)
         blank.pixels[: len(images.pixels)], blank.grids[: len(images.grids)] = images.pixels, images.grids
         pad = lambda x, fill: np.pad([x], ((0, 3), (0, 32 - size)), constant_values=fill).astype(np.int32)

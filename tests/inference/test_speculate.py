@@ -1,4 +1,4 @@
-"""Drafted decoding writes what plain decoding writes, whatever the drafts are worth."""
+"""Speculative decoding yields the same text as plain decoding, however good the drafts are."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ def test_texts_beyond_the_length_of_the_model_are_refused(generator):
     short = dataclasses.replace(CFG, rope=ops.Rope(8, interleaved=True, max_length=longest + 6))
     limited = Generator(filled(lambda: deepseek.DeepSeek(short, rngs=nnx.Rngs(1))), dtype=jnp.float32)
     for generate in (limited.generate, functools.partial(speculate, limited)):
-        with pytest.raises(ValueError, match="must fit the .* positions that the model was made for"):
+        with pytest.raises(ValueError, match="must fit the .* positions of the model"):
             generate(PROMPTS, max_new_tokens=7)
     assert speculate(limited, PROMPTS, max_new_tokens=6).texts == limited.generate(PROMPTS, max_new_tokens=6)
 

@@ -1,4 +1,4 @@
-"""Linear layers, norms and MLPs against float64 formulas; their initial scale; what a summary says."""
+"""Linear layers, norms and MLPs against float64 formulas; their initial scale; summaries."""
 
 import inspect
 import re

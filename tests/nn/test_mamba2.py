@@ -1,4 +1,4 @@
-"""Mamba-2 and gated short convolutions as layers: documents, caches, devices, and what they refuse. Families compare
+"""Mamba-2 and gated short convolutions as layers: documents, caches, devices, and errors. Families compare
 them with transformers.
 """
 

@@ -26,8 +26,8 @@ LLAMA = llama.Config(
 
 
 def filled(make: Callable[[], Any], seed: int = 0) -> Any:
-    """What `make` makes, with random parameters, for which nothing is compiled: matrices, and vectors near one. Other
-    variables are zero.
+    """Builds `make()` with random parameters without compiling: matrices, and vectors near one. Other variables are
+    zero.
     """
     rng = np.random.default_rng(seed)
     model = jax.eval_shape(make)

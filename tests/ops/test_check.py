@@ -1,4 +1,6 @@
-"""`python -m maxlib.ops check` and `tune`: hangs, crashes and mistakes are found, and what was found is obeyed."""
+"""`python -m maxlib.ops check` and `tune`: hangs, crashes and wrong results are detected, and later dispatch follows
+the findings.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Grouped matmul: every implementation against a float64 loop, and the tiled one wherever JAX may take it."""
+"""Grouped matmul: every implementation against a float64 loop, and the tiled one under JAX's transformations."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Layers over devices: what passes through stages is what one device computes, and only neighbours talk."""
+"""Pipelines: results equal one device's, and only neighbouring stages communicate."""
 
 import dataclasses
 import functools
@@ -130,7 +130,7 @@ def planned(num_layers, rules):
 
 
 def forward_costs(num_layers, rules):
-    """What the stages hand each other in a forward pass, by kind."""
+    """Counts the communication between stages in a forward pass, by kind."""
     layout, model = planned(num_layers, rules)
     with sharding.use(layout):
         hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)

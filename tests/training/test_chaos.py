@@ -1,4 +1,4 @@
-"""A fault of `tests.training.chaos`, which `nox -s chaos` throws all of."""
+"""One fault of `tests.training.chaos`; `nox -s chaos` injects all of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The training step moves the biases of trained routers as the paper says, whatever divides the batch."""
+"""The training step moves the biases of trained routers as the paper says, however the batch is divided."""
 
 import functools
 from typing import Any

@@ -103,7 +103,7 @@ def test_an_outside_loss_is_its_formula(name):
 
 
 def few(chosen, *all_of):
-    """The product, of which only `chosen` is not `full`."""
+    """All combinations; those other than `chosen` are marked `full`."""
     product = set(itertools.product(*all_of))
     assert product.issuperset(chosen)
     return [*chosen, *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(product - set(chosen)))]
@@ -162,7 +162,7 @@ def test_microbatches_make_the_whole(name):
 
 
 class WithReference(nnx.Module):
-    """Two models in one: what is trained, and what it is compared with."""
+    """Two models in one: the trained one and its reference."""
 
     def __init__(self, policy, reference):
         self.policy, self.reference = policy, reference
@@ -213,7 +213,7 @@ def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, m
 
 
 def against_scores(model, batch):
-    """What `referenced` batches hold: log-probabilities of the targets."""
+    """Log-probabilities of the targets, for `referenced` batches."""
     out = model(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
     return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], temperature=0.8).log_prob
 

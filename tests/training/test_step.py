@@ -1,4 +1,4 @@
-"""One training step: against autodiff written out, against itself in parts, and on every mesh."""
+"""One training step: against plain autodiff, against microbatches, and on every mesh."""
 
 import functools
 import math

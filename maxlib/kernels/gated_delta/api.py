@@ -16,7 +16,7 @@ from maxlib.kernels.gated_delta.chunk import Spec
 from maxlib.kernels.tile_sizes import TileSizes
 
 SMALLEST = 16  # rows shorter than a chunk are one of 16, 32, 64 ... tokens
-VMEM = 12 * 2**20  # bytes that buffers may take, of the 16 MiB that every generation gives a kernel unasked
+VMEM = 12 * 2**20  # bytes available to buffers, of the 16 MiB that every generation gives a kernel by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _vmem(chunks: int, chunk: int, groups: int, key_dim: int, value_dim: int, wi
     """Returns the bytes of the backward kernel's buffers, for values of `width` bytes."""
     keys, values, lanes = (-(-size // 128) * 128 for size in (key_dim, value_dim, chunk))
     tokens, state = chunks * chunk, 4 * key_dim * values
-    # Whatever comes or goes has two places: q, k, v, the output's gradient, and theirs; states.
+    # Inputs and outputs are double-buffered: q, k, v, the output's gradient, their gradients; states.
     moving = 2 * (tokens * width * (4 * keys + 3 * values) + state * (1 + 2 * groups))
     return moving + chunks * (4 * chunk * lanes + state) + 2 * 4 * tokens * keys
 
@@ -180,6 +180,6 @@ class _Cut(NamedTuple):
         return einops.rearrange(a, "B K G n r C -> B (n r C) K G")[:, : self.tokens]
 
     def _padded(self, a):
-        # Tokens without decay, step and value leave the state as it is.
+        # Tokens without decay, step and value do not change the state.
         missing = self.count * self.chunks * self.chunk - self.tokens
         return jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))

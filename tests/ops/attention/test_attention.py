@@ -1,4 +1,4 @@
-"""Every implementation against the reference, and what must hold of any attention."""
+"""Every implementation against the reference, and general properties of attention."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What the blockwise implementation promises beyond its results: tiles skipped, memory, transformations."""
+"""Guarantees of the blockwise implementation beyond its results: skipped tiles, memory, transformations."""
 
 import functools
 
@@ -106,7 +106,7 @@ def inputs(float64):
 
 
 def both(make):
-    """Compares what `make` builds from the blockwise implementation with what it builds from the reference."""
+    """Compares the results of `make` with the blockwise implementation and with the reference."""
     found = jax.jit(lambda: [make(run) for run in RUNS])()
     for x, y in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)

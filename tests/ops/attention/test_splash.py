@@ -27,7 +27,7 @@ CASES = [
 
 
 def known(mask: str, documents: str, T: int, S: int) -> ops.MaskHint:
-    """What `nn.Context.mask_hint` says of these tokens."""
+    """Returns `nn.Context.mask_hint` for these tokens."""
     spec, rows = cases.MASKS[mask], T == S and documents != "padded"
     segmented = spec.static.segmented or documents != "one"
     ids = [spec.segments(cases.tokens(documents, length, S)) for length in (T, S)]
