@@ -87,7 +87,8 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
     same = document[..., :, None] == document[..., None, :]
     into = jnp.where(first[..., None], jnp.exp(_up_to(x.log_decay)), 0)
     out_of = jnp.where(last[..., None], jnp.exp(_behind(x.log_decay)), 0)
-    of_q, of_k = jnp.where(same, _products(jnp.stack([x.q, x.k]), x.k[None], x.log_decay[None], dot), 0)
+    # One by one: of both at once, with an axis of one on k, XLA for CPUs makes a gradient that crashes (jax 0.10.2).
+    of_q, of_k = (jnp.where(same, _products(a, x.k, x.log_decay, dot), 0) for a in (x.q, x.k))
     beta = x.beta[..., None]
     inverse = unit_lower_inverse(beta * jnp.tril(of_k, -1))
     solve = functools.partial(dot, "cbnij,cbnjd->cbnid", inverse)
@@ -96,7 +97,7 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
 
 
 def _products(a: Array, k: Array, log_decay: Array, dot) -> Array:
-    """Returns P(a), `... C C`, of `... C Hk`; the leading axes of `k` and `log_decay` broadcast."""
+    """Returns P(a), `... C C`, of `... C Hk`."""
     size = a.shape[-2]
     if size <= SMALL:
         total = jnp.cumsum(log_decay, axis=-2)
