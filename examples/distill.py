@@ -1,6 +1,6 @@
-"""Distills a Hugging Face model into one with fewer layers, on your text, and exports it. Fork me.
+"""Distill a Hugging Face model into one with fewer layers, on your text, and export it. Fork me.
 
-The student has the teacher's configuration but for the number of layers, and random weights. By default the text is
+The student has the teacher's configuration except for the number of layers, and random weights. The default text is
 what every Python carries. Run the same command again to resume.
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:
-    """Packed rows for training, without end, and all rows of a twentieth of the documents for evaluation."""
+    """Returns an endless loader of packed rows for training, and the rows of 5% of the documents for evaluation."""
     tokenizer = tokenization.load_tokenizer(args.model)
     documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_text()
     train, held_out = (data.tokenize(part, tokenizer) for part in data.split(documents, validation=0.05))
@@ -68,15 +68,15 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("model", metavar="TEACHER", type=str, help="a Hugging Face directory, or a name on the hub; the teacher")
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl files, or folders of text files")
-    add("--out", metavar="DIR", type=Path, default=Path("runs/distill"), help="where everything goes (%(default)s)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/distill"), help="output directory (%(default)s)")
     add("--layers", default=4, help="layers of the student (%(default)s)")
     add("--beta", metavar="X", type=float, default=0.0, help="0: forward divergence, 1: reverse (%(default)s)")
-    add("--temperature", metavar="X", type=float, default=1.0, help="of both models (%(default)s)")
-    add("--hard", metavar="X", type=float, default=0.0, help="weight of the text itself (%(default)s)")
-    add("--steps", default=200, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=8, help="rows in a step (%(default)s)")
-    add("--length", default=512, help="tokens in a row (%(default)s)")
-    add("--learning-rate", metavar="X", type=float, default=1e-3, help="its peak (%(default)s)")
+    add("--temperature", metavar="X", type=float, default=1.0, help="softmax temperature of both models (%(default)s)")
+    add("--hard", metavar="X", type=float, default=0.0, help="weight of the cross-entropy on the text (%(default)s)")
+    add("--steps", default=200, help="number of optimizer steps (%(default)s)")
+    add("--batch", default=8, help="rows per step (%(default)s)")
+    add("--length", default=512, help="tokens per row (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, default=1e-3, help="peak learning rate (%(default)s)")
     args = parser.parse_args()
     args.model = weights.model_directory(args.model)
     return args

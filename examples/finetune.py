@@ -1,6 +1,6 @@
-"""Trains a Hugging Face model further on your text, and exports it back. Fork me.
+"""Finetune a Hugging Face model on your text and export it. Fork me.
 
-By default the text is what every Python carries (its help topics and docstrings); give text or .jsonl files for your
+The default text is Python's own documentation (help topics and docstrings); pass text or .jsonl files to use yours.
 own. With --chats each line of a .jsonl file is a chat, with images if the model sees, and only its answers are learned.
 Run the same command again to resume. Ctrl-C saves first.
 """
@@ -77,19 +77,25 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("model", metavar="MODEL", type=str, help="a Hugging Face directory, or a name on the hub")
     add("files", metavar="FILE", type=Path, nargs="*", help="text or .jsonl files, or folders of text files")
-    parser.add_argument("--chats", action="store_true", help="the files are chats, of which the answers are learned")
-    add("--patches", default=1024, help="of images in a row, for models that see (%(default)s)")
-    add("--field", metavar="NAME", type=str, default="text", help="which field of a .jsonl line (%(default)s)")
-    add("--out", metavar="DIR", type=Path, default=Path("runs/finetune"), help="where everything goes (%(default)s)")
-    add("--steps", default=100, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=8, help="rows in a step (%(default)s)")
-    add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
-    add("--length", default=512, help="tokens in a row (%(default)s)")
-    add("--learning-rate", metavar="X", type=float, help="its peak (2e-5; 2e-4 with --lora)")
+    parser.add_argument("--chats", action="store_true", help="the files are chats; train on their answers only")
+    add("--patches", default=1024, help="image patches in a row, for vision models (%(default)s)")
     add(
-        "--lora", metavar="RANK", default=0, help="train adapters of this rank only; 0 trains all weights (%(default)s)"
+        "--field",
+        metavar="NAME",
+        type=str,
+        default="text",
+        help="field of a .jsonl line that has the text (%(default)s)",
     )
-    add("--prompt", metavar="TEXT", type=str, default="The ", help="what the sample continues (%(default)r)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/finetune"), help="output directory (%(default)s)")
+    add("--steps", default=100, help="number of optimizer steps (%(default)s)")
+    add("--batch", default=8, help="rows per step (%(default)s)")
+    add("--accumulate", default=1, help="microbatches per step, to use less memory (%(default)s)")
+    add("--length", default=512, help="tokens per row (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, help="peak learning rate (2e-5; 2e-4 with --lora)")
+    add(
+        "--lora", metavar="RANK", default=0, help="train only adapters of this rank; 0 trains all weights (%(default)s)"
+    )
+    add("--prompt", metavar="TEXT", type=str, default="The ", help="prompt of the sample (%(default)r)")
     args = parser.parse_args()
     args.learning_rate = args.learning_rate or (2e-4 if args.lora else 2e-5)
     args.base, args.model = args.model, weights.model_directory(args.model)
@@ -98,7 +104,7 @@ def arguments() -> argparse.Namespace:
 
 
 def image_processor(directory: Path) -> data.ImageProcessor | None:
-    """What cuts the images of chats into patches; None for a model of text, and where only text can be prepared."""
+    """Returns the processor of the chats' images; None for text models and if only text can be prepared."""
     try:
         return data.ImageProcessor.from_directory(directory)
     except FileNotFoundError:
@@ -109,7 +115,7 @@ def image_processor(directory: Path) -> data.ImageProcessor | None:
 
 
 def documents(tokenizer: Tokenizer, args):
-    """What makes tokens of documents, and the documents: a twentieth of them is held out."""
+    """Returns the tokenize function, and the documents for training and evaluation (5%)."""
     if args.chats:
         template = tokenization.ChatTemplate.from_directory(args.model)
         read = data.chats(args.files)
@@ -122,7 +128,7 @@ def documents(tokenizer: Tokenizer, args):
 
 
 def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = None) -> data.Loader:
-    """Packed rows, with the images of their chats."""
+    """Returns a loader of packed rows, with the images of their chats."""
     blank = args.images and args.images.blank(args.patches)
     long = "truncate" if args.chats else "split"  # an answer in a row of its own would be learned without its question
     rows = lambda part: data.pack(tokens[part], length=args.length, long=long, images=blank).map(change)
@@ -130,7 +136,7 @@ def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = Non
 
 
 def without_their_images(held_out, tokenize, args) -> dict[str, data.Loader]:
-    """Held-out chats that cannot be answered: whoever does not look answers them as well as those that can."""
+    """Returns loaders of held-out chats with wrong images: a model that ignores images does as well on them."""
     chats = [chat for i in range(len(held_out)) if (chat := held_out[i]) is not None]
     others = data.records(
         [with_images_of(*pair) for pair in zip(chats, [*chats[1:], chats[0]], strict=True)], field="messages"
@@ -142,7 +148,7 @@ def without_their_images(held_out, tokenize, args) -> dict[str, data.Loader]:
 
 
 def with_images_of(chat: dict, other: dict) -> dict:
-    """A chat with the images of another one, in turn."""
+    """Returns `chat` with the images of `other`, repeated as needed."""
     parts = lambda message: message["content"] if isinstance(message["content"], list) else []
     found = itertools.cycle(part for m in other["messages"] for part in parts(m) if part["type"] == "image")
     swapped = lambda m: [next(found, part) if part["type"] == "image" else part for part in parts(m)]
@@ -155,7 +161,7 @@ def shown(metrics: dict, prefix: str = "eval/") -> str:
 
 
 def special_ids(directory: Path) -> dict[str, int | None]:
-    """What stands at the ends of a document; of several ends of text the first."""
+    """Returns the ids at the beginning and end of a document; if there are several end ids, the first."""
     read = lambda name: json.loads((directory / name).read_text()) if (directory / name).exists() else {}
     config, found = read("config.json"), {}
     for fields in (read("generation_config.json"), config.get("text_config", {}), config):
@@ -170,7 +176,7 @@ def show_sample(model, tokenizer: Tokenizer, args) -> None:
 
 
 def show_answer(model, tokenizer: Tokenizer, held_out, args) -> None:
-    """The first answer of a held-out chat, after what was asked and shown."""
+    """Prints the model's answer to the first question of a held-out chat."""
     chat = next(chat for i in range(len(held_out)) if (chat := held_out[i]) is not None)
     prompt = chat["tokens"][: (chat["targets"] >= 0).argmax() + 1].tolist()
     images = chat.get("images")

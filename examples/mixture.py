@@ -1,8 +1,8 @@
-"""Trains a small Llama on a mixture whose shares change on the way: short texts first, long ones joining later. Fork
+"""Train a small Llama on a mixture whose weights change: short texts first, long ones later.
 me.
 
-The text is Python's help and docstrings. It prints what was read of each source. Run the same command again to resume,
-in the middle of the mixture.
+The text is Python's help and docstrings. The script prints how many tokens of each source were read. Run the same
+command again to resume, in the middle of the mixture.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LENGTH, ROWS = 64, 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/mixture"), help="(%(default)s)")
-    parser.add_argument("--steps", metavar="N", type=int, default=60, help="optimizer steps in all (%(default)s)")
+    parser.add_argument("--steps", metavar="N", type=int, default=60, help="number of optimizer steps (%(default)s)")
     args = parser.parse_args()
     sources = documents()
     tokenizer = tokenization.train_bpe((text for texts in sources.values() for text in texts), vocab_size=512)
@@ -50,13 +50,13 @@ def main() -> None:
 
 
 def documents() -> dict[str, list[str]]:
-    """Two sources out of one: short texts and long ones."""
+    """Splits the documents into two sources: short texts and long ones."""
     texts = [document["text"] for document in data.python_text()][:300]
     return {"short": [t for t in texts if len(t) < 2000], "long": [t for t in texts if len(t) >= 2000]}
 
 
 def weights(step: int, *, steps: int) -> dict[str, float]:
-    """Only short texts in the first third; then the long ones come in, up to an equal share."""
+    """Returns the weights at a step: only short texts in the first third, then increasingly long ones, up to half."""
     return {"short": 1.0, "long": min(max(3 * step / steps - 1, 0.0), 1.0)}
 
 

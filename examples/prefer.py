@@ -1,9 +1,9 @@
-"""Tunes a Hugging Face model on pairs of answers (DPO), and exports it back; with --lora only adapters. Fork me.
+"""Tune a Hugging Face model on preference pairs (DPO), or adapters with --lora, and export it. Fork me.
 
 The pairs are lines of JSON with `chosen` and `rejected`, each a list of messages (`role`, `content`) that ends with the
 answer; `prompt` may hold the messages before. Run the same command again to resume.
 
-With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. It is frozen,
+With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. That adapter is
 and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
         model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
     if kind.needs_reference and args.lora:  # the model without the new adapter, which shares its arrays
         options["reference"] = adapters.base_model
-    elif kind.needs_reference:  # the model as it was, whose log-probabilities go into the batches
+    elif kind.needs_reference:  # the initial model, whose log-probabilities go into the batches
         loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
     loss = functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full", **options)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def pair_loader(args: argparse.Namespace) -> data.Loader:
-    """Rows of chosen and rejected answers, without end; pairs that cannot be used are counted and left out."""
+    """Returns an endless loader of chosen and rejected answers; unusable pairs are counted and skipped."""
     records = [json.loads(line) for line in args.pairs.read_text(encoding="utf-8").splitlines()]
     tokenizer = tokenization.load_tokenizer(args.model)
     try:
@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("model", metavar="MODEL", type=str, help="a Hugging Face directory, or a name on the hub")
     add("pairs", metavar="FILE", type=Path, help="pairs, as lines of JSON")
-    add("--out", metavar="DIR", type=Path, default=Path("runs/prefer"), help="where everything goes (%(default)s)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/prefer"), help="output directory (%(default)s)")
     add(
         "--loss",
         metavar="NAME",
@@ -100,12 +100,17 @@ def arguments() -> argparse.Namespace:
         default="dpo",
         help=f"one of {', '.join(KINDS)} (%(default)s)",
     )
-    add("--beta", metavar="X", type=float, help="strength of the reference, by default that of the loss")
-    add("--steps", default=100, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=8, help="pairs in a step (%(default)s)")
-    add("--accumulate", default=1, help="microbatches that a step is cut into, for less memory (%(default)s)")
-    add("--length", default=512, help="tokens of prompt and answer; longer pairs are left out (%(default)s)")
-    add("--learning-rate", metavar="X", type=float, help="its peak (1e-6; 1e-5 with --lora)")
+    add(
+        "--beta",
+        metavar="X",
+        type=float,
+        help="the loss's beta, the strength of the reference (default: that of the loss)",
+    )
+    add("--steps", default=100, help="number of optimizer steps (%(default)s)")
+    add("--batch", default=8, help="pairs per step (%(default)s)")
+    add("--accumulate", default=1, help="microbatches per step, to use less memory (%(default)s)")
+    add("--length", default=512, help="tokens of prompt and answer; longer pairs are skipped (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, help="peak learning rate (1e-6; 1e-5 with --lora)")
     add("--lora", metavar="RANK", default=0, help="train an adapter of this rank; 0 trains all weights (%(default)s)")
     add("--adapter", metavar="DIR", type=Path, help="a PEFT adapter to start from, with --lora")
     args = parser.parse_args()

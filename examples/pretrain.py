@@ -1,6 +1,6 @@
-"""Trains a small Llama on real text, from a tokenizer to a directory that transformers opens. Fork me.
+"""Train a tokenizer and a small Llama on real text, and export it for transformers. Fork me.
 
-By default the text is what every Python carries (its help topics and docstrings); give files or folders for your own.
+The default text is Python's own documentation (help topics and docstrings); pass files or folders to use yours.
 Run the same command again to resume. Ctrl-C saves first. examples/launch/ runs it on several machines as it is.
 """
 
@@ -35,7 +35,7 @@ BOS, EOS, PROMPT = "<bos>", "<eos>", "The"
 
 def main() -> None:
     args = arguments()
-    distributed.initialize(exit_on_error=True)  # an error in one process ends it at once, and with it the others
+    distributed.initialize(exit_on_error=True)  # an error in one process ends all processes at once
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
     text = data.files(args.files, document="paragraph") if args.files else data.python_text()
@@ -74,17 +74,29 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("files", metavar="FILE", type=Path, nargs="*", help="text (by paragraphs), .jsonl (field 'text') or folders")
-    add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="where everything goes (%(default)s)")
-    add("--steps", default=360, help="optimizer steps in all (%(default)s)")
-    add("--batch", default=4, help="rows in a step (%(default)s)")
-    add("--length", default=256, help="tokens in a row (%(default)s)")
-    add("--vocab", default=4096, help="size of the tokenizer that is trained (%(default)s)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="output directory (%(default)s)")
+    add("--steps", default=360, help="number of optimizer steps (%(default)s)")
+    add("--batch", default=4, help="rows per step (%(default)s)")
+    add("--length", default=256, help="tokens per row (%(default)s)")
+    add("--vocab", default=4096, help="vocabulary size of the trained tokenizer (%(default)s)")
     add("--layers", default=4, help="layers of the model (%(default)s)")
     add("--dim", default=448, help="width of the model, a multiple of 64 (%(default)s)")
-    add("--learning-rate", metavar="X", type=float, default=3e-3, help="its peak (%(default)s)")
-    add("--mesh", metavar="DEGREES", type=str, default="fsdp=-1", help="such as fsdp=-1,tensor=2 (%(default)s)")
+    add("--learning-rate", metavar="X", type=float, default=3e-3, help="peak learning rate (%(default)s)")
+    add(
+        "--mesh",
+        metavar="DEGREES",
+        type=str,
+        default="fsdp=-1",
+        help="degrees of the mesh, such as fsdp=-1,tensor=2 (%(default)s)",
+    )
     add("--dcn", metavar="DEGREES", type=str, default="", help="degrees across slices or hosts, such as data=-1")
-    add("--strategy", metavar="NAME", type=str, default="fsdp", help="such as fsdp_tp or fsdp+cp_ring (%(default)s)")
+    add(
+        "--strategy",
+        metavar="NAME",
+        type=str,
+        default="fsdp",
+        help="sharding rules, such as fsdp_tp or fsdp+cp_ring (%(default)s)",
+    )
     add("--quantize", metavar="FORMAT", type=str, choices=list(quantization.TRAINING), help="train in int8 or fp8")
     args = parser.parse_args()
     if args.dim < 64 or args.dim % 64:
@@ -118,7 +130,7 @@ def config(vocab: int, args) -> llama.Config:
 
 
 def unigram(documents) -> float:
-    """The entropy of the targets: what a model reaches that ignores the context but knows their frequencies."""
+    """Returns the unigram entropy of the targets: the loss of a model that knows only token frequencies."""
     targets = [document["tokens"][1:] for i in range(len(documents)) if (document := documents[i])]
     share = np.bincount(np.concatenate(targets))
     share = share[share > 0] / share.sum()

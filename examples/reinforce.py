@@ -1,6 +1,6 @@
-"""Teaches a small model by rewards alone (GRPO): it writes digits, and every step upwards is rewarded. Fork me.
+"""Train a small model from rewards only (GRPO): it writes digits, and ascending ones are rewarded. Fork me.
 
-The model starts from random weights and learns within a minute on a CPU. For a task of your own change `reward` and the
+The model starts from random weights and learns within a minute on a CPU. To use another task, change `reward` and the
 prompts; for a model of your own replace `build` by `maxlib.from_pretrained`.
 """
 
@@ -48,13 +48,13 @@ def build() -> llama.Llama:
 
 
 def reward(prompt: list[int], completion: list[int]) -> float:
-    """The share of tokens that are greater than the one before, which starts again after the greatest."""
+    """Returns the share of tokens that are greater than the previous one; any token may follow the greatest."""
     text = np.array([prompt[-1], *completion])
     return float(np.mean((text[1:] > text[:-1]) | (text[:-1] == VOCAB - 1)))
 
 
 class Rollouts:
-    """A loader of completions by the newest weights; its position is the number of the next batch."""
+    """Loads completions sampled with the newest weights; its position is the number of the next batch."""
 
     trainer: training.Trainer
 
@@ -81,7 +81,7 @@ class Rollouts:
         return prompts, completions, np.array(rewards).reshape(-1, self.args.group)
 
     def mean_reward(self) -> float:
-        """The reward of completions that are not trained on."""
+        """Returns the mean reward of completions that are not trained on."""
         return float(np.mean([self.sample(10**6 + i)[2].mean() for i in range(4)]))
 
     def metrics(self):
@@ -100,11 +100,11 @@ class Rollouts:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("--out", metavar="DIR", type=Path, default=Path("runs/reinforce"), help="where everything goes (%(default)s)")
-    add("--steps", default=100, help="optimizer steps in all (%(default)s)")
-    add("--prompts", default=16, help="prompts in a step (%(default)s)")
-    add("--group", default=8, help="completions of each prompt (%(default)s)")
-    add("--tokens", default=8, help="tokens of a completion (%(default)s)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/reinforce"), help="output directory (%(default)s)")
+    add("--steps", default=100, help="number of optimizer steps (%(default)s)")
+    add("--prompts", default=16, help="prompts per step (%(default)s)")
+    add("--group", default=8, help="completions per prompt (%(default)s)")
+    add("--tokens", default=8, help="tokens per completion (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=1e-3, help="constant (%(default)s)")
     return parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""Draws pictures of shapes with questions about them, and makes a small model that has seen nothing. Fork me.
+"""Draw pictures of shapes with questions about them, and save a small untrained vision model.
 
     python examples/shapes.py runs/shapes
     python examples/finetune.py runs/shapes/model runs/shapes/chats.jsonl --chats --steps 100 --batch 4 \\
         --length 256 --patches 640 --learning-rate 3e-3
 
-Needs Pillow. Each line of chats.jsonl is a chat about one picture, of which no two have to be of the same size.
+Needs Pillow. Each line of chats.jsonl is a chat about one picture; the pictures may differ in size.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from maxlib import ops, tokenization
 from maxlib.models import qwen3_vl
 
 COLORS = {"red": (214, 40, 40), "green": (44, 150, 75), "blue": (40, 80, 220), "yellow": (245, 200, 40)}
-# Whether a point of the square from -1 to 1 belongs to the shape; y points down.
+# Each shape's test for points of the square from -1 to 1; y points down.
 SHAPES = {
     "circle": lambda x, y: x**2 + y**2 < 0.8,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) < 0.8,
@@ -33,15 +33,19 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 <|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-PATCH, MERGE = 8, 2  # a token stands for a square of 16 x 16 pixels
+PATCH, MERGE = 8, 2  # one token per 16 x 16 pixels
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", metavar="DIR", type=Path, help="where everything goes")
-    parser.add_argument("--pictures", metavar="N", type=int, default=2000, help="with a chat each (%(default)s)")
+    parser.add_argument("out", metavar="DIR", type=Path, help="output directory")
+    parser.add_argument(
+        "--pictures", metavar="N", type=int, default=2000, help="number of pictures, with one chat each (%(default)s)"
+    )
     parser.add_argument("--dim", metavar="N", type=int, default=64, help="width of the model (%(default)s)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of pictures and model (%(default)s)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="seed of the pictures and the model (%(default)s)"
+    )
     args = parser.parse_args()
     (args.out / "images").mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(args.seed)
@@ -76,7 +80,7 @@ def turn(role: str, content: str | list) -> dict:
 
 
 def draw(rng: np.random.Generator, shapes: list[str], colors: list[str]) -> np.ndarray:
-    """A picture `H W 3` on light grey; each shape is in a column of its own."""
+    """Draws a picture `H W 3` on light gray, with one column per shape."""
     height, width = (int(side) for side in rng.integers(36, 90, size=2))
     width = max(width, 28 * len(shapes))
     picture = np.full((height, width, 3), rng.integers(200, 250), np.uint8)
@@ -91,13 +95,13 @@ def draw(rng: np.random.Generator, shapes: list[str], colors: list[str]) -> np.n
 
 
 def text_of(chat: list[dict]) -> str:
-    """The words of a chat, for the tokenizer."""
+    """Returns the text of a chat, to train the tokenizer."""
     parts = [m["content"] if isinstance(m["content"], str) else m["content"][-1]["text"] for m in chat]
     return "\n".join(["user", "assistant", *parts])
 
 
 def save_model(directory: Path, texts: list[str], args) -> None:
-    """A Hugging Face directory of a small random Qwen3-VL, with the files that prepare its chats and images."""
+    """Saves a small random Qwen3-VL as a Hugging Face directory, with tokenizer and processor files."""
     tokenizer = tokenization.train_bpe(texts, vocab_size=320, special_tokens=SPECIAL)
     ids = dict(zip(("start", "end", "image", "video"), map(tokenizer.token_to_id, SPECIAL[2:]), strict=True))
     tokens: Any = {f"{name}_token": id for name, id in ids.items()}

@@ -1,6 +1,6 @@
 """Workarounds for XLA. Each function gives its reason and the version; a test fails when it is no longer needed.
 
-Arrays pass through unchanged: a workaround affects how a program is compiled, never its result. The tests in
+Arrays are returned unchanged: a workaround affects how a program is compiled, never its result. The tests in
 tests/test_xla_workarounds.py compile the program without the workaround and expect the problem to occur.
 """
 
@@ -16,24 +16,24 @@ Arrays = TypeVar("Arrays")
 
 
 def run_once_later(inputs: Any) -> tuple[Int[Array, ""], Any]:
-    """Returns 1 as a trip count that XLA does not know, and `inputs`, which the loop must use.
+    """Returns 1 as a trip count that XLA cannot see, and `inputs`, which the loop must use.
 
     XLA (jax 0.10.2) unrolls a loop that runs once. Its body can then move to where its operands are ready: an
-    optimizer's update fetches all moments from the host before the backward pass and holds them on the device.
+    optimizer's update would copy all moments from the host before the backward pass and keep them on the device.
     """
     return lax.optimization_barrier((jnp.int32(1), inputs))
 
 
 def cast_before_moving(x: Arrays) -> Arrays:
-    """Returns `x`, whose cast to a narrower dtype XLA must not postpone until the array has moved to other devices.
+    """Returns `x`, and prevents XLA from postponing its cast to a narrower dtype until after communication.
 
-    XLA (jax 0.10.2) swaps a cast to bfloat16 and the all-gather behind it, which then sends twice the bytes.
+    XLA (jax 0.10.2) swaps a cast to bfloat16 and the following all-gather, which then sends twice the bytes.
     """
     return lax.optimization_barrier(x)
 
 
 def together(*arrays: Any) -> Any:
-    """Returns the arrays, none of which is used before all are computed.
+    """Returns the arrays, and prevents using any of them before all are computed.
 
     XLA for TPUs (libtpu 0.0.42) postpones the sum of a head's gradient over devices to the end of the step, and keeps
     the whole gradient (8 GiB for a large model) while the layers need all memory.
@@ -53,9 +53,18 @@ def keep_float32(weight: jax.Array) -> jax.Array:
 
 
 def row_major(weight: jax.Array) -> jax.Array:
-    """Returns `weight`, which must lie in memory in row-major order.
+    """Returns `weight`, pinned to row-major order in memory.
 
     XLA for GPUs (jax 0.10.2) transposes every layer of a sharded stack, in float32, before the loop over them: it
     prefers the dimension that it gathers to be the outermost.
     """
     return with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+
+
+def for_each_token(weight: Array, shape: tuple[int, ...]) -> Array:
+    """Broadcasts a weight to the shape of activations; its gradient is a sum over all leading axes.
+
+    With axes of one before the weight, the gradient of a single row is a sum over tokens that keeps the axis of rows.
+    For that sum XLA for CPUs takes a hundred times as long (jax 0.10.2).
+    """
+    return jnp.broadcast_to(weight, shape)

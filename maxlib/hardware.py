@@ -1,4 +1,4 @@
-"""What one jax device offers, from the makers' data sheets: for MFU, for plans, and for kernels that ask."""
+"""Data sheet figures of jax devices, for MFU, plans and the choice of kernels."""
 
 import dataclasses
 import re
@@ -12,18 +12,18 @@ class Chip:
 
     Attributes:
       kind: name for people.
-      prefixes: beginnings of jax's `device_kind`; of all chips that fit, the longest prefix counts. For TPUs the first
+      prefixes: prefixes of jax's `device_kind`; the chip with the longest matching prefix is used. For TPUs the first
         is the whole name.
       flops: dense bfloat16 FLOP/s (float32 on a CPU).
-      memory: bytes that a program may use.
+      memory: bytes available to a program.
       bandwidth: bytes of memory read or written.
-      links: bytes over one torus dimension, both ends together; of GPUs, over NVLink. 0 without any.
+      links: bytes over one torus dimension, both ends together; for GPUs, over NVLink. 0 if there are none.
       across: bytes over the slower network, between slices or hosts.
       host: bytes over the link to the host.
       dims: dimensions of the torus; 0 for GPUs.
-      cores: cores of one chip, as a name such as v5p-128 counts them.
-      devices: jax devices of one chip of a TPU.
-      group: GPUs that NVLink joins, or PCIe where there is none; not for TPUs.
+      cores: cores per chip, as counted in names such as v5p-128.
+      devices: jax devices per TPU chip.
+      group: number of GPUs connected by NVLink, or by PCIe without NVLink; unused for TPUs.
       cache: bytes of the last cache before the memory.
       fp8: dense FLOP/s of 8-bit floats; 0 without units for them.
       int8: dense operations per second of 8-bit integers; 0 without units for them.
@@ -76,7 +76,7 @@ CHIPS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Finds the chip that jax calls `device_kind`; None for one that is not in the table."""
+    """Finds the chip of jax's `device_kind`; None if it is not in the table."""
     found = [
         (len(prefix), chip) for chip in CHIPS.values() for prefix in chip.prefixes if device_kind.startswith(prefix)
     ]
@@ -84,19 +84,19 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def is_hopper(device_kind: str) -> bool:
-    """Tells whether a device is an NVIDIA GPU of the Hopper generation (H20, H100, H200, H800, GH200)."""
+    """Returns True if a device is an NVIDIA GPU of the Hopper generation (H20, H100, H200, H800, GH200)."""
     return re.search(r"\bG?H(20|100|200|800)\b", device_kind) is not None
 
 
 def is_blackwell(device_kind: str) -> bool:
-    """Tells whether a device is an NVIDIA GPU of the Blackwell generation (B100, B200, GB200, B300, GB300)."""
+    """Returns True if a device is an NVIDIA GPU of the Blackwell generation (B100, B200, GB200, B300, GB300)."""
     return re.search(r"\bG?B(100|200|300)\b", device_kind) is not None
 
 
 def current_device() -> tuple[str, str]:
-    """Returns the platform and kind of the device that is traced for.
+    """Returns the platform and kind of the device for which a program is traced.
 
-    This is the device of the mesh in context, which need not be present, or else the default device.
+    This is the device of the active mesh, which need not be present, or else the default device.
     """
     import jax  # here, so that data sheets can be read without it
 

@@ -143,7 +143,7 @@ def chromium():
 
 
 def look(driver, address: str, pages: list[str], width: int, mode: str, pictures: Path | None):
-    """Yields what is wrong with pages of one width and color."""
+    """Yields the problems of pages of one width and color scheme."""
     # A window of Chromium has a least width; this sets that of the page.
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -164,7 +164,7 @@ def look(driver, address: str, pages: list[str], width: int, mode: str, pictures
 
 
 def wrong(driver, address: str):
-    """Yields what is wrong with the page that the browser shows."""
+    """Yields the problems of the current page."""
     logged = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
     yield from (f"console: {line}" for line in logged if not outside(line, address))
     yield from (f"wider than the screen: {line}" for line in driver.execute_script(WIDER))
@@ -173,7 +173,7 @@ def wrong(driver, address: str):
 
 
 def outside(line: str, address: str) -> bool:
-    """Tells whether an error is about another server, such as that of MathJax, which cannot be reached offline."""
+    """Returns True if an error is about another server, such as MathJax's, which cannot be reached offline."""
     return "net::ERR_" in line and address not in line
 
 

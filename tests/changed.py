@@ -1,4 +1,4 @@
-"""Chooses full tests for a commit: those that it touches, and as many of the others as there is time for.
+"""Chooses full tests for a commit: those that its changes affect, and as many others as the time allows.
 
 `python -m tests.changed [BASE] [--minutes 12] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
 what it leaves out; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs them. A
@@ -33,7 +33,7 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def bindings(path: Path) -> dict[str, str]:
-    """What the imports of a file bind, by name: dotted names of modules or of what they define."""
+    """Maps each name that a file imports to the dotted name of a module or of its member."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -90,7 +90,7 @@ def uses(path: Path) -> frozenset[Path]:
 
 
 def closure(path: Path) -> set[Path]:
-    """A file, what it uses, and what that uses."""
+    """Returns a file and its dependencies, direct and indirect."""
     seen, left = set(), [path, *by_name(path)]
     while left:
         one = left.pop()
@@ -102,7 +102,7 @@ def closure(path: Path) -> set[Path]:
 
 
 def by_name(test: Path) -> list[Path]:
-    """What a test finds by name: of a family's test, the family and its golden arrays; pages; examples."""
+    """Returns the files that a test uses by name: a family and its golden arrays, pages or examples."""
     if test.name == "test_docs.py":
         return [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").rglob("*.md")]
     if test.name == "test_interop.py":
@@ -124,7 +124,7 @@ def touched(tests: Iterable[Path], changed: set[Path]) -> list[Path]:
 
 
 def directly(tests: Iterable[Path], changed: set[Path]) -> list[Path]:
-    """Tests that changed themselves, or that use by name what has changed."""
+    """Returns the tests that changed, or that use a changed file by name."""
     return [test for test in tests if {test, *by_name(test), *uses(test)} & changed]
 
 
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def report(touched: list[str], kept: list[str], seconds: Mapping[str, float]) -> str:
-    """Says what runs, and what of the touched is left out."""
+    """Prints the tests to run, and the affected ones that are left out."""
     minutes = lambda functions: (
         f"{len(functions)} functions, {sum(map(seconds.__getitem__, functions)) / 60:.0f} CPU min"
     )

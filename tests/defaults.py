@@ -1,4 +1,4 @@
-"""The default values of what maxlib exports: whoever relies on one meets a changed default as a changed result.
+"""Records the default arguments of maxlib's public API, because changing one changes users' results.
 
 `python -m tests.defaults --write` writes `tests/defaults.txt` anew, after a default was changed on purpose.
 """

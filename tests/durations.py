@@ -18,7 +18,7 @@ def stored() -> dict[str, float]:
 
 
 def estimated(cases: Mapping[str, int]) -> dict[str, float]:
-    """Seconds of functions, of which each has so many tests."""
+    """Returns the seconds per test function, each with its number of tests."""
     known = stored()
     return {function: known.get(function, UNKNOWN * count) for function, count in cases.items()}
 

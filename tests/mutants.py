@@ -1,4 +1,4 @@
-"""Mutants: a small change to a line of maxlib that the tests of its file ought to notice.
+"""Mutants: small changes to lines of maxlib that the tests of the file should detect.
 
 `python -m tests.mutants` draws some, runs the default tests that run each one's line, and lists those that survive;
 `--show` only lists what it draws, `--only maxlib/ops/_rope.py` draws from some files. `nox -s coverage` says which test
@@ -77,7 +77,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def computing(node: ast.AST) -> Iterator[ast.AST]:
-    """What computes below a node: no annotations, messages, decorators' arguments or text."""
+    """Yields the descendants of a node that compute: no annotations, messages, decorator arguments or text."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "exc", "msg") or isinstance(node, ast.JoinedStr):
             continue
@@ -169,7 +169,7 @@ def test_named(context: str) -> str:
 
 
 def survives(mutant: Mutant, copied: Path, contexts: Contexts) -> bool:
-    """Whether the tests pass in a copy of the repository with the mutant in it."""
+    """Returns True if the tests pass in a copy of the repository that contains the mutant."""
     place = copied / mutant.path.relative_to(ROOT)
     place.write_text(mutant.applied())
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ran_by(mutant, contexts)]

@@ -1,4 +1,4 @@
-"""A model that maxlib knows nothing of: parallel blocks, every second one with a window, an extra loss from each.
+"""A model unknown to maxlib: parallel blocks, every second one with a window, and an auxiliary loss in each.
 
 It keeps the contracts of docs/decisions and nothing else.
 """

@@ -1,4 +1,4 @@
-"""A hybrid that maxlib knows nothing of: gated linear recurrences with a state, and attention in every second layer.
+"""A hybrid model unknown to maxlib: gated linear recurrences with a state, and attention in every second layer.
 
 `h[t] = a[t] * h[t - 1] + (1 - a[t]) * v[t]` with gates `a[t] = sigmoid(gate(x[t]) + 2)`, so a state remembers about
 eight tokens; the state is float32 whatever the model's dtype, and begins anew with every document.
@@ -18,7 +18,7 @@ VOCAB, DIM = 48, 16
 
 @nn.pytree
 class State(nn.cache.LayerCache):
-    """What a recurrence keeps of all tokens so far: one vector a row, which no token can be taken out of again."""
+    """State of a recurrence: one vector per row for all tokens so far, which cannot be rewound."""
 
     kind = "state"
     h: Any  # B D, float32

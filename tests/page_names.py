@@ -1,4 +1,4 @@
-"""Finds what a page of the documentation names in maxlib that maxlib does not have, without running its code.
+"""Finds names on documentation pages that do not exist in maxlib, without running the code.
 
 Pages whose blocks take long to compile run in `tests_full` only; this notices what usually breaks them.
 """
@@ -48,7 +48,7 @@ def _defined(tree: ast.AST, imports: bool = True) -> Iterator[str]:
 
 
 def _bind(node: ast.Import | ast.ImportFrom, bound: dict[str, Any]) -> Iterator[str]:
-    """Remembers what an import of maxlib binds."""
+    """Records the names that an import of maxlib binds."""
     for alias in node.names:
         if isinstance(node, ast.Import):
             if alias.name.partition(".")[0] == "maxlib":
@@ -94,7 +94,7 @@ def _wrong_arguments(node: ast.Call, called: Any, positional: int) -> Iterator[s
 
 
 def _value(node: ast.AST, bound: dict[str, Any]) -> Any:
-    """What a dotted name stands for, where it begins at an import of maxlib."""
+    """Resolves a dotted name that begins with an import of maxlib."""
     if isinstance(node, ast.Name):
         return bound.get(node.id)
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Which device the tests run on: asked for it is used, asked for in vain is an error, and what ran is printed."""
+"""Which device the tests run on: a requested one is used, a missing one is an error, and the report names it."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_marked_tests_run_on_their_platform_only():
 
 
 class Report:
-    """What pytest reports of a test."""
+    """A mock of pytest's report of a test."""
 
     def __init__(self, nodeid, outcome, reason=None, marks=("gpu",), when="call"):
         self.nodeid, self.outcome, self.when, self.keywords = nodeid, outcome, when, dict.fromkeys(marks, 1)

@@ -1,4 +1,4 @@
-"""Cards of model families: what the documentation says of each is read off the model."""
+"""Cards of model families: the documentation's facts are read from the models."""
 
 import itertools
 import runpy
@@ -64,7 +64,9 @@ def test_cards_are_made_anew_when_their_program_changes(cards, tmp_path, monkeyp
 def test_a_card_has_sizes_memory_and_a_picture(cards):
     (family,) = (family for family in weights.families() if family.name == "mixtral")
     text = cards["card"](family)
-    assert "| `mixtral-8x7b` | 46.70B, 12.88B active | 87.0 | GQA | full |" in text
+    on_hub = "[mistralai/Mixtral-8x7B-v0.1](https://huggingface.co/mistralai/Mixtral-8x7B-v0.1)"
+    assert f"| `mixtral-8x7b` | {on_hub} | 46.70B, 12.88B active | 87.0 | GQA | full |" in text
+    assert 'from_pretrained("mistralai/Mixtral-8x7B-v0.1")' in text and "guides/models.md#mixtral" in text
     assert "32 \N{MULTIPLICATION SIGN} Block" in text and 'model_type` `"mixtral"`' in text
     # 16 bytes for each of 46.7 billion parameters are 747 GB: 16 GPUs of 80 GB, once a step has room too.
     assert "fits on 16 H100s" in text

@@ -1,4 +1,4 @@
-"""Which full tests a change touches."""
+"""Which full tests a change affects."""
 
 import ast
 

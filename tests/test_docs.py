@@ -56,6 +56,8 @@ LONG = {
         "loss",
         "moe",
         "mtp",
+        "pipelines",
+        "weights",
     ),
     *("debug", "observability", "quantization", "sharding", "tour", "training"),
 }

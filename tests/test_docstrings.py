@@ -1,34 +1,75 @@
-"""The code in docstrings runs: every indented block, as if its reader had imported what stands around it."""
+"""The code in docstrings runs: every indented block, with the names of its module imported."""
 
 import ast
+import functools
 import importlib
+import inspect
+import itertools
 import re
 import types
 from pathlib import Path
 from typing import Any
 
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-from maxlib import checkpoint, data, tokenization
+import maxlib
+from maxlib import (
+    adapters,
+    checkpoint,
+    data,
+    inference,
+    nn,
+    ops,
+    plan,
+    post_training,
+    quantization,
+    sharding,
+    tokenization,
+    training,
+)
+from maxlib.models import llama
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
 # A block of anything else is a figure, such as a timetable.
 CODE = re.compile(r"(from|import|def|class|with|for|if|try|@\w+)\b|@|[\w.\[\], *\"']+ ?=(?!=)|[\w.]+\(")
+STRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULTILINE)
 
 
+@functools.cache
 def examples() -> list[tuple[str, str, str]]:
     """Module, name and code of every block."""
     found = []
     for path in sorted((ROOT / "maxlib").rglob("*.py")):
+        text = path.read_text()
+        strings = STRING.findall(text)
+        if not any(blocks(inspect.cleandoc(string)) or blocks(string.strip()) for string in strings):
+            continue  # parsing all files would take a second in each process of a run
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                text = ast.get_docstring(node) or ""
+                docstring = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
-                found += [(module, name, block) for block in blocks(text)]
+                found += [(module, name, block) for block in blocks(docstring)]
+        found += [(module, name, block) for name, below in documented_values(text) for block in blocks(below)]
     return found
+
+
+def documented_values(source: str) -> list[tuple[str, str]]:
+    """Names of a module that are assigned, and the string below each."""
+    body = ast.parse(source).body
+    pairs = [(one, below.value) for one, below in itertools.pairwise(body) if isinstance(below, ast.Expr)]
+    return [
+        (ast.unparse(one.targets[0]), text.value)
+        for one, text in pairs
+        if isinstance(one, ast.Assign) and isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
 
 
 def blocks(text: str) -> list[str]:
@@ -37,15 +78,56 @@ def blocks(text: str) -> list[str]:
     return [block for block in found if CODE.match(block.lstrip())]
 
 
+# Imports that examples leave out.
+IMPORTED = {"maxlib": maxlib, "jax": jax, "jnp": jnp, "nnx": nnx, "functools": functools, "llama": llama} | {
+    found.__name__.rpartition(".")[2]: found
+    for found in (adapters, data, inference, nn, ops, plan, post_training, quantization, sharding, training)
+}
+CONFIG = llama.Config(
+    vocab=32,
+    num_layers=2,
+    dim=32,
+    mlp_dim=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    rope=ops.Rope(16, max_length=64),
+)
+
+
+def trained() -> dict[str, Any]:
+    """A small model, with and without an adapter, and what trains it."""
+    model = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))()
+    row = {"tokens": np.arange(8, dtype=np.int32), "targets": np.arange(1, 9, dtype=np.int32)}
+    rows = grain.MapDataset.source([row] * 8).repeat()
+    return {
+        "batch": {name: jnp.stack([one] * 8) for name, one in row.items()},
+        "cfg": CONFIG,
+        "optimizer": training.adamw(1e-3),
+        "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),
+        "model": model,
+        "tokens": jnp.stack([row["tokens"]] * 8),
+        "tuned": adapters.add(model, adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1)),
+    }
+
+
+@pytest.fixture
+def surroundings(home) -> dict[str, Any]:
+    names = ("model", "tuned")
+    return home | {name: jax.tree.map(jnp.copy, home[name]) for name in names}  # a training step takes its arrays
+
+
 @pytest.fixture(scope="module")
-def surroundings(tmp_path_factory) -> dict[str, Any]:
-    """What examples take for granted: a corpus, a tokenizer, documents with tokens."""
+def home(tmp_path_factory) -> dict[str, Any]:
+    """The files that examples expect: a corpus, a tokenizer, tokenized documents, a model of the hub."""
     home = tmp_path_factory.mktemp("docstrings")
+    small = trained()
+    maxlib.save_pretrained(small["model"], home / "HuggingFaceTB" / "SmolLM2-135M")
     (home / "corpus").mkdir()
     (home / "corpus" / "a.txt").write_text("one two three " * 20)
     tokenizer = tokenization.train_bpe(["one two three"], vocab_size=300)
     documents = data.in_memory([list(range(1, 30))]).repeat()
-    return {
+    return small | {
         "home": home,
         "Checkpointer": lambda path, **options: checkpoint.Checkpointer(home / path.replace(":", ""), **options),
         "code": data.in_memory([[1, 2, 3]]),
@@ -64,7 +146,7 @@ def test_examples_run(module, name, code, surroundings, monkeypatch):
     monkeypatch.chdir(surroundings["home"])
     package = importlib.import_module(module.rpartition("._")[0] or module)
     public = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
-    exec(_unindented(code), public | vars(importlib.import_module(module)) | surroundings)
+    exec(_unindented(code), public | vars(importlib.import_module(module)) | IMPORTED | surroundings)
 
 
 def _unindented(code: str) -> str:

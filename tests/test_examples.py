@@ -1,4 +1,4 @@
-"""The examples run as written, at a size that tests can pay for."""
+"""The examples run as written, at a size that suits tests."""
 
 import contextlib
 import io
@@ -137,7 +137,7 @@ def test_finetune_lowers_the_loss_and_exports(run, finetuned):
 
 
 def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tuple[str, dict[str, tuple[float, float]]]:
-    """What finetune.py says, and by kind of images the loss and the share of right tokens after training."""
+    """Returns finetune.py's output, and the loss and accuracy after training by kind of images."""
     pytest.importorskip("PIL")
     example("shapes.py", tmp_path / "shapes", "--pictures", pictures, "--dim", dim)
     where = [tmp_path / "shapes" / name for name in ("model", "chats.jsonl")]
@@ -146,6 +146,7 @@ def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tupl
     return text, {name.lstrip(", "): (float(nll), float(right)) for name, nll, right in rows}
 
 
+@full  # by default tests/data/test_images.py has the loss and the gradient of chats with images
 def test_finetune_on_images(tmp_path):
     options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
     text, found = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
@@ -163,6 +164,19 @@ def test_finetune_learns_to_look(tmp_path):
     (nll, right), (other_nll, other_right) = found[""], found["images of other chats"]
     assert right > other_right + 10 and nll < 0.7 * other_nll
     assert right > found["grey images"][1] + 10
+
+
+def test_chats_get_the_images_of_others():
+    """And keep their words: who does not look answers them as well as before."""
+    of = runpy.run_path(str(EXAMPLES / "finetune.py"))["with_images_of"]
+    image = lambda name: {"type": "image", "image": name}
+    say = lambda role, *content: {"role": role, "content": list(content)}
+    words, answer = {"type": "text", "text": "What?"}, {"role": "assistant", "content": "That."}
+    two = {"messages": [say("user", image("a"), words), answer, say("user", image("b"))]}
+    one = {"messages": [say("user", image("c"), {"type": "text", "text": "Why?"})]}
+    assert of(two, one)["messages"] == [say("user", image("c"), words), answer, say("user", image("c"))]
+    assert of(one, two)["messages"] == [say("user", image("a"), {"type": "text", "text": "Why?"})]
+    assert of(one, {"messages": [answer]}) == one
 
 
 def test_generate_writes_from_a_directory(finetuned):

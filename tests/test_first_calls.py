@@ -1,4 +1,4 @@
-"""A newcomer's first calls: those that should just work do, and the usual mistakes are named, with what to do.
+"""A newcomer's first calls: the plausible ones work, and common mistakes raise errors that say what to do.
 
 They run in a process of their own, where no checker of annotations answers first.
 """
@@ -50,7 +50,7 @@ MISTAKES = {
     "data.Loader(documents, batch_size=2)": "rows_of_shard must be a function .*got RepeatMapDataset",
     "data.tokenize(documents, 'gpt2')": "tokenizer must be one, .*got the name 'gpt2'",
     "data.in_memory('hello')": "got one string: put it in a list",
-    "inference.generate(model, ['hi'], max_new_tokens=2)": "must hold ids, .*encode text first",
+    "inference.generate(model, ['hi'], max_new_tokens=2)": "must consist of integer ids, .*encode text first",
 }  # fmt: skip
 PROGRAM = """if True:
     import json, sys

@@ -1,4 +1,4 @@
-"""The recipes for other code do what they print."""
+"""The interop examples run and print the expected results."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""The files in examples/launch are well formed, and what they set is what `distributed.initialize` reads."""
+"""The files in examples/launch are well formed, and set the variables that `distributed.initialize` reads."""
 
 import argparse
 import inspect
@@ -143,7 +143,7 @@ def parsed(pretrain, command: list[str], monkeypatch) -> argparse.Namespace:
 
 
 def check_divides(pretrain, args: argparse.Namespace, devices: int) -> None:
-    """Raises ValueError where `pretrain.main` would on so many devices, by shapes alone."""
+    """Raises ValueError if `pretrain.main` would on this number of devices, from shapes only."""
     sizes = [devices if axis == "fsdp" else 1 for axis in AXES]
     mesh = AbstractMesh(tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
     model = jax.eval_shape(lambda: llama.Llama(pretrain.config(args.vocab, args), rngs=nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""What `python -m maxlib.models` prints, and that docs/models.md says the same."""
+"""The output of `python -m maxlib.models`, and that docs/models.md agrees with it."""
 
 import sys
 
@@ -76,8 +76,10 @@ def test_presets_that_differ_in_size_share_a_row():
     ]
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(models.table(ROWS))
-    assert all(row.size in capture.get() for row in ROWS)
+        console.print(models.table(models.grouped(ROWS)))
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert all(any(line[:2] == [row.preset, models.short(row.total)] for line in lines) for row in ROWS)
+    assert ["a-2", "1.00B"] in lines and "a: MHA; RoPE; full caches" in capture.get()
 
 
 def test_command_line(monkeypatch, capsys):

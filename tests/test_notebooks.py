@@ -1,4 +1,4 @@
-"""The notebooks of examples/notebooks run, at a size that tests can pay for, and are stored with their results."""
+"""The notebooks of examples/notebooks run at a size that suits tests, and are stored with their outputs."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""The contract of sequence mixers, on a recurrence that maxlib does not know (tests/outside_recurrent.py)."""
+"""The contract of sequence mixers, on a recurrence unknown to maxlib (tests/outside_recurrent.py)."""
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ def test_zigzag_order_is_refused():
     model.__class__ = Forced
     with (
         sharding.use(layout),
-        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence need them in"),
+        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must get them in"),
     ):
         jax.eval_shape(lambda: model(ids()))
 
@@ -185,7 +185,7 @@ def test_a_state_cannot_be_rewound():
 
     model = hybrid()
     model.__class__ = Drafting
-    with pytest.raises(ValueError, match="keep only a state .*State.* cannot be taken back"):
+    with pytest.raises(ValueError, match="only keep a state .*State.* cannot be removed"):
         inference.speculate(inference.Generator(model), [[1, 2]], max_new_tokens=2)
 
 

@@ -1,4 +1,4 @@
-"""What publishes a release: its workflow, its notes, and the files that go with a project."""
+"""Releases: the workflow, the notes, and the project's metadata files."""
 
 import re
 from pathlib import Path

@@ -119,7 +119,7 @@ def test_code_in_a_models_directory_is_not_run(tmp_path):
 
 
 class Tags(HTMLParser):
-    """What a browser would act upon."""
+    """Matches text that a browser would interpret."""
 
     def __init__(self):
         super().__init__()

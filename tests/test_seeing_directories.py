@@ -1,4 +1,4 @@
-"""Directories of models that see, as they are released: what the commands and the fine-tuning example do with them."""
+"""Released directories of vision models, as used by the commands and the fine-tuning example."""
 
 import json
 from pathlib import Path

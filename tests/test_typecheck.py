@@ -1,4 +1,4 @@
-"""The tests' own net: wrong shapes and silent broadcasts are caught, values that JAX rebuilds pass."""
+"""The import hook of the tests: wrong shapes and silent broadcasts are caught, values that JAX rebuilds pass."""
 
 import jax
 import jax.numpy as jnp

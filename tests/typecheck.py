@@ -1,4 +1,4 @@
-"""An import hook that checks every annotation of maxlib while the tests run; `tests/conftest.py` installs it.
+"""An import hook that checks every annotation of maxlib during tests; `tests/conftest.py` installs it.
 
 jaxtyping has a hook of its own, which writes the checks of every function at import (10 s in each process of a run);
 this one writes those of a function at its first call. beartype alone checks the functions that name no shapes.
@@ -50,7 +50,7 @@ def _checked_later(function: Callable) -> Callable:
 
 
 def _names_shapes(function: Callable) -> bool:
-    """Tells if an annotation of `function` has jaxtyping's axes; yes, where it cannot be told."""
+    """Returns True if an annotation of `function` has jaxtyping's axes, or might."""
     try:
         hints = list(typing.get_type_hints(function).values())
     except Exception:  # names that are imported for the type checker only

@@ -19,6 +19,7 @@ NAME = re.compile(r"^(?:maxlib\.)?([A-Za-z_][\w.]*[\w])(\(.*\))?$", re.DOTALL)
 DOTTED = re.compile(r"\b(?:maxlib\.)?((?:[a-z_]+\.)+[A-Za-z_]\w*)")
 GUIDES = ("guides/", "start", "concepts", "notebooks/", "examples/")  # pages that use names, the first first
 MOST = 5  # guides that an entry names
+OBJECTS = "api/objects/"
 THEIRS = "coming-from/"  # pages whose tables name other libraries in all columns but the last
 
 
@@ -29,14 +30,18 @@ class Index:
         self._exact: dict[str, tuple[str, str]] = {}
         self._endings: dict[str, set[str]] = defaultdict(set)
         for full, entry in env.domaindata["py"]["objects"].items():
-            if full.startswith("maxlib.") and entry.objtype != "module":
+            if full.startswith("maxlib.") and entry.objtype != "module" and not entry.aliased:
                 self._exact[full] = (entry.docname, entry.node_id)
                 parts = full.split(".")[1:]
                 for start in range(len(parts)):
                     self._endings[".".join(parts[start:])].add(full)
 
-    def find(self, name: str) -> tuple[str, str] | None:
-        """Finds `nn.Attention`, `Trainer.fit` or a class by its bare name, where one entry only ends like this."""
+    def find(self, name: str, module: str = "") -> tuple[str, str] | None:
+        """Finds `nn.Attention`, `Trainer.fit` or a class by its bare name, where one entry only ends like this; on the
+        page of a module's object also `make_mesh`, a neighbour by its bare name.
+        """
+        if module and "_" in name and (found := self._exact.get(f"{module}.{name}")):
+            return found
         if found := self._exact.get(f"maxlib.{name}"):
             return found
         endings = self._endings.get(name, set())
@@ -96,10 +101,15 @@ def _link(app, index: Index, docname: str, literal: nodes.literal) -> None:
     if docname.startswith(THEIRS) and _is_of_another_library(literal):
         return
     match = NAME.match(literal.astext())
-    found = index.find(match[1]) if match else None
-    if found:
+    found = index.find(match[1], _module_of(docname)) if match else None
+    if found and found[1] != f"maxlib.{docname.removeprefix(OBJECTS)}":  # nobody needs a link to where they are
         link = make_refnode(app.builder, docname, *found, literal.deepcopy())
         literal.replace_self(link)
+
+
+def _module_of(docname: str) -> str:
+    """Returns the module of an object's page, "" for others."""
+    return f"maxlib.{docname.removeprefix(OBJECTS)}".rpartition(".")[0] if docname.startswith(OBJECTS) else ""
 
 
 def _page_of_program(text: str, docname: str) -> str | None:
@@ -161,7 +171,7 @@ def mend_source_links(app, pagename: str, templatename: str, context: dict, doct
         path, name = match[2], match[3]
         if name in entries:
             top = path[: len(path) - len(path.lstrip("./"))]
-            return f'{match[1]}{top}{entries[name].docname}.html#{name}"'
+            return f'{match[1]}{top}{entries[name].docname}.html#{entries[name].node_id}"'
         page = [full for full, entry in entries.items() if path.endswith(f"{entry.docname}.html")]
         parts = name.split(".")[1:]
         endings = [".".join(parts[start:]) for start in range(len(parts))]
@@ -180,6 +190,13 @@ def rest_of_guides(app, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("<<others>>", "\n".join(others))
 
 
+def link_cards(app, docname: str, source: list[str]) -> None:
+    """Links the families in the tables of docs/models.md, which a program writes, to their cards."""
+    if docname == "models":
+        linked = lambda row: f"| [{row[1]}](cards/{row[1]}.md) |" if f"cards/{row[1]}" in app.env.found_docs else row[0]
+        source[0] = re.sub(r"^\| (\w+) \|", linked, source[0], flags=re.MULTILINE)
+
+
 def landing_figure(app, docname: str, source: list[str]) -> None:
     """Draws a small Llama, from the model itself, in the place of `<<figure>>`."""
     if "<<figure>>" in source[0]:
@@ -189,7 +206,7 @@ def landing_figure(app, docname: str, source: list[str]) -> None:
 def write_llms_full(app, error) -> None:
     """Writes every page of text into one file for readers that are programs."""
     if error is None and app.builder.format == "html":
-        left_out = ("index", "changelog", "api/objects/")
+        left_out = ("index", "changelog", OBJECTS)
         pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(left_out))]
         texts = [api.as_text(Path(app.env.doc2path(page)).read_text()) for page in pages]
         Path(app.outdir, "llms-full.txt").write_text("\n\n".join(texts))
@@ -198,6 +215,7 @@ def write_llms_full(app, error) -> None:
 def setup(app) -> dict[str, Any]:
     app.connect("source-read", rest_of_guides)
     app.connect("source-read", landing_figure)
+    app.connect("source-read", link_cards)
     app.connect("doctree-read", collect)
     app.connect("env-purge-doc", purge)
     app.connect("env-merge-info", merge)

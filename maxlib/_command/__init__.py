@@ -1,4 +1,4 @@
-"""The command `maxlib`: a thin layer over public functions. `maxlib --help` lists what it does."""
+"""The command `maxlib`: a thin layer over public functions. `maxlib --help` lists the subcommands."""
 
 import argparse
 import importlib
@@ -7,7 +7,7 @@ import sys
 # Each module has `add(parser)` for its options and `run(args)`, which returns the exit status.
 COMMANDS = {
     "plan": "does a training step fit on hardware that you do not have, and how fast can it be?",
-    "generate": "write text with a model, as it comes",
+    "generate": "generate text with a model, streaming it",
     "chat": "talk with a model",
     "convert": "write a model in another dtype, shard size or number of bits",
     "inspect": "list the arrays of a directory or checkpoint, or what differs between two",
@@ -15,7 +15,7 @@ COMMANDS = {
     "report": "make an HTML page about one or more runs",
     "doctor": "print versions, devices, extras and the kernels that would be chosen",
     "new-trainer": "copy an example trainer, to change it",
-    "completion": "print what lets the Tab key complete commands, for bash, zsh or fish",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
@@ -26,11 +26,11 @@ def main(argv: list[str] | None = None) -> int:
       argv: the words after `maxlib`; by default those of this process.
 
     Returns:
-      The exit status: 0 when all is well, 1 when the answer is no (a plan that does not fit, two checkpoints that
-      differ), 2 for bad input.
+      The exit status: 0 for success, 1 for a negative result (a plan that does not fit, two checkpoints that differ), 2
+      for bad input.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["plan"]:  # has a parser of its own, which `python -m maxlib.plan` shares
+    if argv[:1] == ["plan"]:  # has its own parser, shared with `python -m maxlib.plan`
         return _plan(argv[1:])
     args = parser(argv[0] if argv else None).parse_args(argv)
     try:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser; only the options of `command` are there, so that the others need not be imported."""
+    """Returns the parser, with the options of `command` only, so that the other commands need not be imported."""
     top = argparse.ArgumentParser(prog="maxlib", description="LLM building blocks on JAX and Flax NNX.")
     from maxlib import __version__
 
@@ -61,5 +61,5 @@ def _plan(words: list[str]) -> int:
 
     from maxlib.plan.__main__ import main as plan
 
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here; an accelerator would only be kept busy
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; do not occupy an accelerator
     return plan(words)

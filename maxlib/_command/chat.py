@@ -10,8 +10,10 @@ HELP = "Type a message. /new begins another conversation, /exit or Ctrl-D ends; 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory, or a name on the hub")
-    parser.add_argument("--system", metavar="TEXT", help="a system message that each conversation begins with")
-    parser.add_argument("--tokens", metavar="N", type=int, default=512, help="most tokens of an answer (%(default)s)")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of each conversation")
+    parser.add_argument(
+        "--tokens", metavar="N", type=int, default=512, help="maximum number of tokens in an answer (%(default)s)"
+    )
     parser.add_argument("--temperature", metavar="X", type=float, default=0.7, help="0 is greedy (%(default)s)")
     parser.add_argument("--top-p", metavar="X", type=float, default=0.95, help="keep the fewest tokens whose "
                         "probabilities reach X (%(default)s)")  # fmt: skip
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             chat.messages = list(beginning)
             continue
         key = jax.random.fold_in(jax.random.key(args.seed), number)
-        with contextlib.suppress(KeyboardInterrupt):  # an answer that is stopped leaves no trace in the conversation
+        with contextlib.suppress(KeyboardInterrupt):  # a stopped answer is not added to the conversation
             for piece in chat.stream(message, max_new_tokens=args.tokens, key=key):
                 print(piece, end="", flush=True)
         print()

@@ -1,4 +1,4 @@
-"""`maxlib completion SHELL`: what makes the Tab key complete commands and options."""
+"""`maxlib completion SHELL`: prints a script that completes commands and options."""
 
 import argparse
 

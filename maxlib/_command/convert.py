@@ -10,8 +10,10 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new directory")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of the weights (as they are)")
-    parser.add_argument("--shard", metavar="SIZE", default="5GB", help="the largest file, such as 500MB (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights (default: unchanged)"
+    )
+    parser.add_argument("--shard", metavar="SIZE", default="5GB", help="maximum file size, such as 500MB (%(default)s)")
     parser.add_argument(
         "--quantize", metavar="FORMAT", help="int8, nf4, ...: a directory that maxlib.quantization loads"
     )
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         quantization.save(low, args.directory, like=source, overwrite=args.overwrite)
     else:
         maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, like=source, overwrite=args.overwrite)
-    if not (source / GENERATION).exists():  # then config.json alone knows where texts end
+    if not (source / GENERATION).exists():  # then only config.json has the end-of-text ids
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if ids := {k: v for k, v in first_ids(config, config.get("text_config") or {}).items() if v is not None}:
             (args.directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`maxlib doctor`: the machine as maxlib finds it. Its output belongs into a report of a problem."""
+"""`maxlib doctor`: describes the machine and the installation. Include its output in bug reports."""
 
 import argparse
 import importlib.metadata
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_versions() -> None:
-    """Prints the versions of maxlib, of what it is built on, and of Python and the platform."""
+    """Prints the versions of maxlib, its dependencies, Python and the platform."""
     print("\n".join(f"{name:<18}{value}" for name, value in versions().items()))
 
 
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def extras() -> dict[str, str]:
-    """Tells which optional parts are installed, and how to install the others."""
+    """Lists which extras are installed, and how to install the others."""
     return {name: _version(package) or f'pip install "maxlib[{name}]"' for name, package in EXTRAS.items()}
 
 
@@ -93,7 +93,7 @@ def devices() -> dict[str, str]:
 
 
 def kernels() -> dict[str, str]:
-    """Names the implementation that runs for a usual layer in bfloat16, forward and backward."""
+    """Names the attention implementation of a typical layer in bfloat16, forward and backward."""
     import jax
     import jax.numpy as jnp
 
@@ -106,7 +106,7 @@ def kernels() -> dict[str, str]:
 
 
 def matmul(width: int = 2048, seconds: float = 0.5) -> dict[str, str]:
-    """Times a matmul of the platform's quick dtype."""
+    """Times a matmul in the platform's fast dtype."""
     import jax
     import jax.numpy as jnp
 

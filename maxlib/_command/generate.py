@@ -9,7 +9,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("prompt", metavar="PROMPT", help="a user's message; with --raw a text to continue")
     parser.add_argument("--raw", action="store_true", help="continue the text instead of answering it")
-    parser.add_argument("--tokens", metavar="N", type=int, default=256, help="most new tokens (%(default)s)")
+    parser.add_argument(
+        "--tokens", metavar="N", type=int, default=256, help="maximum number of new tokens (%(default)s)"
+    )
     parser.add_argument("--temperature", metavar="X", type=float, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--top-p", metavar="X", type=float, help="keep the fewest tokens whose probabilities reach X")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling (%(default)s)")

@@ -1,4 +1,4 @@
-"""`maxlib inspect PATH [OTHER]`: what is in a directory or checkpoint, and what differs between two."""
+"""`maxlib inspect PATH [OTHER]`: lists the contents of a directory or checkpoint, or the differences between two."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ class Array:
       shape: its shape.
       dtype: name of its dtype.
       bytes: its size.
-      content: what tells two arrays apart: a checksum, or a function that reads the values.
+      content: for comparisons: a checksum, or a function that reads the values.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", metavar="PATH", help="a Hugging Face directory, a hub name, or a step of a checkpointer"
     )
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this; exit with 1 where they differ")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this; exit with 1 if they differ")
     parser.add_argument("--all", action="store_true", help="one line for each layer instead of one for all")
     parser.add_argument("--json", action="store_true", help="print one object")
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: str) -> dict[str, Array]:
-    """Finds the arrays of a checkpoint's step or of a model directory; values are not read."""
+    """Finds the arrays of a checkpoint's step or a model directory without reading values."""
     from maxlib import weights
     from maxlib.weights._files import find_tensors
 
@@ -69,7 +69,7 @@ def read(path: str) -> dict[str, Array]:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """Reads the manifest of a step; of a folder of steps, that of the newest one."""
+    """Reads the manifest of a step, or of the newest step in a folder."""
     steps = sorted((int(p.name), p) for p in path.glob("*") if p.name.isdigit() and p.is_dir())
     file = (steps[-1][1] if steps else path) / "manifest" / "manifest.json"
     if not file.exists():
@@ -94,7 +94,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def listed(arrays: Mapping[str, Array], *, every_layer: bool) -> list[dict[str, Any]]:
-    """Groups arrays that differ in the number of their layer only."""
+    """Groups arrays that only differ in their layer index."""
     groups: dict[tuple, list[Array]] = {}
     for name, array in arrays.items():
         short = name if every_layer else re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
@@ -106,7 +106,7 @@ def listed(arrays: Mapping[str, Array], *, every_layer: bool) -> list[dict[str, 
 
 
 def differences(ours: Mapping[str, Array], theirs: Mapping[str, Array]) -> list[dict[str, Any]]:
-    """Lists arrays that are in one only, or differ in shape, dtype or values."""
+    """Lists arrays that are only in one of two, or differ in shape, dtype or values."""
     rows = []
     for name in sorted({*ours, *theirs}):
         a, b = ours.get(name), theirs.get(name)

@@ -1,4 +1,4 @@
-"""`maxlib new-trainer NAME`: how trainers are made here: a copy of an example, yours to change."""
+"""`maxlib new-trainer NAME`: copies an example trainer, for you to change."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def example(name: str) -> Path:
-    """Finds an example: within the installed package, or in the repository that it is installed from."""
+    """Finds an example in the installed package, or in the repository of an editable install."""
     package = Path(__file__).parents[1]
     places = [package / "_examples" / f"{name}.py", package.parent / "examples" / f"{name}.py"]
     found = next((place for place in places if place.exists()), None)

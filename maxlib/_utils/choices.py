@@ -1,4 +1,4 @@
-"""Options that are one of a few words."""
+"""Checks of options with a few allowed values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +10,8 @@ def check_choice(name: str, value: Any, choices: Sequence[Any], why: str = "") -
     Args:
         name: Name of the option.
         value: Its value.
-        choices: What it may be.
-        why: More words for the error.
+        choices: The allowed values.
+        why: Explanation to append to the error.
     """
     if value not in choices:
         listed = ", ".join(map(repr, choices[:-1]))

@@ -1,4 +1,4 @@
-"""Public names that are on their way out; docs/versioning.md says how long they stay."""
+"""Deprecation of public names; docs/versioning.md has the policy."""
 
 import functools
 import warnings
@@ -12,13 +12,14 @@ R = TypeVar("R")
 def deprecated(instead: str, *, since: str, removed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator for a public function or method that users should no longer call.
 
-    The function keeps working, warns where it is called, and says so in its documentation. Type checkers and editors
-    read `__deprecated__`, as PEP 702 has it.
+    The function keeps working, warns when called, and its docstring mentions the deprecation. Type checkers and editors
+    read `__deprecated__` (PEP 702).
 
     Args:
-        instead: What to use in its place.
+        instead: Its replacement.
         since: Version that deprecates it.
-        removed: Version that no longer has it. `tests/test_deprecation.py` fails there, until the function is gone.
+        removed: Version that removes it. From that version on, `tests/test_deprecation.py` fails until the function is
+            removed.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, JSON that says each thing once, and the place for what can be made again."""
+"""Atomic file writes, strict JSON, and the cache directory."""
 
 import json
 import os
@@ -14,7 +14,7 @@ def cache_directory() -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `path` so that a kill leaves the old file or the new one; makes its directory."""
+    """Writes `path` atomically, so that a kill leaves the old file or the new one; creates its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")

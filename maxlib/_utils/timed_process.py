@@ -1,4 +1,4 @@
-"""Calls in a process of their own, each with a deadline: a call that hangs, or ends its process, costs the process."""
+"""Calls in a separate process, each with a timeout; a process that hangs or crashes is replaced."""
 
 import contextlib
 import math
@@ -12,12 +12,12 @@ Failure = Literal["timeout", "ended"]
 
 
 class TimedProcess:
-    """A process that calls functions, one call at a time; it is replaced when it misses a deadline or ends itself.
+    """A process that runs one call at a time; it is replaced when a call times out or the process ends.
 
     Functions, arguments and results are pickled, so functions must be importable from a module, and should not raise.
 
     Args:
-        functions: What it can call, by number.
+        functions: The functions that it can call, by index.
     """
 
     def __init__(self, functions: Sequence[Callable[[Any], Any]]):
@@ -33,16 +33,16 @@ class TimedProcess:
         """Calls a function.
 
         Args:
-            job: Name of the call, which comes back with its result; not None.
-            number: Number of the function.
+            job: Name of the call, returned with its result; not None.
+            number: Index of the function.
             argument: Its argument.
-            timeout: Seconds that it may take.
+            timeout: Time limit in seconds.
         """
         self.job, self.deadline = job, time.monotonic() + timeout
         self.pipe.send((number, argument))
 
     def result(self) -> tuple[Any, Any, Failure | None] | None:
-        """Returns job, result and failure of a call that is over, or None if the process has only started.
+        """Returns job, result and failure of a finished call, or None if the process has only started.
 
         Raises:
             RuntimeError: when the process ended before it was ready.
@@ -70,7 +70,7 @@ class TimedProcess:
         self.pipe.close()
 
     def _begin(self) -> None:
-        # Not forked: the threads of the parent, which XLA has many of, are missing in a fork.
+        # Spawn instead of fork, because a fork lacks the parent's threads, of which XLA has many.
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, self.functions), daemon=True)
@@ -80,7 +80,7 @@ class TimedProcess:
 
 
 def wait_for_any(processes: Sequence[TimedProcess]) -> list[TimedProcess]:
-    """Waits for an answer or a deadline, and returns the processes that have one; those without a call are left out."""
+    """Waits for an answer or a timeout, and returns those processes; ignores processes without a call."""
     busy = [process for process in processes if not process.idle]
     until = min((process.deadline for process in busy), default=0.0) - time.monotonic()
     answered = wait([process.pipe for process in busy], None if math.isinf(until) else max(until, 0.0))

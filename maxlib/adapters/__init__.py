@@ -1,4 +1,4 @@
-"""Low-rank adapters, put on a model from outside: trained, merged, read and written as PEFT directories."""
+"""Low-rank adapters, added to a model from outside: training, merging, and reading and writing PEFT directories."""
 
 from maxlib.adapters._apply import add as add
 from maxlib.adapters._apply import base_model as base_model

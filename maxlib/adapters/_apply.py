@@ -1,4 +1,4 @@
-"""Adapters put on a model, taken off it, and merged into it."""
+"""Adds adapters to a model, removes them, and merges them."""
 
 import math
 import zlib
@@ -23,19 +23,21 @@ Model = TypeVar("Model")
 
 
 def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
-    """Returns a model with adapters, which compute nothing at first; weights and their paths stay as they are.
+    """Returns a model with adapters that initially add zero; weights and their paths do not change.
 
-    A stack whose layers get different adapters gets another grouping, so that equal layers are still scanned. Works on
+    A stack whose layers get different adapters is regrouped, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
     depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
 
+        tuned = adapters.add(model, adapters.LoRA(rank=8, alpha=16), rngs=nnx.Rngs(0))
+
     Args:
         model: A model.
-        rules: A `LoRA` for all dense and expert matrices, or `Rule`s, of which the first that fits decides.
-        rngs: One key is drawn from `params`.
+        rules: A `LoRA` for all dense and expert matrices, or `Rule`s; the first matching rule applies.
+        rngs: Source of initial values; one key is drawn from `params`.
 
     Raises:
-        ValueError: when a rule decides nothing, or a layer cannot have an adapter.
+        ValueError: when a rule matches nothing, or a layer cannot have an adapter.
     """
     rules, key = as_rules(rules), draw_key(rngs)
     decide = sites.Decisions(rules, lambda rule: rule.adapter)
@@ -50,20 +52,20 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
 def base_model(model: Model) -> Model:
     """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
 
-    It is the reference policy of a model that began with a fresh adapter. Adapters from `freeze` stay.
+    It is the reference policy of a model that started with a new adapter. Adapters from `freeze` remain.
 
     Raises:
         ValueError: when there are no trainable adapters: the model would be its own reference.
     """
     if not any(trains(site) for _, site in adapted(model)):
-        raise ValueError("the model has no trainable adapters to take off, so its base would be the model itself")
+        raise ValueError("the model has no trainable adapters to remove, so its base would be the model itself")
     return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=matmul.inner))
 
 
 def freeze(model: Model) -> Model:
-    """Returns a model whose adapters, with factors copied, are no longer trainable and belong to its base.
+    """Returns a model whose adapters, with copied factors, are no longer trainable and belong to its base.
 
-    `add` puts new adapters on top of them; `base_model` takes off only the new ones.
+    `add` adds new adapters on top of them; `base_model` only removes the new ones.
     """
     return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=_frozen(matmul)))
 
@@ -73,15 +75,15 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
 
     Args:
         model: A model with adapters.
-        requantize: True rounds merged weights to the format that they had. By default weights that were quantized
-            become parameters in the dtype that they had before, because rounding again loses part of the adapter.
+        requantize: True rounds merged weights to their previous format. By default quantized weights become parameters
+            in their original dtype, because rounding again loses part of the adapter.
     """
     one = lambda site: _merged(site, requantize)
     return sites.map_sites(model, lambda _, site: map_layers(one, site) if levels(site) else site)
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
-    """Returns True for the factors of adapters: the filter that a `Trainer` takes by default for a model with some."""
+    """Returns True for the factors of adapters: the default filter of a `Trainer` for a model with adapters."""
     return isinstance(variable, nnx.LoRAParam)
 
 
@@ -91,7 +93,7 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
 
 
 def levels(site: Any) -> list[LowRank]:
-    """Lists the adapters of a layer: the newest first, frozen ones below."""
+    """Lists the adapters of a layer: the newest first, then frozen ones."""
     found, matmul = [], getattr(site, "matmul", None)  # an embedding has no matmul
     while isinstance(matmul, LowRank):
         found.append(matmul)
@@ -100,22 +102,24 @@ def levels(site: Any) -> list[LowRank]:
 
 
 def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-    """Returns a layer with an adapter whose factors are `values(site, *args)`; `args` have the axis of layers too."""
+    """Returns a layer with an adapter whose factors are `values(site, *args)`; `args` also have the layer axis."""
     if isinstance(site, nn.Embed):
-        raise ValueError(f"{path}: embeddings and heads have no matmul that could be adapted; give it no rule")
+        raise ValueError(f"{path}: embeddings and heads have no matmul to adapt; exclude it from the rules")
     if trains(site):
-        raise ValueError(f"{path} has an adapter already; `freeze` keeps it below a new one, `merge` writes it in")
+        raise ValueError(
+            f"{path} already has an adapter; `freeze` keeps it below a new one, `merge` writes it into the weights"
+        )
     matmul = map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
     return sites.replace(site, matmul=matmul)
 
 
 def trains(site: Any) -> bool:
-    """Returns True if a layer has an adapter that is trained."""
+    """Returns True if a layer has a trainable adapter."""
     return bool(found := levels(site)) and isinstance(found[0].b, nnx.LoRAParam)
 
 
 def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | None, key: jax.Array) -> Any:
-    """Returns a layer with a fresh adapter, whose key depends on its path and number only."""
+    """Returns a layer with a new adapter, whose random key only depends on its path and index."""
     key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.asarray(layers or (0,)))
     keys = keys if layer_axis(site) is not None else keys[0]
@@ -123,7 +127,7 @@ def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | No
 
 
 def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the factors of an adapter that computes nothing."""
+    """Returns the initial factors of an adapter, which adds zero."""
     experts, kept, summed = (tuple(site.w.shape[d] for d in dims) for dims in dimensions(site))
     bound = 1 / math.sqrt(math.prod(summed))
     a = jax.random.uniform(key, (*experts, lora.rank, *summed), jnp.float32, -bound, bound)
@@ -156,12 +160,12 @@ def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
 
 
 def _unwrap(model: Any, change: Callable[[Any, LowRank], Any]) -> Any:
-    """Changes the layers whose adapter is trained."""
+    """Changes the layers with a trainable adapter."""
     return sites.map_sites(model, lambda _, site: change(site, site.matmul) if trains(site) else site)
 
 
 def _frozen(matmul: LowRank) -> LowRank:
-    """Returns a matmul with copies of its factors that are no parameters."""
+    """Returns a matmul with copies of its factors that are not parameters."""
     kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
     fixed: Any = lambda v: None if v is None else nnx.Variable(jnp.copy(v[...]), **kept(v))
     parts: Any = {"scale": matmul.scale, "summed": matmul.summed, "kept": matmul.kept}

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: which fields change the result, and which adapter each module has."""
+"""PEFT's adapter_config.json: the fields that affect the result, and the adapter of each module."""
 
 import math
 import re
@@ -15,23 +15,23 @@ from maxlib.adapters._rules import LoRA
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
-# Tensors say what is adapted and saved; the others concern training only, or how modules are found.
+# The tensors determine what is adapted and saved; the other fields only concern training, or how modules are found.
 _WITHOUT_EFFECT = """auto_mapping base_model_name_or_path ensure_weight_tying exclude_modules fan_in_fan_out inference_mode
     init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core modules_to_save peft_version
     qalora_group_size revision runtime_config target_modules target_parameters task_type"""
-# Initializers that leave the base weights as they are.
+# Initializers that do not change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A PEFT config, whose fields that change the result are honoured."""
+    """A PEFT config, restricted to the fields that affect the result."""
 
     fields: Mapping[str, Any]
     where: Path  # the file, for errors
 
     def adapter(self, module: str, dtype: Any) -> LoRA:
-        """Returns the adapter of a module, by the first pattern that fits."""
+        """Returns the adapter of a module, by the first matching pattern."""
         rank = _by_pattern(self.fields.get("rank_pattern"), module, self.fields["r"])
         alpha = _by_pattern(self.fields.get("alpha_pattern"), module, self.fields["lora_alpha"])
         flags = {"rslora": bool(self.fields.get("use_rslora")), "dora": bool(self.fields.get("use_dora"))}
@@ -39,7 +39,7 @@ class Config:
 
     @property
     def version(self) -> tuple[int, ...] | None:
-        """Returns the version of PEFT that wrote the file, None if it does not say."""
+        """Returns the version of PEFT that wrote the file; None if unknown."""
         found = re.match(r"(\d+)\.(\d+)\.?(\d*)", str(self.fields.get("peft_version") or ""))
         return None if found is None else tuple(int(part or 0) for part in found.groups())
 
@@ -49,26 +49,26 @@ def read(directory: Path) -> Config:
 
     Raises:
         FileNotFoundError: when it is not there.
-        ValueError: when a field is missing, or changes the result in a way that is not supported.
+        ValueError: when a field is missing, or has an unsupported effect on the result.
     """
     path = directory / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{path} must describe the adapter, as PEFT writes it, but is not there")
+        raise FileNotFoundError(f"{path} must describe the adapter, as PEFT writes it, but does not exist")
     fields = read_json_object(path)
     if (found := fields.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: peft_type must be 'LORA', got {found!r:.100}")
     if wrong := {name: fields.get(name) for name, is_right in _KINDS.items() if not is_right(fields.get(name))}:
         raise ValueError(
-            f"{path}: r must be a whole number, lora_alpha a number, patterns tables of them by regular expressions, "
+            f"{path}: r must be an integer, lora_alpha a number, patterns tables of them by regular expressions, "
             f"target_parameters names; the scale of the adapter depends on them. Got {wrong!r:.200}"
         )
     known = _HONOURED | {*_WITHOUT_EFFECT.split()}
     asks = lambda name, value: bool(value) and (name, value) != ("bias", "none")
     refused = {name: value for name, value in fields.items() if name not in known and asks(name, value)}
     if not isinstance(init := fields.get("init_lora_weights"), str | bool | None) or init not in _INITS:
-        refused["init_lora_weights"] = init  # those change the base
+        refused["init_lora_weights"] = init  # such initializers change the base
     if refused:
-        raise ValueError(f"{path} has fields that change the result and are not supported: {refused}")
+        raise ValueError(f"{path} has unsupported fields that affect the result: {refused}")
     return Config(fields, path)
 
 
@@ -81,10 +81,10 @@ def _is_alpha(value: Any) -> bool:
 
 
 def _is_table(table: Any, of: Callable[[Any], bool]) -> bool:
-    """Tells whether a value is None, or values `of` a kind by regular expression."""
+    """Returns whether a value is None, or a table from regular expression to values of a kind."""
     try:
         return table is None or all(of(value) and re.compile(key) for key, value in table.items())
-    except (AttributeError, re.error, RecursionError, OverflowError):  # no table, or no expression
+    except (AttributeError, re.error, RecursionError, OverflowError):  # not a table, or not an expression
         return False
 
 
@@ -98,7 +98,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that fits the module's path or its end."""
+    """Returns the value of the first pattern that matches the module's path or its end."""
     fits = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
     return next(fits, default)
 
@@ -106,9 +106,9 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
 def make(
     adapters: Mapping[str, tuple[int, float]], *, experts: Mapping[str, tuple[int, float]], dora: bool, base: str | None
 ) -> dict[str, Any]:
-    """Returns the fields of a config, from rank and scale of modules and of whole parameters of experts, by name.
+    """Returns the fields of a config from the rank and scale of modules, and of expert parameters, by name.
 
-    Fields that are left out have PEFT's defaults, which change nothing.
+    Omitted fields have PEFT's defaults, which have no effect.
     """
     everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
     for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`
@@ -146,6 +146,6 @@ def _patterns(name: str, rank: int, scale: float) -> dict[str, tuple[int, float]
 
 
 def _alpha(rank: int, scale: float) -> int | float:
-    """Returns the alpha that gives this scale, an int if it is one."""
+    """Returns the alpha that gives this scale, as an int if possible."""
     alpha = scale * rank
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha

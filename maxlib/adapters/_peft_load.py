@@ -1,4 +1,4 @@
-"""PEFT directories into models."""
+"""Loads PEFT directories into models."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ Factors = dict[str, np.ndarray]
 
 @dataclass
 class _Layer:
-    """Adapter of one layer: its settings, and factors by number of expert (None for all of them)."""
+    """Adapter of one layer: its settings, and factors by index of the expert (None for all experts)."""
 
     lora: LoRA
     factors: dict[int | None, tuple[np.ndarray, ...]] = field(default_factory=dict)
@@ -42,15 +42,18 @@ def load(
     dtype: Any = jnp.float32,
     layout: sharding.Layout | None = None,
 ) -> Model:
-    """Reads a PEFT directory and puts its adapters on `model`.
+    """Reads a PEFT directory and adds its adapters to `model`.
 
-    Tensors decide what is adapted. Dropout is ignored, as it is in inference.
+    The tensors determine what is adapted. Dropout is ignored, as in inference.
+
+        adapters.save(tuned, "lora", base="org/name")
+        again = adapters.load(model, "lora")
 
     Args:
         model: The base model.
         directory: Has adapter_config.json and adapter_model.safetensors; or its name in a bucket.
         into_base: True allows saved modules, and adapters of embeddings and heads, which are written into the weights;
-            `base` then returns weights with them.
+            `base_model` does not remove them.
         dtype: Dtype of the factors.
         layout: Placement of the factors over a mesh; None puts them on one device.
 
@@ -59,7 +62,7 @@ def load(
 
     Raises:
         FileNotFoundError: when a file is missing.
-        ValueError: when a field, a tensor or a shape does not fit the model, with its name.
+        ValueError: when a field, a tensor or a shape does not fit the model; names it.
     """
     directory = buckets.local(directory)
     try:
@@ -81,19 +84,19 @@ def _fitted(model: Model, directory: Path, into_base: bool, dtype: Any) -> tuple
     if lost := [name for name in modules if name not in parts]:
         raise ValueError(f"{directory}: {lost[0]} is adapted, but the model has no such matrix")
     if unknown := [name for name in saved if name not in names.whole]:
-        raise ValueError(f"{directory} has tensors that the model has no place for: {unknown[:10]}")
+        raise ValueError(f"{directory} has tensors without a counterpart in the model: {unknown[:10]}")
     tables = {name: factors for name, factors in modules.items() if name in names.tables}
     if (tables or saved) and not into_base:
         raise ValueError(
-            f"{directory} replaces or adapts whole tables ({[*tables, *saved][:5]}), which have no adapter here: give "
-            "into_base=True to write them into the weights, which `base` does not take back"
+            f"{directory} replaces or adapts whole tables ({[*tables, *saved][:5]}), which have no adapter here: pass "
+            "into_base=True to write them into the weights, from which `base_model` cannot remove them"
         )
     matrices = {name: (parts[name], factors) for name, factors in modules.items() if name not in tables}
     return _written(model, names, tables, saved, config, dtype), _collect(matrices, config, dtype)
 
 
 def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
-    """Returns the factors of every module, and tensors that are none, by our spelling of their names."""
+    """Returns the factors of every module, and all other tensors, by the table's spelling of their names."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must hold the adapter's tensors; pickled adapters are not read")
     modules: dict[str, Factors] = {}
@@ -109,7 +112,7 @@ def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
         else:
             saved[names.ours(short)] = tensor.view()
     if not (modules or saved):
-        raise ValueError(f"{path} holds no tensors, so the result would be the base model")
+        raise ValueError(f"{path} has no tensors, so the result would be the base model")
     for module, factors in modules.items():
         if not {"A", "B"} <= factors.keys() or factors["A"].ndim != 2 or factors["B"].ndim != 2:
             raise ValueError(f"{path}: {module} has only {sorted(factors)}; it needs lora_A and lora_B, both matrices")
@@ -117,7 +120,7 @@ def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
 
 
 def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> dict[str, Factors]:
-    """Returns modules with the names of fused experts' parameters, which PEFT tells apart by nesting.
+    """Returns modules with the names of fused experts' parameters, which PEFT distinguishes by nesting.
 
     `experts.base_layer` is the inner one, gate and up; `experts` is down, or the only one.
     """
@@ -138,9 +141,9 @@ def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> di
 
 
 def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -> dict[str, bool]:
-    """Tells for all experts' factors whether inputs and outputs are swapped, as PEFT before 0.19.1 wrote them.
+    """Returns whether inputs and outputs of experts' factors are swapped, as in files of PEFT before 0.19.1.
 
-    Square matrices follow the others of the file, or the version.
+    For square matrices the other matrices of the file decide, or the version.
     """
     found: dict[str, bool | None] = {}
     for name, (part, factors) in experts.items():
@@ -165,7 +168,7 @@ def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -
 def _collect(
     modules: Mapping[str, tuple[Sequence[Part], Factors]], config: peft.Config, dtype: Any
 ) -> dict[tuple[str, int | None], _Layer]:
-    """Returns the adapters by pattern path and number of layer."""
+    """Returns the adapters by pattern path and layer index."""
     swapped = _swapped({name: (parts[0], x) for name, (parts, x) in modules.items() if parts[0].fused}, config)
     layers: dict[tuple[str, int | None], _Layer] = {}
     for module, (parts, factors) in modules.items():
@@ -181,11 +184,11 @@ def _collect(
 
 
 def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: bool) -> tuple[np.ndarray, ...]:
-    """Returns our factors of one module's part."""
+    """Returns the model's factors for one part of a module."""
     a, b, rank = factors["A"], factors["B"], lora.rank
     count = int(np.prod([part.lengths[axis] for axis in part.experts])) if part.fused else 1
     if lora.dora != ("magnitude_vector" in factors):
-        raise ValueError(f"{module}: use_dora and lora_magnitude_vector must come together")
+        raise ValueError(f"{module}: use_dora and lora_magnitude_vector require each other")
     if a.shape[0] != rank * count or b.shape[1] != rank * count:
         raise ValueError(f"{module}: factors must have rank {rank} by r and rank_pattern, got {a.shape} and {b.shape}")
     if part.fused:  # A is expert-major; in B the index of experts runs fastest
@@ -200,7 +203,7 @@ def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: bool) 
 
 
 def _put(model: Any, layers: dict[tuple[str, int | None], _Layer]) -> Any:
-    """Puts collected adapters on the model."""
+    """Adds the collected adapters to the model."""
     first = {key[0]: key for key in reversed(layers)}
     key_of = lambda path, number: first.get(path, (path, None)) if number is None else (path, number)
     used = set()
@@ -218,12 +221,12 @@ def _put(model: Any, layers: dict[tuple[str, int | None], _Layer]) -> Any:
 
     new = sites.change_sites(model, decide, change)
     if left := [key for key in layers if key not in used]:
-        raise ValueError(f"no place in the model for the adapters of {left[:10]}")
+        raise ValueError(f"the model has no layers for the adapters of {left[:10]}")
     return new
 
 
 def _stacked(layer: _Layer, path: str, site: Any) -> tuple[np.ndarray, ...]:
-    """Returns the factors of a layer, with an axis of experts if each has a module of its own."""
+    """Returns the factors of a layer, with an expert axis if each expert has its own module."""
     if None in layer.factors:
         return layer.factors[None]
     count = site.w.shape[-3]
@@ -233,7 +236,7 @@ def _stacked(layer: _Layer, path: str, site: Any) -> tuple[np.ndarray, ...]:
 
 
 def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: peft.Config, dtype: Any) -> Any:
-    """Returns the model with saved modules, and adapters of tables, in its weights."""
+    """Returns the model with saved modules and adapters of tables written into its weights."""
     if not (tables or saved):
         return model
     values, new = nn.variables(model), {names.whole[name]: value for name, value in saved.items()}
@@ -256,7 +259,7 @@ def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: 
 
 
 def _placed(model: Any, layout: sharding.Layout) -> Any:
-    """Puts the factors in their places on the mesh."""
+    """Places the factors on the mesh."""
     (factors, rest), found = nn.partition(model, trainable), nn.variables(model)
     put = lambda path, value: jax.device_put(value, layout.sharding(path, found[path]))
     return nn.combine({path: put(path, value) for path, value in factors.items()}, rest)

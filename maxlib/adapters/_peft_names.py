@@ -1,4 +1,4 @@
-"""Modules of transformers, by the table of a model's weights: which layers of ours each of them holds."""
+"""Maps modules of transformers to layers, by the weight table of a model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,11 @@ from maxlib.weights.names import with_fused_experts
 
 @dataclass(frozen=True)
 class Part:
-    """A layer's matrix as a part of a module of transformers."""
+    """A layer's matrix as a part of a transformers module."""
 
     site: str  # the dotted path of the layer
     short: str  # its pattern path
-    piece: Piece  # which part of the module's tensor it is
+    piece: Piece  # the part of the module's tensor
     lengths: dict[str, int]  # of every axis of the tensor
     experts: tuple[str, ...]  # axes that count experts
     kept: tuple[str, ...]  # axes of outputs
@@ -28,7 +28,7 @@ class Part:
 
     @property
     def expert(self) -> int | None:
-        """Returns the number of the expert, None if the module holds all or has none."""
+        """Returns the index of the expert; None if the module has all experts or none."""
         return next(iter(self.piece.counted.values()), None)
 
     @property
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """Returns the pattern path and the number of the layer."""
+        """Returns the pattern path and the layer index."""
         return self.short, self.piece.place.layer
 
     def size(self, axes: tuple[str, ...]) -> int:
@@ -46,7 +46,7 @@ class Part:
         return int(np.prod([self.lengths[a] for a in self.group(axes)]))
 
     def view(self, array: np.ndarray, axis: int, axes: tuple[str, ...]) -> np.ndarray:
-        """Returns a view of this part of `array`, whose dimension `axis` of theirs becomes our `axes`."""
+        """Returns a view of this part of `array`, with the file's dimension `axis` split into the layer's `axes`."""
         group = self.group(axes)
         split = array.reshape(*array.shape[:axis], *(self.lengths[a] for a in group), *array.shape[axis + 1 :])
         sizes, at = dict(zip(self.piece.ours, self.piece.place.shape, strict=True)), self.piece.at
@@ -64,7 +64,7 @@ class Part:
 class Names:
     """Names of a model's weights in transformers."""
 
-    parts: dict[str, list[Part]]  # of every module (or parameter of experts) that can be adapted
+    parts: dict[str, list[Part]]  # by every adaptable module (or expert parameter)
     whole: dict[str, str]  # paths of leaves that are a whole tensor, by the tensor's name
     tables: set[str]  # modules that are embeddings or heads
     table: weights.Table
@@ -104,7 +104,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
             site = found.get(path.removesuffix(".w"))
             if len(tensor.pieces) == 1 and piece.place.index is None:
                 whole[name] = path
-            # A module in which heads of several of our layers alternate has no adapter of ours.
+            # Skip modules in which heads of several layers alternate.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue
             kinds = (tuple(piece.ours[d] for d in dims) for dims in dimensions(site))

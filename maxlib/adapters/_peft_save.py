@@ -1,4 +1,4 @@
-"""Models into PEFT directories."""
+"""Saves adapters of models as PEFT directories."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from maxlib.nn._layer_axis import layer_axis
 from maxlib.weights._files import Header, write_file
 from maxlib.weights._saving import whole_directory, write_json
 
-# Families whose experts transformers holds as inputs x outputs and says so; PEFT swaps those of others.
+# Families whose experts transformers stores as inputs x outputs and declares so; PEFT swaps those of others.
 _TRANSPOSED = ("gpt_oss",)
 
 
@@ -40,32 +40,35 @@ def save(
     experts: Literal["each", "fused"] | None = None,
     overwrite: bool = False,
 ) -> tuple[str, ...]:
-    """Writes the adapters of `model` as a PEFT directory; it appears only when it is complete. Runs on one host.
+    """Writes the adapters of `model` atomically as a PEFT directory, on one host.
 
     A fused matrix (gate and up, or queries, keys and values) whose parts have different first factors is written with
     the sum of their ranks.
+
+        tuned = adapters.add(model, adapters.LoRA(rank=8, alpha=16), rngs=nnx.Rngs(0))
+        adapters.save(tuned, "adapter", base="org/name")  # PEFT opens it
 
     Args:
         model: A model with adapters, of a registered family.
         directory: Where to write.
         base: Name or directory of the base model, recorded as `base_model_name_or_path`.
-        experts: "each" writes a module per expert, "fused" the parameters of transformers 5; None does as published
-            files of the family do.
-        overwrite: True replaces what is there.
+        experts: "each" writes a module per expert, "fused" the parameters of transformers 5; None follows the published
+            files of the family.
+        overwrite: True replaces an existing directory.
 
     Returns:
-        A line for each reader: what it reads, and what it would ignore, which is also a warning.
+        A line for each reader about what it reads, and what it would ignore, which also causes a warning.
 
     Raises:
         ValueError: when PEFT cannot express the adapters.
         FileExistsError: when the directory exists and `overwrite` is False.
     """
     if not adapted(model):
-        raise ValueError("the model has no adapters to save; put some on it with adapters.add")
+        raise ValueError("the model has no adapters to save; add some with adapters.add")
     names = names_of(model, fused=experts == "fused")
     if experts == "each" and any(parts[0].fused for parts in names.parts.values()):
         raise ValueError(
-            f"{names.family} stores its experts in fused matrices, which have no modules: take experts=None"
+            f"{names.family} stores its experts in fused matrices, which have no modules: use experts=None"
         )
     modules = _modules(model, names)
     tensors: dict[str, np.ndarray] = {}
@@ -122,7 +125,7 @@ def _joined(path: str, site: Any) -> tuple[list[Any], float]:
 
 
 def _dora(modules: dict[str, list[_Factors]]) -> bool:
-    """Returns True if all adapters train lengths; raises ValueError if only some do."""
+    """Returns True if all adapters are DoRA; raises ValueError if only some are."""
     kinds = {f.magnitude is not None for factors in modules.values() for f in factors}
     if len(kinds) > 1:
         raise ValueError("PEFT has one use_dora for all modules: give DoRA to all adapters or to none")
@@ -154,7 +157,7 @@ def _written(
 
 
 def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str, np.ndarray]:
-    """Returns the lengths of a module's rows, if they are trained."""
+    """Returns DoRA's magnitudes of a module's rows, if they are trained."""
     if factors[0].magnitude is None:
         return {}
     if len(factors) != len(names.parts[name]):
@@ -167,7 +170,7 @@ def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str
 
 
 def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a parameter of all experts: A is expert-major, in B the index of experts runs fastest."""
+    """Returns the tensors of a parameter of all experts: A is expert-major, and in B the expert index is innermost."""
     part = names.parts[name][0]
     in_out = part.piece.groups.index(part.group(part.summed)) < part.piece.groups.index(part.group(part.kept))
     if in_out and names.family not in _TRANSPOSED:
@@ -181,7 +184,7 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
 
 
 def _targets(names: Names, modules: Iterable[str]) -> list[str]:
-    """Returns `target_modules`: last names where these fit adapted modules only, whole ones elsewhere."""
+    """Returns `target_modules`: last names if they only match adapted modules, else full names."""
     last = lambda name: name.rpartition(".")[2]
     shared = {last(name) for name in {names.theirs(n) for n in names.parts} - {*modules}}
     return sorted({name if last(name) in shared else last(name) for name in modules})

@@ -1,4 +1,4 @@
-"""Reports: what is adapted, at which cost, and who can read it."""
+"""Reports: the adapted layers, their memory, and which programs can read them."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from maxlib.nn._sites import Kind, kind_of
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Adapters of one layer, or of several that a stack stores together: `bytes` are those of the factors, `trained` is
-    False for adapters from `freeze`, `dora` True if lengths are trained.
+    """Adapters of one layer, or of several that a stack stores together. `bytes` is the size of the factors, `trained`
+    is False for adapters from `freeze`, and `dora` is True for DoRA.
     """
 
     path: str
@@ -48,8 +48,8 @@ class Report:
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """Returns a line for each reader of a PEFT directory: what it reads of these adapters."""
-        # An adapter and the frozen ones below it are written as one, with the sum of their ranks.
+        """Returns a line for each reader of a PEFT directory about what it reads of these adapters."""
+        # An adapter and the frozen ones below it are saved as one adapter with the sum of their ranks.
         written: dict[str, tuple[int, float]] = {}
         for row in self.rows:
             rank, scale = written.get(row.path, (0, row.scale))
@@ -87,9 +87,9 @@ def report(model: Any) -> Report:
 def readers(
     written: Iterable[tuple[int, float]], *, dora: bool, experts: bool, fused: bool = False, beside: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Returns what PEFT and what vLLM read of a PEFT directory with these ranks and scales.
+    """Describes what PEFT and vLLM read of a PEFT directory with these ranks and scales.
 
-    `beside` are adapted dense MLP modules of a model whose experts are written each.
+    `beside` are adapted dense MLP modules of a model with one module per expert.
     """
     peft, kinds = "PEFT: from 0.19" if experts else "PEFT: all of it", {*written}
     if beside:

@@ -1,4 +1,4 @@
-"""Adapters and the rules that say which matmul gets which."""
+"""Adapters, and rules that assign them to matmuls."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ class LoRA:
         rank: Rank of the product.
         alpha: Numerator of the scale.
         rslora: True makes the scale `alpha / sqrt(rank)` (arXiv:2312.03732).
-        dora: True trains the length of each output's row apart from its direction (arXiv:2402.09353).
-        dtype: Dtype of the factors. Those in bfloat16 lose small updates.
+        dora: True trains the magnitude of each output's row separately from its direction (arXiv:2402.09353).
+        dtype: Dtype of the factors. bfloat16 factors lose small updates.
 
     Raises:
         ValueError: when rank or alpha is not positive, or `dtype` is not floating.
@@ -48,9 +48,9 @@ class Rule:
     """Gives `adapter` to the layers that the other fields select.
 
     Args:
-        adapter: The adapter; None leaves them as they are.
+        adapter: The adapter; None for no adapter.
         match: Shell pattern on pattern paths ("layers.attn.q").
-        layers: Numbers of layers in each stack; negative ones count from the end. None for all.
+        layers: Indices of layers in each stack; negative ones count from the end. None for all.
         kinds: Kinds of layers, by default not routers.
     """
 
@@ -64,12 +64,13 @@ Rules = LoRA | Rule | Sequence[Rule]
 
 
 def as_rules(rules: Rules) -> tuple[Rule, ...]:
-    """Returns rules; an adapter alone is for all dense and expert matrices."""
+    """Returns rules; a single adapter applies to all dense and expert matrices."""
     if isinstance(rules, LoRA):
         return (Rule(rules),)
     rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
     if not any(rule.adapter for rule in rules):
         raise ValueError(
-            f"rules must give an adapter to something, got {rules}; LoRA(rank=16, alpha=32) alone fits all"
+            f"rules must assign an adapter to something, got {rules}; LoRA(rank=16, alpha=32) alone applies to all "
+            "matrices"
         )
     return rules

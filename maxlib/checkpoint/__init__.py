@@ -1,4 +1,6 @@
-"""Checkpoints that outlive the mesh, the grouping of stacks and accidents; see docs/decisions/0005."""
+"""Checkpoints that can be restored on another mesh or stack grouping, and that survive failures; see
+docs/decisions/0005.
+"""
 
 from maxlib.checkpoint._checkpointer import Checkpointer as Checkpointer
 from maxlib.checkpoint._errors import DamagedError as DamagedError

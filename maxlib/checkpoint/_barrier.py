@@ -1,4 +1,4 @@
-"""Barriers of a save among hosts, at which a host whose part failed says so instead of staying away."""
+"""Barriers between the hosts of a save, at which a host whose part failed reports it instead of not arriving."""
 
 import itertools
 import json
@@ -17,16 +17,16 @@ _PHASES = ("async_write_complete", "async_commit_complete")  # as orbax calls th
 class SaveBarrier:
     """Barriers of orbax's asynchronous saves, its `barrier_sync_fn`.
 
-    Orbax's threads meet at `_PHASES` when all arrays are written and when the step is committed. A host that fails
-    never comes there, and the others wait for it until a timeout of 20 minutes. Here it comes as well, after it has
-    left its error in the store of jax's coordinator, and the others raise PeerError as soon as their own part is done.
+    Orbax's threads wait at `_PHASES` when all arrays are written and when the step is committed. A host that fails
+    would never arrive, and the others would wait for a timeout of 20 minutes. Here it arrives too, after storing its
+    error at jax's coordinator, and the others raise PeerError as soon as their own part is done.
     """
 
     def __init__(self):
         self.start()
 
     def start(self) -> None:
-        """Begins a save. All hosts call it, in the same order."""
+        """Begins a save. All hosts must call it, in the same order."""
         self._name, self._thread = f"maxlib_save_{next(_saves)}", threading.get_ident()
         self._phase, self._failed = 0, False
 
@@ -38,7 +38,7 @@ class SaveBarrier:
             timeout_ms: Milliseconds until the wait fails.
 
         Raises:
-            PeerError: Another host's part of the save has failed.
+            PeerError: When another host's part of the save failed.
         """
         if jax.process_count() == 1:
             return
@@ -46,7 +46,7 @@ class SaveBarrier:
             self._arrive(timeout_ms)
             self._check()
             return
-        # Orbax's thread comes to its last barrier, which is none of the two, with the error that it ends by.
+        # Orbax's thread reaches its last barrier, which is neither of the two, while handling the error that ends it.
         error = sys.exc_info()[1] if threading.get_ident() != self._thread else None
         if error is not None and not self._failed and self._phase < len(_PHASES):
             self._tell(error)
@@ -70,7 +70,7 @@ class SaveBarrier:
 
 
 def _client() -> Any:
-    """Returns the client of jax's coordinator, with which orbax waits too; it has no public name."""
+    """Returns the client of jax's coordinator, which orbax uses too; it is not public."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -25,31 +25,35 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and restores the steps of one run in a directory of its own, asynchronously.
+    """Saves and restores the steps of one run in its own directory, asynchronously.
 
-    A save is atomic. The new step is read back and compared with its checksums, and only then are older steps deleted.
-    The run that opens a directory last owns it: an older one stops at its next save. In a job of several
-    hosts every host makes the same calls, and all see the same directory.
+    A save is atomic. The new step is read back and compared with its checksums; only then are older steps deleted. The
+    run that opened a directory last owns it: an older run stops at its next save. With several hosts, every host makes
+    the same calls, and all must see the same directory.
+
+        checkpointer = Checkpointer("runs/a/checkpoints", every=1000, keep=3)
 
     Args:
         directory: Path, or a URL such as "gs://bucket/run".
-        every: Number of steps from one save to the next, which `should_save` asks for.
-        seconds: Seconds from one save to the next; both may be given. With neither, half an hour; `math.inf` together
-            with no `every` never asks for a save.
-        keep: Number of newest steps that stay; None keeps all.
-        keep_every: Every step divisible by this number is kept as well.
-        best: The steps with the best metric are kept as well.
-        verify: Read a step again once it is written.
-        replace: Save over what the directory has: a step's own number first, and, once the step is complete, all later
-            steps, left over from before the run was taken back. Otherwise such steps are an error.
-        groupings: Those of the model's stacks (`groupings(model)`), saved with each step; restored steps follow them.
-        max_failed_saves: Failed saves in a row after which `unsaved` says that the run should end; None for no limit.
-        max_unsaved_seconds: The same, in seconds from the first of them.
-        base: Directory that frozen weights come from. A Trainer then saves what is trained, and this directory with
-            a checksum in place of frozen weights; a resumed run must build its model from the same base.
+        every: Number of steps between saves, for `should_save`.
+        seconds: Seconds between saves; both may be given. The default, with neither, is half an hour; `math.inf`
+            without `every` disables periodic saves.
+        keep: Number of newest steps to keep; None keeps all.
+        keep_every: Also keeps every step divisible by this number.
+        best: Also keeps the steps with the best metric.
+        verify: True reads a step again after writing it.
+        replace: True overwrites steps of an earlier history: the same step number first, and, once the step is
+            complete, all later steps, from before the run went back. False raises an error for such steps.
+        groupings: Groupings of the model's stacks (`groupings(model)`), saved with each step; restored steps are
+            converted to them.
+        max_failed_saves: Consecutive failed saves after which `unsaved` returns an error to end the run; None for no
+            limit.
+        max_unsaved_seconds: The same limit in seconds since the first of them.
+        base: Directory of the frozen weights. A Trainer then saves only trained parameters, and records this directory
+            and a checksum instead of frozen weights; a resumed run must build its model from the same base.
 
     Raises:
-        SaveError: The directory cannot be made or written.
+        SaveError: When the directory cannot be created or written.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
         self._saving: tuple[int, Future] | None = None
         self._own: set[int] = set()  # steps that this object saved or restored
-        self._left: list[int] = []  # later steps of another history, which go once the step that is saved is complete
-        self._metric_seen = False  # or its absence has been told
+        self._left: list[int] = []  # later steps of another history, deleted once the running save is complete
+        self._metric_seen = False  # or its absence has been reported
         self._damaged: set[int] = set()
 
     def __enter__(self) -> "Checkpointer":
@@ -102,7 +106,7 @@ class Checkpointer:
         except SaveError as failed:
             if error is None:
                 raise
-            _log.error("%s", failed)  # and let the first error be seen
+            _log.error("%s", failed)  # and raise the first error
 
     def should_save(self, step: int) -> bool:
         """Returns whether a save is due after `step`, by `every` or by `seconds`; all hosts get the same answer."""
@@ -118,28 +122,28 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         again: bool = True,
     ) -> None:
-        """Starts to save and returns once the arrays may be donated; waits for the save before, if that still runs.
+        """Starts a save and returns once the arrays may be donated; first waits for a running save.
 
-        A step that this object has saved or restored already is left as it is, unless the directory was opened with
+        A step that this object has already saved or restored is not saved again, unless the directory was opened with
         `replace=True`.
 
         Args:
             step: Number of the step.
             items: Pytrees of arrays by name, such as `params`, `rest` and `opt`.
-            data: One state of the data's iterator per virtual shard of this host (`Loader.get_state()`).
-            meta: Anything in JSON's types; `format`, `step`, `layouts` (the groupings) and `metrics` are added.
-            metrics: Numbers by which `best` chooses.
-            again: False leaves a step of this object's as it is, with `replace=True` too; so does a Trainer, whose step
-                has not changed since.
+            data: Iterator state of each virtual shard of this host (`Loader.get_state()`).
+            meta: JSON values; `format`, `step`, `layouts` (the groupings) and `metrics` are added.
+            metrics: Numbers for `best`.
+            again: False never saves a step of this object again, even with `replace=True`; a Trainer passes it because
+                its step has not changed.
 
         Raises:
-            SaveError: The save before this one has failed; this one runs all the same. Or this one cannot even begin.
-            ValueError: The directory has this step or a later one of another history.
-            InUseError: Another run has taken the directory over.
+            SaveError: When the previous save failed (this one still runs), or this save cannot start.
+            ValueError: When the directory has this step, or a later one, of another history.
+            InUseError: When another run has taken over the directory.
         """
         failed = self._finish()
         if step in self._own - self._damaged and not (self._replace and again):
-            self._prune()  # the run before may have been killed before it pruned
+            self._prune()  # the previous run may have been killed before pruning
             return _raise(failed)
         self._prepare(step)
         self._look_for_metric(step, metrics or {})
@@ -157,7 +161,7 @@ class Checkpointer:
         items: tuple[str, ...] | list[str] | None = None,
         cast: bool = False,
     ) -> dict[str, Any]:
-        """Restores `step`, or the newest undamaged one with a warning for each that is not; see `load`."""
+        """Restores `step`, or the newest undamaged one, with a warning for each damaged step; see `load`."""
         self._wait_quietly()
         wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
         if step is None:
@@ -168,7 +172,7 @@ class Checkpointer:
         return restored
 
     def adopt(self, step: int) -> None:
-        """Counts `step`, if it is here, among those of this run, so that it is not saved again."""
+        """Marks `step`, if it exists, as saved by this run, so that it is not saved again."""
         self._own |= {step} & set(self.steps())
         self._when.saved(step)
 
@@ -181,29 +185,29 @@ class Checkpointer:
         return step in self._own or step in self.steps()
 
     def latest(self) -> int | None:
-        """Returns the newest complete step whose records are whole and that has not been found damaged, else None.
+        """Returns the newest complete step with intact records that is not known to be damaged, else None.
 
         Its arrays are read and verified when it is restored, or by `verify`.
         """
         return next((step for step in reversed(self.steps()) if self._looks_whole(step)), None)
 
     def verify(self, step: int) -> list[str]:
-        """Reads all of a step and names the damaged leaves."""
+        """Reads a whole step and names its damaged leaves."""
         bad = restore.verify(self._path(step))
         self._damaged |= {step} if bad else set()
         return bad
 
     def wait(self) -> None:
-        """Waits until the last save is on disk. Raises SaveError if it has failed."""
+        """Waits until the last save is on disk. Raises SaveError if it failed."""
         _raise(self._finish())
 
     def settle(self) -> None:
-        """Waits for the last save without talking to other hosts, after an error that they need not have."""
+        """Waits for the last save without communicating with other hosts, after an error that they may not have."""
         if self._saving is not None:
             wait([self._saving[1]])
 
     def close(self) -> None:
-        """Waits for the last save and ends. Raises SaveError if it has failed."""
+        """Waits for the last save and closes. Raises SaveError if it failed."""
         failed = self._finish()
         self._thread.shutdown()
         self._steps.close()
@@ -211,29 +215,32 @@ class Checkpointer:
         _raise(failed)
 
     def unsaved(self) -> UnsavedError | None:
-        """Returns the error to end the run with if too many saves in a row have failed, else None.
+        """Returns the error that should end the run if too many consecutive saves failed, else None.
 
-        By `max_failed_saves` and `max_unsaved_seconds`. A `Trainer` asks after every failed save. All hosts call it.
+        The limits are `max_failed_saves` and `max_unsaved_seconds`. A `Trainer` checks it after every failed save. All
+        hosts must call it.
         """
         if not self._failures.too_many():
             return None
         last = self._last_good()
         return UnsavedError(
-            f"{self._failures.count} saves in a row have failed, the last with: {self._last_error}; {_say_good(last)}. "
+            f"{self._failures.count} consecutive saves failed, the last with: {self._last_error}; {_say_good(last)}. "
             "Fix the cause and restart, or raise max_failed_saves= and max_unsaved_seconds= of the Checkpointer "
-            "(None for no limit) to train on unsaved.",
+            "(None for no limit) to continue without saving.",
             last_good=last,
         )
 
     def _prepare(self, step: int) -> None:
-        """Makes sure that the directory is still this run's, and makes way for `step`."""
+        """Checks that this run still owns the directory, and moves aside steps that conflict with `step`."""
         try:
             self._make_way(step, self._held())
-        except (OSError, distributed.PeerError) as error:  # the directory cannot be read, or not changed
+        except (OSError, distributed.PeerError) as error:  # the directory cannot be read or changed
             raise self._failed(step, error) from error
 
     def _held(self) -> list[int]:
-        """Lists the complete steps, the same for all hosts. Raises InUseError if another run has taken them over."""
+        """Lists the complete steps, identically on all hosts. Raises InUseError if another run has taken over the
+        directory.
+        """
         with distributed.raise_on_all("reading its directory"):
             here = self._owner.taken(), self.steps()
         taken, steps = distributed.allgather_json(here)[0]
@@ -256,7 +263,7 @@ class Checkpointer:
         self._own.add(step)
 
     def _complete(self, step: int) -> list[str]:
-        """Waits, in the background, until `step` is on disk, reads it again and returns the names of damaged leaves."""
+        """Waits in the background until `step` is on disk, reads it again and returns the names of damaged leaves."""
         self._steps.wait()
         bad = restore.damaged_leaves(self.directory / str(step)) if self._verify else []
         if jax.process_count() == 1 and not bad:
@@ -264,7 +271,7 @@ class Checkpointer:
         return bad
 
     def _finish(self) -> SaveError | None:
-        """Waits for the save that runs and returns what went wrong with it."""
+        """Waits for the running save and returns its error, if any."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -274,7 +281,7 @@ class Checkpointer:
                 bad = completed.result()
         except Exception as error:  # of orbax, tensorstore or the system
             with contextlib.suppress(OSError, distributed.PeerError):
-                self._held()  # another run may have cleaned away what this one was writing
+                self._held()  # another run may have deleted the files that this one was writing
             return self._failed(step, error)
         if restore.anywhere(bad):
             return self._refused(step, bad)
@@ -286,7 +293,7 @@ class Checkpointer:
     def _refused(self, step: int, bad: list[str]) -> SaveError:
         self._own.discard(step)
         aside = self._steps.set_aside(step)
-        return self._failed(step, DamagedError(f"read again it is not what was saved, see {aside}:{shorten(bad)}"))
+        return self._failed(step, DamagedError(f"its files differ from what was saved, see {aside}:{shorten(bad)}"))
 
     def _failed(self, step: int, error: Exception) -> SaveError:
         self._own.discard(step)
@@ -300,12 +307,12 @@ class Checkpointer:
         return failed
 
     def _last_good(self) -> int | None:
-        """Returns the newest step known to be good; looks at the disk, which may be the cause, only if it must."""
+        """Returns the newest step known to be good; only reads the disk, which may be the cause, if necessary."""
         known = self._own - self._damaged
         return max(known) if known else self.latest()
 
     def _prune(self) -> None:
-        """Deletes the steps that need not be kept; damaged ones never count as kept."""
+        """Deletes the steps that the policy does not keep; damaged steps never count as kept."""
         try:
             steps = self.steps()
             left, self._left = [step for step in self._left if step in steps], []
@@ -317,11 +324,11 @@ class Checkpointer:
             gone = left + [step for step in steps if step < max(good, default=0) and step not in keep]
             self._steps.delete(gone)
             self._forget(gone)
-        except OSError as error:  # the new step is good all the same
+        except OSError as error:  # the new step is still good
             _log.warning("Old steps of %s could not be deleted: %s.", self.directory, summary(error))
 
     def _forget(self, gone: list[int]) -> None:
-        """Drops what is known of deleted steps, of which a long run has many."""
+        """Forgets deleted steps, of which a long run has many."""
         self._own.difference_update(gone)
         for step in gone:
             self._metrics.pop(step, None)
@@ -332,7 +339,7 @@ class Checkpointer:
             _log.error("%s", failed)
 
     def _make_way(self, step: int, held: list[int]) -> None:
-        """Renames damaged steps that stand where the run goes now. Never touches good ones."""
+        """Renames damaged steps whose numbers the run will use. Never touches good steps."""
         if self._replace and step in held:
             self._steps.make_room(step)
         self._left = [s for s in held if s > step] if self._replace else []
@@ -342,7 +349,7 @@ class Checkpointer:
         good = [s for s in ahead if s not in self._damaged]
         if good:
             raise ValueError(
-                f"Step {step} cannot be saved: {self.directory} already holds the steps {good} of a run that went as far. "
+                f"Step {step} cannot be saved: {self.directory} already has the steps {good} of another run. "
                 "Restore the newest one, or use another directory."
             )
         for s in ahead:
@@ -350,7 +357,7 @@ class Checkpointer:
             self._damaged.discard(s)
 
     def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warns, once, if the first step to be saved has no metric by which `best` could choose."""
+        """Warns once if the first saved step lacks the metric of `best`."""
         best = self._keep.best
         if best is None or self._metric_seen:
             return
@@ -358,7 +365,8 @@ class Checkpointer:
         if best.metric not in metrics:
             near = difflib.get_close_matches(best.metric, metrics, n=1)
             _log.warning(
-                "Step %d is saved without the metric %r of best=, so it goes when newer ones are saved; it has %s%s.",
+                "Step %d is saved without the metric %r of best=, so it is deleted when newer steps are saved; it has "
+                "%s%s.",
                 *(step, best.metric, sorted(metrics) or "none", f": is {near[0]!r} meant?" if near else ""),
             )
 
@@ -400,7 +408,7 @@ def _text(name: str, content: Any) -> str:
         return records.to_text(content)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{name} must consist of JSON's types (str, int, float, bool, None, list, dict): {error}"
+            f"{name} must consist of JSON types (str, int, float, bool, None, list, dict): {error}"
         ) from error
 
 

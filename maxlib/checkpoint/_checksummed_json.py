@@ -1,4 +1,4 @@
-"""JSON files that know whether they are whole."""
+"""JSON files with a checksum."""
 
 import json
 import zlib
@@ -8,11 +8,11 @@ from etils import epath
 
 
 class DamagedError(ValueError):
-    """Error for a record that is missing or not as it was written."""
+    """Error for a record that is missing or differs from what was written."""
 
 
 def to_text(content: Any) -> str:
-    """Writes `content` as JSON under its checksum. Raises TypeError for what JSON cannot hold."""
+    """Formats `content` as JSON with its checksum. Raises TypeError for values that JSON cannot represent."""
     body = json.dumps(json.loads(json.dumps(content)), sort_keys=True)  # keys as they will be read: strings
     return f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "content": {body}}}\n'
 
@@ -25,5 +25,5 @@ def read(path: epath.Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     if f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}" != crc:
-        raise DamagedError(f"{path} is not as it was written")
+        raise DamagedError(f"{path} differs from what was written")
     return content

@@ -4,10 +4,10 @@ import re
 
 
 class SaveError(RuntimeError):
-    """Error for a step that could not be written; the steps before it are as they were.
+    """Error for a step that could not be written; earlier steps are unchanged.
 
     Attributes:
-        step: The step that is not there.
+        step: The missing step.
     """
 
     def __init__(self, message: str, *, step: int):
@@ -16,10 +16,10 @@ class SaveError(RuntimeError):
 
 
 class UnsavedError(RuntimeError):
-    """Error that ends a run of which too many saves in a row have failed.
+    """Error that ends a run after too many consecutive failed saves.
 
     Attributes:
-        last_good: The newest step that is on disk, None without one.
+        last_good: The newest step on disk; None if there is none.
     """
 
     def __init__(self, message: str, *, last_good: int | None):
@@ -32,11 +32,11 @@ class InUseError(RuntimeError):
 
 
 class DamagedError(RuntimeError):
-    """Error for stored data that is not what was saved.
+    """Error for stored data that differs from what was saved.
 
     Attributes:
         step: The damaged step, None for a checkpoint that is not a step of a run.
-        leaves: What is damaged, such as "params: layers.body.0.attn.q.w".
+        leaves: The damaged leaves, such as "params: layers.body.0.attn.q.w".
     """
 
     def __init__(self, message: str, *, step: int | None = None, leaves: tuple[str, ...] = ()):
@@ -45,8 +45,8 @@ class DamagedError(RuntimeError):
 
 
 def summary(error: BaseException, most: int = 300) -> str:
-    """Returns what went wrong in one line: the first error of a group, the system's own words where tensorstore's
-    message carries them.
+    """Summarizes an error in one line: the first error of a group, and the operating system's message if tensorstore's
+    contains it.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

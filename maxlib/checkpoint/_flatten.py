@@ -9,7 +9,7 @@ from maxlib.nn.tree import is_variable
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Returns `{dotted path: leaf}`; variables are leaves, those that hold nothing (`nn.partition`) are left out."""
+    """Returns `{dotted path: leaf}`; variables are leaves, and empty ones (from `nn.partition`) are omitted."""
     found = {_name(path): _value(leaf) for path, leaf in _leaves(tree)}
     return {name: leaf for name, leaf in sorted(found.items()) if leaf is not None}
 
@@ -25,8 +25,8 @@ def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
 
 
 def snapshot(leaf: Any) -> Any:
-    """Returns what is stored of a leaf: the data of a key, a wider dtype for one that cannot be stored, a copy of what
-    is not a `jax.Array`.
+    """Returns the stored form of a leaf: the data of a key, a wider dtype if its dtype cannot be stored, and a copy if
+    it is not a `jax.Array`.
     """
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
@@ -34,12 +34,12 @@ def snapshot(leaf: Any) -> Any:
 
 
 def stored_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype, or one that holds all its values where tensorstore does not know it."""
+    """Returns the dtype, or a wider one if tensorstore does not support it."""
     return np.dtype({"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}.get(str(dtype), dtype))
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf, perhaps an abstract one, is made of typed random keys."""
+    """Returns whether a leaf, possibly abstract, consists of typed random keys."""
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

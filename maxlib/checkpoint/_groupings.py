@@ -1,4 +1,4 @@
-"""Which stored leaves, or rows of them, make up a wanted one: stacks may have another layout."""
+"""Matches stored leaves, or rows of them, to wanted leaves when the grouping of stacks has changed."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,14 @@ from maxlib.checkpoint._migrations import current_names
 from maxlib.nn._stack_grouping import layers_by_slot
 
 Groupings = dict[str, dict[str, int]]
-# A leaf of one layer: the stored leaf it is in, and its row there (None: it is all of it).
+# A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
 Piece = tuple[str, int | None]
 
 
 def groupings(model: Any) -> Groupings:
-    """`{path: {num_layers, prefix, period}}`, and `lead` where there is one, of every stack of `model`, as a
-    checkpoint's meta holds it."""
+    """Returns `{path: {num_layers, prefix, period}}`, and `lead` if there is one, of every stack of `model`, as stored
+    in a checkpoint's meta.
+    """
     return nn.tree.groupings(model)
 
 
@@ -38,8 +39,8 @@ def layer_path(name: str, groupings: Groupings) -> list[Piece]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Wanted leaf: what it is like, and what it is made of; with `rows`, a piece for each index of its first
-    axis.
+    """A wanted leaf: its shape and dtype, and the pieces that make it up; with `rows`, one piece for each index of its
+    first axis.
     """
 
     raw: jax.ShapeDtypeStruct
@@ -69,9 +70,7 @@ def match_leaves(
     where: str,
     cast: bool,
 ) -> dict[str, Target]:
-    """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError with all that does not
-    fit.
-    """
+    """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError listing all mismatches."""
     known = {layer for name in wanted for layer, _ in layer_path(name, new)}
     source = current_names(_layers_of(entries, old), known)
     targets, missing, differ, used = {}, [], [], set()
@@ -85,7 +84,7 @@ def match_leaves(
         bad = {n: it for n, it in found.items() if it.shape != shape or (it.dtype != str(raw.dtype) and not cast)}
         differ += [f"{logical}: saved {it}, wanted {here}" for logical, it in bad.items()]
         if not rows and len({it.checksum for it in found.values()}) > 1:
-            differ.append(f"{name}: one for the layers {list(found)}, for which different ones were saved")
+            differ.append(f"{name}: a single value for the layers {list(found)}, but different values were saved")
         targets[name] = Target(raw, tuple(it.piece for it in found.values()), rows)
     _check_fit(where, missing, [f"{name} {it}" for name, it in source.items() if name not in used], differ)
     return targets
@@ -102,8 +101,8 @@ def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict
 
 
 def _split(name: str, shape: Any, groupings: Groupings) -> tuple[list[Piece], bool]:
-    """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has none: it
-    stands for all of them.
+    """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has no rows: it represents
+    all of them.
     """
     layers = layer_path(name, groupings)
     if layers[0][1] is None or (len(shape) > 0 and shape[0] == len(layers)):

@@ -1,4 +1,4 @@
-"""The lock on a run's directory: one run writes at a time, on any file system. See docs/decisions/0017."""
+"""The lock of a run's directory, so that only one run writes at a time, on any file system. See docs/decisions/0017."""
 
 import collections
 import contextlib
@@ -21,24 +21,24 @@ from maxlib import distributed
 
 _log = logging.getLogger(__name__)
 FILE = "owner.json"
-_RUN = uuid.uuid4().hex  # one token for all that this process holds
+_RUN = uuid.uuid4().hex  # one token for all locks of this process
 
 
 class RunLock:
     """Fencing token of this process in `directory`, until `release()` or the end of the process.
 
-    `owner.json` holds the token of the run that opened the directory last. No file system is trusted to lock and no
-    process is asked whether it lives: the newest run owns the directory, and an older one stops at its next save, when
-    it finds another's token (`taken`).
+    `owner.json` has the token of the run that opened the directory last. This does not rely on file locks or on
+    checking whether processes are alive: the newest run owns the directory, and an older run stops at its next save,
+    when it finds another token (`taken`).
 
     Args:
-        directory: The run's directory; made if it does not exist. All hosts must see the same one.
+        directory: The run's directory; created if it does not exist. All hosts must see the same one.
 
     Attributes:
         first: True if no other object of this process holds the directory.
 
     Raises:
-        ValueError: The hosts see different directories.
+        ValueError: When the hosts see different directories.
     """
 
     def __init__(self, directory: epath.Path):
@@ -53,19 +53,19 @@ class RunLock:
         self.release = weakref.finalize(self, _release, self._file, self._leads)  # at the latest when the process ends
 
     def taken(self) -> str | None:
-        """Says which other run has opened the directory since, on the first host; None if none has.
+        """Describes the run that has since opened the directory, on the first host; None if there is none.
 
         Raises:
-            OSError: The record cannot be read.
+            OSError: When the record cannot be read.
         """
-        if not self._leads or not self._file.parent.is_dir():  # writing will say what is wrong with it
+        if not self._leads or not self._file.parent.is_dir():  # writing will raise a clear error
             return None
         owner = _read(self._file)
         if _is_mine(owner):
             return None
         who = "another run, which has ended" if owner is None else _describe(owner)
         return (
-            f"{self._file.parent} was taken over by {who}. This run has saved nothing since: stop one of the two, or "
+            f"{self._file.parent} was taken over by {who}. This run has not saved since: stop one of the two, or "
             "give each a directory of its own."
         )
 
@@ -73,7 +73,7 @@ class RunLock:
         owner = _read(self._file)
         if owner is not None and not _is_mine(owner):
             _log.warning(
-                "%s is taken over from %s, which did not release it. If that run still lives, it stops at its next "
+                "%s is taken over from %s, which did not release it. If that run is still alive, it stops at its next "
                 "save.",
                 self._file.parent,
                 _describe(owner),
@@ -87,7 +87,7 @@ _held: collections.Counter[str] = collections.Counter()
 
 
 def _release(file: epath.Path, leads: bool) -> None:
-    """Removes the file when the last object of this process that holds it goes."""
+    """Removes the file when this process's last lock object is deleted."""
     _held[str(file)] -= 1
     if leads and not _held[str(file)]:
         with contextlib.suppress(OSError):
@@ -96,14 +96,14 @@ def _release(file: epath.Path, leads: bool) -> None:
 
 
 def _read(file: epath.Path, tries: int = 3) -> dict[str, Any] | None:
-    """Reads the owner's record; None without one, empty if it is no record. Raises OSError if it cannot be read."""
+    """Reads the owner's record; None if there is none, empty if it is invalid. Raises OSError if it cannot be read."""
     for left in reversed(range(tries)):
         try:
             found = json.loads(file.read_text())
             return found if isinstance(found, dict) else {}
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:  # perhaps it is being written
+        except (OSError, ValueError, RecursionError) as error:  # it may be in the middle of a write
             if not left and isinstance(error, OSError):
                 raise
             if left:
@@ -120,7 +120,7 @@ def _describe(owner: dict[str, Any]) -> str:
 
 
 def _check_same(file: epath.Path, patience: float = 10.0) -> None:
-    """Raises ValueError unless all hosts see one and the same file."""
+    """Raises ValueError unless all hosts see the same file."""
     if jax.process_count() == 1:
         return
     end = time.monotonic() + patience  # network file systems may take a while

@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 def describe(items: dict[str, dict[str, Any]], raws: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns shape, dtype and the running `checksum.digest` of every leaf as it is stored; `finish` waits for them."""
+    """Returns shape, dtype and the asynchronous `checksum.digest` of every stored leaf; `finish` waits for them."""
     return {item: {n: _entry(leaf, raws[item][n]) for n, leaf in leaves.items()} for item, leaves in items.items()}
 
 
@@ -26,18 +26,18 @@ def finish(described: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def abstract(entry: dict[str, Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the leaf as it is stored."""
+    """Returns shape and dtype of the stored leaf."""
     return jax.ShapeDtypeStruct(tuple(entry["shape"]), trees.stored_dtype(jnp.dtype(entry["dtype"])), sharding=sharding)
 
 
 def damaged(entries: dict[str, dict[str, Any]], leaves: dict[str, Any]) -> list[str]:
-    """Names the leaves whose content is not what was saved."""
+    """Names the leaves whose content differs from what was saved."""
     sums = {name: checksum.digest(leaf) for name, leaf in leaves.items()}  # all at once, then wait
     return [name for name, found in sums.items() if checksum.to_hex(found) != entries[name]["checksum"]]
 
 
 def is_stored(entry: dict[str, Any]) -> bool:
-    """Returns whether orbax stores the leaf: it has no arrays of no size, which the manifest alone knows."""
+    """Returns whether orbax stores the leaf: empty arrays are only in the manifest."""
     return 0 not in entry["shape"]
 
 

@@ -1,19 +1,19 @@
-"""Names that leaves had in files of earlier versions."""
+"""Names of leaves in files of earlier versions."""
 
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
-# Ends of paths: old -> new, with the version that still wrote the old one.
+# Path suffixes: old -> new, with the last version that wrote the old one.
 RENAMED = {"router.correction": "router.expert_bias"}  # 0.1.0.dev0
 
 
 def current_names(stored: Mapping[str, Entry], wanted: Collection[str]) -> dict[str, Entry]:
-    """Gives what was stored under an old name its new one, where a model wants that and does not know the old one.
+    """Renames stored entries from an old name to the new one, if the model has the new name and not the old one.
 
     Args:
-        stored: Entries by the path that the file has.
-        wanted: Paths of the present model.
+        stored: Entries by path in the file.
+        wanted: Paths of the current model.
     """
     return {_current(path, wanted): entry for path, entry in stored.items()}
 

@@ -1,4 +1,4 @@
-"""When a step is saved, and which steps stay."""
+"""Policies: when to save a step, and which steps to keep."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-SECONDS = 1800.0  # from one save to the next, where nothing else is said
+SECONDS = 1800.0  # default interval between saves
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """Keeps the `n` steps with the lowest `metric`, or with the highest. Steps saved without it are not among them."""
+    """Keeps the `n` steps with the lowest, or highest, `metric`, ignoring steps that lack it."""
 
     metric: str
     n: int = 1
@@ -24,14 +24,14 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Policy of which steps stay: the newest ones, every `every`-th, the best."""
+    """Policy of which steps to keep: the newest ones, every `every`-th, the best."""
 
     newest: int | None
     every: int | None = None
     best: Best | None = None
 
     def __call__(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> set[int]:
-        """Returns the steps to keep, of those that are good."""
+        """Returns the good steps to keep."""
         newest = set(steps) if self.newest is None else set(steps[-self.newest :])
         nth = {step for step in steps if self.every and step % self.every == 0}
         return newest | nth | (_best(self.best, steps, metrics) if self.best else set())
@@ -45,11 +45,11 @@ def _best(best: Best, steps: Sequence[int], metrics: Mapping[int, Mapping[str, A
 
 
 class Failures:
-    """Counts the saves in a row that failed.
+    """Counts consecutive failed saves.
 
     Args:
-        most: How many are too many; None for any number.
-        seconds: For how long, from the first of them; None for ever.
+        most: Maximum number; None for no limit.
+        seconds: Maximum time since the first of them; None for no limit.
     """
 
     def __init__(self, most: int | None, seconds: float | None):
@@ -57,26 +57,26 @@ class Failures:
         self.ended()
 
     def ended(self) -> None:
-        """Begins anew, after a save that went well."""
+        """Resets the count after a successful save."""
         self.count, self._since = 0, math.inf
 
     def add(self) -> None:
-        """Counts one more."""
+        """Counts a failed save."""
         self.count, self._since = self.count + 1, min(self._since, time.monotonic())
 
     def too_many(self) -> bool:
-        """Returns whether a limit is reached, by the first host's clock. All hosts call it."""
+        """Returns whether a limit is reached, by the first host's clock. All hosts must call it."""
         late = self.count > 0 and time.monotonic() - self._since >= self._seconds
         return self.count >= self._most or _of_first_host(late, 0)[0]
 
 
 class When:
-    """Says when a save is due: every `every` steps, and `seconds` after the save before."""
+    """Decides when a save is due: every `every` steps, and `seconds` after the previous save."""
 
     def __init__(self, every: int | None, seconds: float | None):
         self._every, self._seconds = every, math.inf if seconds is None else seconds
         self.saved(0)
-        self._first: int | None = None  # the step at the beginning of the time, once it is known
+        self._first: int | None = None  # the step at which the interval began, once known
 
     def due(self, step: int) -> bool:
         """Returns whether to save after `step`; all hosts get the same answer."""
@@ -84,7 +84,7 @@ class When:
         return by_steps or (self._seconds < math.inf and step > 0 and self._late(step))
 
     def saved(self, step: int) -> None:
-        """Starts the time anew."""
+        """Restarts the interval."""
         self._since, self._first, self._ask, self._is_late = time.monotonic(), step, step + 1, False
 
     def _late(self, step: int) -> bool:
@@ -96,7 +96,9 @@ class When:
         return self._is_late
 
     def _pause(self, passed: float, per_step: float) -> int:
-        """Returns in how many steps to ask again: rarely, as hosts agree by one clock, which waits for devices."""
+        """Returns the number of steps until the next check; checks are rare, because hosts agree by one clock, which
+        waits for devices.
+        """
         left = max(0.0, self._seconds - passed)
         return 1 if jax.process_count() == 1 else max(1, int(left / 2 / max(per_step, 1e-9)))
 

@@ -1,7 +1,7 @@
-"""Arrays of which several hosts hold copies: read by one replica's hosts, and sent on to the others.
+"""Reads replicated arrays on one replica's hosts and sends them to the others.
 
-Orbax's single-replica handler adds the copies up as numbers, which turns -0.0 into 0.0, and lets the other hosts wait
-for ever when the reading ones fail. Here bits are added, after all hosts know that they could be read.
+Orbax's single-replica handler sums the copies as numbers, which turns -0.0 into 0.0, and the other hosts wait forever
+if a reading host fails. This module sums bits, after all hosts know that reading succeeded.
 """
 
 import functools
@@ -22,9 +22,9 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
-    """Reads all leaves of `abstract`, on all hosts or on none: PeerError where only another could not read.
+    """Reads all leaves of `abstract` on all hosts, or on none: raises PeerError if only another host failed.
 
-    `read` and `read_here` both give what this host holds, without a wait for others.
+    `read` and `read_here` both return this host's part, without waiting for others.
     """
     groups: dict[tuple[Mesh, int], list[str]] = {}
     for name, leaf in abstract.items():
@@ -39,7 +39,7 @@ def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:
 
 
 def replica_axis(leaf: jax.ShapeDtypeStruct) -> int | None:
-    """Returns the mesh axis along which other, whole hosts hold copies of the array; None without one."""
+    """Returns the mesh axis along which other hosts hold full copies of the array; None if there is none."""
     sharding = leaf.sharding
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or not _has_bits(leaf.dtype):
         return None
@@ -60,16 +60,18 @@ def _load_once(read_here: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arra
 
 
 def _stacked(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) -> jax.Array:
-    """Makes bits [replicas, *shape] on all devices: those of `source` on the first replica's hosts, else zeros."""
+    """Makes bits [replicas, *shape] on all devices: the bits of `source` on the first replica's hosts, zeros
+    elsewhere.
+    """
     assert isinstance(leaf.sharding, NamedSharding) and isinstance(
         leaf.sharding.mesh, Mesh
-    )  # `replica_axis` has seen to it
+    )  # ensured by `replica_axis`
     mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
     stacked = NamedSharding(mesh, PartitionSpec(mesh.axis_names[axis], *spec))
     shape = (mesh.devices.shape[axis], *leaf.shape)
     have = {} if source is None else {shard.device: shard.data for shard in source.addressable_shards}
     size, bits = leaf.sharding.shard_shape(leaf.shape), _bits(leaf.dtype)
-    with jax.set_mesh(NO_MESH):  # each piece is on one device, whichever mesh the caller is in
+    with jax.set_mesh(NO_MESH):  # each piece is on one device, independent of the caller's mesh
         pieces = [
             _to_bits(have[d])[None] if d in have else jax.device_put(np.zeros((1, *size), bits), d)
             for d in stacked.addressable_devices
@@ -99,7 +101,7 @@ def _bits(dtype: Any) -> np.dtype:
 
 
 def _has_bits(dtype: Any) -> bool:
-    """Returns whether an element has as many bits as its bytes hold, and at most 32."""
+    """Returns whether an element uses all bits of its bytes, at most 32."""
     kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     return _is_bool(dtype) or (real and kind(dtype).bits == 8 * np.dtype(dtype).itemsize <= 32)

@@ -1,4 +1,4 @@
-"""Restoring of a step from disk: its leaves are verified, laid out for the present model, cast and placed."""
+"""Restoring a step from disk: leaves are verified, regrouped for the current model, cast and placed."""
 
 import dataclasses
 import logging
@@ -36,18 +36,18 @@ def load(
     """Reads a checkpoint as `{item: ..., "data": ..., "meta": ...}`; `meta["step"]` is its step.
 
     Args:
-        path: A step's directory, or a run's, of which the newest undamaged step is taken.
-        like: For each item wanted a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings say where to put the
-            leaves (none: the default device; numpy arrays stay on the host).
+        path: A step's directory, or a run's directory to read its newest undamaged step.
+        like: A pytree of arrays or `jax.ShapeDtypeStruct`s for each wanted item; their shardings place the leaves (no
+            sharding: the default device; numpy arrays stay on the host).
         items: Without `like`, the items to read as `{path: numpy array}`; default: all.
-        groupings: Those of the present model's stacks (`groupings(model)`), for steps that were saved under
-            another prefix or period.
-        cast: Permit another dtype than the saved one.
+        groupings: Groupings of the current model's stacks (`groupings(model)`), for steps saved with another prefix or
+            period.
+        cast: True permits dtypes that differ from the saved ones.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
-        DamagedError: Leaves are not as they were saved; it names them.
-        ValueError: The checkpoint is of another model; the message lists what differs.
+        FileNotFoundError: When there is no checkpoint.
+        DamagedError: When leaves differ from what was saved; it names them.
+        ValueError: When the checkpoint belongs to another model; the message lists the differences.
     """
     path = storage.absolute(path)
     wanted = Wanted(like, None if items is None else tuple(items), groupings, cast)
@@ -56,18 +56,18 @@ def load(
     if not any((path / name).exists() for name in _RECORDS):
         held = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing: it is no directory"
         raise FileNotFoundError(
-            f"{path} is neither a complete step of a checkpoint nor a directory of steps; it holds {held}."
+            f"{path} is neither a complete step of a checkpoint nor a directory of steps; it has {held}."
         )
     return read(path, wanted)
 
 
 def verify(path: Any) -> list[str]:
-    """Reads all of a step's directory and names what is damaged, such as `"params: layers.body.0.attn.q.w"`."""
+    """Reads a whole step and names damaged leaves, such as `"params: layers.body.0.attn.q.w"`."""
     return damaged_leaves(storage.absolute(path), host=0, hosts=1)
 
 
 def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int | None = None) -> list[str]:
-    """Verifies this host's share of the leaves. Talks to no other host, so it may run in the background."""
+    """Verifies this host's part of the leaves. It does not communicate, so it may run in the background."""
     host = jax.process_index() if host is None else host
     hosts = hosts or jax.process_count()
     try:
@@ -83,7 +83,7 @@ def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int
 
 
 def metrics(directory: epath.Path) -> dict[str, Any]:
-    """Reads the metrics that a step was saved with; none if its records are damaged."""
+    """Reads the metrics saved with a step; none if its records are damaged."""
     try:
         return records.read(directory / "meta" / "meta.json").get("metrics", {})
     except records.DamagedError:
@@ -92,7 +92,7 @@ def metrics(directory: epath.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Request to restore: items, and the arrays that are wanted."""
+    """A restore request: items and the wanted arrays."""
 
     like: dict[str, Any] | None = None
     items: tuple[str, ...] | None = None
@@ -110,7 +110,7 @@ class Stored:
 
 
 def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None = None) -> dict[str, Any]:
-    """Reads the newest undamaged step; adds the others to `found_damaged`."""
+    """Reads the newest undamaged step; adds damaged ones to `found_damaged`."""
     problems: list[str] = []
     for step in reversed(allgather_json(storage.steps(directory))[0]):  # one list for all hosts
         try:
@@ -130,7 +130,7 @@ def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None
 
 
 def open_step(directory: epath.Path) -> Stored:
-    """Reads a step's records and looks whether its items are there. Raises DamagedError."""
+    """Reads a step's records and checks that its items exist. Raises DamagedError."""
     found, bad = {}, []
     storage.forget_listings(directory)
     for name in _RECORDS:
@@ -142,7 +142,7 @@ def open_step(directory: epath.Path) -> Stored:
         _check_format(directory, found["manifest"])
         for item, entries in found["manifest"]["items"].items():
             if any(map(manifest.is_stored, entries.values())) and not (directory / item).is_dir():
-                bad.append(f"{item}: all of it is missing")
+                bad.append(f"{item}: missing entirely")
     if bad:
         raise _damaged(directory, bad)
     return Stored(found["manifest"]["items"], found["meta"], found["data"])
@@ -155,14 +155,16 @@ def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
     restored: dict[str, Any] = {}
     for item in names:
         like = None if wanted.like is None else wanted.like[item]
-        with jax.set_mesh(replicas.NO_MESH):  # leaves may go to one device, whichever mesh the caller is in
+        with jax.set_mesh(replicas.NO_MESH):  # leaves may be placed on one device, independent of the caller's mesh
             leaves = _read_item(directory, item, stored, like, wanted)
         restored[item] = leaves if like is None else trees.unflatten(like, leaves)
     return {**restored, "data": stored.data, "meta": stored.meta}
 
 
 def _open_everywhere(directory: epath.Path) -> Stored:
-    """Calls `open_step`, which succeeds on all hosts or on none, lest they go on with different steps."""
+    """Calls `open_step`, which must succeed on all hosts or on none, so that they do not continue with
+    different steps.
+    """
     try:
         with raise_on_all("reading its records"):
             return open_step(directory)
@@ -187,7 +189,7 @@ def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, want
 
 
 def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
-    """Returns where each stored leaf goes on its way to the first target that needs it."""
+    """Returns the sharding in which to read each stored leaf, that of the first target that needs it."""
     found: dict[str, Any] = {}
     for target in targets.values():
         for name, row in target.pieces:
@@ -196,7 +198,7 @@ def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
 
 
 def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
-    """Returns the sharding of the same leaf with or without the axis of its layers."""
+    """Returns the sharding of the same leaf with or without its layer axis."""
     if not isinstance(sharding, NamedSharding) or (not has and not needs):
         return sharding
     one = tuple(sharding.spec)[1:] if has else tuple(sharding.spec)
@@ -205,14 +207,14 @@ def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
 
 
 def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
-    """Reads all leaves of an item as they were saved, verified; to numpy where no sharding is given."""
+    """Reads and verifies all leaves of an item in their saved form; to numpy if no sharding is given."""
     want = {n: manifest.abstract(e, shardings.get(n)) for n, e in entries.items() if manifest.is_stored(e)}
     try:
         leaves = storage.load(directory, item, want)
     except Exception:
         bad = storage.unreadable(directory, item, want)
         if not anywhere(bad):
-            raise  # every leaf can be read: the reason is another one
+            raise  # every leaf can be read, so the cause is something else
     else:
         bad = manifest.damaged(entries, leaves)
         if not anywhere(bad):
@@ -222,14 +224,16 @@ def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, 
 
 
 def anywhere(bad: list[str]) -> bool:
-    """Returns whether any host has found something. All hosts call it."""
+    """Returns whether any host found something. All hosts must call it."""
     if jax.process_count() == 1:
         return bool(bad)
     return bool(np.any(multihost_utils.process_allgather(np.array(len(bad)))))
 
 
 def _assemble(target: Target, loaded: dict[str, Any]) -> Any:
-    """Picks the target's layers from the stored leaves; passes on a leaf that is stored as it is wanted."""
+    """Assembles the target's layers from the stored leaves; returns a leaf unchanged if it is stored in the wanted
+    form.
+    """
     name, row = target.pieces[0]
     if row is None and not target.rows:
         return loaded[name]
@@ -253,7 +257,7 @@ def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
 
 
 def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
-    """Wraps a typed key where one is wanted."""
+    """Wraps the data in a typed key if one is wanted."""
     if not trees.is_key(like):
         return leaf
     key = jax.random.wrap_key_data(leaf, impl=entries[target.pieces[0][0]].get("key"))
@@ -265,7 +269,7 @@ def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
 
 
 def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns what the leaf `like` asks for, in the form that is stored."""
+    """Returns the stored form of the wanted leaf `like`."""
     if not hasattr(leaf, "shape") or isinstance(leaf, np.ndarray | np.generic):
         host = np.asarray(leaf)
         return jax.ShapeDtypeStruct(host.shape, host.dtype)
@@ -283,7 +287,7 @@ def _items(directory: epath.Path, stored: Stored, wanted: Wanted) -> list[str]:
     for where, has in ((directory, stored.items), ("like", wanted.like or stored.items)):
         lacking = [name for name in names if name not in has]
         if lacking:
-            raise ValueError(f"The items {lacking} are wanted, but {where} has only {sorted(has)}.")
+            raise ValueError(f"The items {lacking} were requested, but {where} only has {sorted(has)}.")
     return names
 
 
@@ -297,11 +301,13 @@ def _check_format(directory: epath.Path, found: dict) -> None:
 def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
     step = int(directory.name) if directory.name.isdecimal() else None
     what = f"Step {step} in {directory.parent}" if step is not None else f"The checkpoint {directory}"
-    return DamagedError(f"{what} is damaged, not as it was saved:{shorten(leaves)}", step=step, leaves=tuple(leaves))
+    return DamagedError(
+        f"{what} is damaged and differs from what was saved:{shorten(leaves)}", step=step, leaves=tuple(leaves)
+    )
 
 
 def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[list[str]]:
-    """Splits names into portions of so many bytes, for the host's memory."""
+    """Splits names into groups of limited size, to limit host memory."""
     part, size = [], 0
     for name in names:
         leaf = manifest.abstract(entries[name])
@@ -316,9 +322,9 @@ def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[lis
 def _damaged_of(directory: epath.Path, item: str, entries: dict) -> list[str]:
     try:
         leaves = storage.read_here(directory, item, {n: manifest.abstract(e) for n, e in entries.items()})
-    except Exception:  # whatever tensorstore says of a broken file
+    except Exception:  # tensorstore raises various errors for a broken file
         if len(entries) == 1:
             return list(entries)
         return [name for n, entry in entries.items() for name in _damaged_of(directory, item, {n: entry})]
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the others are busy
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the other devices are busy
         return manifest.damaged(entries, leaves)

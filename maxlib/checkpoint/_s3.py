@@ -1,8 +1,8 @@
-"""Amazon's S3 for orbax, which knows Google's buckets only: it takes `s3://` for a folder of the disk.
+"""Amazon S3 support for orbax, which only knows Google's buckets and treats `s3://` as a local path.
 
-tensorstore and etils read and write both. What orbax asks about a path decides the rest: which driver tensorstore gets,
-that a step counts once its last file, `commit_success.txt`, is there (an object store cannot rename a directory), and
-how a directory is deleted. Here those questions get an answer for `s3://` as for `gs://`.
+tensorstore and etils support both. Orbax's own checks of a path decide the rest: which driver tensorstore uses, that a
+step is complete once its last file, `commit_success.txt`, exists (an object store cannot rename a directory), and how
+to delete a directory. This module makes these checks treat `s3://` like `gs://`.
 """
 
 import functools
@@ -18,10 +18,10 @@ SCHEME = "s3://"
 
 @functools.cache
 def enable() -> None:
-    """Teaches orbax the scheme, once a process.
+    """Enables the scheme in orbax, once per process.
 
     Raises:
-      RuntimeError: when this version of orbax is built another way.
+      RuntimeError: when this version of orbax has different internals.
     """
     try:
         from orbax.checkpoint._src.path import gcs_utils
@@ -47,7 +47,7 @@ def _unknown(what: str) -> RuntimeError:
 
 
 def rename(source: epath.Path, target: epath.Path) -> None:
-    """Renames a directory; in a bucket of S3 file by file, since s3fs also looks for folders, which are no objects."""
+    """Renames a directory; on S3 file by file, because s3fs also looks for folders, which are not objects."""
     if not str(source).startswith(SCHEME):
         source.rename(target)
         return

@@ -25,15 +25,15 @@ Arrays = dict[str, Any]
 
 
 def forget_listings(directory: epath.Path) -> None:
-    """Forgets what this process has listed of a bucket: other hosts and tensorstore write there without its knowing."""
-    # etils keeps one client for each scheme, and a client of fsspec keeps what it has listed; disks have none.
+    """Clears cached listings of a bucket, because other hosts and tensorstore also write there."""
+    # etils keeps one client per scheme, and fsspec's clients cache listings; local disks have no client.
     filesystem_of = getattr(getattr(directory, "_backend", None), "fs", None)
     if filesystem_of is not None:
         filesystem_of(directory).invalidate_cache()
 
 
 class _WithoutTraces(logging.Filter):
-    """Drops the stack traces that orbax logs in every thread of a failed save: the error is raised as well."""
+    """Filters the stack traces that orbax logs in every thread of a failed save; the error is raised anyway."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not ("orbax" in record.pathname and (record.exc_info or "run() raised" in str(record.msg)))
@@ -43,26 +43,32 @@ _without_traces = _WithoutTraces()
 
 
 class Steps:
-    """Directory of one run's steps, of which one is saved at a time.
+    """Directory of one run's steps; one step is saved at a time.
 
     Args:
         directory: The run's directory.
-        clean: Remove what saves that were killed have left.
+        clean: True removes leftovers of killed saves.
     """
 
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
-        logging.getLogger("absl").addFilter(_without_traces)  # importing this module changes no logger
+        logging.getLogger("absl").addFilter(_without_traces)  # here, so that importing this module changes no logger
         _tensorstore_leaks.avoid()
         if clean and jax.process_index() == 0:
-            _remove_unfinished(directory)  # orbax would in the background, where a second one fails all later saves
+            _remove_unfinished(
+                directory
+            )  # orbax would do this in the background, where a second removal fails all later saves
         self._barrier = SaveBarrier()
         self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
-        self._deleted = 0  # steps of which orbax does not know yet
-        self._response: Any = None  # of the save that runs; it holds a thread and three descriptors until it is asked
+        self._deleted = 0  # deleted steps that orbax does not know about yet
+        self._response: Any = (
+            None  # of the running save; it holds a thread and three descriptors until `result` is called
+        )
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
-        """Writes `arrays` by item and the texts, called in the background, to `<name>/<name>.json`; all or nothing."""
+        """Writes `arrays` by item, and texts, which are functions called in the background, to `<name>/<name>.json`,
+        atomically.
+        """
         self._check_possible(step)
         self._barrier.start()
         items = {name: leaves for name, leaves in arrays.items() if leaves}  # orbax refuses an empty one
@@ -70,42 +76,42 @@ class Steps:
         self._response = self._orbax.save_checkpointables_async(step, items | files, force=True)
 
     def _check_possible(self, step: int) -> None:
-        """Raises on all hosts or on none: orbax lets the others wait for one that cannot make the directory, and leaves
-        half-made event loops behind where it runs out of file descriptors.
+        """Raises on all hosts or on none: orbax would wait for a host that cannot create the directory, and leaks
+        half-made event loops if it runs out of file descriptors.
         """
         with raise_on_all("making its directory"):
             _check_descriptors()
             if jax.process_index() == 0 and jax.process_count() > 1:
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir(parents=True, exist_ok=True)
-                probe.rmtree(missing_ok=True)  # where directories are names of objects there may be none
+                probe.rmtree(missing_ok=True)  # in object stores the directory may not exist
 
     def wait(self) -> None:
-        """Waits for the save that runs, if any, and raises what went wrong in it. For any thread."""
+        """Waits for the running save, if any, and raises its error. Any thread may call it."""
         response, self._response = self._response, None
         if response is not None:
-            response.result()  # ends its event loop and thread, whatever the result
+            response.result()  # ends its event loop and thread for any result
 
     def make_room(self, step: int) -> None:
-        """Deletes a step before it is saved again. All hosts call it."""
+        """Deletes a step before it is saved again. All hosts must call it."""
         with raise_on_all(f"deleting step {step}"):
             self.delete([step])
         self._orbax.reload()
 
     def close(self) -> None:
-        """Ends the save that runs, if any, and orbax's threads. What a save has raised is not raised again."""
+        """Ends the running save, if any, and orbax's threads. Errors of a save are not raised again."""
         self._settle()
         self._orbax.close()
 
     def _settle(self) -> None:
-        """Waits without a word, also for a save that could not be started: orbax tells an error once to each thread."""
+        """Waits silently, also for a save that could not be started; orbax reports an error once per thread."""
         for wait in (self.wait, self._orbax.wait):
             with contextlib.suppress(Exception):
                 wait()
 
     def clean(self, step: int, patience: float = 10.0) -> None:
-        """Removes what a failed save of `step` has left, which may be what fills the disk; other threads of it may
-        still write.
+        """Removes leftovers of a failed save of `step`, which may fill the disk; other threads of the save may still
+        write.
         """
         self._settle()
         end = time.monotonic() + patience
@@ -119,17 +125,17 @@ class Steps:
             time.sleep(0.05)
 
     def delete(self, steps: list[int]) -> None:
-        """Deletes whole steps, for orbax's own policies would do so before the new step has been read again."""
+        """Deletes whole steps; orbax's own policies would do so before the new step is verified."""
         if jax.process_index() == 0:
             for step in steps:
                 (self.directory / str(step)).rmtree(missing_ok=True)
         self._deleted += len(steps)
-        if self._deleted >= 100:  # orbax lists all steps that it has saved, and searches the list at every save
+        if self._deleted >= 100:  # orbax keeps a list of all saved steps and searches it at every save
             self._deleted = 0
             self._orbax.reload()
 
     def set_aside(self, step: int) -> epath.Path:
-        """Renames a step so that it is none any more. All hosts call it."""
+        """Renames a step so that it no longer counts as a step. All hosts must call it."""
         aside = self.directory / f"{step}.damaged"
         with raise_on_all(f"renaming step {step}"):
             if jax.process_index() == 0:
@@ -149,14 +155,14 @@ def absolute(path: Any) -> epath.Path:
 
 
 def steps(directory: epath.Path) -> list[int]:
-    """Lists the steps that were written to the end, oldest first."""
+    """Lists the completely written steps, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
 
 
 def _remove_unfinished(directory: epath.Path) -> None:
-    """Removes what killed saves have left: by its name where directories can be renamed, else all incomplete steps."""
+    """Removes leftovers of killed saves: by name if directories can be renamed, else all incomplete steps."""
     complete, renames = {str(step) for step in steps(directory)}, "://" not in str(directory)
     for path in directory.iterdir() if directory.is_dir() else ():
         number, _, rest = path.name.partition(".")
@@ -166,9 +172,7 @@ def _remove_unfinished(directory: epath.Path) -> None:
 
 
 def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
-    """Reads leaves of one item: a `jax.ShapeDtypeStruct` with a sharding says where to, without one it is read to
-    numpy.
-    """
+    """Reads leaves of one item to the sharding of a `jax.ShapeDtypeStruct`, or to numpy if it has none."""
     everywhere, here = functools.partial(_read, directory, item), functools.partial(read_here, directory, item)
     return replicas.load(everywhere, here, abstract)
 
@@ -180,7 +184,7 @@ def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
         name: leaf if leaf.sharding is not None else np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()
     }
     context = _context()
-    # Orbax's own wait for the other hosts says nothing of those that failed; `replicas.load` asks them.
+    # Orbax's own wait for other hosts does not report failures; `replicas.load` does.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     with context:
@@ -188,7 +192,7 @@ def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
 
 
 def read_here(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
-    """Reads what this host holds of each leaf, whatever other hosts do."""
+    """Reads this host's part of each leaf, independently of other hosts."""
     base = urllib.parse.quote(str(directory / item), safe="/:")
     kvstore = {"driver": "ocdbt", "base": f"{base}/" if "://" in base else f"file://{base}/"}
     spec = lambda name: {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}
@@ -206,14 +210,14 @@ def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
-    """Names the leaves that cannot be read by themselves. All hosts call it together, or none."""
+    """Names the leaves that cannot be read individually. Either all hosts call it or none."""
     return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
 
 
 def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> bool:
     try:
         load(directory, item, {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})
-    except Exception:  # tensorstore raises ValueError, orbax nearly anything
+    except Exception:  # tensorstore raises ValueError, orbax many kinds
         return False
     return True
 
@@ -223,16 +227,16 @@ def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
     if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it
         plain = context.asynchronous.v0
         context.asynchronous.v0 = lambda: dataclasses.replace(plain(), barrier_sync_fn=barrier)
-    # A directory that cannot be made is an error of the save at once, not of five threads that wait for it for minutes.
+    # Fail immediately if a directory cannot be created, instead of in five threads that wait minutes for it.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
-    context.array.saving.use_compression = False  # weights hardly shrink: 8 % for a third more time
-    context.array.saving.array_metadata_store = None  # files without use here, whose damage orbax would not forgive
+    context.array.saving.use_compression = False  # compression saves 8 % and takes a third more time
+    context.array.saving.array_metadata_store = None  # unused files; orbax would fail if one is damaged
     return context
 
 
 class _Text:
-    """File of its own within a step, whose text is made when it is written, so that it may wait for the devices."""
+    """A separate file within a step, whose text is created while writing, so that it may wait for the devices."""
 
     def __init__(self, name: str, make: Callable[[], str]):
         self._name, self._make = name, make

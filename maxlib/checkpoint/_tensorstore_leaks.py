@@ -1,7 +1,7 @@
-"""Keeps orbax from calls of tensorstore that leak.
+"""Avoids leaking calls of tensorstore in orbax.
 
-Up to tensorstore 0.1.86 (the newest), what Python gets of it as JSON holds strings and lists with one reference too
-many, which are never freed: 5 KiB for each of several looks at its metrics in a save, and 300 bytes for each array.
+Up to tensorstore 0.1.86 (the newest), strings and lists of its JSON results have one reference too many and are never
+freed: 5 KiB for each of several reads of its metrics in a save, and 300 bytes for each array.
 """
 
 import functools
@@ -13,12 +13,12 @@ import tensorstore
 
 @functools.cache
 def avoid() -> None:
-    """Replaces the two calls in orbax's module; what they would answer is known or only logged."""
+    """Replaces the two calls in orbax's module; their results are known or only logged."""
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils
-    except ImportError:  # a private module, which another orbax need not have; the soak says whether that one leaks
+    except ImportError:  # a private module, which another orbax may lack; the soak test shows whether that one leaks
         return
-    tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0  # of which orbax logs the throughput
+    tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0  # orbax only logs it as throughput
     ours = types.ModuleType(tensorstore.__name__)
     ours.__dict__.update(vars(tensorstore) | {"KvStore": _KvStore})
     tensorstore_utils.ts = ours

@@ -1,4 +1,4 @@
-"""A run's checkpoints in several places: a fast one near by, and one that stays."""
+"""Checkpoint tiers: a run's checkpoints in several places, such as a fast local disk and permanent storage."""
 
 import logging
 from collections.abc import Mapping
@@ -12,13 +12,12 @@ _log = logging.getLogger(__name__)
 
 
 class Tiers:
-    """Several `Checkpointer`s that act as one, the fastest first; each with policies of its own and all with the same
-    files.
+    """Several `Checkpointer`s that act as one, the fastest first; each has its own policies.
 
         Tiers(Checkpointer("/dev/shm/run", every=50, keep=1), Checkpointer("gs://bucket/run", every=1000))
 
-    What is restored is the newest undamaged step of all, from the first tier that has it. In a job of several hosts
-    every tier must be one directory that all of them see.
+    `restore` reads the newest undamaged step of all tiers, from the first tier that has it. With several hosts, every
+    tier must be a directory that all of them share.
     """
 
     def __init__(self, *tiers: Checkpointer):
@@ -54,13 +53,13 @@ class Tiers:
             tier.groupings = groupings
 
     def should_save(self, step: int) -> bool:
-        """Returns whether `step` is due in any tier; the next `save` of it goes to those only."""
+        """Returns whether `step` is due in any tier; its next `save` only goes to those tiers."""
         due = [tier for tier in self.tiers if tier.should_save(step)]
-        self._due = (step, due) if due else None  # a save that no tier was due for goes to all
+        self._due = (step, due) if due else None  # a save that is due in no tier goes to all
         return bool(due)
 
     def save(self, step: int, items: Mapping[str, Any], **more: Any) -> None:
-        """Saves to the tiers that `should_save` has found, without it (at the end of a run) to all; see
+        """Saves to the tiers found by `should_save`, or to all without it (at the end of a run); see
         `Checkpointer.save`.
         """
         due, self._due = self._due, None
@@ -98,28 +97,28 @@ class Tiers:
         return max((step for tier in self.tiers if (step := tier.latest()) is not None), default=None)
 
     def verify(self, step: int) -> list[str]:
-        """Reads all of a step in every tier that has it and names the damaged leaves."""
+        """Reads a whole step in every tier that has it and names the damaged leaves."""
         return [bad for tier in self.tiers if step in tier.steps() for bad in tier.verify(step)]
 
     def wait(self) -> None:
-        """Waits until the last saves are on disk. Raises SaveError if one has failed."""
+        """Waits until the last saves are on disk. Raises SaveError if one failed."""
         self._each(Checkpointer.wait, self.tiers)
 
     def settle(self) -> None:
-        """Waits for the last saves without talking to other hosts; see `Checkpointer.settle`."""
+        """Waits for the last saves without communicating with other hosts; see `Checkpointer.settle`."""
         self._each(Checkpointer.settle, self.tiers)
 
     def unsaved(self) -> UnsavedError | None:
-        """Returns the error to end the run with if no tier can be written any more; see `Checkpointer.unsaved`."""
+        """Returns the error that should end the run if no tier can be written any more; see `Checkpointer.unsaved`."""
         errors = [tier.unsaved() for tier in self.tiers]
         return errors[-1] if all(errors) else None
 
     def close(self) -> None:
-        """Waits for the last saves and ends. Raises SaveError if one has failed."""
+        """Waits for the last saves and closes. Raises SaveError if one failed."""
         self._each(Checkpointer.close, self.tiers)
 
     def _each(self, call: Any, tiers: Any) -> None:
-        """Calls every tier, also after one has failed, and raises the first error at the end."""
+        """Calls every tier, even after one failed, and raises the first error at the end."""
         failed: list[SaveError] = []
         for tier in tiers:
             try:

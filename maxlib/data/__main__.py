@@ -1,5 +1,5 @@
-"""`python -m maxlib.data tokenize PATH ... --tokenizer FILE --out DIR`: tokenizes ahead of time. `show DIR` says what
-is there.
+"""`python -m maxlib.data tokenize PATH ... --tokenizer FILE --out DIR` tokenizes ahead of time; `show DIR` describes
+the result.
 """
 
 import argparse
@@ -26,16 +26,20 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m maxlib.data", description="Tokens on disk.")
     commands = parser.add_subparsers(dest="command", required=True)
-    work = commands.add_parser("tokenize", help="documents to ArrayRecord files; the same command again goes on")
+    work = commands.add_parser(
+        "tokenize", help="tokenize documents to ArrayRecord files; run the same command again to continue"
+    )
     work.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl, .parquet, folders or patterns")
     work.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json or its folder")
-    work.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the tokens go")
-    work.add_argument("--field", default="text", metavar="NAME", help="the field of the text (%(default)s)")
-    work.add_argument("--bos", metavar="TOKEN", help="the token at a document's beginning (none)")
-    work.add_argument("--eos", metavar="TOKEN", help="the token at a document's end (none)")
+    work.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder of the tokens")
+    work.add_argument("--field", default="text", metavar="NAME", help="field with the text (%(default)s)")
+    work.add_argument("--bos", metavar="TOKEN", help="token before each document (none)")
+    work.add_argument("--eos", metavar="TOKEN", help="token after each document (none)")
     work.add_argument("--documents-per-file", type=int, default=50_000, metavar="N", help="(%(default)s)")
-    work.add_argument("--bad-records", type=int, default=0, metavar="N", help="how many may fail (%(default)s)")
-    commands.add_parser("show", help="what a folder of tokens holds").add_argument("directory", type=Path)
+    work.add_argument(
+        "--bad-records", type=int, default=0, metavar="N", help="maximum number of bad records (%(default)s)"
+    )
+    commands.add_parser("show", help="describe a folder of tokens").add_argument("directory", type=Path)
     return parser.parse_args()
 
 

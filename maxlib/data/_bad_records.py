@@ -1,4 +1,4 @@
-"""Records that cannot be read or tokenized: set aside and counted, up to a limit."""
+"""Skips and counts records that cannot be read or tokenized, up to a limit."""
 
 import json
 import os
@@ -21,8 +21,8 @@ class SkipBadRecords:
 
     Args:
       limit: largest number of bad documents.
-      path: file that gets a line of JSON for each: `source`, `record` (its index) and `error`. Records in an existing
-        file count too, so that a resumed run continues the count. Each host needs its own path.
+      path: file to which a line of JSON is appended for each: `source`, `record` (its index) and `error`. Records in an
+          existing file count too, so a resumed run continues the count. Each host needs its own path.
     """
 
     def __init__(self, *, limit: int, path: str | os.PathLike | None = None):
@@ -39,11 +39,11 @@ class SkipBadRecords:
         return len(self._seen)
 
     def guard(self, documents: grain.MapDataset, *, name: str = "") -> grain.MapDataset:
-        """Leaves out the documents that raise an error, in this dataset or before it. Call it before `shuffle`."""
+        """Skips documents that raise an error, in this dataset or an earlier stage. Call it before `shuffle`."""
         return _Guarded(documents, self, name)
 
     def add(self, source: str, record: int, error: Exception) -> None:
-        """Sets a record aside; once, however often it is read. Raises ValueError over the limit."""
+        """Records a bad record once, no matter how often it is read. Raises ValueError over the limit."""
         with self._lock:
             if (source, record) in self._seen:
                 return

@@ -1,4 +1,4 @@
-"""Chats to tokens, with targets on the turns that are to be learned."""
+"""Tokenizes chats, with targets on the turns to learn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +30,8 @@ def tokenize_chats(
     `"tools"` and `"documents"` of a document.
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
-    "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; in place of the
-    placeholder that the template writes for an image stand the ids that its processor writes. `pack` puts them into
-    rows.
+    "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; the template's
+    placeholder of an image is replaced by the ids of the image processor. `pack` puts them into rows.
 
     Args:
       documents: chats, such as those of `chats`.
@@ -40,7 +39,7 @@ def tokenize_chats(
       template: the chat template.
       learn: the turns to learn: all of the assistant, the last of the assistant, or those for which `learn(i,
         messages)` is true.
-      images: how images are cut into patches, for models that see.
+      images: image processor, for models that read images.
 
     Raises:
       ValueError: when the tokenizer truncates or pads, or a record cannot be tokenized; the message names it.
@@ -55,15 +54,15 @@ def tokenize_chats(
 def map_named(
     documents: grain.MapDataset[Document], function: Callable[[Document, int], Any], name: str
 ) -> grain.MapDataset[Any]:
-    """Applies `function` to each document and its number; errors say which record they are about.
+    """Applies `function` to each document and its index; errors name the record.
 
     Args:
       documents: the documents.
-      function: called with a document and its number.
-      name: what a document without a record of its own is called.
+      function: called with a document and its index.
+      name: name, in errors, of documents without a `"record"`.
 
     Raises:
-      ValueError: when a document is read on which `function` fails.
+      ValueError: when reading a document on which `function` fails.
     """
     return documents.map_with_index(partial(_named, function=function, name=name, count=len(documents)))
 
@@ -85,7 +84,7 @@ def with_targets(
 ) -> Document:
     """Returns tokens and targets of a document with `messages`, and its `images` if they are processed."""
     tokenizer = backend(tokenizer)
-    check_whole(tokenizer)  # a Hugging Face tokenizer keeps what its last call has set
+    check_whole(tokenizer)  # a Hugging Face tokenizer keeps the settings of its last call
     if "messages" not in document:
         raise ValueError(f"a chat needs 'messages', got {sorted(document)}")
     messages = document["messages"]
@@ -98,12 +97,12 @@ def with_targets(
     tokens = np.array(encoded.ids, np.int32)
     targets = np.where(_learned(encoded.offsets, spans)[1:], tokens[1:], np.int32(-1))
     if not (targets >= 0).any():
-        raise ValueError("the chosen turns hold no token")
+        raise ValueError("the chosen turns have no tokens")
     return _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
 
 
 def backend(tokenizer: Any) -> Any:
-    """Returns the `tokenizers.Tokenizer` of a Hugging Face tokenizer, or what is one."""
+    """Returns the `tokenizers.Tokenizer` of a Hugging Face tokenizer, or the argument if it already is one."""
     return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
@@ -113,7 +112,7 @@ def _with_images(
     found = find_images(document)
     if images is None:
         if found:
-            raise ValueError(f"the chat has {len(found)} images: give images=data.ImageProcessor.from_directory(...)")
+            raise ValueError(f"the chat has {len(found)} images: pass images=data.ImageProcessor.from_directory(...)")
         return {"tokens": tokens, "targets": targets}
     cut = images.join([images(image) for image in found])
     placeholders = [images.placeholders(grid) for grid in cut.grids.tolist()]
@@ -131,7 +130,7 @@ def _chosen(messages: Sequence[Message], learn: str | Chooses) -> list[int]:
 def _rendered(
     template: ChatTemplate, messages: Sequence[Message], chosen: list[int], variables: Mapping[str, Any]
 ) -> tuple[str, list[Span]]:
-    """Returns the text, and the characters of the chosen turns."""
+    """Returns the text, and the character spans of the chosen turns."""
     if not template.marks_generation or any(messages[i]["role"] != "assistant" for i in chosen):
         text = template(messages, add_generation_prompt=False, **variables)
         return text, [_span(template, messages, i, text, variables) for i in chosen]
@@ -143,20 +142,21 @@ def _rendered(
 
 
 def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str, variables: Mapping[str, Any]) -> Span:
-    """Returns the characters that message `i` adds to the chat so far."""
+    """Returns the character span that message `i` adds to the chat so far."""
     prompt = messages[i]["role"] == "assistant"
     before = template(messages[:i], add_generation_prompt=prompt, **variables) if i else ""
     after = template(messages[: i + 1], add_generation_prompt=False, **variables)
     if not (after.startswith(before) and text.startswith(after)):
         raise ValueError(
-            f"the template renders the messages up to {i} otherwise when more follow, so it cannot be said where the turn "
-            "stands: mark it in the template with {% generation %}, or learn='last'"
+            f"the template renders the messages up to {i} differently when more follow, so the position of the turn is "
+            "unknown: "
+            "mark it in the template with {% generation %}, or use learn='last'"
         )
     return len(before), len(after)
 
 
 def _learned(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """Tells for each token whether it begins within one of the spans."""
+    """Returns, for each token, whether it begins within one of the spans."""
     begins = np.array([begin for begin, _ in offsets], np.int64)
     learned = np.zeros(len(begins), bool)
     for begin, end in spans:

@@ -10,9 +10,7 @@ import grain
 
 
 class CountingIterator(grain.DatasetIterator):
-    """A stage that counts. `counts` belongs to its state, so a resumed run goes on counting where the first one
-    stood.
-    """
+    """An iterator stage that counts. `counts` is part of its state, so a resumed run continues the count."""
 
     def __init__(self, parents: Any = ()):
         super().__init__(parents)
@@ -28,7 +26,7 @@ _stages: ContextVar[Stages | None] = ContextVar("stages", default=None)
 
 @contextmanager
 def collected() -> Iterator[Stages]:
-    """Collects the stages of the iterators that this thread makes meanwhile."""
+    """Collects the stages of the iterators that this thread creates in the body."""
     stages: Stages = []
     token = _stages.set(stages)
     try:

@@ -1,4 +1,4 @@
-"""Sources in other formats: Parquet, tables of records, Hugging Face streams, folders of anything."""
+"""Sources in other formats: Parquet, tables of records, Hugging Face streams, folders of mixed files."""
 
 import bisect
 import copy
@@ -19,7 +19,7 @@ from maxlib.data._sources import Document, Paths, Piece, array_record, find_file
 
 @runtime_checkable
 class Table(Protocol):
-    """Records by number: a Hugging Face `Dataset`, a `tfds.data_source(...)`, a list of dicts."""
+    """Records by index: a Hugging Face `Dataset`, a `tfds.data_source(...)`, a list of dicts."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -29,8 +29,8 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
     """Reads documents from a table of records by index, for example a Hugging Face `Dataset` or a `tfds.data_source`.
 
     The type of `field` decides the key of a document: text (or UTF-8 bytes) is `"text"`, integers are `"tokens"`,
-    objects with a role are `"messages"`. Nothing is read here: a bad record raises an error when it is reached, with
-    its index.
+    objects with a role are `"messages"`. Records are read lazily: a bad record raises an error with its index when it
+    is reached.
 
     Args:
       table: the records.
@@ -55,10 +55,10 @@ def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> grain.MapDataset[Document]:
-    """Reads documents from files and folders of any of the formats, by the files' endings.
+    """Reads documents from files and folders of any format, chosen by file extension.
 
-    `.jsonl`, `.parquet` and `.array_record` (records of JSON) have theirs in `field`; other files are
-    text, of which one document is a "file", a "line" or a "paragraph" (see `text_files`).
+    `.jsonl`, `.parquet` and `.array_record` (records of JSON) have the documents in `field`; other files are text, and
+    a document is a "file", a "line" or a "paragraph" (see `text_files`).
     """
     by_ending: dict[str, list[Path]] = {}
     for path in find_files(paths):
@@ -71,14 +71,14 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
 
 
 class HFStream:
-    """Documents from a Hugging Face `IterableDataset`, read as it comes. Needs the extra `hf`.
+    """Documents from a Hugging Face `IterableDataset`, read as a stream. Needs the extra `hf`.
 
         source = HFStream(datasets.load_dataset("name", split="train", streaming=True), field="text")
         Loader(lambda part: pack(source.map(tokenize_one)[part], length=512), batch_size=8)
 
-    A loader's shards divide the stream's own files where their number allows it; else each shard reads all of it and
-    keeps every n-th record. `epochs=None` repeats without end. Resuming is exact, except where the stream shuffles in a
-    buffer of its own, whose contents datasets does not save.
+    A loader's shards divide the stream's files if their number allows it; otherwise each shard reads the whole stream
+    and keeps every n-th record. `epochs=None` repeats forever. Resuming is exact, unless the stream has a shuffle
+    buffer, whose contents datasets does not save.
     """
 
     def __init__(self, dataset: Any, *, field: str = "text", epochs: int | None = 1):
@@ -126,7 +126,7 @@ class _StreamIterator(grain.DatasetIterator):
                 if (self._count - 1) % self._every == self._first:
                     return _as_fields(record, self._field, f"record {self._count - 1} of epoch {self._epoch}")
             if self._count == 0:
-                raise ValueError("The stream holds no record.")
+                raise ValueError("The stream has no records.")
             self._begin(self._epoch + 1)
         raise StopIteration
 
@@ -144,7 +144,7 @@ class _StreamIterator(grain.DatasetIterator):
         self._reading: Iterator[Mapping[str, Any]] = iter(self._dataset)
 
 
-_copying = threading.Lock()  # a dataset of datasets' is not to be copied by two threads at once
+_copying = threading.Lock()  # two threads must not copy a dataset at the same time
 
 
 class _Records:
@@ -159,7 +159,7 @@ class _Records:
 
 
 class _Parquet:
-    """Rows by number; keeps the row groups read last."""
+    """Rows by index; caches the last row groups."""
 
     def __init__(self, paths: list[Path], field: str, keep: int = 8):
         self._paths, self._field, self._keep = paths, field, keep
@@ -193,7 +193,7 @@ class _Parquet:
         return _as_fields({self._field: value}, self._field, at)
 
     def _column(self, group: int) -> Any:
-        with self._lock:  # a file of pyarrow's is read by one thread at a time
+        with self._lock:  # only one thread at a time may read a pyarrow file
             if group not in self._cache:
                 file, number = self._groups[group]
                 self._cache[group] = self._files[file].read_row_group(number, columns=[self._field]).column(0)
@@ -209,26 +209,26 @@ def _parquet_file(path: Path) -> Any:
     except ImportError as error:
         raise ImportError('Parquet files need pyarrow: pip install "maxlib[parquet]"') from error
     with _naming(path):
-        file = pq.ParquetFile(path, page_checksum_verification=True)  # which few writers write
-        _ = file.schema_arrow, file.metadata.num_row_groups  # both are read when they are asked for
+        file = pq.ParquetFile(path, page_checksum_verification=True)  # few writers write checksums
+        _ = file.schema_arrow, file.metadata.num_row_groups  # both are read lazily
         return file
 
 
 @contextmanager
 def _naming(where: Any) -> Iterator[None]:
-    """Turns what pyarrow says of damaged files into a ValueError that names the file."""
+    """Turns pyarrow's errors for damaged files into a ValueError that names the file."""
     from pyarrow import ArrowException
 
     try:
         yield
     except (ArrowException, UnicodeDecodeError, IndexError, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the disk
+        if getattr(error, "errno", None) is not None:  # an error of the disk
             raise
         raise ValueError(f"{where}: this is no Parquet file, or a damaged one: {error}") from error
 
 
 def _as_fields(record: Any, field: str, at: str) -> Document:
-    """Makes a document of what a record's field holds."""
+    """Makes a document from the value of a record's field."""
     value = record.get(field) if isinstance(record, Mapping) else None
     if isinstance(value, bytes):
         try:

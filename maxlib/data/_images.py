@@ -1,4 +1,4 @@
-"""Images of chats: files to patches, and a placeholder for each square of patches among the tokens."""
+"""Images of chats: converts files to patches, with a placeholder token for each square of patches."""
 
 import dataclasses
 import json
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 4 and 5
-_BICUBIC = 3  # the number that PIL gives it
-_NARROWEST = 200  # times as long as wide
+_BICUBIC = 3  # PIL's constant
+_NARROWEST = 200  # maximum aspect ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
     """Cuts images of any size into patches, as Hugging Face's processor of Qwen's models does.
 
-    An image keeps its shape and gets sides that are multiples of `patch_size * merge`: the nearest ones, unless it then
-    has more or fewer pixels than allowed. Pillow resizes images, as it does for transformers' processors where
-    torchvision is not installed; pixels are equal to theirs. torchvision rounds some bytes of resized images otherwise.
+    An image keeps its aspect ratio and gets sides that are multiples of `patch_size * merge`: the nearest ones, unless
+    it would then have more or fewer pixels than allowed. Pillow resizes images, as in transformers' processors if
+    torchvision is not installed, and pixels equal theirs. torchvision rounds some bytes of resized images differently.
 
     Args:
-        image_token: Id of the placeholder, which each square of `merge` x `merge` patches has one of.
+        image_token: Id of the placeholder, one for each square of `merge` x `merge` patches.
         patch_size: Side of a patch in pixels.
         merge: Side of the squares of patches.
-        frames: Times that a patch shows the image, for models that also read videos.
-        min_pixels: Smaller images are made larger.
-        max_pixels: Larger images are made smaller.
-        mean: Of each color, subtracted from values from 0 to 1.
-        std: Of each color, by which the result is divided.
+        frames: Number of times that a patch repeats its pixels, for models that also read videos.
+        min_pixels: Smaller images are enlarged.
+        max_pixels: Larger images are shrunk.
+        mean: Mean of each color, subtracted from values between 0 and 1.
+        std: Standard deviation of each color, by which the result is divided.
     """
 
     image_token: int
@@ -49,19 +49,19 @@ class ImageProcessor:
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
-    prepares: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor",)  # what its class in transformers begins with
+    prepares: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor",)  # prefix of its class in transformers
     normalizes: ClassVar[bool] = True
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike) -> "ImageProcessor":
-        """Reads what a Hugging Face directory says of images, in the files of its processor and in `config.json`.
+        """Reads the image processor of a Hugging Face directory from its processor files and `config.json`.
 
         Returns:
-            What prepares images as its model needs them: an `ImageProcessor`, or one of Pixtral or Gemma 4.
+            The model's image processor: an `ImageProcessor`, or a subclass for Pixtral or Gemma 4.
 
         Raises:
-            FileNotFoundError: when it has no such file, as for a model of text.
-            ValueError: when its images are prepared in another way.
+            FileNotFoundError: when it has no such file, as for a text model.
+            ValueError: when its images are prepared in an unsupported way.
         """
         directory = Path(directory)
         path = next((directory / name for name in _FILES if (directory / name).exists()), None)
@@ -83,7 +83,7 @@ class ImageProcessor:
 
     @classmethod
     def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "ImageProcessor":
-        """Reads the fields of an image processor in `path`, and those of the model's config.json."""
+        """Reads the fields of the image processor in `path`, and of the model's config.json."""
         smallest, largest = (_pixels(path, fields, *names) for names in _SIZES)
         return cls(
             image_token=config["image_token_id"],
@@ -98,7 +98,7 @@ class ImageProcessor:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return 3 * self.frames * self.patch_size**2
 
     def __call__(self, image: Any) -> "Patches":
@@ -108,7 +108,7 @@ class ImageProcessor:
             image: A file, an image of Pillow, or an array `H W 3` of bytes.
 
         Raises:
-            ValueError: when the array has another shape or type, or the image is 200 times as long as wide.
+            ValueError: when the array has another shape or type, or the aspect ratio exceeds 200.
         """
         from maxlib.nn import vision
 
@@ -129,8 +129,8 @@ class ImageProcessor:
         return Patches(np.concatenate(pixels), np.concatenate(grids))
 
     def blank(self, patches: int) -> "Patches":
-        """Returns a row without an image that has room for so many patches, and for as many images as these can make;
-        `pack` fills such rows.
+        """Returns an empty row with room for `patches` patches, and for as many images as these can make; `pack` fills
+        such rows.
         """
         from maxlib.nn.vision import Patches
 
@@ -162,7 +162,7 @@ class ImageProcessor:
         side = self.patch_size * self.merge
         near = [round(length / side) * side for length in (height, width)]
         area = near[0] * near[1]
-        if area > self.max_pixels:  # rounded down, so that it is allowed
+        if area > self.max_pixels:  # rounded down, to stay within the limit
             by = (self.max_pixels / (height * width)) ** 0.5
             near = [max(side, int(length * by / side) * side) for length in (height, width)]
         elif area < self.min_pixels:  # rounded up
@@ -173,16 +173,16 @@ class ImageProcessor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixtralImageProcessor(ImageProcessor):
-    """Cuts images as Hugging Face's processor of Pixtral and of Mistral's models that see does.
+    """Cuts images as Hugging Face's processor of Pixtral and of Mistral's vision models does.
 
-    An image whose longer side is longer than `longest_edge` is made smaller; then both sides are rounded up to
-    multiples of `patch_size * merge`. Behind each row of squares but the last stands `break_token`, behind the image
-    `end_token`. `min_pixels` and `max_pixels` are not used.
+    An image whose longer side exceeds `longest_edge` is shrunk; then both sides are rounded up to multiples of
+    `patch_size * merge`. `break_token` follows each row of squares except the last, and `end_token` follows the image.
+    `min_pixels` and `max_pixels` are not used.
 
     Args:
         break_token: Id between the rows of an image.
-        end_token: Id behind an image.
-        longest_edge: Most pixels along a side, before rounding up.
+        end_token: Id after an image.
+        longest_edge: Maximum number of pixels along a side, before rounding up.
     """
 
     break_token: int
@@ -199,7 +199,7 @@ class PixtralImageProcessor(ImageProcessor):
     def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "PixtralImageProcessor":
         from maxlib.tokenization import load_tokenizer
 
-        # What places the tokens has a file of its own, beside that of the images or around it.
+        # The settings of the tokens are in a separate file next to that of the images, or in an enclosing object.
         outer = path.parent / "processor_config.json"
         own = json.loads(outer.read_text(encoding="utf-8")) if outer.exists() else {}
         merge = config.get("spatial_merge_size", 2) if config["model_type"] == "mistral3" else 1
@@ -213,7 +213,7 @@ class PixtralImageProcessor(ImageProcessor):
         for name in ("break", "end"):
             text = own.get(f"image_{name}_token", f"[IMG_{name.upper()}]")
             if (found := tokenizer.token_to_id(text)) is None:
-                raise ValueError(f"{path.parent}: the tokenizer must have {text}, which stands among an image's tokens")
+                raise ValueError(f"{path.parent}: the tokenizer must have {text}, which is one of an image's tokens")
             ids[f"{name}_token"] = found
         image = config.get("image_token_index", config.get("image_token_id"))
         if not isinstance(image, int):
@@ -241,14 +241,14 @@ class PixtralImageProcessor(ImageProcessor):
 class Gemma4ImageProcessor(ImageProcessor):
     """Cuts images as Hugging Face's processor of Gemma 4 does.
 
-    An image becomes as large as it can with at most `max_squares` squares of `merge` x `merge` patches, with sides that
-    are multiples of them, rounded down. Around its placeholders stand `begin_token` and `end_token`. `min_pixels` and
+    An image is resized to be as large as possible with at most `max_squares` squares of `merge` x `merge` patches, with
+    sides rounded down to multiples of them. `begin_token` and `end_token` enclose its placeholders. `min_pixels` and
     `max_pixels` are not used.
 
     Args:
         begin_token: Id before an image.
-        end_token: Id behind an image.
-        max_squares: Most squares, each with a placeholder.
+        end_token: Id after an image.
+        max_squares: Maximum number of squares, each with a placeholder.
     """
 
     begin_token: int
@@ -256,7 +256,7 @@ class Gemma4ImageProcessor(ImageProcessor):
     max_squares: int = 280
     merge: int = 3
     frames: int = 1
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)  # pixels stay from 0 to 1
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)  # pixels stay between 0 and 1
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     prepares: ClassVar[tuple[str, ...]] = ("Gemma4ImageProcessor", "Gemma4UnifiedImageProcessor")
@@ -267,7 +267,7 @@ class Gemma4ImageProcessor(ImageProcessor):
         vision = config["vision_config"]
         patch, pool = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
         _check_same(path, {"patch_size": patch, "pooling_kernel_size": pool}, fields)
-        # The 12B model's patches are the squares of the others.
+        # A patch of the 12B model is a square of the other models.
         unified = config["model_type"] == "gemma4_unified"
         usual = {"image_token_id": 258_880, "boi_token_id": 255_999, "eoi_token_id": 258_882}
         image, begin, end = (config.get(name, value) for name, value in usual.items())
@@ -285,7 +285,7 @@ class Gemma4ImageProcessor(ImageProcessor):
         from maxlib.nn.vision import Patches
 
         found, p = super().__call__(image), self.patch_size
-        # The colors of a pixel stand together: [n, C, a, b] -> [n, a, b, C]
+        # The colors of a pixel are adjacent: [n, C, a, b] -> [n, a, b, C]
         pixels = np.asarray(found.pixels).reshape(-1, 3, p, p).transpose(0, 2, 3, 1)
         return Patches(pixels.reshape(len(pixels), -1), found.grids)
 
@@ -298,7 +298,7 @@ class Gemma4ImageProcessor(ImageProcessor):
         side = self.patch_size * self.merge
         by = math.sqrt(self.max_squares * side**2 / (height * width))
         rows, columns = math.floor(by * height / side), math.floor(by * width / side)
-        if not rows:  # so long that not even one square fits across: a strip of one
+        if not rows:  # so elongated that not even one square fits across: use a strip of one
             rows, columns = 1, min(width // height, self.max_squares)
         elif not columns:
             rows, columns = min(height // width, self.max_squares), 1
@@ -306,13 +306,13 @@ class Gemma4ImageProcessor(ImageProcessor):
 
 
 def _triple(fields: Mapping[str, Any], name: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Reads a number for each color."""
+    """Reads one number per color."""
     red, green, blue = fields.get(name) or usual
     return red, green, blue
 
 
 def _check_same(path: Path, wanted: Mapping[str, int], fields: Mapping[str, Any]) -> None:
-    """Raises ValueError if a processor's field is not what the model's config.json says."""
+    """Raises ValueError if a processor's field contradicts the model's config.json."""
     for name, value in wanted.items():
         if fields.get(name) not in (None, value):
             raise ValueError(f"{path}: {name} must be {value}, as the model's config.json says, got {fields[name]!r}")
@@ -330,7 +330,7 @@ def _pixels(path: Path, fields: Mapping[str, Any], name: str, old: str) -> int:
 
 
 def _check_fields(path: Path, fields: Mapping[str, Any], *, normalizes: bool) -> None:
-    """Raises ValueError unless images are prepared as `ImageProcessor` does."""
+    """Raises ValueError unless images are prepared as by `ImageProcessor`."""
     expected = dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), True)
     expected |= {"do_normalize": normalizes, "resample": _BICUBIC, "rescale_factor": 1 / 255}
     for name, value in expected.items():
@@ -371,16 +371,16 @@ def _image(part: Mapping[str, Any]) -> Any:
 def expand(
     tokens: np.ndarray, targets: np.ndarray, image_token: int, placeholders: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Writes the ids that stand for an image in place of its placeholder; none of them is a target.
+    """Replaces the placeholder of each image by its ids; none of them is a target.
 
     Args:
         tokens: Ids with one placeholder for each image.
-        targets: What is to be predicted from each token.
+        targets: The target of each token.
         image_token: Id of the placeholder.
-        placeholders: The ids that stand for each image.
+        placeholders: The ids of each image.
 
     Raises:
-        ValueError: when there are not as many placeholders as images.
+        ValueError: when the number of placeholders differs from that of images.
     """
     at = np.flatnonzero(tokens == image_token)
     if len(at) != len(placeholders):
@@ -391,6 +391,6 @@ def expand(
     for ids, end in zip(placeholders, ends[at], strict=True):
         written[end - len(ids) : end] = ids
     out = np.full(len(written), -1, np.int32)
-    out[ends - 1] = targets  # the last id of an image predicts what comes after it
+    out[ends - 1] = targets  # the last id of an image predicts the next token
     out[out == image_token] = -1
     return written, out

@@ -1,5 +1,5 @@
-"""The loader: this host's rows of every global batch, read ahead, with a state that any number of hosts can
-continue.
+"""The loader: returns this host's rows of every global batch, prefetched, with a state that any number of hosts can
+resume.
 """
 
 import atexit
@@ -27,37 +27,37 @@ State = dict[str, Any]
 class Loader:
     """Iterates over this host's rows of the global batches.
 
-    The global batch of `batch_size` rows is cut into `num_shards` virtual shards of equally many rows.
-    `rows_of_shard(part)` makes the rows of one shard; `part` is the `slice` of the documents that belongs to it:
+    The global batch of `batch_size` rows is split into `num_shards` virtual shards with equal numbers of rows.
+    `rows_of_shard(part)` makes the rows of one shard; `part` is the `slice` of its documents:
 
         Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
-    What a shard yields depends on `num_shards` alone, never on the hosts, so a run may continue on another number of
-    hosts with identical global batches. Where the hosts do not divide `num_shards`, several read the same shard, and
-    each hands out its own rows of it. Processes that share rows, as the stages of a pipeline do, hand out the same ones
+    The rows of a shard only depend on `num_shards`, never on the hosts, so a run may continue on another number of
+    hosts with identical global batches. If the hosts do not divide `num_shards`, several hosts read the same shard, and
+    each returns its own rows of it. Processes that share rows, such as the stages of a pipeline, return the same rows
     once the loader knows the sharding of the batch: `Trainer` calls `follow`.
 
-    Iteration ends when every shard has run out, or after `num_batches`; a shard that runs out earlier gives rows of
-    padding: `targets` of -1, zeros in all else, so a loss of your own must leave out rows by their targets or
-    `segment_ids`. Hosts do not talk to each other: for data that ends, give `num_shards=1`, which all hosts read to the
-    same end, or `num_batches`. Each shard is read ahead by one thread, for packing gives rows in bursts. At the end of
-    the program the threads are told to stop, never killed.
+    Iteration ends when every shard is exhausted, or after `num_batches`. A shard that ends earlier returns rows of
+    padding, with `targets` of -1 and zeros elsewhere, so your own loss must ignore rows by their targets or
+    `segment_ids`. Hosts do not communicate: for finite data, pass `num_shards=1`, which all hosts read to the same end,
+    or `num_batches`. A thread prefetches each shard, because packing produces rows in bursts. At the end of the program
+    the threads are asked to stop, never killed.
 
     Args:
       rows_of_shard: from a shard's slice to its rows.
       batch_size: rows of the global batch.
       num_shards: fixed for a run; by default the greatest common divisor of `batch_size` and 8.
-      shards: those of this host, of which it hands out all rows; by default those of an equal part of
-        the rows (`host_shards`), or what `follow` says.
-      num_batches: after which iteration ends; None goes on to the end of the data.
-      prefetch: batches that each shard is read ahead, at most.
+      shards: shards of this host, which returns all of their rows; by default those of an equal part of the rows
+          (`host_shards`), or as given by `follow`.
+      num_batches: number of batches after which iteration ends; None continues to the end of the data.
+      prefetch: maximum number of prefetched batches per shard.
       timeout: maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads' stacks.
-      quarantine: the `SkipBadRecords` around the documents, whose count appears in `metrics()`.
+      quarantine: the `SkipBadRecords` of the documents, whose count appears in `metrics()`.
 
     Attributes:
-      rows: the global rows that this host's batches hold, in order.
-      batches: how many batches have been handed out since the beginning of the data.
-      wait_seconds: how long `next` has waited for data since construction.
+      rows: the global rows of this host's batches, in order.
+      batches: number of batches returned since the beginning of the data.
+      wait_seconds: total time that `next` has waited for data.
     """
 
     def __init__(
@@ -108,19 +108,21 @@ class Loader:
         self._states = {s: self._ready[s][1] for s in self.shards}
         for s in [s for s, ready in self._ready.items() if ready[0] is not None]:
             del self._ready[s]
-            self._readers[s].room.release()  # only now: threads that read would keep this one from the interpreter
+            self._readers[
+                s
+            ].room.release()  # only now, because reading threads would compete with this one for the interpreter
         self.batches += 1
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """Counts what this host's shards have read for the batches handed out, since the beginning of the data.
+        """Returns counts of what this host's shards have read since the beginning of the data.
 
         For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
         quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
         stopped.
         """
         size = self._batch_size // self.num_shards
-        # A shard that several hosts read is counted by one that has its first row.
+        # If several hosts read a shard, the one with its first row counts it.
         counted = (c for s, c in self._counts.items() if s * size in self._counted_rows)
         counts: dict[str, float] = {**counting.total(counted)}
         if self._quarantine is not None:
@@ -128,21 +130,22 @@ class Loader:
         return {f"data/{name}": count for name, count in counts.items()}
 
     def follow(self, sharding: Any) -> None:
-        """Hands out the rows that this process's devices hold. Call it before the first batch; `Trainer` does.
+        """Returns the rows of this process's devices from now on. Call it before the first batch, as `Trainer` does.
 
         Args:
           sharding: a `jax.sharding.NamedSharding` of the batch.
 
         Raises:
-          ValueError: when the loader was given `shards` with other rows, has handed out batches of other rows, or
-            `batch_size` does not divide over the mesh.
+          ValueError: when the loader was given `shards` with other rows, has already returned batches of other rows, or
+              `batch_size` does not divide over the mesh.
         """
         rows, counted = _rows_of_process(sharding, self._batch_size)
         if not np.array_equal(rows, self.rows):
             if self._is_fixed or self.batches:
                 raise ValueError(
-                    f"This process's devices hold the rows {_ranges(rows)} of each global batch, and its loader hands out "
-                    f"{_ranges(self.rows)}: leave shards= out, and let the loader follow the mesh before its first batch."
+                    f"This process's devices hold the rows {_ranges(rows)} of each global batch, but its loader "
+                    "returns "
+                    f"{_ranges(self.rows)}: omit shards=, and let the loader follow the mesh before its first batch."
                 )
             size = self._batch_size // self.num_shards
             self.shards = sorted({int(row) // size for row in rows})
@@ -152,19 +155,19 @@ class Loader:
         self._counted_rows = counted
 
     def get_state(self) -> dict[str, State]:
-        """Returns the position after the last batch handed out: per shard of this host a dict that JSON can hold.
+        """Returns the position after the last returned batch: a JSON-compatible dict for each shard of this host.
 
-        The states of all hosts together, `a | b | ...`, are the state of the run.
+        The union of all hosts' states, `a | b | ...`, is the state of the run.
         """
         common = {"num_shards": self.num_shards, "batch_size": self._batch_size, "batches": self.batches}
         return {str(s): {**common, "iterator": self._states[s]} for s in self.shards}
 
     def set_state(self, state: Mapping[str, State]) -> None:
-        """Continues where `state` was taken; it may hold shards of other hosts.
+        """Continues from `state`, which may include shards of other hosts.
 
         Raises:
-          ValueError: a shard of this host is missing, the shards stand at different batches, or the state is one of
-            another `num_shards` or `batch_size`.
+          ValueError: when a shard of this host is missing, the shards are at different batches, or the state has
+              another `num_shards` or `batch_size`.
         """
         self._start(*self._checked(state))
 
@@ -173,7 +176,7 @@ class Loader:
         self._start(0, dict.fromkeys(self.shards))
 
     def close(self) -> None:
-        """Stops reading ahead. The loader stays where it is and reads on when asked for a batch."""
+        """Stops prefetching. The loader keeps its position and continues reading at the next batch."""
         _stop(self._readers)
         self._ready = {}
 
@@ -184,7 +187,9 @@ class Loader:
         self._blank: Batch | None = None
 
     def _collect(self) -> None:
-        """Waits until every shard of this host has its next batch; what has come stays when the wait is cut short."""
+        """Waits until every shard of this host has its next batch; batches that have arrived are kept if the wait is
+        interrupted.
+        """
         if not self._readers:
             for s in self.shards:
                 self._readers[s] = _Reader(self._shard_batches(s), self._states[s], self._prefetch)
@@ -217,20 +222,22 @@ class Loader:
         return lambda: rows(part).batch(size, drop_remainder=False)
 
     def _check_end(self) -> None:
-        """Ends the iteration when every shard of this host has run out, or leaves padding to be handed out."""
+        """Ends the iteration when every shard of this host is exhausted; otherwise exhausted shards return padding."""
         everything = len(self.shards) == self.num_shards
         if self._num_batches is None and everything and self.batches > 0:
             raise StopIteration
         if self._blank is None:
             raise ValueError(
-                f"The shards {self.shards} of {self.num_shards} hold no row: their documents are used up, empty or all "
+                f"The shards {self.shards} of {self.num_shards} have no rows: their documents are exhausted, empty or "
+                "all "
                 "filtered out. Use fewer shards or more documents."
             )
         if self._num_batches is None:
             raise RuntimeError(
-                f"This host's shards {self.shards} have run out after {self.batches} batches while other hosts may go "
-                "on: repeat the documents, or give num_shards=1, which every host reads to the same end, or num_batches=, "
-                "up to which a host that has run out gives rows of padding."
+                f"This host's shards {self.shards} ended after {self.batches} batches while other hosts may go "
+                "on: repeat the documents, or pass num_shards=1, which every host reads to the same end, or "
+                "num_batches=, "
+                "up to which an exhausted host returns rows of padding."
             )
 
     def _join(self, parts: list[Batch | None]) -> Batch:
@@ -238,7 +245,7 @@ class Loader:
         size = self._batch_size // self.num_shards
         example = next((part for part in parts if part is not None), None)
         blank = self._blank if example is None else _by_name(lambda name, a: _padding(name, a[:1]), example)
-        assert blank is not None  # _check_end has seen to it
+        assert blank is not None  # ensured by _check_end
         self._blank = blank
         rows = [blank if part is None else part for part in parts]
         whole = lambda name, own, *arrays: np.concatenate([_fill(array, own, size) for array in arrays])[self._own]
@@ -249,27 +256,28 @@ class Loader:
         if missing:
             raise ValueError(
                 f"The data state lacks the shards {missing} of {self.num_shards}; it has {sorted(state)}. The number of "
-                "shards is fixed for a run: use the num_shards it began with, and join the states of all hosts."
+                "shards is fixed for a run: use the num_shards it began with, and combine the states of all hosts."
             )
         mine = [state[str(s)] for s in self.shards]
         for name, here in (("batch_size", self._batch_size), ("num_shards", self.num_shards)):
             if any(shard[name] != here for shard in mine):
                 raise ValueError(
-                    f"The data state is one of {name}={mine[0][name]}, this loader has {name}={here}: a run goes on with what "
-                    "it began with; start another one in a directory of its own."
+                    f"The data state has {name}={mine[0][name]}, but this loader has {name}={here}: a run must keep "
+                    "the value it "
+                    "began with; start another run in a new directory."
                 )
         batches = {shard["batches"] for shard in mine}
         if len(batches) > 1:
             raise ValueError(
-                f"The shards of the data state stand at different batches {sorted(batches)}: take one step's."
+                f"The shards of the data state are at different batches {sorted(batches)}: use the states of one step."
             )
         return batches.pop(), {s: state[str(s)]["iterator"] for s in self.shards}
 
 
 def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """Returns the consecutive virtual shards in which the rows of one host (default: this process among jax's) lie.
+    """Returns the consecutive virtual shards that contain the rows of one host (default: this jax process).
 
-    Where the hosts do not divide the shards, some are in the range of two or more hosts.
+    If the hosts do not divide the shards, some shards belong to two or more hosts.
     """
     host, num_hosts = _position(host, num_hosts)
     return range(host * num_shards // num_hosts, -(-(host + 1) * num_shards // num_hosts))
@@ -284,13 +292,13 @@ def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
 
 
 def _equal_part(batch_size: int) -> range:
-    """Returns this host's rows, if each has as many."""
+    """Returns this host's rows if all hosts have equally many."""
     host, num_hosts = _position(None, None)
     return range(host * batch_size // num_hosts, (host + 1) * batch_size // num_hosts)
 
 
 def _rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows that this process's devices hold, and those of them that no process before it holds."""
+    """Returns the rows of this process's devices, and those of them that no earlier process has."""
     import jax
 
     rows_only = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
@@ -309,36 +317,36 @@ def _rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.nda
 
 
 def _ranges(rows: np.ndarray) -> str:
-    """Writes sorted numbers as ranges, such as "0-3, 8-11"."""
+    """Formats sorted numbers as ranges, such as "0-3, 8-11"."""
     parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return ", ".join(f"{part[0]}-{part[-1]}" for part in parts if part.size)
 
 
 class _Reader:
-    """Reads one shard ahead in a daemon thread, into `ready`: (batch, state and counts after it), (None, state, counts)
+    """Prefetches one shard in a daemon thread into `ready`: (batch, state and counts after it), (None, state, counts)
     at the end, or an error.
 
-    grain's own prefetch (0.2.18) waits without a limit and joins its thread when closed, so a source that hangs would
-    hang the loader: no error could name it, and nothing could be read on once it answers.
+    grain's own prefetch (0.2.18) waits without a timeout and joins its thread when closed, so a hanging source would
+    hang the loader without an error that names it.
     """
 
     def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
         self.ready: queue.SimpleQueue = queue.SimpleQueue()
-        self.room = threading.Semaphore(prefetch)  # taken before a batch is read, given back when one is handed out
+        self.room = threading.Semaphore(prefetch)  # acquired before reading a batch, released when one is returned
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(dataset, state), daemon=True, name="maxlib-data")
         _running.add(self)
         self.thread.start()
 
     def where(self) -> str:
-        """Returns the innermost lines of code that the thread stands at."""
+        """Returns the innermost frames of the thread's stack."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
 
     def _run(self, dataset: Callable, state: Any) -> None:
         try:
             self._read(dataset, state)
-        except BaseException as error:  # it is raised where the batch is awaited
+        except BaseException as error:  # raised in the thread that waits for the batch
             if not self.stop.is_set():
                 self.ready.put(error)
         finally:
@@ -362,9 +370,9 @@ _running: set[_Reader] = set()
 
 @atexit.register
 def _end_threads(patience: float = 5.0) -> None:
-    """Lets all readers end before the interpreter goes, which may abort where it cuts a thread off in native code.
+    """Ends all readers before the interpreter exits, which may abort if a thread is in native code.
 
-    Each ends after the batch that it reads; one that takes longer than `patience` seconds is left behind.
+    Each reader ends after its current batch; one that takes longer than `patience` seconds is abandoned.
     """
     readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
     threads = [reader.thread for reader in readers.values()]
@@ -385,7 +393,7 @@ def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
 
 
 def _stop(readers: dict) -> None:
-    """Tells the threads to end; does not wait for them."""
+    """Asks the threads to end, without waiting for them."""
     for reader in readers.values():
         reader.stop.set()
         reader.room.release()
@@ -424,14 +432,14 @@ def _padding(name: str, row: np.ndarray) -> np.ndarray:
 
 
 def _fill(array: np.ndarray, blank: np.ndarray, size: int) -> np.ndarray:
-    """Fills up to `size` rows with blank ones."""
+    """Pads to `size` rows with blank rows."""
     short = size - len(array)
     return np.concatenate([array, np.repeat(blank, short, axis=0)]) if short else array
 
 
 def _to_json(state: Any) -> Any:
-    """Copies a state into JSON's types. JSON turns tuples into lists, with which grain would resume elsewhere: they are
-    marked.
+    """Copies a state into JSON types. JSON turns tuples into lists, from which grain would resume incorrectly, so
+    tuples are marked.
     """
     match state:
         case None | bool() | int() | float() | str():
@@ -444,7 +452,7 @@ def _to_json(state: Any) -> Any:
             return [_to_json(x) for x in state]
         case dict() if all(isinstance(key, str) for key in state) and set(state) != {"tuple"}:
             return {key: _to_json(value) for key, value in state.items()}
-    raise TypeError(f"An iterator's state must consist of JSON's types, got {state!r}.")
+    raise TypeError(f"An iterator's state must consist of JSON types, got {state!r}.")
 
 
 def _from_json(state: Any) -> Any:

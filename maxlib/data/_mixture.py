@@ -1,4 +1,4 @@
-"""Several sources as one stream of documents, in given shares."""
+"""Mixes several sources into one stream of documents with given weights."""
 
 import math
 import sys
@@ -16,13 +16,13 @@ Weights = Mapping[str, float]
 
 @runtime_checkable
 class Sliceable(Protocol):
-    """Source of which a loader's shard takes its part: a `grain.MapDataset`, a stream, or another mixture."""
+    """A source that a loader's shards can slice: a `grain.MapDataset`, a stream, or another mixture."""
 
     def __getitem__(self, part: slice, /) -> Any: ...
 
 
 class Mixture:
-    """Mixture of the documents of several sources, in given shares.
+    """Mixture of the documents of several sources with given weights.
 
         mixture = Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}, seed=0)
         Loader(lambda part: pack(mixture[part], length=512), batch_size=8)
@@ -34,14 +34,15 @@ class Mixture:
     Args:
       sources: documents by name.
       weights: relative shares by name; default: by size. For a curriculum, a function from the step to shares, which
-        may be zero there. A shard computes the step from the tokens it has returned, so packing that reads ahead
-        (`first_fit`: `bins` rows) changes that much earlier than training.
+        may be zero. A shard computes the step from the tokens it has returned, so with packing that reads ahead
+        (`first_fit`: `bins` rows) the shares change that much earlier than training.
       by: unit of the shares, "tokens" or "documents".
-      epochs: how often a source is read, one number or by name; None (the default) repeats without end, unless the
-        source itself ends. The share of a source that has ended goes to the others; the mixture ends with the last one.
-      seed: shuffles each source differently in every epoch. None reads sources as they are, and warns of those that are
-        repeated in one and the same order.
-      tokens_per_step: tokens of one step in all shards together, for a curriculum.
+      epochs: number of times that a source is read, one number or by name; None (the default) repeats forever, unless
+          the source itself ends. The share of an exhausted source goes to the others; the mixture ends with the last
+          one.
+      seed: shuffles each source differently in every epoch. None reads sources in order, and warns about those that
+          repeat in the same order.
+      tokens_per_step: tokens of one step over all shards, for a curriculum.
 
     Raises:
       ValueError: when a source is empty, or names or weights do not agree.
@@ -103,12 +104,12 @@ class Mixture:
         return readers
 
     def weights_at(self, tokens: int) -> tuple[float, ...]:
-        """Returns the weights once `tokens` tokens have been handed out by all shards."""
+        """Returns the weights after all shards have returned `tokens` tokens."""
         step = tokens // self._tokens_per_step if self._tokens_per_step else 0
         return tuple(_checked(self._weights(step), self.names, positive=False, at=f" at step {step}").values())
 
     def size(self, document: Document) -> int:
-        """Returns what a document takes of its source's share."""
+        """Returns the size of a document in the unit of the shares."""
         return len(document["tokens"]) if self._by == "tokens" else 1
 
 
@@ -122,8 +123,8 @@ class _MixedDataset(grain.IterDataset):
 
 
 class _MixedIterator(CountingIterator):
-    """Every document adds to each source's credit its share, and costs its own source what it takes: the most credit is
-    next.
+    """Iterator that adds each source's share to its credit for every document, subtracts the document's size from its
+    own source, and reads the source with the most credit next.
     """
 
     def __init__(self, mixture: Mixture, part: slice):
@@ -156,8 +157,9 @@ class _MixedIterator(CountingIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if state["names"] != list(self._mixture.names):
             raise ValueError(
-                f"The data state is one of a mixture of {state['names']}, this one has {list(self._mixture.names)}: resume "
-                "with the same sources in the same order. To leave one out from here on, give it weight 0 at later steps."
+                f"The data state belongs to a mixture of {state['names']}, this one has {list(self._mixture.names)}: "
+                "resume "
+                "with the same sources in the same order. To stop using a source, give it weight 0 at later steps."
             )
         for reader, one in zip(self._readers, state["readers"], strict=True):
             reader.set_state(one)
@@ -166,14 +168,15 @@ class _MixedIterator(CountingIterator):
         self.counts.update(dict(state["counts"]))
 
     def _shares(self) -> list[float]:
-        """Computes what each source is due of the next document; nothing when it is used up."""
+        """Computes each source's share of the next document; zero for an exhausted source."""
         weights = self._mixture.weights_at(self._tokens * self._shards)
         left = [0.0 if ended else weight for weight, ended in zip(weights, self._ended, strict=True)]
         if not sum(left):
             waiting = [name for name, ended in zip(self._mixture.names, self._ended, strict=True) if not ended]
             raise ValueError(
-                f"All sources with a weight are used up after {self._tokens} tokens of this shard, while {waiting} have "
-                "weight 0: give the others more epochs, or these a weight."
+                f"All sources with a weight are exhausted after {self._tokens} tokens of this shard, while {waiting} "
+                "have "
+                "weight 0: give the others more epochs, or give these a weight."
             )
         return [weight / sum(left) for weight in left]
 
@@ -200,7 +203,7 @@ class _MixedIterator(CountingIterator):
 
 
 class _Reading(grain.DatasetIterator):
-    """A dataset in order; its state is the next index. Gives up after `patience` indices without a document."""
+    """Reads a dataset in order; its state is the next index. Raises after `patience` indices without a document."""
 
     def __init__(self, dataset: grain.MapDataset, *, patience: int):
         super().__init__()
@@ -226,17 +229,17 @@ class _Reading(grain.DatasetIterator):
 
 
 def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) -> Sliceable:
-    """Repeats the source as often as is asked for, shuffled anew each time."""
+    """Repeats the source for its number of epochs, reshuffled each time."""
     if not isinstance(source, grain.MapDataset):
         if epochs is not None:
             raise ValueError(
-                f"The source {name!r} is a {type(source).__name__}, which sets its own epochs: leave it out."
+                f"The source {name!r} is a {type(source).__name__}, which sets its own epochs: omit it from epochs."
             )
         return source
     if len(source) == sys.maxsize:
         if epochs is not None or seed is not None:
             raise ValueError(
-                f"The source {name!r} repeats already: give it without .repeat() to set epochs= and seed=."
+                f"The source {name!r} already repeats: pass it without .repeat() to set epochs= and seed=."
             )
         return source
     if epochs is not None and epochs < 1:
@@ -245,7 +248,7 @@ def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) 
 
 
 def _repeats_in_order(source: Sliceable, epochs: int | None) -> bool:
-    """Returns True for a finite source that is read more than once, and that nothing shuffles."""
+    """Returns True for a finite source that is read more than once without shuffling."""
     finite = isinstance(source, grain.MapDataset) and len(source) < sys.maxsize
     return finite and epochs != 1 and not _is_shuffled(source)
 

@@ -1,4 +1,4 @@
-"""Documents of any length to rows of one length."""
+"""Packs documents of any length into rows of one length."""
 
 import dataclasses
 from collections import Counter
@@ -44,21 +44,24 @@ def pack(
     and 0 is padding; `positions` count from 0 in each piece. A document may have its own `"targets"`, with -1 where
     nothing is learned.
 
-    With `images` a row has also `"images"`, the `nn.vision.Patches` of its documents (`tokenize_chats`), and no
-    positions, which the model finds from the grids. It holds no more patches than there is room for. A document with
-    images is never cut: longer than a row, or with too many patches, it is an error, unless `long` drops it.
+    With `images` a row also has `"images"`, the `nn.vision.Patches` of its documents (`tokenize_chats`), and no
+    positions, which the model computes from the grids. The number of patches per row is limited. A document with images
+    is never split: if it is longer than a row, or has too many patches, it is an error, unless `long` drops it.
+
+        rows = pack(documents, length=512)
+        loader = Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
     Args:
       documents: documents with `"tokens"`.
       length: tokens per row.
-      strategy: "first_fit" cuts only documents longer than a row. "concat_then_split" pads the last row only, and cuts
-        a document at the end of every row.
-      bins: number of rows that `first_fit` fills at a time; more bins give less padding and a longer restore.
+      strategy: "first_fit" only splits documents longer than a row. "concat_then_split" only pads the last row, and
+          splits a document at the end of every row.
+      bins: number of rows that `first_fit` fills at a time; more bins give less padding but a slower restore.
       long: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another row,
-        "truncate" keeps the first row, "drop" skips the document, "error" stops. For chats take "truncate" or "drop":
-        in a second row an answer is learned without its question. Such documents, and their tokens beyond the first
-        row (all of a dropped one), are counted in the loader's metrics, also per source.
-      images: a row without an image, with the room that every row has (`ImageProcessor.blank`); None for text.
+        "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use "truncate" or
+        "drop": in a second row an answer would be learned without its question. Such documents, and their tokens beyond
+        the first row (all tokens of a dropped one), are counted in the loader's metrics, in total and per source.
+      images: an empty row that defines the capacity of every row (`ImageProcessor.blank`); None for text.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
@@ -78,9 +81,11 @@ def pack(
 
 def _pack_images(documents, lengths: dict[str, int], blank: "Patches", strategy: str, bins: int, long: Policies):
     if strategy != "first_fit":
-        raise ValueError(f"documents with images cannot be cut: pack them with strategy='first_fit', not {strategy!r}.")
+        raise ValueError(
+            f"documents with images cannot be split: pack them with strategy='first_fit', not {strategy!r}."
+        )
     pieces = _Segments(documents, lengths["tokens"], long, cut=True, blank=blank)
-    # The bins count the patches of a row; the patches themselves are joined when it is full.
+    # The bins count the patches of a row; the patches are concatenated when it is full.
     lengths = {**lengths, "patches": len(blank.pixels), "grids": len(blank.grids)}
     options: Any = dict(length_struct=lengths, num_packing_bins=bins, meta_features=("pixels",))
     return FirstFitPackIterDataset(pieces, **options).map(partial(_as_row_with_images, blank=blank))
@@ -88,7 +93,7 @@ def _pack_images(documents, lengths: dict[str, int], blank: "Patches", strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts of what rows hold. `a + b` adds up."""
+    """Statistics of rows. `a + b` adds them."""
 
     rows: int = 0
     slots: int = 0
@@ -107,7 +112,7 @@ class Statistics:
 
 
 def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
-    """Counts what a batch holds; `documents` are those that end in it, `pieces` all segments."""
+    """Computes the statistics of a batch; `documents` counts those that end in it, `pieces` all segments."""
     segments, targets = batch["segment_ids"], batch["targets"]
     used = segments > 0
     following = np.concatenate([segments[:, 1:], np.zeros_like(segments[:, :1])], axis=1)
@@ -123,7 +128,7 @@ def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
 
 
 class _Segments(grain.IterDataset):
-    """Documents with targets, each in as many pieces as the policy and the packing ask for."""
+    """Documents with targets, split into pieces as the policy and the packing require."""
 
     def __init__(
         self, parent: grain.IterDataset, length: int, long: Policies, *, cut: bool, blank: "Patches | None" = None
@@ -137,7 +142,7 @@ class _Segments(grain.IterDataset):
 
 
 class _PiecesIterator(CountingIterator):
-    """Its state is that before the document under way, and how many of its pieces have been handed out."""
+    """Iterator whose state is the one before the current document, and the number of its pieces already returned."""
 
     def __init__(
         self, parent: grain.DatasetIterator, length: int, long: Policies, *, cut: bool, blank: "Patches | None" = None
@@ -181,7 +186,7 @@ class _PiecesIterator(CountingIterator):
         return [{name: array[i : i + starts.step] for name, array in row.items()} for i in starts]
 
     def _whole(self, document: Document, blank: "Patches") -> list[Row]:
-        """Returns a document with its images, in one piece; pieces of one without images, which may be cut."""
+        """Returns a document with images in one piece; one without images may be split."""
         images, row, source = document.get("images"), _with_targets(document), document.get("source")
         if images is None or not len(images.grids):
             texts = self._cut_up(self._kept(row, source))
@@ -201,7 +206,7 @@ class _PiecesIterator(CountingIterator):
         return self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
 
     def _kept(self, row: Row, source: str | None) -> Row:
-        """Cuts a document to what the policy leaves of it, and counts it if it is longer than a row."""
+        """Applies the policy to a document, and counts it if it is longer than a row."""
         size, policy = len(row["tokens"]), self._policy(source)
         if size <= self._length:
             return row
@@ -230,7 +235,7 @@ def _check_policies(long: Policies) -> None:
 
 
 def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-    """Reads in the calling thread: a read that hangs in a pool's thread would keep the process from ending."""
+    """Reads in the calling thread, because a hanging read in a pool's thread would keep the process from ending."""
     if isinstance(documents, grain.IterDataset):
         return documents
     read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -251,7 +256,7 @@ def _with_targets(document: Document) -> Row:
 
 
 def _image_columns(pixels: Any, grids: Any) -> Row:
-    """Returns what the bins hold of images: patches to be counted, and grids and pixels to be joined."""
+    """Returns the image columns of the bins: patches to count, and grids and pixels to concatenate."""
     return {"patches": np.zeros(len(pixels), np.int8), "grids": np.asarray(grids), "pixels": np.asarray(pixels)}
 
 
@@ -261,7 +266,7 @@ def _as_row_with_images(packed: dict[str, Any], *, blank: "Patches") -> dict[str
     row, pixels = _as_row(packed), np.array(blank.pixels)
     found = np.concatenate(packed["pixels"])  # of all documents, in their order
     pixels[: len(found)] = found
-    # Positions go by rows and columns of images, which the model finds from the grids.
+    # Positions depend on rows and columns of images, and the model computes them from the grids.
     del row["positions"]
     return {**row, "images": Patches(pixels, packed["grids"])}
 

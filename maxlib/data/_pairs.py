@@ -1,4 +1,4 @@
-"""Chats that are compared: pairs of answers, and answers that are good or bad."""
+"""Preference data: pairs of answers, and answers that are good or bad."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import grain
 import numpy as np
 
 from maxlib.data._chats import map_named, with_targets
+from maxlib.data._images import ImageProcessor
 from maxlib.data._sources import Document
 from maxlib.tokenization import ChatTemplate
 
@@ -15,50 +16,57 @@ Row = dict[str, Any]
 Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
 
-def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[dict[str, Row]]:
+def pairs(
+    documents: Documents, tokenizer: Any, template: ChatTemplate, *, images: ImageProcessor | None = None
+) -> grain.MapDataset[dict[str, Row]]:
     """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
 
-    Both chats end with the answer that is compared; what stands before has to be the same. Targets are -1 outside of
-    that answer. `pad` makes rows of them.
+    Both chats end with the compared answer; everything before it must be the same. Targets are -1 outside of that
+    answer. `pad` turns them into rows.
 
     Args:
         documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or one of
             Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
+        images: How images are cut into patches, for models that see; each half then has `"images"`, as in
+            `tokenize_chats`. Give `pad` a row that has room for them.
 
     Returns:
         Documents `{"chosen": {"tokens", "targets"}, "rejected": ...}`.
 
     Raises:
-        ValueError: when a document is read whose answers are equal, or whose prompts differ; `data.SkipBadRecords` sets
-            such documents aside.
+        ValueError: when reading a document whose answers are equal, whose prompts differ, or that has images without a
+            processor; `data.SkipBadRecords` skips such documents.
     """
-    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template))
+    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images))
 
 
-def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
-    """Tokenizes chats that are `desirable` or not, for KTO, each with an answer that belongs to another prompt.
+def kto_examples(
+    documents: Documents, tokenizer: Any, template: ChatTemplate, *, images: ImageProcessor | None = None
+) -> grain.MapDataset[Row]:
+    """Tokenizes chats that are `desirable` or not, for KTO, each paired with an answer to another prompt.
 
-    That is the answer of the next document whose prompt differs, so the order of documents decides which ones meet. Of
-    both, KTO estimates how far the policy has moved (arXiv:2402.01306).
+    That is the answer of the next document with a different prompt, so the pairs depend on the order of documents. From
+    these mismatched answers KTO estimates the KL divergence of the policy (arXiv:2402.01306).
 
     Args:
         documents: Records with `messages` and `desirable`, a boolean; as for `pairs`.
         tokenizer: As for `pairs`.
         template: The chat template.
+        images: As for `pairs`.
 
     Returns:
         Documents `{"tokens", "targets", "desirable", "mismatched": {"tokens", "targets"}}`.
 
     Raises:
-        ValueError: when a document is read behind which the next 100 have its prompt: shuffle the documents.
+        ValueError: when reading a document whose next 100 documents have the same prompt: shuffle the documents.
     """
 
     def one(document: Document, index: int) -> Row:
         prompt = document["messages"][:-1]
         other = [*prompt, _answer_to_another(documents, index, prompt)]
-        tokenize = lambda messages: _answered(document, messages, tokenizer, template)
+        tokenize = lambda messages: _answered(document, messages, tokenizer, template, images)
         return tokenize(document["messages"]) | {
             "desirable": np.bool_(document["desirable"]),
             "mismatched": tokenize(other),
@@ -80,24 +88,30 @@ def _answer_to_another(documents: Documents, index: int, prompt: Sequence[Any]) 
 
 
 def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:
-    """Applies `function` to documents and their numbers."""
+    """Applies `function` to documents and their indices."""
     documents = documents if isinstance(documents, grain.MapDataset) else grain.MapDataset.source(documents)
     return map_named(documents, function, "document")
 
 
-def _answered(document: Document, messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) -> Row:
-    """Returns tokens and targets of a chat, of which the last answer is learned, with the document's tools."""
-    return with_targets({**document, "messages": messages}, tokenizer, template, "last")
+def _answered(document: Document, messages: Sequence[Any], *how: Any) -> Row:
+    """Returns tokens, targets and images of a chat with the document's tools; only the last answer has targets.
+
+    `how` holds the tokenizer, the template and the image processor.
+    """
+    tokenizer, template, images = how
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images)
 
 
-def _pair(document: Document, tokenizer: Any, template: ChatTemplate) -> dict[str, Row]:
+def _pair(document: Document, *how: Any) -> dict[str, Row]:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
-        raise ValueError("chosen and rejected must answer the same prompt; what stands before their last turns differs")
+        raise ValueError(
+            "chosen and rejected must answer the same prompt, but the messages before their last turns differ"
+        )
     halves = {"chosen": chosen, "rejected": rejected}
-    out = {half: _answered(document, messages, tokenizer, template) for half, messages in halves.items()}
+    out = {half: _answered(document, messages, *how) for half, messages in halves.items()}
     if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
     return out

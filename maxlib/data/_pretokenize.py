@@ -1,4 +1,4 @@
-"""Tokenization ahead of time: documents to ArrayRecord files of tokens, with a manifest, and back."""
+"""Pretokenization: writes documents to ArrayRecord files of tokens with a manifest, and reads them back."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts of what files of tokens hold. `a + b` adds up, the longest document aside."""
+    """Counts of token files. `a + b` adds them; `longest` is the maximum."""
 
     documents: int = 0
     tokens: int = 0
@@ -54,8 +54,8 @@ def write_tokens(
 ) -> dict[str, Any]:
     """Tokenizes documents with `"text"` into ArrayRecord files, which `read_tokens(directory)` reads.
 
-    Every file is written under another name and then renamed, so an interrupted run continues with the first missing
-    file.
+    Every file is written under a temporary name and then renamed, so an interrupted run continues with the first
+    missing file.
 
     Args:
       documents: documents with `"text"`.
@@ -73,8 +73,8 @@ def write_tokens(
       The manifest.
 
     Raises:
-      ValueError: when the tokenizer truncates or pads, or the directory holds tokens of other documents, of another
-        tokenizer or with other options.
+      ValueError: when the tokenizer truncates or pads, or the directory has tokens of other documents, another
+          tokenizer or other options.
     """
     check_whole(tokenizer)
     directory = Path(directory)
@@ -105,8 +105,8 @@ def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
     """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
     Raises:
-      FileNotFoundError: there is no manifest, or a file of it is missing.
-      ValueError: a file is not the one that was written.
+      FileNotFoundError: when the manifest or one of its files is missing.
+      ValueError: when a file differs from the written one.
     """
     manifest, directory = read_manifest(directory), Path(directory)
     files = [file for file in manifest["files"] if file["documents"]]
@@ -130,7 +130,7 @@ def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """Reads what was tokenized, how, and how much of it there is."""
+    """Reads the manifest: what was tokenized, how, and the counts."""
     path = Path(directory) / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
@@ -177,7 +177,7 @@ def _decode(data: bytes, *, dtype: str, where: str) -> Document:
 
 
 def _job(documents: Any, tokenizer: Tokenizer, bos_id: Any, eos_id: Any, per_file: int, description: str) -> dict:
-    """Collects what decides the files' contents, apart from the documents themselves."""
+    """Collects the settings that determine the files' contents, apart from the documents."""
     if documents is None or len(documents) == 0:
         raise ValueError("There is no document to tokenize.")
     return {
@@ -194,14 +194,16 @@ def _job(documents: Any, tokenizer: Tokenizer, bos_id: Any, eos_id: Any, per_fil
 
 
 def _check_job(directory: Path, job: dict) -> None:
-    """Refuses to go on with what another job began."""
+    """Raises ValueError if another job started the directory."""
     path = directory / "job.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         other = {name: (before.get(name), job[name]) for name in job if before.get(name) != job[name]}
         if other:
             said = ", ".join(f"{name} was {a!r} and is now {b!r}" for name, (a, b) in other.items())
-            raise ValueError(f"{directory} was begun otherwise: {said}. Use another directory, or remove this one.")
+            raise ValueError(
+                f"{directory} was started with other settings: {said}. Use another directory, or remove this one."
+            )
     write_atomically(path, json.dumps(job, indent=1) + "\n")
 
 
@@ -240,7 +242,7 @@ def _texts(documents: grain.MapDataset, part: range, batch: int) -> Iterator[lis
 
 def _text(document: Document) -> str:
     if "text" not in document:
-        raise ValueError(f"To be tokenized ahead of time, documents need 'text', got {sorted(document)}.")
+        raise ValueError(f"To pretokenize documents, they need 'text', got {sorted(document)}.")
     return document["text"]
 
 
@@ -252,7 +254,7 @@ def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> I
 
 
 def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
-    """Yields the same items, made by a thread of their own."""
+    """Yields the same items, produced in a separate thread."""
     ready: queue.Queue = queue.Queue(size)
     stop = threading.Event()
 
@@ -267,7 +269,7 @@ def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
             for item in items:
                 put((item, None))
             put((None, StopIteration()))
-        except BaseException as error:  # it is raised where the items are awaited
+        except BaseException as error:  # raised in the thread that waits for the items
             put((None, error))
 
     threading.Thread(target=run, daemon=True, name="maxlib-tokenize").start()

@@ -1,4 +1,4 @@
-"""Text that every Python carries, for trying things out where there is no corpus and no network."""
+"""Sample text that comes with Python, for experiments without a corpus or a network."""
 
 import ast
 import sysconfig

@@ -1,4 +1,4 @@
-"""Where documents come from: random-access grain datasets of `{"text": str}` or `{"tokens": int array}`."""
+"""Sources of documents: random-access grain datasets of `{"text": str}` or `{"tokens": int array}`."""
 
 import glob
 import hashlib
@@ -23,7 +23,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Document]:
     """Reads documents `{"text": str}` from UTF-8 files.
 
-    Every file is read once here, so that a bad byte stops the run at its start; only offsets stay in memory.
+    Every file is read once at construction, so that a bad byte is found at the start of a run; only offsets stay in
+    memory.
 
     Args:
       paths: files, folders (all files below them in sorted order, without hidden ones) or glob patterns.
@@ -40,20 +41,20 @@ def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Do
 
 
 def jsonl(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Reads one document per line: the JSON object of the line, with `field` (also) under `"text"`.
+    """Reads one document per line: the JSON object of the line, with the value of `field` also stored as `"text"`.
 
-    Paths and errors are those of `text_files`; a line that is no JSON object or has no text in `field` is an error
+    Paths and errors are as in `text_files`; a line that is not a JSON object or has no text in `field` raises an error
     that names the file and the byte.
     """
     return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_record, field=field)))
 
 
 def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document]:
-    """Reads one chat per line of jsonl files: the line's object, with the list of messages in `field` (also) under
+    """Reads one chat per line of jsonl files: the line's object, with the list of messages in `field` also stored as
     `"messages"`.
 
-    Each message is an object with `role` and `content`. Under `"record"` stands where the chat comes from, and under
-    `"folder"` where the names of its images start. Paths and errors are those of `jsonl`.
+    Each message is an object with `role` and `content`. `"record"` is the chat's origin, and `"folder"` the folder of
+    its images. Paths and errors are as in `jsonl`.
     """
     return grain.MapDataset.source(_Spans(find_files(paths), _lines, partial(_as_chat, field=field)))
 
@@ -61,15 +62,15 @@ def chats(paths: Paths, *, field: str = "messages") -> grain.MapDataset[Document
 def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[Document]:
     """Reads documents from ArrayRecord files, the format for corpora too large to be scanned at every start.
 
-    A record is UTF-8 text, or with `field` a JSON object. Nothing but the index is read here: a bad record is an error
-    when it is reached, naming its file and number.
+    A record is UTF-8 text, or with `field` a JSON object. Only the index is read at construction: a bad record raises
+    an error when it is reached, with its file and index.
     """
     decode = _as_text if field is None else partial(_as_record, field=field)
     return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in find_files(paths)])
 
 
 def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
-    """Makes documents of a sequence of strings, or of one-dimensional integer arrays (or lists) of tokens."""
+    """Makes documents from a sequence of strings, or of one-dimensional integer arrays (or lists) of tokens."""
     if isinstance(documents, str | bytes):
         raise ValueError("in_memory takes a sequence of documents, got one string: put it in a list.")
     if len(documents) == 0:
@@ -82,8 +83,8 @@ def split(
 ) -> tuple[grain.MapDataset[Document], grain.MapDataset[Document]]:
     """Splits documents into training and validation documents by a hash of each document's content.
 
-    The side of a document depends only on its content and on `validation`, not on order, files, seeds or other
-    documents. Equal documents are always on the same side. Documents are filtered while they are read.
+    The side of a document only depends on its content and on `validation`, not on order, files, seeds or other
+    documents. Equal documents are always on the same side. Documents are filtered while reading.
 
     Args:
       documents: the documents.
@@ -100,13 +101,14 @@ def split(
         if all(side[i] is None for i in range(len(side))):
             raise ValueError(
                 f"validation={validation} of {len(documents)} documents leaves no {name} document: "
-                "change the fraction, or cut the text into more documents (files and text_files have document='paragraph')."
+                "change the fraction, or split the text into more documents (files and text_files have "
+                "document='paragraph')."
             )
     return kept, held_out
 
 
 class _Spans:
-    """A grain source of documents that lie at byte spans of files."""
+    """A grain source of documents at byte spans of files."""
 
     def __init__(self, files: list[Path], pieces: Callable[[Path], Iterator[tuple[int, bytes]]], decode: Callable):
         self._files, self._decode = files, decode
@@ -118,7 +120,7 @@ class _Spans:
                 spans.extend((number, start, len(data)))
             if len(spans) == before:
                 raise ValueError(
-                    f"{path}: byte 0: there is no text in this file. Remove it or leave it out of the paths."
+                    f"{path}: byte 0: there is no text in this file. Remove it or exclude it from the paths."
                 )
         self._spans = np.frombuffer(spans, np.int64).reshape(-1, 3)
 
@@ -136,7 +138,7 @@ class _Spans:
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (first byte, bytes with the line's end) of every line that is not blank."""
+    """Yields (first byte, bytes including the line ending) of every line that is not blank."""
     start = 0
     with path.open("rb") as file:
         for line in file:
@@ -179,7 +181,7 @@ _PIECES = {"file": _whole, "line": _lines, "paragraph": _paragraphs}
 
 
 def find_files(paths: Paths) -> list[Path]:
-    """Finds the files that paths, folders and patterns name, in the order given, folders and patterns sorted."""
+    """Finds the files of paths, folders and patterns in the given order; those of folders and patterns are sorted."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise ValueError("Give at least one path, got an empty list.")
@@ -248,7 +250,7 @@ def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:
 
 
 class ArrayRecords(grain.sources.ArrayRecordDataSource):
-    """Source of the records of ArrayRecord files, whose errors name the files. Raises ValueError for damaged ones."""
+    """Source of the records of ArrayRecord files. Raises ValueError that names the file for damaged ones."""
 
     def __init__(self, paths: Sequence[Path]):
         self._where = str(paths[0]) if len(paths) == 1 else f"{paths[0]} or a file after it"
@@ -278,7 +280,7 @@ class ArrayRecords(grain.sources.ArrayRecordDataSource):
 def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
     source: Any = ArrayRecords([path])
     if len(source) == 0:
-        raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or leave it out of the paths.")
+        raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or exclude it from the paths.")
     return grain.MapDataset.source(source).map_with_index(
         partial(_decode_record, path=path, decode=decode, count=len(source))
     )
@@ -303,7 +305,7 @@ def _as_document(index: int, document: Any) -> Document:
 
 
 def _hash(document: Document) -> float:
-    """Returns a number in [0, 1) that depends on nothing but the document's text (or messages, or tokens)."""
+    """Returns a number in [0, 1) that only depends on the document's text (or messages, or tokens)."""
     if "text" in document:
         data = document["text"].encode()
     elif "messages" in document:

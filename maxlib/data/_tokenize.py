@@ -1,4 +1,4 @@
-"""Text to tokens."""
+"""Tokenization of text."""
 
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from maxlib.data._sources import Document
 
 @runtime_checkable
 class Encodes(Protocol):
-    """Tokenizer: `tokenizers.Tokenizer`, or any of Hugging Face's."""
+    """Protocol of tokenizers: `tokenizers.Tokenizer`, or any Hugging Face tokenizer."""
 
     def encode(self, text: Any, /, *, add_special_tokens: bool) -> Any: ...
 
@@ -21,7 +21,7 @@ def tokenize(
 ) -> grain.MapDataset[Document]:
     """Adds `"tokens"`, int32, to every document with `"text"`.
 
-    The tokenizer's own template of special tokens is not applied: only the ids given here are added.
+    The tokenizer's own template of special tokens is not applied; only the given ids are added.
 
     Args:
       documents: documents with `"text"`.
@@ -41,7 +41,9 @@ def tokenize(
 
 
 def check_whole(tokenizer: Any) -> None:
-    """Raises ValueError for a tokenizer that would cut documents, or pad them with tokens that are learned as text."""
+    """Raises ValueError for a tokenizer that would truncate documents, or pad them with tokens that are learned as
+    text.
+    """
     for name in ("truncation", "padding"):
         if (setting := getattr(tokenizer, name, None)) is not None:
             raise ValueError(
@@ -54,6 +56,6 @@ def _with_tokens(document: Document, *, tokenizer: Encodes, bos_id: int | None, 
     encoded = tokenizer.encode(document["text"], add_special_tokens=False)
     ids = list(getattr(encoded, "ids", encoded))
     if not ids:
-        raise ValueError(f"The tokenizer made no token of the document {document['text'][:80]!r}: remove it.")
+        raise ValueError(f"The tokenizer made no tokens from the document {document['text'][:80]!r}: remove it.")
     ends = ([] if bos_id is None else [bos_id], [] if eos_id is None else [eos_id])
     return {**document, "tokens": np.array(ends[0] + ids + ends[1], np.int32)}

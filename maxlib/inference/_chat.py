@@ -1,4 +1,4 @@
-"""Chats with the model of a directory: its tokenizer, its template, and its own end of a turn."""
+"""Chats with a model from a directory: its tokenizer, chat template and end-of-turn ids."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def stop_tokens(directory: str | Path) -> list[int]:
         directory: A Hugging Face directory.
 
     Raises:
-        ValueError: when a file is damaged, or the ids are no whole numbers.
+        ValueError: when a file is damaged, or the ids are not integers.
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(directory) / name
@@ -33,18 +33,18 @@ def stop_tokens(directory: str | Path) -> list[int]:
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(type(i) is int for i in ids):
-                raise ValueError(f"{path}: eos_token_id must be a whole number or a list of them, got {found!r:.100}")
+                raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, got {found!r:.100}")
             return ids
     return []
 
 
 def _end_of_text(path: Path) -> Any:
-    """Reads `eos_token_id`, that of a text model inside another one included."""
+    """Reads `eos_token_id`, also from a nested text model."""
     fields = read_json_object(path)
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ValueError(f"{path}: text_config must be a JSON object, got {inner!r:.100}")
-    own = fields.get("eos_token_id")  # null says nothing, too
+    own = fields.get("eos_token_id")  # null counts as absent
     return inner.get("eos_token_id") if own is None else own
 
 
@@ -55,7 +55,7 @@ def read_model(directory: Path) -> Any:
 
 
 class Chat:
-    """A conversation with a model. Answers end where the directory says that a turn ends.
+    """A conversation with a model. Answers end at the directory's end-of-turn ids.
 
     Args:
         generator: The model, ready to decode.
@@ -65,8 +65,8 @@ class Chat:
         sampler: Draws tokens; greedy by default.
 
     Attributes:
-        messages: The conversation so far, with `role` and `content`. Clear it to begin again; put a system message
-            first.
+        messages: The conversation so far, with `role` and `content`. Clear it to start over; insert a system message at
+            the front.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Chat:
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, dtype: Any = jnp.bfloat16, sampler: Sampler = GREEDY) -> "Chat":
-        """Loads a model with its tokenizer, its template, and the ids that end a turn.
+        """Loads a model with its tokenizer, chat template and end-of-turn ids.
 
         Args:
             name: A Hugging Face directory, or a name on the hub; also a directory that `quantization.save` wrote.
@@ -101,16 +101,16 @@ class Chat:
         return cls(generator, load_tokenizer(directory), template, stop_token_ids=ends, sampler=sampler)
 
     def send(self, message: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> str:
-        """Returns the answer to a message of the user; both become part of `messages`."""
+        """Returns the answer to a user message; both are appended to `messages`."""
         return "".join(self.stream(message, max_new_tokens=max_new_tokens, key=key))
 
     def stream(self, message: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
-        """Yields the answer to a message of the user piece by piece.
+        """Yields the answer to a user message piece by piece.
 
         Args:
-            message: What the user says.
-            max_new_tokens: Most tokens of the answer.
-            key: Random key for sampling. Without it each call draws anew.
+            message: The user's message.
+            max_new_tokens: Maximum number of tokens in the answer.
+            key: Random key for sampling; None uses a new key for each call.
 
         Raises:
             ValueError: when the model has no chat template.
@@ -132,7 +132,7 @@ class Chat:
 
     @deprecated("Chat.complete", since="0.1", removed="0.3")
     def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
-        """Yields what `complete` does."""
+        """Yields the pieces of `complete`."""
         return self.complete(text, max_new_tokens=max_new_tokens, key=key)
 
     def _pieces(self, prompt: Any, max_new_tokens: int, key: Any) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Continuous batching (Orca, Yu et al. 2022): a batch of slots, each of which takes the next prompt when its row ends.
+"""Continuous batching (Orca, Yu et al. 2022): a batch of slots; when a row ends, its slot gets the next prompt.
 
-Shapes: S slots, T tokens of a prompt with padding, D width, V vocabulary. A slot keeps the hidden state of the last
-token of its row, from which the next step draws.
+Shapes: S slots, T tokens of a prompt with padding, D width, V vocabulary. A slot stores the hidden state of the last
+    token of its row, from which the next step samples.
 """
 
 import collections
@@ -19,6 +19,7 @@ from maxlib import nn
 from maxlib.inference._engine import Completion, FinishReason, limits
 from maxlib.inference._generate import (
     Generator,
+    Images,
     Prompts,
     check_inputs,
     check_length,
@@ -32,17 +33,21 @@ from maxlib.inference._sampling import GREEDY, Keys, Sampler
 class LocalEngine:
     """An engine on this machine's devices, with continuous batching.
 
-    A row that ends makes room for the next prompt, so no slot waits for the longest row. A prompt is computed once for
-    all its completions. Draws of a row depend on its key only, not on its slot or its neighbours. To run on several
+    When a row ends, its slot gets the next prompt, so no slot waits for the longest row. A prompt is computed once for
+    all its completions. Samples of a row only depend on its key, not on its slot or other rows. To run on several
     devices, call it inside `sharding.use(layout)`.
 
+        engine = inference.LocalEngine(model, slots=4)
+        groups = engine.generate([[1, 2, 3], [4, 5]], count=2, max_new_tokens=2)  # two completions of each prompt
+
     Args:
-        model: Any model of the contract (`nn.Model`).
-        slots: Rows that are decoded at once.
-        capacity: Tokens that a slot holds, prompt included; by default as many as a call needs, rounded up.
+        model: Any `nn.Model`.
+        slots: Number of rows decoded at once.
+        capacity: Maximum number of tokens in a slot, including the prompt; by default as many as a call needs, rounded
+            up.
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`.
-        seed: Of the random keys of calls that bring none.
+        seed: Seed of the random keys of calls without a key.
 
     Raises:
         ValueError: when a layer's cache cannot be addressed by row.
@@ -73,6 +78,7 @@ class LocalEngine:
         prompts: Prompts,
         *,
         max_new_tokens: int | Sequence[int],
+        images: Sequence[Images | None] | None = None,
         count: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
@@ -80,7 +86,13 @@ class LocalEngine:
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt; the arguments are those of `stream`."""
         found: list[list[Any]] = [[None] * count for _ in prompts]
-        options: Any = {"count": count, "sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
+        options: Any = {
+            "images": images,
+            "count": count,
+            "sampler": sampler,
+            "stop_token_ids": stop_token_ids,
+            "key": key,
+        }
         for prompt, number, completion in self.stream(prompts, max_new_tokens=max_new_tokens, **options):
             found[prompt][number] = completion
         return found
@@ -90,56 +102,72 @@ class LocalEngine:
         prompts: Prompts,
         *,
         max_new_tokens: int | Sequence[int],
+        images: Sequence[Images | None] | None = None,
         count: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
-        """Yields completions as they end, each with the number of its prompt and its own among those of the prompt.
+        """Yields completions as they end, each with the index of its prompt and its index within the prompt.
 
         Args:
             prompts: Token ids of each prompt, of any length.
-            max_new_tokens: Most new tokens, for all prompts or for each.
-            count: Completions of each prompt.
+            max_new_tokens: Maximum number of new tokens, for all prompts or for each.
+            images: For vision models: the images of each prompt in the order of their placeholders, None for a prompt
+                without. `nn.vision.patches` pads images of any size, so that similar prompts share a program.
+            count: Number of completions of each prompt.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a completion and are its last token.
-            key: Random key for sampling. Without it each call of this engine draws anew: its first one as the first
-                one of any engine with that `seed`. Give one, made from the number of the step, where a resumed run
-                has to draw what it would have drawn.
+            key: Random key for sampling. Without it each call of this engine uses a new key: the n-th call always uses
+                the same key for a given `seed`. Pass a key derived from the step number if a resumed run must reproduce
+                its samples.
 
         Raises:
-            ValueError: when a prompt is empty, holds an image or does not fit with its new tokens, or when ids are
-                outside the vocabulary.
+            ValueError: when a prompt is empty or does not fit with its new tokens, when ids are outside the vocabulary,
+                when the model does not read images, or when images and placeholders do not match.
         """
         most = limits(max_new_tokens, prompts)
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         stop = check_stop(stop_token_ids, self.generator.vocab)
+        seen = self._checked_images(prompts, images)
         capacity = self._checked_capacity(prompts, most)
         key = self._keys(key)
-        # The keys of `Generator.generate` for each prompt `count` times.
+        # The same keys as `Generator.generate` with each prompt repeated `count` times.
         keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * count)))
         rows = [
-            _Row(n, i, list(prompt), most[n], keys[n * count + i])
+            _Row(n, i, list(prompt), seen[n], most[n], keys[n * count + i])
             for n, prompt in enumerate(prompts)
             for i in range(count)
         ]
-        # Those that may last longest come first, so that no slot is left with a long row at the end.
+        # Start the longest rows first, so that no slot is left with a long row at the end.
         rows.sort(key=lambda row: -row.limit)
         options = {"sampler": sampler, "impl": str(jax.random.key_impl(key))}
         return _Run(self.generator, self.slots, capacity, options, stop).completions(rows)
 
+    def _checked_images(self, prompts: Prompts, images: Sequence[Images | None] | None) -> list[dict[str, Images]]:
+        """Returns each prompt's inputs besides its tokens; raises ValueError for images that do not match."""
+        images = [None] * len(prompts) if images is None else images
+        if not isinstance(images, Sequence) or len(images) != len(prompts):
+            got = f"{len(images)} of them" if isinstance(images, Sequence) else type(images).__name__
+            raise ValueError(
+                f"images must be a list with the images of each of the {len(prompts)} prompts (None for a prompt without), "
+                f"got {got}"
+            )
+        tokens, _ = right_padded(prompts, self.generator.vocab)
+        return [check_inputs(self.generator.model, ids[None], own) for ids, own in zip(tokens, images, strict=True)]
+
     def _checked_capacity(self, prompts: Prompts, most: list[int]) -> int:
-        """Returns the tokens that a slot must hold; raises ValueError for prompts that the model cannot continue."""
-        model, vocab = self.generator.model, self.generator.vocab
-        check_inputs(model, right_padded(prompts, vocab)[0], None)
+        """Returns the required capacity of a slot; raises ValueError for prompts that the model cannot continue."""
+        model = self.generator.model
         lengths = [len(prompt) + n for prompt, n in zip(prompts, most, strict=True)]
         check_length(model, max(lengths))
         switch = getattr(model, "recompute_cache_at", None)
         if switch is not None and any(len(p) < switch <= n for p, n in zip(prompts, lengths, strict=True)):
             raise ValueError(
-                f"{type(model).__name__} rotates keys differently from {switch} tokens on, and a row must not pass that "
-                "length while it is decoded: use inference.Generator, which computes its cache again"
+                f"{type(model).__name__} rotates keys differently from {switch} tokens on, and a row must not cross "
+                "that "
+                "length while decoding: use inference.Generator, which recomputes its cache"
             )
         capacity = self.capacity or min(shared_capacity(max(lengths)), getattr(model, "max_length", None) or 1 << 62)
         if max(lengths) > capacity:
@@ -149,20 +177,21 @@ class LocalEngine:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-    """A completion in the making."""
+    """A completion in progress."""
 
     prompt: int
     number: int
     ids: list[int]
+    seen: dict[str, Images]  # inputs besides the tokens
     limit: int
     key: np.ndarray
-    issued: int = 0  # steps that were started for it; their tokens come later
+    issued: int = 0  # number of steps started for it; their tokens arrive later
     ended: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
 
     def add(self, token: int, log_prob: float, stop: frozenset[int]) -> FinishReason | None:
-        """Appends a token, and returns the reason if it is the last one."""
+        """Appends a token, and returns the finish reason if it is the last one."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         reason = "stop" if token in stop else "length" if len(self.tokens) == self.limit else None
@@ -187,7 +216,7 @@ class _Run:
         self.generator, self.capacity, self.stop = generator, capacity, stop
         self.options = options | {"dtype": generator.dtype}
         self.rows: list[_Row | None] = [None] * slots
-        self.prefilled: Any = (None, None)  # number of a prompt, and its cache and hidden state
+        self.prefilled: Any = (None, None)  # index of a prompt, and its cache and hidden state
         self.state: Any = None
 
     def completions(self, rows: list[_Row]) -> Iterator[tuple[int, int, Completion]]:
@@ -195,7 +224,7 @@ class _Run:
         waiting, ahead = collections.deque(rows), None
         while True:
             self._fill(waiting)
-            # The next step starts before the tokens of the last one are looked at, so that devices need not wait.
+            # Start the next step before reading the tokens of the last one, so that devices need not wait.
             last, ahead = ahead, self._step() if any(self.rows) else None
             if last is not None:
                 yield from self._read(*last)
@@ -203,7 +232,7 @@ class _Run:
                 return
 
     def _fill(self, waiting: collections.deque[_Row]) -> None:
-        """Puts waiting rows into free slots."""
+        """Assigns waiting rows to free slots."""
         for slot, row in enumerate(self.rows):
             if row is None and waiting:
                 new = self.rows[slot] = waiting.popleft()
@@ -220,24 +249,24 @@ class _Run:
             tokens[0, : len(row.ids)], valid[0, : len(row.ids)] = row.ids, True
             make = self.generator
             options = {"capacity": self.capacity, "dtype": make.dtype, "cache_dtype": make.cache_dtype}
-            self.prefilled = row.prompt, _prefill(make.model, tokens, valid, **options)
+            self.prefilled = row.prompt, _prefill(make.model, tokens, valid, row.seen, **options)
         return self.prefilled[1]
 
     def _step(self) -> tuple[list[_Row | None], Array, Array]:
-        """Starts a step; returns the rows that take part, and their tokens and log-probabilities to come."""
+        """Starts a step; returns its rows, and their future tokens and log-probabilities."""
         rows, active = list(self.rows), np.array([row is not None for row in self.rows])
         self.state, token, log_prob = _step(self.generator.model, self.state, active, **self.options)
         for slot, row in enumerate(rows):
             if row is not None:
                 row.issued += 1
-                # The slot is free for the step after the row's last one.
+                # The slot becomes free after the row's last step.
                 self.rows[slot] = None if row.issued == row.limit else row
         return rows, token, log_prob
 
     def _read(self, rows: list[_Row | None], token: Array, log_prob: Array) -> Iterator[tuple[int, int, Completion]]:
-        """Gives the tokens of a step to its rows, and yields the rows that end."""
+        """Appends the tokens of a step to its rows, and yields the rows that end."""
         for slot, (row, t, p) in enumerate(zip(rows, np.asarray(token), np.asarray(log_prob), strict=True)):
-            # A row that stopped was in one more step, which had been started before.
+            # A row that stopped may be in one more step, which had already been started.
             if row is None or row.ended or (reason := row.add(int(t), float(p), self.stop)) is None:
                 continue
             if self.rows[slot] is row:
@@ -246,10 +275,10 @@ class _Run:
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
-def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, capacity, dtype, cache_dtype):
+def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], seen, *, capacity, dtype, cache_dtype):
     """Runs one prompt, and returns its cache and the hidden state of its last token, `1 1 D`."""
     cache = model.init_cache(1, capacity, dtype=cache_dtype)
-    out = model(tokens, valid=valid, cache=cache, dtype=dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     last = jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
     return out.cache, last
 
@@ -263,7 +292,7 @@ def _empty(cache, hidden, key, *, slots) -> _Slots:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _insert(state: _Slots, cache, hidden, key, slot) -> _Slots:
-    """Writes a prompt's row into a slot; nothing is left of the row before."""
+    """Writes a prompt's row into a slot, overwriting the previous row completely."""
     put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0)
     new = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
     return jax.tree.map(put, state, new)
@@ -281,19 +310,19 @@ def _step(model, state: _Slots, active: Bool[Array, " S"], *, sampler, dtype, im
     token = sampler(logits, jax.vmap(jax.random.fold_in)(keys, state.drawn))
     log_prob = drawn_log_probs(logits, token, sampler.temperature)
     out = model(token[:, None], cache=state.cache, dtype=dtype)
-    # Free slots stay empty rather than grow.
+    # Keep free slots empty.
     cache = dataclasses.replace(out.cache, length=jnp.where(active, out.cache.length, 0))
     return _Slots(cache, out.hidden, state.keys, state.drawn + 1), token, log_prob
 
 
 def drawn_log_probs(logits: Float[Array, "B V"], token: Int[Array, " B"], temperature: float) -> Float[Array, " B"]:
-    """Returns the log-probability of each token at a temperature; 0, which is greedy, counts as 1."""
+    """Returns the log-probability of each token at a temperature; 0 (greedy) counts as 1."""
     scores = jax.nn.log_softmax(logits / (temperature or 1.0), axis=-1)
     return jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
 
 
 def _bucket(length: int) -> int:
-    """Rounds a prompt's length up by less than a quarter, or to 16: four programs for each doubling of the length."""
+    """Rounds a prompt's length up by less than a quarter, or to 16, so that four programs cover each doubling."""
     multiple = max(16, (1 << (length - 1).bit_length()) // 8)
     return -(-length // multiple) * multiple
 
@@ -306,6 +335,7 @@ def _check_rows(model: Any) -> None:
         b = of_three.get(path)
         if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
             raise ValueError(
-                f"{type(model).__name__}: the cache's array {jax.tree_util.keystr(path)} must begin with the axis of rows, got "
-                f"{a.shape} for 2 rows; a slot cannot take a new row without: use inference.Generator"
+                f"{type(model).__name__}: the first axis of the cache's array {jax.tree_util.keystr(path)} must be "
+                "rows, got "
+                f"{a.shape} for 2 rows; without it a slot cannot get a new row: use inference.Generator"
             )

@@ -1,4 +1,4 @@
-"""Engines: what draws completions of prompts, on the spot or on a server."""
+"""Engines, which sample completions of prompts locally or on a server."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -14,14 +14,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A completion of a prompt, as ids, with what a policy loss needs to know of it.
+    """A completion of a prompt as token ids, with the data for a policy loss.
 
     Attributes:
-        tokens: Ids that were drawn, with the one that ended it.
+        tokens: Sampled ids, including the one that ended it.
         log_probs: Log-probability of each under the model at the sampler's temperature (1 for greedy), before its
             filters; these are the `old_log_probs` or `sampler_log_probs` of a policy loss.
-        finish_reason: "stop" if the last token is one of `stop_token_ids`, "length" if it was cut off.
-        sampler: What drew them, where the engine says so: a policy loss compares its temperature with the sampler's.
+        finish_reason: "stop" if the last token is one of `stop_token_ids`, "length" if it was truncated.
+        sampler: The sampler, if the engine reports it: a policy loss compares its temperature with the sampler's.
     """
 
     tokens: list[int]
@@ -32,7 +32,7 @@ class Completion:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Draws completions, and takes newer weights."""
+    """Protocol of engines, which sample completions and accept updated weights."""
 
     def update(self, weights: Any) -> None:
         """Replaces the weights."""
@@ -48,12 +48,12 @@ class Engine(Protocol):
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
-        """Returns `count` completions of each prompt; without `key`, those of a key that differs from call to call."""
+        """Returns `count` completions of each prompt; without `key`, every call uses a new key."""
         ...
 
 
 def limits(max_new_tokens: int | Sequence[int], prompts: Prompts) -> list[int]:
-    """Returns the most new tokens of each prompt; raises ValueError unless there is a positive one for each."""
+    """Returns the maximum number of new tokens of each prompt; raises ValueError unless all are positive."""
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(most) != len(prompts) or any(n < 1 for n in most):
         raise ValueError(f"max_new_tokens must be at least 1, one for all or one per prompt, got {max_new_tokens}")

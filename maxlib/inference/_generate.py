@@ -1,4 +1,4 @@
-"""Generation: prefill and decode with any model that follows the contract of docs/decisions/0001.
+"""Generation: prefill and decode with any `nn.Model` (docs/decisions/0001).
 
 Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
 """
@@ -21,43 +21,49 @@ Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 
 
 class Generator:
-    """A model ready to decode: its layers are stored one by one and its matrices cast to `dtype`, once.
+    """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
 
     To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
     accordingly.
+
+        generator = inference.Generator(model, dtype=jnp.bfloat16)
+        texts = generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=2)  # of token ids, one list for each prompt
 
     Args:
         model: Any model of the contract (`nn.Model`).
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`; int8 and float8 are stored with scales.
-        seed: Seed of the random keys of calls that bring none.
+        seed: Seed of the random keys of calls without a key.
     """
 
     def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None, seed: int = 0):
         if isinstance(model, nn.mtp.Drafter):
             raise ValueError(
-                f"{type(model).__name__} drafts for another model and writes no text itself: make the Generator of that one, "
-                "and give this as drafter= to inference.speculate"
+                f"{type(model).__name__} drafts for another model and generates no text itself: make a Generator of "
+                "the target, "
+                "and pass this model as drafter= to inference.speculate"
             )
         self.model = cast_matrices(nn.unstack(model), dtype)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
-        self._shapes = jax.eval_shape(lambda m: m, model)  # as it was given, to lay out other weights likewise
+        self._shapes = jax.eval_shape(
+            lambda m: m, model
+        )  # of the original model, to convert other weights in the same way
 
     def update(self, weights: Any) -> None:
         """Replaces weights; compiled programs stay in use.
 
         Args:
-            weights: A model like the one this was made of, or some of its parameters by path, such as
-                `TrainState.trainable`; all others stay as they are. Arrays are copied, so a training step may donate
-                its own.
+            weights: A model of the same structure as the original, or some of its parameters by path, such as
+                `TrainState.trainable`; all others do not change. Arrays are copied, so a training step may donate its
+                own.
 
         Raises:
             KeyError: when the model has no parameter at a path.
-            ValueError: when a weight has another shape, or the model another structure.
+            ValueError: when a weight has a different shape, or the model a different structure.
         """
-        absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), self._shapes)  # without memory of its own
+        absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), self._shapes)  # takes no memory
         weights = jax.tree.map(jnp.asarray, weights)
         new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
         _check_shapes(self.model, new)
@@ -76,7 +82,7 @@ class Generator:
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, with the one that ended it; the arguments are those of `stream`."""
+        """Returns the new tokens of each prompt, including the one that ended it; takes the arguments of `stream`."""
         texts: list[list[int]] = [[] for _ in prompts]
         steps = self.stream(
             prompts,
@@ -104,7 +110,7 @@ class Generator:
         key: Key[Array, ""] | None = None,
         capacity: int | None = None,
     ) -> Iterator[list[int | None]]:
-        """Yields, step by step, each prompt's next token; None for a prompt that has ended.
+        """Yields each prompt's next token, step by step; None for a prompt that has ended.
 
         Args:
             prompts: Token ids of each prompt, of any length.
@@ -113,11 +119,10 @@ class Generator:
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
-            key: Random key for sampling. Without it each call of this generator draws anew, in the same order in every
-                run. Give one, made from the number of the step, where a resumed run has to draw what it would have
-                drawn.
-            capacity: Tokens that a row of the cache holds, by default as many as needed, rounded up so that similar
-                calls share a program.
+            key: Random key for sampling. Without it each call of this generator uses a new key, in the same order in
+                every run. Pass a key derived from the step number if a resumed run must reproduce its samples.
+            capacity: Maximum number of tokens in a row of the cache, by default as many as needed, rounded up so that
+                similar calls share a program.
 
         Raises:
             ValueError: when a prompt is empty or does not fit `capacity`, when ids are outside the vocabulary, when the
@@ -135,13 +140,13 @@ class Generator:
         return self._steps([list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, stop, keys, capacity)
 
     def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
-        """Yields new tokens; `texts` grow by them, also those of rows that have stopped."""
+        """Yields new tokens and appends them to `texts`, including those of stopped rows."""
         switches = _switches(self.model, texts)
         token, cache = self._prefill(texts, seen, keys, 0, sampler, capacity)
         running = [True] * len(texts)
         for step in range(1, max_new_tokens + 1):
             last, recompute = token, step in switches
-            if step < max_new_tokens and not recompute:  # before `last` is looked at: the device need not wait for us
+            if step < max_new_tokens and not recompute:  # before reading `last`, so that the device need not wait
                 token, cache = _decode(self.model, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
             new = [int(t) for t in np.asarray(last)]
             for text, t in zip(texts, new, strict=True):
@@ -154,7 +159,7 @@ class Generator:
                 return
 
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
-        """The next token of each text, and a cache that holds them."""
+        """Returns the next token of each text, and a cache of the texts."""
         tokens, valid = right_padded(texts, self.vocab, most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
         return _prefill(self.model, tokens, valid, seen, keys, step, **options)
@@ -184,7 +189,7 @@ def generate(
         dtype: Dtype of the computation.
 
     Returns:
-        The new tokens of each prompt, with the one that ended it.
+        The new tokens of each prompt, including the one that ended it.
 
     Raises:
         ValueError: when prompts or images do not fit the model (`Generator.stream`).
@@ -199,7 +204,7 @@ def generate(
     )
 
 
-_keys = Keys(0)  # of calls of `generate` that bring none
+_keys = Keys(0)  # for calls of `generate` without a key
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
@@ -226,22 +231,20 @@ def _prefill(
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
 def _decode(model, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
-    """Runs one token per row, and returns the next ones and the cache, which reuses the memory of the old one."""
+    """Runs one token per row, and returns the next tokens and the cache, which reuses the old cache's memory."""
     out = model(token[:, None], cache=cache, dtype=dtype)
     return _draw(model, out.hidden, keys, step, sampler), out.cache
 
 
 def _draw(model, hidden, keys, step, sampler: Callable):
-    """Draws the next token of each row from the scores of `hidden`, `B 1 D`."""
-    # A new key for each step, derived from the row's own.
+    """Samples the next token of each row from the logits of `hidden`, `B 1 D`."""
+    # A new key for each step, derived from the row's key.
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
 def cast_matrices(model: Any, dtype: Any) -> Any:
-    """Casts weights of matmuls, unless quantized; norm scales and biases keep their dtype, so they act as in
-    training.
-    """
+    """Casts weights of matmuls, unless quantized; norm scales and biases keep their dtype, as in training."""
 
     def cast(variable):
         axes, value = variable.get_metadata().get("axes", ()), variable.get_value()
@@ -263,12 +266,12 @@ def _check_shapes(old: Any, new: Any) -> None:
 
 
 def _replaced(old: Array, new: Any) -> Array:
-    """Returns `new` in its own memory and in the dtype of `old`; `old` where there is nothing new."""
+    """Returns a copy of `new` in the dtype of `old`, or `old` if there is no new value."""
     return old if isinstance(new, np.ndarray) else jnp.array(new, old.dtype, copy=True)
 
 
 def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
-    """Returns the inputs besides tokens. They are checked here, because jit hides the ids."""
+    """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
     if isinstance(model, nn.VisionModel):
         model.check_images(tokens, images)
     elif images is not None:
@@ -279,8 +282,8 @@ def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[
 def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
     """Returns the steps at which a text reaches the length from which its cached keys are rotated differently.
 
-    That length is `Decoder.recompute_cache_at`: there LongRoPE changes from its short factors to its long ones, and
-    transformers runs Phi over the whole text again. At these steps the cache is computed again.
+    That length is `Decoder.recompute_cache_at`, where LongRoPE switches from its short to its long factors. The cache
+    is recomputed at these steps, as transformers does for Phi.
     """
     at = getattr(model, "recompute_cache_at", None)
     return set() if at is None else {at - len(text) for text in texts}
@@ -294,19 +297,19 @@ def check_stop(stop_token_ids: Collection[int], vocab: int | None = None) -> fro
     if wrong:
         below = "" if vocab is None else f" below the vocabulary of {vocab}"
         raise ValueError(
-            f"stop_token_ids must be a list of ids, whole numbers from 0{below}, got {wrong[0]!r}: for a text take "
-            "tokenizer.token_to_id(text), for what ends a model's texts inference.stop_tokens(directory)"
+            f"stop_token_ids must be a list of ids, integers from 0{below}, got {wrong[0]!r}: for a text use "
+            "tokenizer.token_to_id(text), for a model's end-of-text ids inference.stop_tokens(directory)"
         )
     return frozenset(map(int, stop_token_ids))
 
 
 def check_length(model: Any, length: int) -> None:
-    """Raises ValueError if `length` tokens are more than the model was made for (its `max_length`, if it has one)."""
+    """Raises ValueError if `length` tokens exceed the model's `max_length`, if it has one."""
     limit = getattr(model, "max_length", None)
     if limit is not None and length > limit:
         raise ValueError(
-            f"prompt and new tokens must fit the {limit} positions that the model was made for, got {length}: shorten "
-            "the prompt, ask for fewer tokens, or build the model with a rope that reaches further"
+            f"prompt and new tokens must fit the {limit} positions of the model, got {length}: shorten "
+            "the prompt, request fewer tokens, or build the model with a longer rope"
         )
 
 
@@ -318,7 +321,7 @@ def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tu
     Args:
         prompts: Ids of each row.
         vocab: Number of ids in the vocabulary.
-        most: Length that rounding up must not exceed; None for no limit.
+        most: Maximum length after rounding up; None for no limit.
     """
     if not len(prompts):
         raise ValueError("there must be at least one prompt, got none")
@@ -334,7 +337,7 @@ def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tu
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt {row} must hold ids, which are integers, got {ids.dtype}: encode text first")
+            raise ValueError(f"prompt {row} must consist of integer ids, got {ids.dtype}: encode text first")
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(
                 f"prompt {row} holds the id {ids.min() if ids.min() < 0 else ids.max()}, the model's vocabulary is "
@@ -357,8 +360,7 @@ def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
 def shared_capacity(needed: int) -> int:
     """Rounds up to a power of two, or above 128 to a multiple of 128.
 
-    Similar calls then share a program. The most tokens that models are made for is usually such a number, so it is not
-    exceeded.
+    Similar calls then share a program. A model's maximum length is usually such a number, so it is not exceeded.
     """
     return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
 

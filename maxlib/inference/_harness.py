@@ -21,7 +21,9 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def _base_class() -> Any:
-    """Returns lm-eval's class; without it `object`, so that `Harness` can be documented, and says what to install."""
+    """Returns lm-eval's base class, or `object` if lm-eval is not installed, so that `Harness` can still be
+    imported.
+    """
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError:
@@ -33,22 +35,22 @@ _TemplateLM: Any = _base_class()
 
 
 class Harness(_TemplateLM):
-    """A model for lm-eval: `lm_eval.simple_evaluate(Harness(...), tasks=[...])`, or `evaluate` for numbers alone.
+    """A model for lm-eval: `lm_eval.simple_evaluate(Harness(...), tasks=[...])`, or `evaluate` for plain numbers.
 
-    It tokenizes, truncates and scores as lm-eval's backend `hf` does. To run on several devices, call it inside
+    It tokenizes, truncates and scores like lm-eval's backend `hf`. To run on several devices, call it inside
     `sharding.use(layout)`.
 
     Args:
         model: Any model of the contract (`nn.Model`).
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face one.
         eos: Id that ends a text; by default the tokenizer's `eos_token_id`.
-        bos: Id that stands before a text without context; by default the tokenizer's `bos_token_id`, or else `eos`.
+        bos: Id before a text without context; by default the tokenizer's `bos_token_id`, or else `eos`.
         template: Chat template for `apply_chat_template=True`.
-        batch_size: Rows that are computed at once.
-        max_length: Most tokens that the model reads; by default what it was made for, or 2048.
-        max_new_tokens: Most tokens of an answer where the task does not say.
+        batch_size: Number of rows computed at once.
+        max_length: Maximum number of tokens that the model reads; by default its own maximum, or 2048.
+        max_new_tokens: Maximum number of tokens in an answer if the task does not set it.
         dtype: Dtype of the computation.
-        key: Random key for tasks that sample, by default that of seed 0.
+        key: Random key for tasks that sample; by default that of seed 0.
 
     Raises:
         ImportError: when lm-eval is not installed.
@@ -90,7 +92,7 @@ class Harness(_TemplateLM):
 
         Args:
             name: A Hugging Face directory, or a name on the hub.
-            options: Those of the class.
+            options: Arguments of the class.
         """
         directory = model_directory(name)
         with contextlib.suppress(FileNotFoundError):
@@ -99,11 +101,11 @@ class Harness(_TemplateLM):
         return cls(read_model(directory), load_tokenizer(directory), **options)
 
     def evaluate(self, tasks: Sequence[Any], **options: Any) -> dict[str, float]:
-        """Runs tasks, and returns numbers by name: `task/metric`, with `/filter` where the task has filters.
+        """Runs tasks, and returns numbers by name: `task/metric`, with `/filter` if the task has filters.
 
         Args:
             tasks: Names of lm-eval's tasks, paths of YAML files, or tasks.
-            options: Those of `lm_eval.simple_evaluate`, such as `limit`, `num_fewshot` and `task_manager`.
+            options: Arguments of `lm_eval.simple_evaluate`, such as `limit`, `num_fewshot` and `task_manager`.
         """
         import lm_eval
 
@@ -119,12 +121,12 @@ class Harness(_TemplateLM):
     def callback(self, tasks: Sequence[Any], **options: Any) -> Callable[[Any], None]:
         """Returns a callback for `Trainer(callbacks=[(1000, harness.callback(tasks))])`.
 
-        It takes the newest weights, and writes the numbers of `evaluate` as `eval/task/metric`. The harness must have
-        been made of the model that is trained.
+        It uses the newest weights, and writes the numbers of `evaluate` as `eval/task/metric`. The harness must have
+        been made from the trained model.
 
         Args:
             tasks: As for `evaluate`.
-            options: Those of `evaluate`.
+            options: Arguments of `evaluate`.
         """
 
         def run(trainer: Any) -> None:
@@ -146,7 +148,7 @@ class Harness(_TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the id that stands before a text without context."""
+        """Returns the id before a text without context."""
         return self._bos
 
     @property
@@ -212,7 +214,7 @@ class Harness(_TemplateLM):
         return [one for _, one in sorted(track(found, "loglikelihood", total=len(pairs), disable=disable_tqdm))]
 
     def _of_equal_options(self, requests: Any) -> Iterator[list[int]]:
-        """Yields the numbers of requests that are generated at once: with equal options, the longest first."""
+        """Yields the indices of requests to generate at once: with equal options, the longest first."""
         groups: dict[str, list[int]] = {}
         for n, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(n)
@@ -244,7 +246,7 @@ class Harness(_TemplateLM):
 
 
 def _options(given: dict[str, Any], most: int) -> tuple[list[str], int, Sampler]:
-    """Returns until, the most new tokens and the sampler that a task's `generation_kwargs` ask for.
+    """Returns `until`, the maximum number of new tokens and the sampler of a task's `generation_kwargs`.
 
     Raises:
         ValueError: when one of them is not supported.

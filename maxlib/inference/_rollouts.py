@@ -23,18 +23,19 @@ def completion_batch(
 ) -> Row:
     """Makes a batch for `policy_loss`: one prompt and one completion in each row.
 
-    A completion includes the token that ended it, as those of `Generator` and of engines do, so that ending is learned
-    too.
+    A completion includes the token that ended it, as returned by `Generator` and engines, so that the model learns to
+    stop.
 
     Args:
         prompts: Token ids, a prompt for each completion.
-        completions: Token ids, or what an `inference.Engine` returned, with its sampler and its log-probabilities.
+        completions: Token ids, or completions of an `inference.Engine`, with its sampler and its log-probabilities.
         advantages: One per completion, in any shape, such as `N G`.
-        length: Tokens of a row.
-        sampler: What drew the token ids: `sampler` in the batch, whose temperature the loss compares with its own.
-        sampler_log_probs: What the sampler reported for each token of the completions.
-        stop_token_ids: Ids that end a completion, for token ids of other samplers: completions that are shorter than
-            the longest one and do not end with one of them are warned of.
+        length: Number of tokens in a row.
+        sampler: The sampler of the token ids, stored as `sampler` in the batch; the loss compares its temperature with
+            its own.
+        sampler_log_probs: Log-probabilities that the sampler reported for each token of the completions.
+        stop_token_ids: Ids that end a completion, to check token ids of other samplers: a warning lists completions
+            that are shorter than the longest one and do not end with one of them.
 
     Raises:
         ValueError: when a row is longer than `length`, numbers disagree, or samplers differ.
@@ -79,13 +80,13 @@ def _check_scores(completions: Any, scores: Any) -> None:
 
 
 def _check_ends(completions: Any, stop_token_ids: Collection[int]) -> None:
-    """Warns of completions that ended before the longest one, but not with an id that ends one."""
+    """Warns about completions that are shorter than the longest one but do not end with a stop id."""
     longest = max(map(len, completions), default=0)
     short = [one for one in completions if len(one) < longest]
     without = sum(not len(one) or one[-1] not in stop_token_ids for one in short)
     if stop_token_ids and without:
         warnings.warn(
             f"{without} of {len(completions)} completions are shorter than the longest one and do not end with one of "
-            f"{sorted(stop_token_ids)}: the policy does not learn to end. Keep the token that ended a completion",
+            f"{sorted(stop_token_ids)}: the policy does not learn to stop. Keep the token that ended a completion",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Sampling: from scores to the next token."""
+"""Sampling of the next token from logits."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 
-@jax.tree_util.register_static  # a batch of rollouts may hold one, and jit then knows its values
+@jax.tree_util.register_static  # a batch of rollouts may have one, whose values are then static under jit
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """Draws the next token; filters apply in the order of the fields, as in transformers.
@@ -39,7 +39,7 @@ class Sampler:
                 raise ValueError(f"{name} must lie in (0, 1], got {value}")
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws a token for each row with the row's own key, so it does not depend on other rows."""
+        """Draws a token for each row with the row's key, so that it does not depend on other rows."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = self.filtered(logits.astype(jnp.float32) / self.temperature)
@@ -59,7 +59,7 @@ class Sampler:
 
 
 def check_scored(sampler: Any, temperature: float) -> None:
-    """Raises ValueError unless `sampler` draws from all tokens at the temperature that a loss scores them at."""
+    """Raises ValueError unless `sampler` draws from all tokens at the temperature of the loss."""
     if not isinstance(sampler, Sampler):
         raise TypeError(
             "a batch's sampler is the inference.Sampler that drew its completions; log-probabilities that it reported are "
@@ -73,7 +73,8 @@ def check_scored(sampler: Any, temperature: float) -> None:
     filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
     if filters:
         raise ValueError(
-            f"a sampler for training draws from the whole distribution, this one filters by {filters}: leave that out"
+            f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: omit "
+            "that"
         )
 
 
@@ -81,7 +82,7 @@ def _nucleus_floor(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B
     """Returns the smallest score inside the nucleus."""
     ranked = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs  # what the better ones already hold
+    before = jnp.cumsum(probs, axis=-1) - probs  # probability mass of the better tokens
     return jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
 
 
@@ -89,20 +90,20 @@ GREEDY = Sampler(temperature=0.0)
 
 
 class Keys:
-    """Random keys of calls: a new one for each call that brings none, in the same order in every run.
+    """Random keys of calls: a new one for each call without a key, in the same order in every run.
 
     Args:
-        seed: What the first one is derived from.
+        seed: Seed of the first key.
     """
 
     def __init__(self, seed: int):
         self._seed = seed
         self._last: Key[Array, ""] | None = (
-            None  # made at the first call: a key starts jax's backend, an import must not
+            None  # created at the first call, because a key starts jax's backend, which an import must not do
         )
 
     def __call__(self, given: Key[Array, ""] | None) -> Key[Array, ""]:
-        """Returns the key that a call brought, or the next one."""
+        """Returns the given key, or the next one."""
         if given is not None:
             return given
         self._last = jax.random.key(self._seed) if self._last is None else self._last

@@ -1,4 +1,4 @@
-"""What an evaluation asks of a model: scores of given continuations, and continuations up to given texts.
+"""Functions for evaluation: scores of given continuations, and generation up to given texts.
 
 Shapes: B rows, T tokens of the longest row with padding.
 """
@@ -22,24 +22,25 @@ Decode = Callable[[list[int]], str]
 def score(
     generator: Generator, pairs: Sequence[Pair], *, batch_size: int, max_length: int
 ) -> Iterator[tuple[int, Score]]:
-    """Yields the number of each pair, the log-probability of its continuation, and whether greedy decoding gives it.
+    """Yields the index of each pair, the log-probability of its continuation, and whether greedy decoding gives it.
 
-    Pairs come from the longest to the shortest, so that a batch has little padding. A context that is too long loses
-    its beginning.
+    Pairs are sorted from the longest to the shortest, so that batches have little padding. A context that is too long
+    is truncated at its beginning.
 
     Args:
         generator: The model.
         pairs: Contexts and continuations, none of them empty.
-        batch_size: Rows of a batch.
-        max_length: Most tokens that the model reads at once.
+        batch_size: Number of rows in a batch.
+        max_length: Maximum number of tokens that the model reads at once.
 
     Raises:
-        ValueError: when a part is empty, a continuation is longer than `max_length`, or an id is none of the model's.
+        ValueError: when a part is empty, a continuation is longer than `max_length`, or an id is outside the
+            vocabulary.
     """
     _check(pairs, max_length)
     rows = [list(context) + list(continuation) for context, continuation in pairs]
     for numbers in _batches([len(row) for row in rows], batch_size):
-        # The last token is only predicted. A batch that is not full repeats its first row, to share the program.
+        # The last token is only predicted. Fill an incomplete batch with its first row, to share the program.
         full = numbers + [numbers[0]] * (batch_size - len(numbers))
         kept = [rows[n][-(max_length + 1) :] for n in full]
         log_prob, correct = _scored(generator, kept, [len(pairs[n][1]) for n in full], max_length)
@@ -65,7 +66,7 @@ def continue_until(
     Args:
         generator: The model.
         prompts: Token ids of each prompt.
-        decode: Makes text of ids.
+        decode: Converts ids to text.
         until: Texts that end a row and are not part of it.
         end: Id that ends a row.
         max_new_tokens: Most new tokens per prompt.
@@ -73,7 +74,7 @@ def continue_until(
         key: Random key for sampling.
     """
     until = [text for text in until if text]
-    # A token has at least one byte, but for special ones: so many tokens hold any of these texts that ends there.
+    # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
     tail = 8 + max((len(text.encode()) for text in until), default=0)
     rows: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(rows)))
@@ -81,7 +82,7 @@ def continue_until(
     for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, **options):
         for n in tuple(running):
             token = tokens[n]
-            assert token is not None  # rows that have ended do not run
+            assert token is not None  # ended rows do not run
             if token != end:
                 rows[n].append(token)
             if token == end or any(text in decode(rows[n][-tail:]) for text in until):
@@ -92,7 +93,7 @@ def continue_until(
 
 
 def _before(text: str, until: Iterable[str]) -> str:
-    """Cuts a text at each of `until`, in their order, as lm-eval does: of texts that overlap the first one counts."""
+    """Cuts a text at each of `until` in order, as lm-eval does: of overlapping texts the first one counts."""
     for end in until:
         text = text.split(end)[0]
     return text
@@ -109,7 +110,7 @@ def _check(pairs: Sequence[Pair], max_length: int) -> None:
 
 
 def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Yields the numbers of rows, the longest first, `size` at a time."""
+    """Yields the indices of rows, the longest first, `size` at a time."""
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     for start in range(0, len(order), size):
         yield order[start : start + size]
@@ -137,7 +138,7 @@ def _scored(
 def _score(
     model, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], targets: Int[Array, "B T"], *, dtype
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Sums the log-probabilities of each row's targets, and tells whether all of them are the best tokens."""
+    """Sums the log-probabilities of each row's targets, and returns whether all of them are the best tokens."""
     out = model(tokens, valid=valid, dtype=dtype)
     found = nn.token_log_probs(out.hidden, model.head_weight(), targets, softcap=model.softcap)
     return found.log_prob.sum(axis=1), (found.correct | (targets < 0)).all(axis=1)

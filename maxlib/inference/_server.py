@@ -1,4 +1,4 @@
-"""An engine behind a server that speaks OpenAI's HTTP: token ids in, token ids and log-probabilities out."""
+"""An engine that uses a server with OpenAI's HTTP API: sends token ids, receives token ids and log-probabilities."""
 
 import concurrent.futures
 import json
@@ -17,24 +17,24 @@ from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 
 class ServerEngine:
-    """An engine that asks a server's `/v1/completions` (vLLM, or another that returns token ids).
+    """An engine that calls a server's `/v1/completions` (vLLM, or another server that returns token ids).
 
-    Prompts are sent as ids, all at once: the server makes batches of them. Ids are read from `token_ids` (vLLM's
-    `return_token_ids`) or from tokens written as `token_id:7`. A server that returns text only is an error, as encoding
-    text again changes tokens.
+    Prompts are sent as ids, all at once, and the server batches them. Ids are read from `token_ids` (vLLM's
+    `return_token_ids`) or from tokens written as `token_id:7`. A server that only returns text is an error, because
+    encoding text again may change tokens.
 
     Args:
         url: Address of the server, "http://host:8000".
         model: Name of the model there.
-        save: Writes newer weights as a PEFT directory that the server can read, and returns it, such as a function
-            around `adapters.save`. `update` then loads it there; a server with `/v1/load_lora_adapter` is needed. None
-            for a server whose weights do not change.
-        logprobs_mode: Kind of log-probabilities that the server reports, as vLLM names them: those of the model
+        save: Writes updated weights as a PEFT directory that the server can read, and returns its path, such as a
+            function that calls `adapters.save`. `update` then loads it on the server, which needs
+            `/v1/load_lora_adapter`. None for a server with fixed weights.
+        logprobs_mode: Kind of log-probabilities that the server reports, in vLLM's terms: those of the model
             ("raw_logprobs") or those after temperature and filters ("processed_logprobs").
-        connections: Most requests at once.
-        timeout: Seconds that one request may take.
-        api_key: Token for the server; None if it needs none.
-        seed: Of the random keys of calls that bring none.
+        connections: Maximum number of concurrent requests.
+        timeout: Time limit of a request in seconds.
+        api_key: API key of the server; None if it needs none.
+        seed: Seed of the random keys of calls without a key.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ServerEngine:
         self.updates, self._keys = 0, Keys(seed)
 
     def update(self, weights: Any) -> None:
-        """Writes weights with `save`, loads them as a new adapter, and unloads the adapter before.
+        """Writes weights with `save`, loads them as a new adapter, and unloads the previous one.
 
         Raises:
             ValueError: when there is no `save`.
@@ -88,13 +88,13 @@ class ServerEngine:
             count: Completions of each prompt.
             sampler: Draws tokens; the server must report log-probabilities at its temperature.
             stop_token_ids: Ids that end a completion and are its last token.
-            key: Random key, from which each request gets a seed. Without it each call of this engine draws anew, in the
-                same order in every run.
+            key: Random key, from which each request gets a seed. Without it each call of this engine uses a new key, in
+                the same order in every run.
 
         Raises:
-            ValueError: when `stop_token_ids` are no ids, or the server returns no ids or log-probabilities, or those of
-                another temperature.
-            RuntimeError: when the server refuses a request or cannot be reached.
+            ValueError: when `stop_token_ids` are not ids, or the server returns no ids or log-probabilities, or those
+                of another temperature.
+            RuntimeError: when the server rejects a request or cannot be reached.
         """
         self._check(sampler)
         stop = check_stop(stop_token_ids)
@@ -110,10 +110,10 @@ class ServerEngine:
 
     def _options(self, sampler: Sampler, count: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
-        # All are given: for those that are not, servers take what the model's generation_config.json has.
+        # Send all settings, because servers take missing ones from the model's generation_config.json.
         draws = {"top_k": sampler.top_k or -1, "top_p": sampler.top_p or 1.0, "min_p": sampler.min_p or 0.0}
         draws |= {"temperature": sampler.temperature, "repetition_penalty": 1.0}
-        # A request ends at these ids only: the model's own end is one of these or none.
+        # A request only ends at these ids; the model's own end-of-text id is ignored.
         ends = {"stop_token_ids": sorted(stop), "ignore_eos": True}
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
         return {"model": self.model, "n": count, "logprobs": 1} | draws | ends | ids
@@ -123,14 +123,16 @@ class ServerEngine:
         raw = self.logprobs_mode == "raw_logprobs"
         if raw and sampler.temperature not in (0, 1):
             raise ValueError(
-                f"raw_logprobs are those of temperature 1, the sampler has {sampler.temperature}: start the server with "
-                "--logprobs-mode processed_logprobs, and say so (logprobs_mode=), or sample at 1"
+                f"raw_logprobs are at temperature 1, but the sampler has {sampler.temperature}: start the server with "
+                "--logprobs-mode processed_logprobs and pass logprobs_mode=, or sample at 1"
             )
         if not raw and (sampler.temperature == 0 or {sampler.top_k, sampler.top_p, sampler.min_p} != {None}):
-            raise ValueError(f"processed_logprobs are those after filters, so there must be none; got {sampler}")
+            raise ValueError(
+                f"processed_logprobs are computed after filters, so there must be no filters; got {sampler}"
+            )
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """Posts JSON, and returns the answer, read as JSON where it is that."""
+        """Posts JSON, and returns the answer, parsed if it is JSON."""
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"

@@ -1,5 +1,5 @@
 """Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with drafts of the model's own MTP module (DeepSeek
-V3, arXiv:2412.19437), or of a drafter that reads the model's last keys (Gemma 4).
+V3, arXiv:2412.19437), or of a separate drafter that reads the model's keys (Gemma 4).
 
 Shapes: B rows, T tokens of the longest prompt with padding, N drafts.
 """
@@ -36,7 +36,7 @@ class Speculated:
     Attributes:
         texts: New tokens of each prompt.
         acceptance: Share of drafts that were accepted.
-        steps: Forward passes after that of the prompts.
+        steps: Number of forward passes after the prefill.
     """
 
     texts: list[list[int]]
@@ -46,7 +46,7 @@ class Speculated:
 
 @nn.pytree
 class _State:
-    """State between two passes: `token` is decided but not cached yet, `drafts` are guesses at the tokens after it."""
+    """State between two passes: `token` is final but not cached yet, `drafts` are guesses of the next tokens."""
 
     cache: nn.Cache
     draft_cache: nn.Cache | None  # None with a drafter, which has no keys of its own
@@ -65,29 +65,29 @@ def speculate(
     stop_token_ids: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
-    """Generates the same tokens as `generator.generate` does greedily, with its caches, in fewer forward passes.
+    """Generates the same tokens as greedy `generator.generate`, with the same kinds of caches, in fewer forward passes.
 
-    Each pass also checks drafts (Leviathan et al. 2023, arXiv:2211.17192): one of the model's first MTP module, or
-    `num_drafts` of a drafter. A window's ring of keys has a slot more for each, so that refused ones can be taken back.
+    Each pass also verifies drafts (Leviathan et al. 2023, arXiv:2211.17192): one from the model's first MTP module, or
+    `num_drafts` from a drafter. Sliding-window caches get an extra slot per draft, to rewind rejected drafts.
 
     Args:
-        generator: A generator whose model drafts (DeepSeek: read it with `num_mtp=1`), or the drafter's target.
+        generator: A generator whose model drafts (DeepSeek: load it with `num_mtp=1`), or the drafter's target.
         prompts: Token ids of each prompt.
-        max_new_tokens: Most new tokens per prompt.
+        max_new_tokens: Maximum number of new tokens per prompt.
         drafter: A model that drafts for this one (`nn.mtp.Drafter`), such as a
-            `models.gemma4_assistant.Gemma4Assistant`; None takes the model's own module.
-        num_drafts: Drafts of the drafter in each pass.
-        images: With a drafter, images as `generator.stream` takes them.
+            `models.gemma4_assistant.Gemma4Assistant`; None uses the model's own module.
+        num_drafts: Number of the drafter's drafts in each pass.
+        images: With a drafter, images as for `generator.stream`.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
-        capacity: Tokens that a row of the cache holds, by default as many as needed.
+        capacity: Maximum number of tokens in a row of the cache, by default as many as needed.
 
     Returns:
-        The texts, and how well the drafts did.
+        The texts, and statistics of the drafts.
 
     Raises:
-        ValueError: when the model does not draft, when the drafter is for another one, when a cache cannot be rewound,
-            from which a rejected draft could not be removed, when images do not fit the prompts or are given to a
-            model that drafts itself, or when prompt and new tokens are more than the model was made for.
+        ValueError: when the model does not draft, when the drafter is for another model, when a cache cannot be rewound
+            to remove a rejected draft, when images do not fit the prompts or are given to a model that drafts itself,
+            or when prompt and new tokens exceed the model's maximum length.
     """
     model, dtype = generator.model, generator.dtype
     tokens, valid = right_padded(prompts, generator.vocab)
@@ -97,10 +97,10 @@ def speculate(
     _check_source(model, drafter, num_drafts, images)
     count = 1 if drafter is None else num_drafts
     capacity = shared_capacity(longest + count) if capacity is None else capacity
-    check_room(prompts, max_new_tokens + count, capacity)  # refused drafts take places, too
+    check_room(prompts, max_new_tokens + count, capacity)  # rejected drafts need slots, too
     made = _Made(max(capacity, tokens.shape[1]), count, dtype, generator.cache_dtype)
     _check_caches(model, drafter, made)
-    seen = check_inputs(model, tokens, images)  # a module reads text only
+    seen = check_inputs(model, tokens, images)  # an MTP module only reads text
     drafter = None if drafter is None else cast_matrices(nn.unstack(drafter), dtype)
     state = _start(model, drafter, tokens, valid, seen, made=made)
     rows = [_Row(max_new_tokens, stop) for _ in prompts]
@@ -125,7 +125,7 @@ class _Row:
         self.running, self.drafts, self.accepted = True, 0, 0
 
     def check(self, found: np.ndarray, took: int) -> None:
-        """Adds the first token of a pass, and those after the `took` drafts that were accepted."""
+        """Adds the tokens of a pass: the `took` accepted drafts and the token after them."""
         if self.running:
             self.drafts, self.accepted = self.drafts + len(found) - 1, self.accepted + took
             self.add(found[: 1 + took])
@@ -140,7 +140,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """What a compiled program is made for: places of a cache, drafts in a pass, and dtypes."""
+    """Static parameters of a compiled program: capacity of the cache, drafts per pass, and dtypes."""
 
     capacity: int
     count: int
@@ -148,9 +148,9 @@ class _Made:
     cache_dtype: Any
 
     def cache(self, init: Callable[..., nn.Cache], batch: int) -> nn.Cache:
-        """Returns an empty cache from which the drafts of a pass can be taken back."""
+        """Returns an empty cache from which the drafts of a pass can be rewound."""
         cache = init(batch, self.capacity, dtype=self.cache_dtype)
-        # A drafter sees one key more than a window has.
+        # A drafter attends to one key more than the window has.
         return dataclasses.replace(cache, layers=nn.cache.with_spare_slots(cache.layers, self.count + 1))
 
 
@@ -163,7 +163,7 @@ def _start(model, drafter, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"],
     if drafter is not None:
         drafts = drafter.draft(model, _at(out.hidden, last), token, out.cache, count=made.count)
         return _State(out.cache, None, token, drafts)
-    # The draft module needs the next token at each place: the prompt moved left, and at its end the new token.
+    # The draft module needs the next token at each position: the prompt shifted left, with the new token at its end.
     after = jnp.roll(tokens, -1, axis=1)
     after = jnp.where(jnp.arange(tokens.shape[1])[None] == last[:, None], token[:, None], after)
     drafts = made.cache(model.init_draft_cache, len(tokens))
@@ -176,12 +176,12 @@ def _step(model, drafter, state: _State, *, made: _Made) -> tuple[_State, Int[Ar
     """Runs one pass over `state.token` and its drafts.
 
     Returns:
-        The new state, the tokens after each, and how many drafts were right, from the first one on.
+        The new state, the tokens after each input, and the number of leading drafts that were right.
     """
     inputs = jnp.concatenate([state.token[:, None], state.drafts], axis=1)  # [B, N + 1]
     out = model(inputs, cache=state.cache, dtype=made.dtype)
     new = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
-    # A draft counts if all before it were right, too.
+    # A draft only counts if all before it were right.
     taken = jnp.cumprod(new[:, :-1] == state.drafts, axis=1).sum(axis=1)
     cache = dataclasses.replace(out.cache, length=state.cache.length + 1 + taken)  # later slots are overwritten
     token = jnp.take_along_axis(new, taken[:, None], axis=1)[:, 0]
@@ -194,7 +194,7 @@ def _step(model, drafter, state: _State, *, made: _Made) -> tuple[_State, Int[Ar
 
 
 def _at(hidden, place):
-    """Returns the hidden states at one place of each row, `B 1 D`."""
+    """Returns the hidden states at one position of each row, `B 1 D`."""
     return jnp.take_along_axis(hidden, place[:, None, None], axis=1)
 
 
@@ -204,11 +204,12 @@ def _best(model, hidden) -> Int[Array, " B"]:
 
 
 def _check_source(model: Any, drafter: Any, num_drafts: int, images: Any) -> None:
-    """Raises ValueError if nothing drafts for the model, or what does cannot."""
+    """Raises ValueError if there is no valid source of drafts for the model."""
     if drafter is None:
         if not isinstance(model, nn.mtp.SupportsDrafting):
             raise ValueError(
-                f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; give drafter= a "
+                f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; pass "
+                "drafter=, a "
                 "model that drafts for it"
             )
         if images is not None:
@@ -224,10 +225,10 @@ def _check_source(model: Any, drafter: Any, num_drafts: int, images: Any) -> Non
 
 
 def _check_caches(model: Any, drafter: Any, made: _Made) -> None:
-    """Raises ValueError if a refused draft cannot be taken back."""
+    """Raises ValueError if a rejected draft cannot be removed from the caches."""
     if any(rope.needs_length for rope in getattr(model, "ropes", ())):
         raise ValueError(
-            f"{type(model).__name__} rotates by the length of the text so far, which a draft that is refused makes wrong; "
+            f"{type(model).__name__} rotates by the length of the text so far, which a rejected draft makes wrong; "
             "use generator.generate"
         )
     inits = [model.init_cache, *([model.init_draft_cache] if drafter is None else [])]
@@ -235,6 +236,7 @@ def _check_caches(model: Any, drafter: Any, made: _Made) -> None:
     if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
         kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
         raise ValueError(
-            f"{type(model).__name__} has layers that keep only a state ({', '.join(sorted(kept))}), from which a refused "
-            "draft cannot be taken back; use generator.generate"
+            f"{type(model).__name__} has layers that only keep a state ({', '.join(sorted(kept))}), from which a "
+            "rejected "
+            "draft cannot be removed; use generator.generate"
         )

@@ -1,4 +1,4 @@
-"""Text in, text out: generation with a tokenizer."""
+"""Generation of text with a tokenizer."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -25,8 +25,8 @@ def stream_text(
     Args:
         generator: The model, ready to decode.
         tokenizer: A `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`.
-        prompt: Text, or its token ids. Give ids for a chat, whose template already has the special tokens.
-        max_new_tokens: Most new tokens.
+        prompt: Text, or its token ids. Pass ids for a chat, whose template already has the special tokens.
+        max_new_tokens: Maximum number of new tokens.
         images: Images of the prompt, for models that read images.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end the text and are not part of it.
@@ -42,7 +42,7 @@ def stream_text(
             break
         done.append(token)
         text = tokenizer.decode(done)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the token ends inside a character: wait for the rest
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the token ends within a character: wait for the rest
             yield text[shown:]
             shown = len(text)
     if text[shown:]:

@@ -1,12 +1,11 @@
-"""`python -m maxlib.models [--markdown] [FAMILY ...]`: every family and preset, and what they are made of.
+"""`python -m maxlib.models [--markdown] [FAMILY ...]`: lists every family and preset, and their features.
 
-All of it is read off the models, which are described (`jax.eval_shape`) and never built, in some fifteen seconds.
+The features are read from abstract models (`jax.eval_shape`), without building any, in about fifteen seconds.
 """
 
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -61,14 +60,13 @@ def short(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 995e6 else f"{number / 1e6:.0f}M" if number >= 1e6 else f"{number:,}"
 
 
-def grouped(rows: list[Row]) -> Iterator[tuple[str, list[str], tuple[str, ...]]]:
-    """Family, sizes and kind of neighbours that differ in nothing but size."""
-    for (family, kind), group in itertools.groupby(rows, key=lambda r: (r.family, r.kind)):
-        yield family, [r.size for r in group], kind
+def grouped(rows: list[Row]) -> list[list[Row]]:
+    """Groups neighbouring presets that only differ in size."""
+    return [list(group) for _, group in itertools.groupby(rows, key=lambda r: (r.family, r.kind))]
 
 
 def markdown(rows: list[Row]) -> str:
-    lines = [(family, "<br>".join(sizes), *kind) for family, sizes, kind in grouped(rows)]
+    lines = [(group[0].family, "<br>".join(r.size for r in group), *group[0].kind) for group in grouped(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, ("---",) * len(COLUMNS), *lines])
 
 
@@ -76,7 +74,7 @@ def show(rows: list[Row]) -> None:
     """Prints rows: to a terminal wrapped, neighbours of one kind together; to a pipe one whole line for each preset."""
     console = Console()
     if console.is_terminal:
-        console.print(table([list(group) for _, group in itertools.groupby(rows, key=lambda r: (r.family, r.kind))]))
+        console.print(table(grouped(rows)))
     else:
         Console(width=WIDEST).print(table([[one] for one in rows]))
 

@@ -14,12 +14,12 @@ from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
 from maxlib.weights import REQUIRED, Ignore, ModelConfig, Renamed, Table, Weight, hf, names
 
-IN = "vision_config."  # where config.json has what is about the encoder
+IN = "vision_config."  # prefix of the fields of the encoder in config.json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision(ModelConfig):
-    """Sizes of the encoder, and what stands for an image in the text: `num_tokens` times `image_token`."""
+    """Sizes of the encoder, and the placeholders of an image in the text: `num_tokens` times `image_token`."""
 
     fixed = {
         IN + "model_type": "siglip_vision_model",
@@ -49,7 +49,7 @@ class Vision(ModelConfig):
 
     @property
     def pool(self) -> int:
-        """Side of the squares of patches that become one vector."""
+        """Returns the side of the squares of patches that become one vector."""
         return self.image_size // self.patch_size // math.isqrt(self.num_tokens)
 
     def tower(self, rngs: nnx.Rngs) -> "SigLIP":
@@ -141,7 +141,7 @@ class PoolProjector(nnx.Module):
 
 
 def table() -> Table:
-    """Maps the names of the releases to ours; transformers writes other spellings too."""
+    """Maps the tensor names of the releases to parameters; transformers writes other spellings too."""
     theirs = "vision_tower.vision_model"
     attention = [replace(w, theirs=w.theirs.replace("o_proj", "out_proj")) for w in names.ATTENTION]
     layer = [

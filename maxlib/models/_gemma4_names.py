@@ -9,7 +9,7 @@ PATCH = "E (a b C) -> E a b C"  # rows and columns of a patch's pixels, and colo
 
 
 def table(cfg: Any) -> Table:
-    """Maps the names of the releases to ours; `cfg` is a `gemma4.Config`."""
+    """Maps the tensor names of the releases to parameters; `cfg` is a `gemma4.Config`."""
     fused = (("gate", 0), ("up", cfg.expert_dim or 0))  # in one tensor, first all rows of the gates
     layer = [
         *names.SANDWICH_NORMS,

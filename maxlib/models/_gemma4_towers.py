@@ -18,7 +18,7 @@ from maxlib.sharding import constrain
 
 
 class Clipped(nnx.Module):
-    """Linear layer with bounds on what it takes and gives: `clip(linear(clip(x)))`.
+    """Linear layer with clipped inputs and outputs: `clip(linear(clip(x)))`.
 
     The bounds are stored, but not trained.
 
@@ -42,7 +42,7 @@ class Clipped(nnx.Module):
 class AxialNorm(nn.RMSNorm):
     """RMS norm of heads, whose quarters it then puts where `ops.AxialRope` pairs them.
 
-    Gemma's heads turn by column in their first half and by row in their second, each in pairs of its own quarters:
+    Gemma's heads rotate by column in their first half and by row in their second, each in pairs of its two quarters:
     `[x, x', y, y']`. `AxialRope` pairs the halves of a head, `[x, y, x', y']`. Scores do not depend on an order that
     queries and keys share.
     """
@@ -159,7 +159,7 @@ class Tower(nnx.Module):
         """Returns sqrt(E) times the mean of each square, standardized; in float32, as it is large."""
         R, E = len(x), x.shape[2]
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        # The patches of a square stand together: [R, P, E] -> [R, S, m^2, E] -> [R, S, E]
+        # The patches of a square are adjacent: [R, P, E] -> [R, S, m^2, E] -> [R, S, E]
         pooled = E**0.5 * x.astype(wide).reshape(R, -1, self.cfg.merge**2, E).mean(axis=2)
         if self.bias is not None and self.scale is not None:
             bias, scale = (jnp.asarray(one[...], wide)[None, None] for one in (self.bias, self.scale))
@@ -203,7 +203,7 @@ class PatchProjector(nnx.Module):
 
 
 def tower(cfg: Vision | UnifiedVision | None, text_dim: int, *, rngs: nnx.Rngs) -> Tower | PatchProjector | None:
-    """Builds what turns images into vectors of the text's width; None for a text model."""
+    """Builds the image encoder, which outputs vectors of the text's width; None for a text model."""
     if cfg is None:
         return None
     make: Any = PatchProjector if isinstance(cfg, UnifiedVision) else Tower

@@ -1,4 +1,4 @@
-"""What Gemma 4 (Google DeepMind 2026) says of images in config.json; `_gemma4_towers.py` has the encoders."""
+"""Image settings of Gemma 4 (Google DeepMind 2026) in config.json; `_gemma4_towers.py` has the encoders."""
 
 import contextlib
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from maxlib import ops
 from maxlib.weights import HFConfig, ModelConfig, hf, hf_fields
 
-IN = "vision_config."  # where config.json has what is about the encoder
+IN = "vision_config."  # prefix of the fields of the encoder in config.json
 
 
 def _read_theta(fields: HFConfig, c: Any) -> float:
@@ -28,7 +28,7 @@ def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
 
 
 def hf_both_ways() -> Any:
-    """Declares whether the tokens of an image see each other both ways; text is causal."""
+    """Declares whether the tokens of an image attend to each other in both directions; text is causal."""
     name, unified = "use_bidirectional_attention", "gemma4_unified_text"
 
     def read(fields: HFConfig, c: Any) -> bool:
@@ -65,7 +65,7 @@ class Images(ModelConfig):
             raise ValueError(f"patch_size and pool (pooling_kernel_size) must be at least 1, got {got}")
 
     def check(self, text: Any) -> None:
-        """Raises ValueError for a text model, a `gemma4.Config`, that cannot see by these."""
+        """Raises ValueError for a text model, a `gemma4.Config`, that these settings do not fit."""
         if text.pad_token is None:
             raise ValueError("pad_token (pad_token_id) must be given, as placeholders of images take its vectors")
         if self.unified and (text.sparse or text.per_layer_dim):
@@ -98,7 +98,7 @@ class Images(ModelConfig):
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return 3 * self.patch_side**2
 
     def cut(self, image: Float[np.ndarray, "3 height width"]) -> tuple[np.ndarray, np.ndarray]:
@@ -170,14 +170,14 @@ class UnifiedVision(Images):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "UnifiedVision":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         found = super().from_hf(fields)
         fields.nested("vision_config").require("model_patch_size", found.patch_side)
         return found
 
 
 def read_vision(fields: HFConfig) -> Vision | UnifiedVision | None:
-    """Reads what a config says of images; None if it says nothing."""
+    """Reads the image settings of a config; None if it says nothing."""
     # Numbers for processors and placeholders of sound, whose encoder is passed over.
     fields.ignore("audio_config", "vision_soft_tokens_per_image", "audio_ms_per_token")
     for name in ("boa", "eoa"):

@@ -14,7 +14,7 @@ from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names
 
-IN = "vision_config."  # where config.json has what is about the encoder
+IN = "vision_config."  # prefix of the fields of the encoder in config.json
 SHUFFLE = 2  # side of the squares of patches that become one vector
 
 
@@ -64,13 +64,13 @@ class Vision(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Vision":
-        """Reads the part of config.json that is about images."""
+        """Reads the image settings of config.json."""
         vision = super().from_hf(fields)
         fields.nested("vision_config").require("intermediate_size", vision.mlp_dim)
         return vision
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the part of config.json that is about images."""
+        """Returns the image settings for config.json."""
         written = super().to_hf()
         return written | {"vision_config": written["vision_config"] | {"intermediate_size": self.mlp_dim}}
 
@@ -180,7 +180,7 @@ class ShuffleProjector(nnx.Module):
 
 
 def table() -> Table:
-    """Maps the names of the releases to ours."""
+    """Maps the tensor names of the releases to parameters."""
     layer = [
         *names.layer_norm("input_layernorm", "attn_norm"),
         *names.ATTENTION,

@@ -1,7 +1,7 @@
 """Image encoder of Pixtral (Mistral AI 2024, arXiv:2410.07073), which Mistral's models since Small 3.1 see with.
 
-Images of any size, each seeing itself; patches rotate by row and column. Shapes: R rows of patches, P patches of a row,
-S = P / merge^2 vectors, E width of the encoder, D width of the text model.
+Images of any size, each attending only to itself; patches rotate by row and column. Shapes: R rows of patches, P
+patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text model.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import HFConfig, ModelConfig, Renamed, Table, Weight, hf, hf_fields, names
 
-IN = "vision_config."  # where config.json has what is about the encoder
+IN = "vision_config."  # prefix of the fields of the encoder in config.json
 MERGING, PLAIN = "mistral3", "llava"  # squares of patches become one vector each, or each patch does (Pixtral 12B)
 EPS = 1e-5  # of the encoder's norms
 ACTS = {"silu": jax.nn.silu, "gelu": exact_gelu}
@@ -84,12 +84,12 @@ class Vision(ModelConfig):
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return 3 * self.patch_size**2
 
     @classmethod
     def read(cls, fields: HFConfig) -> "Vision":
-        """Reads what a config says of images."""
+        """Reads the image settings of a config."""
         own, kind = fields.nested("vision_config"), fields.require("model_type", MERGING, PLAIN)
         # The encoder's output. Left out, Llava means features of an earlier layer, without the first patch.
         absent: Any = {} if kind == PLAIN else {"default": -1}
@@ -105,7 +105,7 @@ class Vision(ModelConfig):
         return found
 
     def written(self) -> dict[str, Any]:
-        """Returns what `read` reads."""
+        """Returns the fields that `read` reads."""
         found = self.to_hf()
         own = {"head_dim": self.dim // self.num_heads}
         more = {"vision_feature_select_strategy": "full", "image_seq_length": 1} if self.kind == PLAIN else {}
@@ -176,7 +176,7 @@ class Merger(nnx.Module):
         self.join = nn.Einsum("...E,FE->...F", (E, E * self.squared), ("embed", "vision"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "R P E"]) -> Float[Array, "R S E"]:
-        # The patches of a square stand together. Files have all of a channel side by side: [R, S, merge^2, E] ->
+        # The patches of a square are adjacent. Files have all of a channel side by side: [R, S, merge^2, E] ->
         # [R, S, E * merge^2].
         squares = self.norm(x).reshape(len(x), -1, self.squared, x.shape[-1]).swapaxes(2, 3)
         return self.join(squares.reshape(*squares.shape[:2], -1))
@@ -228,7 +228,7 @@ class PixtralVision(nnx.Module):
 
 
 def table() -> Table:
-    """Maps the names of the releases to ours; transformers has another prefix."""
+    """Maps the tensor names of the releases to parameters; transformers has another prefix."""
     own = {"self_attn.": "attention.", "mlp.": "feed_forward."}
     entries = [*names.ATTENTION, *names.MLP]
     layer = [

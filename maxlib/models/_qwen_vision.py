@@ -1,4 +1,4 @@
-"""Image encoder of Qwen3-VL (arXiv:2511.21631) and Qwen3.5: images of any size, each seeing itself.
+"""Image encoder of Qwen3-VL (arXiv:2511.21631) and Qwen3.5: images of any size, each attending only to itself.
 
 Shapes: R rows of patches, P patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text
 model.
@@ -20,7 +20,7 @@ from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import REQUIRED, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names
 
-IN = "vision_config."  # where config.json has what is about the encoder
+IN = "vision_config."  # prefix of the fields of the encoder in config.json
 
 
 def _read_theta(fields: HFConfig, c: Any) -> float:
@@ -90,19 +90,19 @@ class Vision(ModelConfig):
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return 3 * self.frames * self.patch_size**2
 
     @classmethod
     def read(cls, fields: HFConfig, dim: int, *kinds: str) -> "Vision":
-        """Reads what a config says of images, for a text model of width `dim` of the model types `kinds`."""
+        """Reads the image settings of a config, for a text model of width `dim` of the model types `kinds`."""
         own = fields.nested("vision_config")
         own.require("model_type", *[name for kind in kinds for name in (f"{kind}_vision", kind)])  # as first written
         own.require("out_hidden_size", dim)
         return cls.from_hf(fields)
 
     def written(self, dim: int, kind: str) -> dict[str, Any]:
-        """Returns what `read` reads."""
+        """Returns the fields that `read` reads."""
         found = self.to_hf()
         own = {"model_type": f"{kind}_vision", "out_hidden_size": dim}
         return found | {"vision_config": found["vision_config"] | own}
@@ -196,7 +196,9 @@ class QwenVision(nnx.Module):
         # Images are documents of a packed row, and rotate by their own rows and columns.
         places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
         ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
-        x, _, aux = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
+        x = constrain(x, "batch", "seq", "act_embed")
+        # What layers keep has rows.
+        x, _, aux = self.layers(x, ctx, remat=remat, pipelined=not self.mergers)
         later = [merger(kept) for merger, kept in zip(self.mergers, aux.get("kept", ()), strict=True)]
         return self.merger(x), jnp.stack(later, axis=2) if later else None
 
@@ -216,7 +218,7 @@ class QwenVision(nnx.Module):
 
 
 def table() -> Table:
-    """Maps the names of the releases to ours."""
+    """Maps the tensor names of the releases to parameters."""
     layer = [*names.layer_norm("norm1", "attn_norm"), *names.layer_norm("norm2", "mlp_norm")]
     for n, part in enumerate("qkv"):
         layer.append(Weight("attn.qkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))

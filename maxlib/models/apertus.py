@@ -40,7 +40,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         cfg = super().from_hf(fields)
         # A config that says nothing of the rope means the scaled one.
         given = "rope_theta" in fields or "rope_scaling" in fields or fields.take("rope_parameters", None, kind=dict)

@@ -85,7 +85,7 @@ class Config(ModelConfig):
     version: Literal[2, 3] = hf_fields(_read_version, _write_version)
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf("first_k_dense_replace", absent=_since(0, 3))  # first layers, which have a plain MLP
+    num_dense: int = hf("first_k_dense_replace", absent=_since(0, 3))  # number of first layers with a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     expert_dim: int = hf("moe_intermediate_size")
@@ -108,24 +108,24 @@ class Config(ModelConfig):
     routed_scale: float = hf("routed_scaling_factor", 1.0, absent=_since(1.0, 2.5))
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
-    num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
-    stored_mtp: int = hf_mtp(absent=0)  # ... of those that the checkpoint has
+    losses: tuple[Any, ...] = ()  # router losses for training
+    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) of the model ...
+    stored_mtp: int = hf_mtp(absent=0)  # ... and of the checkpoint
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # Keys and values are made of one latent [B, T, R] per token, R = 512 for all heads: that is all a cache keeps,
-    # beside one rotary key of 64. A query is nope_dim numbers without position and rope.dim that are rotated.
+    # Keys and values are computed from one latent [B, T, R] per token for all heads, R = 512: a cache only stores it
+    # and one rotary key of 64. A query has nope_dim dimensions without position and rope.dim rotated ones.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     ranks: Any = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
-    # The norms of the latents have the default epsilon, whatever `norm_eps`.
+    # The norms of the latents have the default epsilon, independent of `norm_eps`.
     return nn.MLA(cfg.dim, num_heads=cfg.num_heads, **ranks, rope=cfg.rope, scale=scale, rngs=rngs)
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Experts lie in groups, one per node; a token takes its k best of the best groups only, which bounds the traffic.
+    # Experts form groups, one per node; a token uses the k best experts of the best groups only, which limits traffic.
     groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, best=cfg.version - 1)
     router = nn.Router(
         cfg.dim,
@@ -135,10 +135,10 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         renormalize=cfg.renormalize,
         scale=cfg.routed_scale,
         groups=groups if cfg.top_groups < cfg.num_groups else None,
-        expert_bias=cfg.version == 3,  # counts for the choice, not for the weights: evens the load without a loss
+        expert_bias=cfg.version == 3,  # affects the choice, not the weights: balances the load without a loss
         rngs=rngs,
     )
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
@@ -161,7 +161,7 @@ class Block(nn.Layer):
 
 
 class DeepSeek(nn.MTPDecoder):
-    """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` modules that look ahead."""
+    """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` multi-token prediction modules."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -147,7 +147,7 @@ class Block(nn.Layer):
 
 
 class FalconH1(nn.Decoder):
-    """Falcon-H1: every layer has both memories, exact keys and values and a state that sums them up."""
+    """Falcon-H1: every layer has both attention and a recurrent state."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -167,7 +167,7 @@ class FalconH1(nn.Decoder):
 
     def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
         """Returns the input of the head, scaled."""
-        # Here and not in `logits`: the loss takes hidden states and `head_weight`, and never makes logits.
+        # Applied here instead of in `logits`, because the loss uses hidden states and `head_weight` without `logits`.
         return self.cfg.head_factor * super().leave(x, ctx)
 
 

@@ -64,7 +64,7 @@ class Block(nn.Layer):
 
 
 class Gemma(nn.Decoder):
-    """Gemma: one table embeds tokens and scores them, and what it embeds is scaled by sqrt(D)."""
+    """Gemma: tied embeddings, scaled by sqrt(D) at the input."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -59,7 +59,7 @@ class Config(ModelConfig):
 
 
 class Block(nn.Layer):
-    """Sandwich norms: each branch is normed before and after, so that what it adds has a learned size."""
+    """Sandwich norms: each branch is normalized before and after, so that its output has a learned scale."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
@@ -82,7 +82,7 @@ class Block(nn.Layer):
 
 
 class Gemma2(nn.Decoder):
-    """Gemma 2: every other layer sees the last 4096 tokens only; scores and logits are capped by a tanh."""
+    """Gemma 2: every other layer only attends to the last 4096 tokens; scores and logits are capped by a tanh."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.softcap = cfg, cfg.final_softcap

@@ -81,13 +81,13 @@ class Config(ModelConfig):
     @property
     def kinds(self) -> dict[str, tuple[ops.Mask, Rope]]:
         """Mask and rotary embedding of either kind of layer."""
-        # Tokens of one image see each other both ways; the window limits that too.
+        # Tokens of one image attend to each other in both directions, within the window.
         both_ways = ops.Causal() | ops.BidirectionalBlocks()
         return {LOCAL: (both_ways & ops.SlidingWindow(self.window), self.local_rope), GLOBAL: (both_ways, self.rope)}
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", "gemma3_text", "gemma3") == "gemma3_text":
             return super().from_hf(fields)
         text = super().from_hf(fields.nested("text_config"))
@@ -130,7 +130,7 @@ class Block(nn.Layer):
 
 
 class Gemma3(nn.VisionDecoder):
-    """Gemma 3: only one layer of six keeps a whole text in its cache; with `cfg.vision` it sees images.
+    """Gemma 3: only one layer of six caches the whole text; with `cfg.vision` it reads images.
 
     Local layers rotate with a base of 10k, global ones with 1M, which long texts stretch.
     """

@@ -20,7 +20,7 @@ from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_fields, hf_layer_rope, hf_layer_types
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-# A layer has keys of its own, shares them with later layers, or takes those of the last that shares.
+# A layer has its own keys, shares them with later layers, or takes those of the last layer that shares.
 OWN, SHARES, TAKES = "own", "shares", "takes"
 PER_LAYER = "hidden_size_per_layer_input"
 TEXT, SEEING = ("gemma4_text", "gemma4_unified_text"), ("gemma4", "gemma4_unified")
@@ -89,9 +89,9 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", True)
     attention_bias: bool = hf("attention_bias", False)
-    both_ways: bool = hf_both_ways()  # tokens of an image see each other both ways, in local layers
+    both_ways: bool = hf_both_ways()  # tokens of an image attend to each other in both directions, in local layers
     pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images
-    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | UnifiedVision | None = None
 
     def __post_init__(self):
@@ -134,7 +134,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", *TEXT, *SEEING) not in SEEING:
             return super().from_hf(fields)
         text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
@@ -152,7 +152,7 @@ class Config(ModelConfig):
 
 def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
     (mask, rope, (H, K)), norm = cfg.parts[kind], lambda: nn.RMSNorm(H, eps=cfg.norm_eps)
-    # Norms give queries and keys their size, so scores have no other factor.
+    # Norms set the scale of queries and keys, so scores have no other factor.
     own: Any = dict(num_heads=cfg.num_heads, head_dim=H, num_kv_heads=K, mask=mask, rope=rope, q_norm=norm(), scale=1.0)
     own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
     if role == TAKES:
@@ -210,9 +210,9 @@ class Block(nn.Layer):
 
 
 class Gemma4(nn.NativeVisionDecoder):
-    """Gemma 4: global layers have wider heads, of which they turn a quarter; E models add a vector to every layer.
+    """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
 
-    With `cfg.vision` it sees images, whose tokens count as positions like any other.
+    With `cfg.vision` it reads images, whose tokens count as positions like any other.
     """
 
     layers_share = True

@@ -73,7 +73,7 @@ class Config(gemma4.Config):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         kinds = {kind.model_types[0]: kind for kind in (Drafting, UnifiedDrafting)}
         drafting = kinds[fields.require("model_type", *kinds)].from_hf(fields)
         text: Any = super().from_hf(fields.nested("text_config"))

@@ -24,7 +24,7 @@ class Config(ModelConfig):
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf("first_k_dense_replace", absent=1)  # first layers, which have a plain MLP
+    num_dense: int = hf("first_k_dense_replace", absent=1)  # number of first layers with a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     expert_dim: int = hf("moe_intermediate_size")
@@ -43,9 +43,9 @@ class Config(ModelConfig):
     qk_norm: bool = hf("use_qk_norm", False)  # norm queries and keys head by head
     attention_bias: bool = hf("attention_bias", False)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
-    num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
-    stored_mtp: int = hf_mtp(absent=1)  # ... of those that the checkpoint has
+    losses: tuple[Any, ...] = ()  # router losses for training
+    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) of the model ...
+    stored_mtp: int = hf_mtp(absent=1)  # ... and of the checkpoint
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json."""
@@ -55,10 +55,10 @@ class Config(ModelConfig):
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
     choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale, expert_bias=True)
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 

@@ -48,7 +48,7 @@ class Config(ModelConfig):
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf_num_dense()  # first layers, which have a plain MLP
+    num_dense: int = hf_num_dense()  # number of first layers with a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     expert_dim: int = hf("moe_intermediate_size")
@@ -67,27 +67,27 @@ class Config(ModelConfig):
     routed_scale: float = hf("routed_scaling_factor", 1.8)
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
-    num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
-    stored_mtp: int = hf_mtp(absent=0)  # ... of those that the checkpoint has
+    losses: tuple[Any, ...] = ()  # router losses for training
+    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) of the model ...
+    stored_mtp: int = hf_mtp(absent=0)  # ... and of the checkpoint
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one rotary key of 64.
+    # The cache stores one latent [B, T, R] per token for all heads, R = 512, and one rotary key of 64.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     ranks: Any = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
-    # The norms of the latents have the default epsilon, whatever `norm_eps`.
+    # The norms of the latents have the default epsilon, independent of `norm_eps`.
     return nn.MLA(cfg.dim, num_heads=cfg.num_heads, **ranks, rope=cfg.rope, scale=scale, rngs=rngs)
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
     choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale, expert_bias=True)
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
@@ -110,7 +110,7 @@ class Block(nn.Layer):
 
 
 class GLM4MoELite(nn.MTPDecoder):
-    """GLM-4.7-Flash: 30B parameters of which a token meets 3B, with a cache of 576 numbers per token and layer."""
+    """GLM-4.7-Flash: 30B parameters of which a token uses 3B, with a cache of 576 numbers per token and layer."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

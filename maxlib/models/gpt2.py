@@ -58,7 +58,7 @@ class Config(ModelConfig):
 
 
 class Attention(nn.SequenceMixer):
-    """Multi-head attention whose weights lie as [in, out], as in GPT-2's files; `nn.Attention` has [out, in]."""
+    """Multi-head attention with weights stored as [in, out], as in GPT-2's files; `nn.Attention` has [out, in]."""
 
     op = "attention"
     reorderable = True
@@ -77,7 +77,7 @@ class Attention(nn.SequenceMixer):
         # [B, T, D] -> three of [B, T, N, H]
         (q, k), v = self.queries_and_keys(x, ctx), constrain(self.v(x), "batch", "seq", "act_heads", None)
         mask_hint = ctx.mask_hint(self.mask, cache)
-        k_start, k_end = ctx.key_intervals(self.mask)  # query t sees keys from k_start[t] to k_end[t]
+        k_start, k_end = ctx.key_intervals(self.mask)  # query t attends to keys from k_start[t] to k_end[t]
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         options = {
@@ -137,7 +137,7 @@ class Block(nn.Layer):
 
 
 class GPT2(nn.Decoder):
-    """GPT-2: a trained vector for each position is added to the tokens, and nothing is rotated.
+    """GPT-2: adds a trained vector for each position to the tokens instead of rotary embeddings.
 
     Raises ValueError for text longer than its positions, see `nn.LearnedPositions`.
     """
@@ -158,7 +158,7 @@ class GPT2(nn.Decoder):
     def enter(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None = None, **inputs: Any):
         """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
         x, ctx = super().enter(x, cache=cache, **inputs)
-        # Added after the tokens of a split sequence took their places, by the positions that went with them.
+        # Added after a split sequence is reordered, by the tokens' positions, which are reordered with them.
         return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
 
     @property
@@ -173,7 +173,7 @@ class GPT2(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Maps names in Hugging Face's files to ours. Releases leave out the prefix, and have the mask as a buffer."""
+    """Maps tensor names of Hugging Face to parameters. Releases leave out the prefix, and have the mask as a buffer."""
     theirs, ours = "transformer.h.{i}.", "layers.{i}."
     # Queries, keys and values are thirds of one tensor.
     thirds = [

@@ -62,7 +62,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", True)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -72,7 +72,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         cfg = super().from_hf(fields)
         fields.require("experts_per_token", cfg.top_k)  # OpenAI's own name, in the releases too
         if fields.take("quantization_config", None, kind=dict):  # read by `_table`, whichever weights have it
@@ -91,7 +91,7 @@ class Block(nn.Layer):
         D, bias = cfg.dim, cfg.attention_bias
         heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        # A sink is one more logit [N] per softmax, without a value: a head may attend to nothing at all.
+        # A sink is an extra logit [N] per softmax, without a value, so that a head may attend to nothing.
         self.attn = nn.Attention(D, **heads, mask=mask, rope=cfg.rope, bias=bias, out_bias=bias, sinks=True, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, bias=True, rngs=rngs)
@@ -107,7 +107,7 @@ class Block(nn.Layer):
 
 
 class GptOss(nn.Decoder):
-    """GPT-OSS: every other layer sees the last 128 tokens only, and every layer has experts."""
+    """GPT-OSS: every other layer only attends to the last 128 tokens, and every layer has experts."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -125,7 +125,8 @@ class GptOss(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Maps names in Hugging Face's files to ours; experts are read from MXFP4 where they are stored so, written plain.
+    """Maps tensor names of Hugging Face to parameters; experts are read from MXFP4 where they are stored so, written
+    plain.
 
     MXFP4 lies as `E O I`, plain ones as `E I O`. These are turned when read (numpy: 1.3 GB/s, 7 unturned), for the
     releases are MXFP4, whose reading would fall from 1.2 to 0.8 GB/s if experts lay as plain ones do.

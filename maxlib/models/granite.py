@@ -79,7 +79,7 @@ class Granite(nn.Decoder):
 
     def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
         """Returns the input of the head, divided."""
-        # Here and not in `logits`: the loss takes hidden states and `head_weight`, and never makes logits.
+        # Applied here instead of in `logits`, because the loss uses hidden states and `head_weight` without `logits`.
         return super().leave(x, ctx) / self.cfg.logit_divisor
 
 

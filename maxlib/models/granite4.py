@@ -81,7 +81,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
         super().__post_init__()
@@ -105,7 +105,7 @@ def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
 
 
 def _experts(cfg: Config, shared: nn.GatedMLP, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over the logits of the chosen experts. All tokens take the shared MLP as well.
+    # Softmax over the logits of the chosen experts. The shared MLP is applied to all tokens.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
@@ -137,7 +137,9 @@ class Block(nn.Layer):
 
 
 class Granite4(nn.Decoder):
-    """Granite 4: a state in most layers, keys and values in few; four factors keep activations and logits in size."""
+    """Granite 4: Mamba-2 in most layers, attention in a few; four factors control the size of activations and
+    logits.
+    """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -157,7 +159,7 @@ class Granite4(nn.Decoder):
 
     def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
         """Returns the input of the head, divided."""
-        # Here and not in `logits`: the loss takes hidden states and `head_weight`, and never makes logits.
+        # Applied here instead of in `logits`, because the loss uses hidden states and `head_weight` without `logits`.
         return super().leave(x, ctx) / self.cfg.logit_divisor
 
 

@@ -33,7 +33,7 @@ class Config(ModelConfig):
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf_num_dense()  # first layers, which have a plain MLP
+    num_dense: int = hf_num_dense()  # number of first layers with a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     expert_dim: int = hf("moe_intermediate_size", same=("expert_hidden_dim",))
@@ -48,7 +48,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
     # Prediction modules in the files, which are passed over.
     stored_mtp: int = hf_fields(
         lambda fields, c: fields.take("num_nextn_predict_layers", 0), lambda number, cfg: {}, default=0, compare=False
@@ -56,10 +56,10 @@ class Config(ModelConfig):
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
     choice: Any = dict(score=jax.nn.sigmoid, scale=cfg.routed_scale, expert_bias=True)
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, **choice, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
@@ -87,7 +87,7 @@ class Block(nn.Layer):
 
 
 class Hy3(nn.Decoder):
-    """Hy3: 295B parameters, of which a token meets 21B; a rope of theta 11,158,840 reaches 256k tokens."""
+    """Hy3: 295B parameters, of which a token uses 21B; a rope with theta 11,158,840 for 256k tokens."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

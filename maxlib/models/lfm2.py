@@ -82,7 +82,7 @@ class Config(ModelConfig):
     num_layers: int = hf("num_hidden_layers", absent=32)
     dim: int = hf("hidden_size")
     num_experts: int | None = _of_experts("num_experts", 32)
-    num_dense: int | None = _of_experts("num_dense_layers", 2)  # first layers, which have a plain MLP
+    num_dense: int | None = _of_experts("num_dense_layers", 2)  # number of first layers with a plain MLP
     expert_dim: int | None = _of_experts("moe_intermediate_size", 1792)
     top_k: int | None = _of_experts("num_experts_per_tok", 4)
     expert_bias: bool | None = _of_experts("use_expert_bias", True)  # evens the load
@@ -101,7 +101,7 @@ class Config(ModelConfig):
     conv_bias: bool = hf("conv_bias", False)
     norm_eps: float = hf("norm_eps", 1e-5)
     tied: bool = hf_fields(_read_tied, lambda value, cfg: {"tie_word_embeddings": value}, default=True)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -157,7 +157,7 @@ class Block(nn.Layer):
 
 
 class LFM2(nn.Decoder):
-    """LFM2: two of three layers see only their neighbours, and keep two tokens of a text however long it is."""
+    """LFM2: two of three layers are short convolutions, which only cache the last two tokens."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -1,8 +1,8 @@
 """Llama 2 to 3.3 (Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783).
 
-Start here: the file has the config, the layer, the model, the table of weight names and the presets, and the other
-families are variations of it. Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and
-K key heads of width H, V vocabulary.
+Start here: the file has the config, the layer, the model, the weight table and the presets, and the other families are
+variations of it. Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and K key heads
+of width H, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ MASK = ops.Causal()
 class Config(ModelConfig):
     """Sizes of a Llama; `PRESETS` has the published ones.
 
-    `hf(name, default)` reads and writes a field of Hugging Face's config.json. `absent` is what a file without the
-    field means, where that differs from the default. `fixed` are fields that this file computes in one way only.
+    `hf(name, default)` reads and writes a field of Hugging Face's config.json. `absent` is the value for a file without
+    the field, if it differs from the default. `fixed` are fields with the only value that this file supports.
     """
 
     model_types = ("llama",)
@@ -53,8 +53,8 @@ class Block(nn.Layer):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
         # x / sqrt(mean(x^2) + eps) * scale, in float32: LayerNorm without the mean and the bias.
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        # Queries are [B, T, N, H], keys and values [B, T, K, H]: N / K query heads share a key head, and the cache of
-        # a generator is smaller by that factor. Positions enter here only, as rotations of queries and keys.
+        # Queries are [B, T, N, H], keys and values [B, T, K, H]: N / K query heads share a key head, which makes the KV
+        # cache smaller by that factor. Positions only enter here, as rotations of queries and keys.
         self.attn = nn.Attention(
             D,
             num_heads=N,
@@ -71,7 +71,8 @@ class Block(nn.Layer):
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        # `ctx` has what all layers share: key intervals of the mask, rotary tables. `cache` is this layer's own.
+        # `ctx` has the values that all layers share: key intervals of the mask, rotary tables. `cache` belongs to this
+        # layer.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
         # `constrain` names the axes of x, so that a layout can split it. A remat policy may keep the values marked by
         # `checkpoint_name`.
@@ -89,10 +90,10 @@ class Llama(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        # The key intervals and rotary tables of these are computed once per pass; the layers above look them up.
+        # Their key intervals and rotary tables are computed once per pass; layers look them up.
         self.masks, self.ropes = (MASK,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
-        # One layer's program, scanned over weights that are stacked: compile time does not grow with depth.
+        # Scans one layer over stacked weights, so that compile time does not grow with depth.
         self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: tied to `embed`
@@ -103,7 +104,7 @@ class Llama(nn.Decoder):
 
 
 def _table(cfg: Config) -> Table:
-    """Maps names in Hugging Face's files to ours: `...self_attn.q_proj.weight` is `layers.{i}.attn.q.w`."""
+    """Maps tensor names of Hugging Face to parameters: `...self_attn.q_proj.weight` is `layers.{i}.attn.q.w`."""
     return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
@@ -115,8 +116,8 @@ _LLAMA2 = Config(
 _70B = dict(num_layers=80, dim=8192, mlp_dim=28_672, num_heads=64, num_kv_heads=8)
 _405B = dict(num_layers=126, dim=16_384, mlp_dim=53_248, num_heads=128, num_kv_heads=8)
 _LLAMA3 = replace(_LLAMA2, vocab=128_256, mlp_dim=14_336, num_kv_heads=8, rope=Rope(128, 500_000.0, max_length=8192))
-# Wavelengths of more than 8192 / 1 tokens are stretched by the factor, those under 8192 / 4 are left as they are; in
-# between it interpolates.
+# Wavelengths above 8192 / 1 tokens are stretched by the factor, those below 8192 / 4 do not change; in between it
+# interpolates.
 _LLAMA3_1 = replace(_LLAMA3, rope=Rope(128, 500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192), max_length=131_072))
 _LLAMA3_2 = replace(_LLAMA3_1, rope=Rope(128, 500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192), max_length=131_072), tied=True)
 PRESETS = {

@@ -109,7 +109,7 @@ class Config(ModelConfig):
     attention_bias: bool = hf("attention_bias", False)
     # None: all but every fourth are rotated, these see their chunk only, and every `moe_every`th has experts.
     kinds: tuple[Kind, ...] | None = hf_fields(_read_kinds, _write_kinds, default=None)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
     def __post_init__(self):
@@ -132,7 +132,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", "llama4_text", "llama4") == "llama4_text":
             return super().from_hf(fields)
         text = super().from_hf(fields.nested("text_config"))
@@ -152,9 +152,9 @@ class Config(ModelConfig):
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # An expert's weight, sigmoid(score), scales its input instead of its output.
     router = nn.router.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # every token takes it
+    shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # applied to every token
     parts = {"router": router, "shared": shared, "losses": cfg.losses}
-    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, weight_order="EIO", rngs=rngs)  # as they lie in files
+    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, weight_order="EIO", rngs=rngs)  # as stored in files
 
 
 class Block(nn.Layer):
@@ -163,12 +163,12 @@ class Block(nn.Layer):
     def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        # Having no weight, it may stand before the rotation, which changes no length.
+        # Without a weight it can be applied before the rotation, which preserves norms.
         norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
         place: Any = dict(
             mask=cfg.masks[kind.layer_type],
             rope=cfg.rope if kind.rotated else None,
-            # Without positions, queries of long texts are sharpened instead: they have more keys to tell apart.
+            # Without positions, queries late in a text are sharpened instead, because they attend to more keys.
             temperature=None if kind.rotated else cfg.temperature,
         )
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -186,9 +186,10 @@ class Block(nn.Layer):
 
 
 class Llama4(nn.VisionDecoder):
-    """Llama 4: three layers of four see their chunk of 8192 tokens, the fourth all of them without positions (iRoPE).
+    """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
+    (iRoPE).
 
-    With `cfg.vision` it sees images.
+    With `cfg.vision` it reads images.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -72,7 +72,7 @@ class Config(ModelConfig):
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf_num_dense()  # first layers, which have a plain MLP
+    num_dense: int = hf_num_dense()  # number of first layers with a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     expert_dim: int = hf("moe_intermediate_size")
@@ -97,7 +97,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-5, same=("layernorm_epsilon",))
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,7 +109,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         cfg = super().from_hf(fields)
         fields.require("swa_num_key_value_heads", 2 * cfg.num_kv_heads)
         fields.require("moe_layer_freq", [int(i >= cfg.num_dense) for i in range(cfg.num_layers)])
@@ -152,7 +152,7 @@ class Attention(nn.Attention):
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
     choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale, expert_bias=True)
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
@@ -179,7 +179,7 @@ class Block(nn.Layer):
 
 
 class MiMoV2(nn.Decoder):
-    """MiMo-V2: five layers of six see 129 tokens, so that the cache of a long text is small."""
+    """MiMo-V2: five layers of six attend to 129 tokens, so the cache of a long text is small."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

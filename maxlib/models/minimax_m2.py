@@ -60,11 +60,11 @@ class Config(ModelConfig):
     top_k: int = hf("num_experts_per_tok")
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         cfg = super().from_hf(fields)
         kinds = fields.take("attn_type_list", [1] * cfg.num_layers, kind=list)  # 0 is MiniMax-01's linear attention
         if kinds != [1] * cfg.num_layers:
@@ -89,7 +89,7 @@ class Block(nn.Layer):
             D, num_heads=N, num_kv_heads=K, head_dim=H, rope=cfg.rope, q_norm=norm(N), k_norm=norm(K), rngs=rngs
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+        # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, score=jax.nn.sigmoid, expert_bias=True, rngs=rngs)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
@@ -101,7 +101,7 @@ class Block(nn.Layer):
 
 
 class MiniMaxM2(nn.Decoder):
-    """MiniMax-M2: every layer attends to everything and has experts; none is shared and none is dense."""
+    """MiniMax-M2: full attention and experts in every layer, without shared experts or dense layers."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

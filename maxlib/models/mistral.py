@@ -57,7 +57,7 @@ class Config(ModelConfig):
         lambda value, cfg: shared.written_sharpening(value) if cfg.ministral else {},
         default=0.0,
     )
-    # None: every token sees all before it.
+    # None: every token attends to all earlier ones.
     window: int | None = hf("sliding_window", None, absent=lambda c: None if c.ministral else 4096)
     norm_eps: float = hf("rms_norm_eps", 1e-5, absent=lambda c: 1e-5 if c.ministral else 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
@@ -72,7 +72,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", *cls.model_types, *shared.SEEING) not in shared.SEEING:
             return super().from_hf(fields)
         return shared.read_seeing(fields, super().from_hf)
@@ -88,7 +88,7 @@ class Config(ModelConfig):
 
     @property
     def mask(self) -> ops.Mask:
-        # A token sees itself and the window - 1 before it. After L layers it has heard of L * window tokens.
+        # A token attends to itself and window - 1 earlier ones. After L layers information has moved L * window tokens.
         return ops.Causal() if self.window is None else ops.Causal() & ops.SlidingWindow(self.window)
 
 
@@ -113,7 +113,7 @@ class Block(nn.Layer):
 class Mistral(nn.NativeVisionDecoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
 
-    With `cfg.vision` it sees images of any size; their tokens count like those of text.
+    With `cfg.vision` it reads images of any size; their tokens count like those of text.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -55,7 +55,7 @@ class Config(ModelConfig):
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf("first_k_dense_replace", 0)  # first layers, which have a plain MLP
+    num_dense: int = hf("first_k_dense_replace", 0)  # number of first layers with a plain MLP
     dim: int = hf("hidden_size")
     mlp_dim: int = hf("intermediate_size")
     expert_dim: int = hf("moe_intermediate_size")
@@ -77,7 +77,7 @@ class Config(ModelConfig):
     routed_scale: float = hf("routed_scaling_factor", 1.0)
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
     def __post_init__(self):
@@ -86,7 +86,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", *cls.model_types, vision.MERGING) != vision.MERGING:
             return super().from_hf(fields)
         return shared.read_seeing(fields, super().from_hf)
@@ -97,13 +97,13 @@ class Config(ModelConfig):
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache keeps one latent [B, T, R] per token, R = 256 for all heads, beside one rotary key of 64.
+    # The cache stores one latent [B, T, R] per token for all heads, R = 256, and one rotary key of 64.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     sharp = {"scale": scale, "temperature": shared.temperature(cfg.rope, cfg.sharpening)}
     ranks: Any = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
-    # The norms of the latents have the default epsilon, whatever `norm_eps`.
+    # The norms of the latents have the default epsilon, independent of `norm_eps`.
     return nn.MLA(cfg.dim, num_heads=cfg.num_heads, **ranks, rope=cfg.rope, mask=MASK, **sharp, rngs=rngs)
 
 
@@ -112,7 +112,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # Scores are a softmax over all experts, of which the best share the weight; no bias evens the load.
     choice: Any = dict(score=jax.nn.softmax, renormalize=cfg.renormalize, scale=cfg.routed_scale)
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    always = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    always = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=always, losses=cfg.losses, rngs=rngs)
 
 
@@ -135,9 +135,9 @@ class Block(nn.Layer):
 
 
 class Mistral4(nn.NativeVisionDecoder):
-    """Mistral Small 4: 119B parameters of which a token meets 7B, with a cache of 320 numbers per token and layer.
+    """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
-    With `cfg.vision` it sees images of any size; their tokens count like those of text.
+    With `cfg.vision` it reads images of any size; their tokens count like those of text.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

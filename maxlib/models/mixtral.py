@@ -33,10 +33,10 @@ class Config(ModelConfig):
     rope: Rope = hf_rope(default_theta=1e6)
     num_experts: int = hf("num_local_experts", absent=8)
     top_k: int = hf("num_experts_per_tok", absent=2)
-    window: int | None = hf("sliding_window", None)  # None: every token sees all before it
+    window: int | None = hf("sliding_window", None)  # None: every token attends to all earlier ones
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.02)`
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.02)`
 
     @property
     def mask(self) -> ops.Mask:
@@ -58,12 +58,12 @@ class Block(nn.Layer):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        h, aux = self.moe(self.mlp_norm(x), ctx)  # aux: the routers' losses and how even the load is
+        h, aux = self.moe(self.mlp_norm(x), ctx)  # aux: the router's losses and loads
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
 class Mixtral(nn.Decoder):
-    """Mixtral: Mistral whose MLP is a mixture of eight, so that a token pays for two and the model remembers eight."""
+    """Mixtral: Mistral with eight experts per layer, of which each token uses two."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -89,7 +89,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", *cls.model_types, "muse_glimmer") != "muse_glimmer":
             return super().from_hf(fields)
         text, encoder = super().from_hf(fields.nested("text_config")), fields.take("vision_config", kind=dict)
@@ -130,7 +130,7 @@ class Block(nn.Layer):
 
 
 class MuseGlimmer(nn.Decoder):
-    """Muse Glimmer: three layers see 2048 tokens and their order, the fourth sees all and knows no positions."""
+    """Muse Glimmer: three layers have a window of 2048 tokens and RoPE, the fourth full attention without positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         if cfg.tower is not None:
@@ -160,7 +160,7 @@ class MuseGlimmer(nn.Decoder):
 
 def _table(cfg: Config) -> Table:
     gate = Weight("self_attn.gate_proj.weight", "attn.gate.w", "(N H) D -> N H D")
-    # The text of a model that sees.
+    # The text part of a model that reads images.
     renamed = [Renamed("model.language_model.", "language_model.model."), Renamed("language_model.", "")]
     images = [Ignore(f"model.vision_{part}.*") for part in ("tower", "adapter", "projection")]
     return [*names.decoder_table([*names.SANDWICH_NORMS, *names.ATTENTION, gate, *names.MLP]), *renamed, *images]

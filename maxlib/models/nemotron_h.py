@@ -53,7 +53,7 @@ class Config(ModelConfig):
         *("rescale_prenorm_residual", "time_step_limit", "time_step_max", "time_step_floor"),
         # Said twice, or read by nothing: heads say how wide Mamba is, and nothing is rotated.
         *("expand", "mamba_proj_bias", "norm_eps", "rope_theta", "partial_rotary_factor", "num_logits_to_keep"),
-        # Modules that look ahead are not read.
+        # Multi-token prediction modules are not read.
         *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     )
 
@@ -85,7 +85,7 @@ class Config(ModelConfig):
     renormalize: bool = hf("norm_topk_prob", True)  # the weights of a token's experts sum to `routed_scale`
     routed_scale: float = hf("routed_scaling_factor", 1.0)
     norm_eps: float = hf("layer_norm_epsilon", 1e-5)
-    losses: tuple[Any, ...] = ()  # what the routers report for training
+    losses: tuple[Any, ...] = ()  # router losses for training
 
     @property
     def num_layers(self) -> int:
@@ -147,7 +147,7 @@ class Block(nn.Layer):
 
 
 class NemotronH(nn.Decoder):
-    """Nemotron 3: about as many layers of Mamba as of experts, and a few of attention, which has no positions."""
+    """Nemotron 3: similar numbers of Mamba and expert layers, and a few attention layers without positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -1,4 +1,4 @@
-"""OLMo Hybrid (Ai2 2026): three layers of gated DeltaNet whose states may turn over, then one of OLMo 3's attention."""
+"""OLMo Hybrid (Ai2 2026): three layers of gated DeltaNet with negative eigenvalues, then one of OLMo 3's attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,7 @@ class LinearBlock(nn.Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         heads: Any = dict(num_heads=cfg.num_value_heads, num_key_heads=cfg.num_key_heads)
         widths: Any = dict(key_dim=cfg.key_dim, value_dim=cfg.value_dim, conv_width=cfg.conv_width)
-        step: Any = dict(max_step=2.0 if cfg.turns else 1.0, norm_eps=1e-5)  # whatever the other norms add
+        step: Any = dict(max_step=2.0 if cfg.turns else 1.0, norm_eps=1e-5)  # independent of the epsilon of other norms
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.delta = nn.GatedDeltaNet(cfg.dim, **heads, **widths, **step, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -136,7 +136,7 @@ class FullBlock(nn.Layer):
 
 
 class OLMoHybrid(nn.Decoder):
-    """OLMo Hybrid: the order of tokens is known to states only, attention has no positions."""
+    """OLMo Hybrid: only the recurrent states encode the order of tokens; attention has no positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

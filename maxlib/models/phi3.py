@@ -37,7 +37,7 @@ class Config(ModelConfig):
     num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
     head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
     rope: Rope = hf_rope(partial=True, default_length=4096)  # Phi-4-mini turns three quarters of a head
-    window: int | None = hf("sliding_window", None)  # None: every token sees all before it
+    window: int | None = hf("sliding_window", None)  # None: every token attends to all earlier ones
     norm_eps: float = hf("rms_norm_eps", 1e-5)
     tied: bool = hf("tie_word_embeddings", False)
 
@@ -50,7 +50,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         cfg = super().from_hf(fields)
         # LongRoPE switches its factors at the length that the config's top level gives, as in all releases.
         if cfg.rope.scaling is not None and fields.take("original_max_position_embeddings", None, kind=int) is None:
@@ -84,10 +84,10 @@ class Block(nn.Layer):
 
 
 class Phi3(nn.Decoder):
-    """Phi-3: Llama for long texts, where each pair of rotary dimensions is slowed by a factor found by search.
+    """Phi-3: Llama for long texts, with a searched frequency divisor for each pair of rotary dimensions.
 
-    LongRoPE (Ding et al. 2024, arXiv:2402.13753) has two lists of factors: one up to the length of the first training,
-    one for all longer texts.
+    LongRoPE (Ding et al. 2024, arXiv:2402.13753) has two lists of factors: one up to the original training length, one
+    for longer texts.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -69,13 +69,13 @@ class Block(nn.Layer):
 
 
 class Qwen2(nn.Decoder):
-    """Qwen2: Llama with biases on queries, keys and values; in long contexts the upper layers may slide."""
+    """Qwen2: Llama with biases on queries, keys and values; in long contexts upper layers may use sliding windows."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        # `grouping_for` finds how the kinds of layers repeat, so that as many as possible are scanned.
+        # `grouping_for` finds the repeating pattern of layers, so that as many as possible are scanned.
         self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.masks), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)

@@ -98,7 +98,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
-    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | None = None
     num_mtp: int = 0  # 1: with the module that looks ahead of the next token (`predict_ahead`) ...
     stored_mtp: int = hf_mtp(absent=0, field="mtp_num_hidden_layers")  # ... if the checkpoint has it
@@ -123,7 +123,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if fields.require("model_type", DENSE, SPARSE, *SEEING) not in SEEING:
             return super().from_hf(fields)
         text = super().from_hf(fields.nested("text_config"))
@@ -189,7 +189,7 @@ class Block(nn.Layer):
 
 
 class Qwen35(nn.NativeVisionDecoder, nn.MTPDecoder):
-    """Qwen3.5: only every fourth layer keeps keys and values, the others a state; with `cfg.vision` it sees images."""
+    """Qwen3.5: only every fourth layer keeps keys and values, the others a state; with `cfg.vision` it reads images."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -63,7 +63,7 @@ class Config(ModelConfig):
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
     vision: Vision
-    losses: tuple[Any, ...] = ()  # what the routers report for training, such as `nn.router.SwitchBalance(0.001)`
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
         super().__post_init__()
@@ -86,7 +86,7 @@ class Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         kind, text = fields.require("model_type", DENSE, SPARSE), fields.nested("text_config")
         text.require("model_type", f"{kind}_text")
         tied = fields.take("tie_word_embeddings", False)  # the text's own counts for nothing

@@ -19,6 +19,9 @@ def _constrain_hidden(h: Float[Array, "... F"]) -> Float[Array, "... F"]:
 class GatedMLP(nnx.Module):
     """Gated MLP `down(act(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202): SwiGLU with silu, GeGLU with gelu.
 
+        mlp = nn.GatedMLP(64, 256, rngs=nnx.Rngs(0))
+        y = mlp(jnp.ones((2, 8, 64)))  # B T D
+
     Args:
         dim: Width D of input and output.
         mlp_dim: Hidden width F.
@@ -43,6 +46,9 @@ class GatedMLP(nnx.Module):
 
 class MLP(nnx.Module):
     """MLP `down(act(up(x)))`.
+
+        mlp = nn.MLP(64, 256, act=jax.nn.gelu, rngs=nnx.Rngs(0))
+        y = mlp(jnp.ones((2, 8, 64)))  # B T D
 
     Args:
         dim: Width D of input and output.

@@ -107,6 +107,10 @@ class MoE(nnx.Module):
     token's result depends on a later token or on another row. Longer rows have more room, and decoding one token at a
     time drops none.
 
+        router = nn.Router(64, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+        moe = nn.MoE(64, 128, router=router, rngs=nnx.Rngs(1))
+        y, aux = moe(jnp.ones((2, 8, 64)))  # B T D; aux["moe/load"] is each expert's share of the tokens
+
     Args:
         dim: Width D of the residual stream.
         mlp_dim: Width F of an expert.

@@ -99,7 +99,7 @@ def check_order(stack: Any, ctx: Any) -> None:
     if getattr(ctx, "zigzag", False) and not stack.is_reorderable:
         names = sorted({type(mixer).__name__ for mixer in mixers(stack) if not mixer.reorderable})
         raise ValueError(
-            f"tokens are in zigzag order, but {', '.join(names) or 'layers without a SequenceMixer'} need them in "
+            f"tokens are in zigzag order, but {', '.join(names) or 'layers without a SequenceMixer'} must get them in "
             "natural order: omit `zigzag_shard`, as nn.Decoder does for such layers, or set reorderable = True on "
             "a layer that uses ctx.index"
         )

@@ -1,6 +1,6 @@
-"""Records what a run does and where its time goes: metrics, goodput, memory, profiles, slow hosts, reports.
+"""Metrics, goodput, memory, profiles, slow hosts and reports of training runs.
 
-Each part works in a loop of your own and attaches to a `Trainer` from outside. Every name is loaded on first use.
+Each part works in your own training loop and can be attached to a `Trainer`. Every name is loaded on first use.
 """
 
 from typing import TYPE_CHECKING

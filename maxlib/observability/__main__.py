@@ -23,7 +23,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="directories that a Trainer wrote metrics.jsonl to"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="where to (default: report.html in the first run)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="output file (default: report.html in the first run)")
     parser.set_defaults(run=_report)
 
 

@@ -1,6 +1,6 @@
-"""How much arithmetic a model asks for, counted on its traced forward pass, and how much a device offers.
+"""Model FLOPs, counted on the traced forward pass, and the peak FLOP/s of devices.
 
-`maxlib.plan` counts another thing, on the compiler's text: what a program executes, recomputation and padding included.
+`maxlib.plan` instead counts the FLOPs that a compiled program executes, including recomputation and padding.
 """
 
 import functools
@@ -20,10 +20,10 @@ from maxlib.ops._cost import FORMULAS
 
 
 class Counts(list[tuple[float, Any, str]]):
-    """Counted FLOPs: how often, FLOPs of one time, and by which op and on which dtypes.
+    """Counted FLOPs: number of executions, FLOPs of each, op and dtypes.
 
     Args:
-      follow: compute the integers on which masks depend, as far as they are known.
+      follow: True computes the integers on which masks depend, as far as they are known.
     """
 
     def __init__(self, follow: bool = True):
@@ -32,11 +32,11 @@ class Counts(list[tuple[float, Any, str]]):
 
 
 class Fact(NamedTuple):
-    """What is known of a value in a trace.
+    """Static knowledge about a value in a trace.
 
     Args:
-      value: its numbers; None if they are not known.
-      trained: it depends on what is trained, so a backward pass has its gradient.
+      value: its value; None if unknown.
+      trained: True if it depends on trained parameters, so that a backward pass computes its gradient.
     """
 
     value: Any = None
@@ -47,17 +47,17 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, train
     """Counts the model FLOPs of one training step: each matmul of the loss, and once more for every operand of it that
     has a gradient.
 
-    An operand has one if it depends on trained parameters: three times the forward pass where all are trained, two for
-    the frozen matrices of LoRA behind the first factors, one for a frozen reference. An op of several matmuls, such as
-    attention, counts as one with its two first operands of that kind. Recomputation by remat and whatever is no matmul
-    do not count. For a decoder whose weights are all trained this is `6 N T + 6 L pairs heads (Hk + Hv)`: N weights in
-    matmuls, T tokens, L layers, pairs of a query and a key it sees.
+    An operand has a gradient if it depends on trained parameters: three times the forward pass if everything is
+    trained, two for the frozen matrices of LoRA after the first factors, one for a frozen reference. An op of several
+    matmuls, such as attention, counts as one matmul with its first two operands of that kind. Recomputation by remat,
+    and anything that is not a matmul, does not count. For a decoder whose weights are all trained this is `6 N T + 6 L
+    pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, and visible pairs of a query and a key.
 
     Args:
       loss_fn: `(model, batch, key) -> anything`.
       model: arrays or shapes.
       batch: arrays or shapes.
-      trained: for each array of the model whether it is trained, in the model's structure; None for all.
+      trained: a boolean for each array of the model, in the model's structure; None means that all are trained.
     """
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     flags = jax.tree.leaves(jax.tree.map(lambda _: True, model) if trained is None else trained)
@@ -65,21 +65,21 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, train
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
-    """Counts the FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiplication with its addition.
+    """Counts the FLOPs of the matmuls and convolutions in `fn(*args)`: two for each multiply-add.
 
-    The body of a `lax.scan` counts as often as it runs, of a `lax.cond` the dearest branch. Attention counts the pairs
-    that its masks leave; documents count where `args` hold the integers that mark them, while a `jax.ShapeDtypeStruct`
-    leaves them unknown (then every pair counts). Ops with `ops.register_flops` go by their own formula. No float
-    is computed. Count without a mesh: call it outside `sharding.use`.
+    The body of a `lax.scan` counts once per iteration, and a `lax.cond` counts its most expensive branch. Attention
+    counts the visible pairs of its mask; documents are considered if `args` contain their segment ids, while with a
+    `jax.ShapeDtypeStruct` they are unknown (then every pair counts). Ops with `ops.register_flops` use their own
+    formula. No floats are computed. Call it outside `sharding.use`, to count without a mesh.
     """
     return sum(flops for _, flops in _counted(fn, args, follow=True))
 
 
 def flops_by_dtype(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """Counts as `forward_flops` does, by the dtypes of the operands, such as "int8 x int8".
+    """Counts like `forward_flops`, by the dtypes of the operands, such as "int8 x int8".
 
-    Ops of `maxlib.ops` come under their own name ("grouped_matmul int8 x int8"), attention as if every query attended
-    to every key.
+    Ops of `maxlib.ops` are listed by name ("grouped_matmul int8 x int8"); attention is counted as if every query
+    attended to every key.
     """
     found: dict[str, float] = {}
     for what, flops in _counted(fn, args, follow=False):
@@ -90,13 +90,13 @@ def flops_by_dtype(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
 def _counted(
     fn: Callable[..., Any], args: Any, *, follow: bool, trained: Sequence[bool] = ()
 ) -> list[tuple[str, float]]:
-    """Returns what `fn(*args)` multiplies and the FLOPs of it, once for each equation of the trace.
+    """Returns the operands and FLOPs of each matmul in the trace of `fn(*args)`.
 
     Args:
-      fn: what is traced.
+      fn: the function to trace.
       args: its arguments.
       follow: as in `Counts`.
-      trained: for the first leaves of `args` whether they are trained; then the backward pass counts too.
+      trained: whether each of the first leaves of `args` is trained; then the backward pass counts too.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -115,7 +115,7 @@ def _counted(
         found[:] = [(times, what) for times, _, what in counts]
         return [jnp.asarray(flops, jnp.float32) for _, flops, _ in counts]
 
-    # One small program computes the integers that masks depend on; all else in the trace is dead code to it.
+    # One small program computes the integers on which masks depend; the rest of the trace is dead code.
     flops = jax.device_get(jax.jit(evaluate)(known))
     return [(what, times * float(one)) for (times, what), one in zip(found, flops, strict=True)]
 
@@ -123,7 +123,7 @@ def _counted(
 def peak_flops() -> float | None:
     """Returns the FLOP/s of all devices together: from `maxlib.hardware`, on a CPU measured; None for unknown kinds.
 
-    Accelerators in dense bfloat16. A CPU's is that of a float32 matmul, and counts once per process.
+    For accelerators it is the dense bfloat16 rate. For a CPU it is that of a float32 matmul, measured once per process.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -152,8 +152,8 @@ def _is_known(x: Any) -> bool:
 
 
 def _walk(traced: Any, inputs: Sequence[Fact], times: float, counts: Counts) -> list[Fact]:
-    """Adds to `counts` what `traced` does `times` times, given what is known of its inputs; returns the same of its
-    outputs.
+    """Adds the FLOPs of `times` executions of `traced` to `counts`, given the facts about its inputs; returns those
+    about its outputs.
     """
     jaxpr = getattr(traced, "jaxpr", traced)
     facts = dict(zip(jaxpr.constvars, map(Fact, getattr(traced, "consts", ())), strict=False))
@@ -167,7 +167,7 @@ def _walk(traced: Any, inputs: Sequence[Fact], times: float, counts: Counts) -> 
 
 
 def _count(eqn: Any, inputs: list[Fact], times: float, counts: Counts) -> list[Fact]:
-    """Counts one equation. The values of its outputs are known where they are integers that follow from known ones."""
+    """Counts one equation. Its outputs are known if they are integers computed from known ones."""
     name, params = eqn.primitive.name, eqn.params
     trained = name != "stop_gradient" and any(fact.trained for fact in inputs)
     unknown = [Fact(None, trained and _passes_gradients(v.aval)) for v in eqn.outvars]
@@ -191,7 +191,7 @@ def _count(eqn: Any, inputs: list[Fact], times: float, counts: Counts) -> list[F
 
 
 def _passes(inputs: Sequence[Fact]) -> int:
-    """Counts a matmul, and those of the backward pass: one for each of its operands that has a gradient."""
+    """Counts a matmul and those of its backward pass: one for each operand with a gradient."""
     return 1 + min(2, sum(fact.trained for fact in inputs))
 
 
@@ -212,7 +212,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _passes_gradients(aval: Any) -> bool:
-    """Tells floats, and what quantized numbers are stored in, from indices and masks."""
+    """Returns True for floats and for the storage of quantized numbers, False for indices and masks."""
     if not hasattr(aval, "dtype"):
         return False
     is_index = aval.dtype in (jnp.int32, jnp.int64)
@@ -220,7 +220,7 @@ def _passes_gradients(aval: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- rules
-# Each counts an equation, and returns what is known of its outputs; None for nothing but what they depend on.
+# Each rule counts an equation and returns the facts about its outputs; None if only their dependencies are known.
 
 
 def _dot(eqn, inputs, times, counts):
@@ -230,7 +230,7 @@ def _dot(eqn, inputs, times, counts):
 
 
 def _ragged_dot(eqn, inputs, times, counts):
-    """Counts each row with one group, whether the rows are kept or summed over."""
+    """Counts each row with one group, both for kept and for summed rows."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     lhs, out = eqn.invars[0].aval.shape, math.prod(eqn.outvars[0].aval.shape)
@@ -271,7 +271,7 @@ def _while(eqn, inputs, times, counts):
 
 
 def _loop(body: Any, inputs: list[Fact], carry: slice, times: float, counts: Counts) -> list[Fact]:
-    """Counts the body of a loop. What its carry depends on grows until it stays, as where autodiff looks for it."""
+    """Counts the body of a loop. Iterates the dependencies of its carry to a fixed point, as autodiff does."""
     found = Counts(counts.follow)
     outputs = _unknown(_walk(body, inputs, times, found))
     after = [a._replace(trained=a.trained or b.trained) for a, b in zip(inputs[carry], outputs, strict=False)]
@@ -282,7 +282,7 @@ def _loop(body: Any, inputs: list[Fact], carry: slice, times: float, counts: Cou
 
 
 def _cond(eqn, inputs, times, counts):
-    """Counts the dearest branch."""
+    """Counts the most expensive branch."""
     branches, totals, outputs = [], [], []
     for branch in eqn.params["branches"]:
         branches.append(mine := Counts(counts.follow))
@@ -306,7 +306,7 @@ def _shard_map(eqn, inputs, times, counts):
 
 
 def _pallas_call(eqn, inputs, times, counts):
-    """Takes the kernel's own estimate: its body says nothing about how often a tile is skipped."""
+    """Uses the kernel's own estimate, because its body does not show how many tiles are skipped."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         warnings.warn(

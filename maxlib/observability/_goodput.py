@@ -1,4 +1,4 @@
-"""Where the time of a run goes, second by second, across its restarts."""
+"""Goodput: accounts for the time of a run across its restarts."""
 
 import contextlib
 import dataclasses
@@ -32,13 +32,13 @@ NAMES = {
 
 
 class Clock:
-    """Divides the time of this process among spans, of which the innermost counts, and appends it to
+    """Divides the time of this process among spans (the innermost one counts), and appends it to
     `directory/goodput.jsonl`.
 
-    What no span covers is `startup` before the first step, and `idle` after it. Every `every` seconds a line is
-    written, also in the middle of a span, so a kill loses no more than that. directory: None keeps the account in
-    memory. age: seconds that the process had run before; by default the first clock of a program begins when the
-    program did. Use it from one thread.
+    Time outside of spans is `startup` before the first step, and `idle` after it. A line is written every `every`
+    seconds, even within a span, so a kill loses at most that much. directory: None keeps the account in memory. age:
+    seconds that the process had already run; by default the first clock of a program starts when the program did. Use
+    it from one thread.
 
     Attributes: `seconds`, the account of this process by name.
     """
@@ -55,7 +55,7 @@ class Clock:
 
     @contextlib.contextmanager
     def span(self, name: str | None) -> Iterator[None]:
-        """Counts the body's time as `name`, but for the spans inside it. None: as what surrounds it."""
+        """Counts the body's time as `name`, except for spans inside it. None counts it as the enclosing span."""
         if name is None:
             yield
             return
@@ -67,19 +67,19 @@ class Clock:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Counts all that step `number` does; as `redone` where a run before this one had come as far."""
+        """Counts the time of step `number`, as `redone` if an earlier session had already finished it."""
         with self.span("step" if number > self._before else "redone"):
             self._base = "idle"
             yield
         self._step = max(self._step, number)
 
     def close(self) -> None:
-        """Writes what is not written yet. The next span goes on, and the time between counts as idle."""
+        """Writes pending time. A later span continues the account, and the time in between counts as idle."""
         self.flush()
         _ticker.stop(self)
 
     def flush(self, *, older_than: float = 0.0) -> None:
-        """Writes the account up to now, if the last line is that many seconds old."""
+        """Writes the account so far, if the last line is that many seconds old."""
         with self._lock:
             if time.monotonic() - self._written >= older_than:
                 self._charge()
@@ -106,8 +106,8 @@ class Clock:
         _ticker.start(self)
 
     def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
-        """Writes one whole line at once, which a kill cannot cut. What cannot be written (a full disk) waits for the
-        next time.
+        """Writes a line in one call, so that a kill cannot truncate it. If writing fails (a full disk), the line waits
+        for the next time.
         """
         self._written = time.monotonic()
         if self._path is not None:
@@ -122,7 +122,7 @@ class Clock:
 
 
 class _Ticker:
-    """Writes for all open clocks from one thread, also while their own threads are busy; it ends with the last one."""
+    """Writes for all open clocks from one thread, even while their own threads are busy; ends with the last clock."""
 
     def __init__(self):
         self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
@@ -148,7 +148,7 @@ class _Ticker:
 
     def _round(self) -> bool:
         with self._lock:
-            clocks = list(self._clocks)  # held no longer than this call, so that a forgotten clock goes
+            clocks = list(self._clocks)  # only for this call, so that an unused clock can be deleted
             self._runs = bool(clocks)
         for clock in clocks:
             clock.flush(older_than=clock._every)
@@ -164,7 +164,7 @@ def _append(path: Path, text: str) -> None:
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":  # the machine went down in the middle of a line
+        if size and os.pread(file, 1, size - 1) != b"\n":  # the machine crashed in the middle of a line
             text = "\n" + text
         os.write(file, text.encode())
     finally:
@@ -172,7 +172,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _position(path: Path | None) -> tuple[int, int]:
-    """Returns the number of the session that begins now, and the highest step that those before it had finished."""
+    """Returns the index of the new session, and the highest step that earlier sessions finished."""
     lines = [] if path is None else _lines(path)
     session = max((line["session"] for line in lines), default=-1) + 1
     return session, max((line.get("step", 0) for line in lines), default=0)
@@ -184,7 +184,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(line: Any) -> bool:
-    """Returns whether a line holds what a `Clock` writes."""
+    """Returns whether a line was written by a `Clock`."""
     if not isinstance(line, dict) or not {"session", "at", "time"} <= line.keys():
         return False
     seconds = line.get("seconds", {})
@@ -197,7 +197,7 @@ def _is_line(line: Any) -> bool:
 
 
 def _boot() -> str | None:
-    """Names the time that `time.monotonic` counts from; None where nothing does."""
+    """Identifies the boot from which `time.monotonic` counts; None if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -205,7 +205,7 @@ def _boot() -> str | None:
 
 
 def _age() -> float:
-    """Returns for how long this program has run, for its first clock; sessions with a prompt begin with the clock."""
+    """Returns how long this program has run, for its first clock; interactive sessions begin with the clock."""
     if next(_clocks) or getattr(sys, "ps1", None) or "ipykernel" in sys.modules:
         return 0.0
     try:
@@ -238,7 +238,7 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """Returns the share of the time in which the run came forward."""
+        """Returns the share of the time spent in steps that were not repeated."""
         return self.seconds.get("step", 0.0) / self.wall if self.wall else 0.0
 
     def __str__(self) -> str:
@@ -249,11 +249,11 @@ class Account:
 
 
 def goodput(directory: str | Path) -> Account:
-    """Adds up the account of the run in `directory`, from the begin of its first process to the last line of its last.
+    """Sums the account of the run in `directory`, from the start of its first process to the last line of its last one.
 
-    Time within a process is monotonic, and so is the time between two processes of one boot: setting the wall clock
-    changes nothing. Between two boots or machines the wall clock counts, and a jump back counts as no time. Raises
-    FileNotFoundError when no `Clock` wrote there.
+    Time within a process, and between two processes of one boot, is monotonic: changes of the wall clock have no
+    effect. Between boots or machines the wall clock is used, and a jump back counts as no time. Raises
+    FileNotFoundError if no `Clock` wrote there.
     """
     path = Path(directory) / FILE
     if not path.exists():

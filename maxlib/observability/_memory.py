@@ -1,4 +1,4 @@
-"""Use of memory: how much, and for which arrays."""
+"""Memory use: how much, and by which arrays."""
 
 import collections
 import math
@@ -11,10 +11,11 @@ import jax
 
 
 def memory_use() -> dict[str, int]:
-    """Reads the peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`,
-    where the backend says).
+    """Reads the peak bytes of this process (`memory/host_bytes`) and of its fullest device (`memory/device_bytes`, if
+    the backend reports it).
 
-    Asks no device to wait. Systems may take a millisecond to answer, so the Trainer asks once a second (`Sampled`).
+    It does not synchronize with devices. It may take a millisecond, so the Trainer calls it once per second
+    (`Sampled`).
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
@@ -22,7 +23,7 @@ def memory_use() -> dict[str, int]:
 
 
 class Sampled:
-    """Answer of `read`, asked anew when it is `seconds` old."""
+    """Caches the result of `read` for `seconds`."""
 
     def __init__(self, read: Callable[[], dict[str, int]], seconds: float = 1.0):
         self._read, self._seconds, self._at, self._last = read, seconds, -math.inf, {}
@@ -34,9 +35,7 @@ class Sampled:
 
 
 def memory_profile(directory: str | Path) -> Path:
-    """Writes `memory.prof` (what holds device memory and which line made it; `pprof` opens it) and `memory.txt`, a
-    summary.
-    """
+    """Writes `memory.prof` (device memory by allocating line, for `pprof`) and `memory.txt`, a summary."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     jax.profiler.save_device_memory_profile(str(Path(directory) / "memory.prof"))
     text = Path(directory) / "memory.txt"
@@ -45,7 +44,7 @@ def memory_profile(directory: str | Path) -> Path:
 
 
 def live_arrays(n: int = 20) -> str:
-    """Lists the arrays that Python holds on this process's devices, alike ones together, the largest first."""
+    """Lists the arrays that Python holds on this process's devices, grouped by shape and dtype, the largest first."""
     count, size = collections.Counter(), collections.Counter()
     for array in jax.live_arrays():
         key = f"{array.dtype}{list(array.shape)}"

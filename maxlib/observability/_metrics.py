@@ -1,6 +1,4 @@
-"""Where metrics go: a JSONL file, the terminal. A writer is anything with `resume`, `write` and
-`close`.
-"""
+"""Writers of metrics: a JSONL file, the terminal. A writer is any object with `resume`, `write` and `close`."""
 
 import collections
 import errno
@@ -26,27 +24,28 @@ Values = Mapping[str, Any]
 
 @runtime_checkable
 class Writer(Protocol):
-    """Protocol of what takes metrics: numbers, or small arrays such as one number per layer.
+    """Protocol of writers of metrics: numbers, or small arrays such as one number per layer.
 
-    The Trainer calls its writers on every process; one that talks to a service writes where `jax.process_index()` is 0.
+    The Trainer calls its writers on every process; a writer to a service should only write if `jax.process_index()` is
+    0.
     """
 
     def resume(self, step: int) -> None:
-        """Forgets what was written after `step`, from which training goes on."""
+        """Discards everything after `step`, from which training continues."""
         ...
 
     def write(self, step: int, values: Values) -> None:
-        """Writes the metrics of a step. A step may come several times, each time with other names."""
+        """Writes the metrics of a step. It may be called several times per step, with different names."""
         ...
 
     def close(self) -> None:
-        """Writes out what is buffered. Every `fit` ends with it, and the next one may write again."""
+        """Flushes buffers. Every `fit` ends with it, and the next `fit` may write again."""
         ...
 
 
 class Writers(list[Writer]):
-    """The writers of a run. One that raises is reported once; the others, and training, go on, and it is tried again
-    next time.
+    """The writers of a run. A writer that raises is reported once and retried next time; the others, and training,
+    continue.
     """
 
     def __init__(self, writers: Iterable[Writer], *, log: Callable[[str], Any]):
@@ -68,24 +67,24 @@ class Writers(list[Writer]):
                 call(writer)
             except Exception as error:
                 if id(writer) not in self._failed:
-                    self._log(f"METRICS LOST: {type(writer).__name__} failed with {error!r}; training goes on")
+                    self._log(f"METRICS LOST: {type(writer).__name__} failed with {error!r}; training continues")
                 self._failed.add(id(writer))
 
 
 @runtime_checkable
 class Reports(Protocol):
-    """A part of a run with metrics of its own, such as a loader that counts what it reads."""
+    """Protocol of parts of a run with their own metrics, such as a loader that counts its reads."""
 
     def metrics(self) -> Values: ...
 
 
 def reported(part: object) -> Values:
-    """Returns the metrics of a part that has any."""
+    """Returns the metrics of a part, if it has any."""
     return part.metrics() if isinstance(part, Reports) else {}
 
 
 def reported_by_all(part: object) -> Values:
-    """Sums the counts that a part reports over all processes, each of which has to call this."""
+    """Sums the counts of a part over all processes; all of them must call this."""
     everyone = distributed.allgather_json(dict(reported(part)))
     names = sorted({name for counts in everyone for name in counts})
     return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
@@ -105,7 +104,7 @@ class Jsonl:
         self._have: set[tuple[int, tuple[str, ...]]] = set()
 
     def resume(self, step: int) -> None:
-        """Keeps the lines up to `step`; where later ones exist, the whole file stays behind under the ending `.old`."""
+        """Keeps the lines up to `step`; if there are later ones, the old file is kept with the suffix `.old`."""
         self.close()
         self._waiting.clear()
         lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
@@ -117,7 +116,7 @@ class Jsonl:
         write_atomically(self.path, "".join(line + "\n" for line in keep))
 
     def write(self, step: int, values: Values) -> None:
-        if not values or (step, _names(values)) in self._have:  # the evaluation after the last step, once more
+        if not values or (step, _names(values)) in self._have:  # the evaluation after the last step may be repeated
             return
         line = {"step": step} | {k: _plain(v) for k, v in values.items()}
         self._waiting.append(json.dumps(line, allow_nan=False) + "\n")
@@ -129,8 +128,8 @@ class Jsonl:
         self._file = None
 
     def _append(self) -> None:
-        """Writes the lines that wait. They go on waiting where they cannot be written, as on a full disk."""
-        if self._file is None:  # without a buffer, which would be lost where it cannot be flushed
+        """Writes pending lines, and keeps them if writing fails, as on a full disk."""
+        if self._file is None:  # unbuffered, because a buffer that cannot be flushed would be lost
             self._file = self.path.open("ab", buffering=0)
         data = "".join(self._waiting).encode()
         written = self._file.write(data)
@@ -140,7 +139,7 @@ class Jsonl:
         self._waiting.clear()
 
     def _forget(self, written: bytes) -> None:
-        """Takes whole lines that were written from those that wait, and lets a line that was cut short end first."""
+        """Removes completely written lines from the pending ones, and completes a truncated line first."""
         for _ in range(written.count(b"\n")):
             self._waiting.popleft()
         if written and not written.endswith(b"\n"):
@@ -148,13 +147,13 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Reads all lines that a `Jsonl` wrote, without those that were cut short or damaged."""
+    """Reads all lines of a `Jsonl`, except truncated or damaged ones."""
     rows = map(read_json, Path(path).read_text(errors="replace").splitlines())
     return [row for row in rows if _is_row(row)]
 
 
 def read_json(line: str) -> Any:
-    """Reads one line; None for one that is cut short or damaged."""
+    """Reads one line; None if it is truncated or damaged."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -162,7 +161,7 @@ def read_json(line: str) -> Any:
 
 
 def _is_row(row: Any) -> bool:
-    """Returns whether a row holds what a `Jsonl` writes: a step, and numbers, null or arrays of them by name."""
+    """Returns whether a row was written by a `Jsonl`: a step, and numbers, null or arrays of them by name."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     return all(_is_value(value) for value in row.values())
@@ -173,7 +172,7 @@ def _is_value(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value out of JSON is a number that float64 can hold."""
+    """Returns whether a JSON value is a number within the range of float64."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64)
 
 
@@ -194,7 +193,7 @@ class Console:
             self._bar.start()
 
     def log(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Prints a separate line."""
         self.terminal.print(text, markup=False, highlight=False)
 
     def resume(self, step: int) -> None: ...
@@ -214,7 +213,7 @@ class Console:
             self._unfinished = f"step {step}/{self._total}  {text}"
 
     def close(self) -> None:
-        """Leaves the bar, or the last line, where it is."""
+        """Ends the display and leaves the bar, or the last line, visible."""
         if self._bar is not None:
             self._bar.stop()
         elif self._unfinished:
@@ -238,8 +237,8 @@ class Meter:
         self._smooth: float | None = None
 
     def push(self, step: int, metrics: dict[str, Any], **here: float) -> list[tuple[int, dict[str, Any]]]:
-        """Takes the metrics of a step that was just started (`here`: known already), gives those of the one before
-        it.
+        """Takes the metrics of a step that was just started (`here`: already known), and returns those of the previous
+        step.
         """
         before, self._waiting = self._waiting, (step, metrics | here)
         if before is None:
@@ -252,7 +251,7 @@ class Meter:
         return [(before[0], self._with_speed(values))]
 
     def flush(self) -> list[tuple[int, dict[str, Any]]]:
-        """Waits for the metrics that are still under way. The time until the next step does not count."""
+        """Waits for pending metrics. The time until the next step does not count."""
         before, self._waiting, self._read_at = self._waiting, None, None
         return [] if before is None else [(before[0], self._with_speed(jax.device_get(before[1])))]
 
@@ -280,7 +279,7 @@ def _summary(values: Values) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Turns a value into JSON's types, with null for what JSON cannot say."""
+    """Converts a value to JSON types, with null for values that JSON cannot represent."""
     value = np.asarray(value)
     if value.dtype.kind == "b" or value.dtype.kind in "iu":
         return value.tolist()
@@ -298,6 +297,6 @@ def _names(values: Values) -> tuple[str, ...]:
 
 
 def _step(line: str) -> int | None:
-    """Reads the step of a whole line; None for one that was cut short."""
+    """Reads the step of a complete line; None if it is truncated."""
     row = read_json(line)
     return row["step"] if _is_row(row) else None

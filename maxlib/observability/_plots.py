@@ -1,4 +1,4 @@
-"""Small charts with a caption as inline SVG, whose colours are variables of the page around them."""
+"""Small charts with captions as inline SVG; their colours are CSS variables of the page."""
 
 import dataclasses
 import io
@@ -9,7 +9,7 @@ import numpy as np
 
 Series = tuple[np.ndarray, np.ndarray]
 NOTHING: Series = (np.zeros(0), np.zeros(0))
-# matplotlib draws with these, the page's style sheet decides what they look like.
+# Placeholder colours for matplotlib, which the page's style sheet replaces.
 _INK, _MUTED, _LINE = "#0b0b0d", "#6b6b71", "#e4e3e1"
 _RUNS = ("#2a78d1", "#eb6831", "#1b9a71", "#8b5cf1", "#c99001", "#d64071")
 _VARIABLES = {_INK: "ink", _MUTED: "muted", _LINE: "line"} | {c: f"c{i}" for i, c in enumerate(_RUNS)}
@@ -42,7 +42,7 @@ class Chart:
 def lines(
     title: str, what: str, series: list[Series], *, log: bool = False, zero: bool = False, x: str = "step"
 ) -> Chart | None:
-    """Draws one line per run, with its moving mean where there are many points; None when there is nothing to draw."""
+    """Draws one line per run, with its moving mean if there are many points; None if there is nothing to draw."""
     if not any(np.isfinite(values).any() for _, values in series):
         return None
     figure, axes = _axes(x)
@@ -56,7 +56,7 @@ def lines(
 
 
 def loss(pairs: list[tuple[Series, Series]]) -> Chart | None:
-    """Draws the training loss, faint as it is and strong as a moving mean, and the validation loss as points."""
+    """Draws the training loss (faint) with its moving mean (strong), and the validation loss as points."""
     if not any(np.isfinite(values).any() for pair in pairs for _, values in pair):
         return None
     figure, axes = _axes("step")
@@ -75,7 +75,7 @@ def _line(axes, i: int, series: Series) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Averages over the 2% of the values around each one, without what is not finite."""
+    """Computes a moving mean over 2% of the values, ignoring those that are not finite."""
     half = len(values) // 100
     good = np.isfinite(values)
     total = np.concatenate([np.zeros(1), np.cumsum(np.where(good, values, 0.0))])

@@ -1,4 +1,4 @@
-"""Profiler traces of chosen steps, and what took the time in them, without a viewer."""
+"""Profiler traces of selected steps, and a summary of their most expensive ops without a viewer."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 class Profile:
     """Callback that traces `steps` steps after step `after`: `callbacks=[(1, Profile("run/profile", after=10))]`.
 
-    Open the directory with XProf or TensorBoard; the busiest ops are said at once. In a loop of your own use
+    Open the directory with XProf or TensorBoard; the most expensive ops are logged. In your own loop use
     `jax.profiler.trace(directory)` and `top_ops(directory)`.
     """
 
@@ -25,7 +25,7 @@ class Profile:
         if self._done or trainer.step < self._after:
             return
         if self._until is None:
-            jax.block_until_ready(trainer.state)  # what began before is not in the trace
+            jax.block_until_ready(trainer.state)  # exclude work that started earlier
             self._until = trainer.step + self._steps
             jax.profiler.start_trace(str(self.directory))
         elif trainer.step >= self._until:
@@ -60,8 +60,8 @@ class Op:
 def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
     """Lists the ops that took the most time in the newest trace, over all devices of this host.
 
-    Loops and branches themselves are left out, but the ops inside them are listed (on a CPU perhaps on other threads).
-    Names are those of the compiled HLO, whose text `dump_program` writes.
+    Loops and branches are omitted, but the ops inside them are listed (on a CPU possibly from other threads). Names are
+    those of the compiled HLO, which `dump_program` writes.
 
     Args:
       directory: directory of the traces.
@@ -92,7 +92,7 @@ def profile_summary(ops: list[Op]) -> str:
 
 
 def _op_lines(data: Any) -> Iterator[list[Any]]:
-    """Yields the events of ops, thread by thread: of the devices' planes, or of the host's where the host computes."""
+    """Yields the events of ops by thread, from the devices' planes, or the host's plane on a CPU."""
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or planes:
@@ -103,7 +103,7 @@ def _op_lines(data: Any) -> Iterator[list[Any]]:
 
 
 def _own_times(events: list[Any]) -> Iterator[tuple[str, float]]:
-    """Yields the nanoseconds of each event without those of the events inside it."""
+    """Yields the nanoseconds of each event, excluding nested events."""
     inside: list[list[Any]] = []  # end, name, own time
     for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
         while inside and inside[-1][0] <= event.start_ns:

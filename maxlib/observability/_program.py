@@ -1,4 +1,4 @@
-"""The train step as JAX and XLA see it, in files."""
+"""Dumps a training step as JAX's and XLA's intermediate representations."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,7 @@ import jax
 
 
 def dump_program(step: Any, *args: Any, directory: str | Path, name: str = "step") -> dict[str, Path]:
-    """Writes what the jitted `step(*args)` is: its jaxpr, the StableHLO that XLA gets, the HLO it compiles to, its
-    memory and FLOPs.
+    """Writes the jaxpr of the jitted `step(*args)`, its StableHLO, the compiled HLO, and its memory and FLOPs.
 
     args: arrays or `jax.ShapeDtypeStruct`s; nothing runs. Call it inside `sharding.use` if the step runs there.
     Compiles once more, unless JAX's persistent compilation cache has it. Returns the files by kind.
@@ -42,7 +41,7 @@ class DumpProgram:
 
 
 def _memory(compiled: Any) -> str:
-    """Bytes by what they are for, of one device."""
+    """Formats one device's bytes by purpose."""
     analysis, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     kinds = ("argument", "output", "alias", "temp", "generated_code")
     lines = [] if analysis is None else [f"{k:16}{getattr(analysis, f'{k}_size_in_bytes'):>18,} bytes" for k in kinds]

@@ -1,4 +1,4 @@
-"""A page about one run or several, in one file that opens without a server, in light and dark."""
+"""An HTML page about one or several runs, in a single file with light and dark mode."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from maxlib.observability._goodput import NAMES, Account, goodput
 from maxlib.observability._metrics import is_number, read_json, read_jsonl
 from maxlib.observability._run import read_config
 
-# Where time goes, in the order of the bar, and the variable of the style sheet that colours it.
+# Categories of time, in the order of the bar, with their CSS colour variables.
 COLOURS = {
     "step": "good",
     "redone": "bad",
@@ -45,7 +45,7 @@ class Run:
     samples: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns steps and values of a metric that is a number; NaN where it was not finite."""
+        """Returns steps and values of a scalar metric; NaN where it was not finite."""
         found = [(row["step"], row[name]) for row in self.rows if name in row and not isinstance(row[name], list)]
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, float), np.array([np.nan if v is None else v for v in values], float)
@@ -61,22 +61,22 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes one page about runs: loss, speed, goodput, memory, samples, configuration. Needs matplotlib.
 
     Args:
-      runs: directories that a Trainer wrote to. `metrics.jsonl` must be there; `goodput.jsonl`, `config.json` and
-        `samples.jsonl` may.
+      runs: directories of a Trainer. `metrics.jsonl` is required; `goodput.jsonl`, `config.json` and `samples.jsonl`
+          are optional.
       out: file to write; by default `report.html` in the first run.
 
     Returns:
       The file.
 
     Raises:
-      FileNotFoundError: a directory has no metrics.
+      FileNotFoundError: when a directory has no metrics.
     """
     if not runs:
         raise ValueError("report needs at least one run's directory")
     found = [_read(Path(run), _name(Path(run), runs)) for run in runs]
     path = Path(runs[0]) / "report.html" if out is None else Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(found), encoding="utf-8", errors="replace")  # JSON may hold half of a surrogate pair
+    path.write_text(page(found), encoding="utf-8", errors="replace")  # JSON may contain half of a surrogate pair
     return path
 
 
@@ -112,7 +112,7 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def _is_sample(one: Any) -> bool:
-    """Returns whether a line holds what `add_sample` writes."""
+    """Returns whether a line was written by `add_sample`."""
     texts = [one.get("prompt", ""), one.get("text")] if isinstance(one, dict) else [None]
     return all(isinstance(text, str) for text in texts) and isinstance(one.get("step"), int) and is_number(one["step"])
 
@@ -174,7 +174,7 @@ def _time(name: str, account: Account) -> dict[str, Any]:
 
 
 def _layers(runs: list[Run]) -> list[plots.Chart]:
-    """Draws the last statistics by layer of each run."""
+    """Draws the latest layer statistics of each run."""
     charts = []
     for suffix, title in LAYERS.items():
         name = next((n for run in runs for row in run.rows for n in row if n.endswith(f"/{suffix}")), "")
@@ -204,7 +204,7 @@ def _settings(runs: list[Run]) -> dict[str, list[str]]:
 
 
 def _loss_name(run: Run, prefix: str) -> str:
-    """Names the cross-entropy alone where it is known, else what is minimized."""
+    """Returns the name of the cross-entropy if it was logged, else of the total loss."""
     return next((prefix + n for n in ("nll", "loss") if any(prefix + n in row for row in run.rows)), prefix + "loss")
 
 
@@ -220,7 +220,7 @@ def _memory(runs: list[Run]) -> tuple[str, str]:
 
 
 def _array(value: list[Any]) -> np.ndarray:
-    """Returns an array; an empty one where the lists are of uneven lengths."""
+    """Returns an array; an empty one if the lists have different lengths."""
     try:
         return np.array(value, float)
     except ValueError:
@@ -241,7 +241,7 @@ def _last(values: np.ndarray) -> float | None:
 
 
 def _compact(number: float) -> str:
-    """Writes three digits and a unit: 16.4M."""
+    """Formats a number with three digits and a unit: 16.4M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Files of a run's directory other than metrics, for reports: a configuration and samples."""
+"""Other files of a run's directory, for reports: its configuration and samples."""
 
 import json
 import platform
@@ -15,7 +15,9 @@ from maxlib.observability._metrics import read_json
 
 
 def write_config(directory: str | Path, **values: Any) -> None:
-    """Adds `values` and what the run runs on to `directory/config.json`. What JSON does not know becomes a string."""
+    """Adds `values` and a description of the hardware to `directory/config.json`. Values without a JSON type become
+    strings.
+    """
     path = Path(directory) / "config.json"
     config = read_config(directory) | values | {"environment": _environment()}
     write_atomically(path, json.dumps(config, indent=1, default=str))
@@ -24,11 +26,11 @@ def write_config(directory: str | Path, **values: Any) -> None:
 def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     found = read_json(path.read_text(errors="replace")) if path.exists() else {}
-    return found if isinstance(found, dict) else {}  # cut short, or damaged
+    return found if isinstance(found, dict) else {}  # truncated or damaged
 
 
 def add_sample(directory: str | Path, step: int, text: str, prompt: str = "") -> None:
-    """Adds what the model wrote after `step` steps to `directory/samples.jsonl`."""
+    """Appends the model's text after `step` steps to `directory/samples.jsonl`."""
     path = Path(directory) / "samples.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""Steps that take longer than others, and hosts that do."""
+"""Detection of slow steps and slow hosts."""
 
 import collections
 import statistics
@@ -18,8 +18,8 @@ class SlowSteps:
     """Writer that reports steps more than `deviations` slower than the median of the last `window`.
 
     A deviation is 1.4826 times the median distance from the median, which outliers do not move (for normal times it is
-    the standard deviation), and at least 1% of the median. log: where to, such as `trainer.log`. In a loop of your own:
-    `write(step, {"seconds": ...})`. Attributes: `flagged`, pairs of step and seconds.
+    the standard deviation), and at least 1% of the median. log: output function, such as `trainer.log`. In your own
+    loop call `write(step, {"seconds": ...})`. Attributes: `flagged`, pairs of step and seconds.
     """
 
     def __init__(self, *, deviations: float = 8.0, window: int = 200, log: Callable[[str], Any] = print):
@@ -39,7 +39,7 @@ class SlowSteps:
             self._log(f"step {step} took {seconds:.3g} s; the median is {self._middle:.3g} s")
         self._times.append(seconds)
         self._since += 1
-        if self._since >= 20:  # sorting at every step would be felt
+        if self._since >= 20:  # sorting at every step would cost time
             self._since, self._middle = 0, statistics.median(self._times)
             spread = 1.4826 * statistics.median(abs(t - self._middle) for t in self._times)
             self._limit = self._middle + self._deviations * max(spread, 0.01 * self._middle)
@@ -48,10 +48,10 @@ class SlowSteps:
 
 
 class SlowHosts:
-    """Callback that names hosts which are `factor` times as slow as the median; every process has to run it.
+    """Callback that names hosts that are `factor` times slower than the median; every process must run it.
 
-    Steps take equally long everywhere, as all wait for the slowest. So what is compared is what each does alone: the
-    same small matmuls on each of its own devices, and the seconds it waited for data. Give it a large number:
+    Steps take equally long everywhere, because all hosts wait for the slowest. So it compares work that each host does
+    alone: the same small matmuls on each of its devices, and its waiting time for data. Run it rarely:
     `callbacks=[(500, SlowHosts())]`.
     """
 
@@ -90,8 +90,8 @@ def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
 
 
 def matmul_seconds(size: int = 1024, rounds: int = 5) -> float:
-    """Measures a few matmuls on each local device: the best time, which leaves out what else ran, of the slowest
-    device.
+    """Measures a few matmuls on each local device; returns the slowest device's best time, which excludes
+    other load.
     """
     return max(_matmul_seconds(device, size, rounds) for device in jax.local_devices())
 

@@ -17,10 +17,10 @@ from maxlib.observability._metrics import Values, read_json
 
 
 class _Tracker:
-    """Base of trackers: only the first process writes, and a resumed run goes on under the same id.
+    """Base class of trackers: only the first process writes, and a resumed run continues under the same id.
 
     Args:
-      directory: the run's directory, where the id is kept; None keeps it in this object only.
+      directory: the run's directory, where the id is stored; None only keeps it in this object.
       config: settings to show with the run.
     """
 
@@ -31,10 +31,10 @@ class _Tracker:
         self._config = {key: _plain(value) for key, value in (config or {}).items()}
         self._run: Any = None
         self._kept: str | None = None
-        _require(self.name)  # an error now, not after the first step
+        _require(self.name)  # raise now rather than after the first step
 
     def resume(self, step: int) -> None:
-        """Does nothing: trackers keep what they have."""
+        """Does nothing: trackers keep what was logged."""
 
     def write(self, step: int, values: Values) -> None:
         if jax.process_index() > 0 or not values:
@@ -75,7 +75,7 @@ class WandB(_Tracker):
       project: the project.
       directory: the run's directory. A run that is resumed from it goes on in the same chart.
       config: settings to show with the run.
-      **options: of `wandb.init`, such as `name`, `entity` or `mode`.
+      **options: arguments of `wandb.init`, such as `name`, `entity` or `mode`.
     """
 
     name = "wandb"
@@ -112,7 +112,7 @@ class Trackio(_Tracker):
       project: the project.
       directory: the run's directory. A run that is resumed from it goes on in the same chart.
       config: settings to show with the run.
-      **options: of `trackio.init`, such as `space_id`.
+      **options: arguments of `trackio.init`, such as `space_id`.
     """
 
     name = "trackio"
@@ -146,7 +146,7 @@ class MLflow(_Tracker):
     Needs the extra `mlflow`.
 
     Args:
-      experiment: the experiment, made if there is none of this name.
+      experiment: the experiment, created if it does not exist.
       uri: address of the server, or a folder; by default MLflow's own choice (`MLFLOW_TRACKING_URI`).
       directory: the run's directory. A run that is resumed from it goes on in the same chart.
       config: settings to show with the run, as parameters.
@@ -187,7 +187,7 @@ class MLflow(_Tracker):
 
 
 def _require(name: str) -> None:
-    """Raises ImportError where a package is not installed; it is imported later."""
+    """Raises ImportError if a package is not installed; it is imported later."""
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         raise ImportError(f"{name} must be installed to log there: pip install {name}")
 
@@ -232,7 +232,7 @@ class TensorBoard:
 
 
 def _numbers(values: Values) -> dict[str, float]:
-    """Returns scalars as they are, and the mean, least and greatest of arrays, such as one number per layer."""
+    """Returns scalars unchanged, and the mean, minimum and maximum of arrays, such as one number per layer."""
     found: dict[str, float] = {}
     for name, value in values.items():
         array = np.asarray(value, np.float64)

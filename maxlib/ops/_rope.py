@@ -305,6 +305,9 @@ class LongRope(Scaling):
 class Rope:
     """Rotary position embedding of the first `dim` dimensions of each head (https://arxiv.org/abs/2104.09864).
 
+        rope = ops.Rope(128, 500_000.0, ops.Llama3Scaling(8.0, 1.0, 4.0, 8192))  # Llama 3.1's
+        attn = nn.Attention(512, num_heads=4, head_dim=128, rope=rope, rngs=nnx.Rngs(0))
+
     Args:
       dim: number of rotary dimensions, even. Below the head width (partial rotary) the other dimensions pass through.
       theta: base of the frequencies, `theta^(-2i / dim)` for pair `i`.

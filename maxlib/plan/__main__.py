@@ -119,7 +119,7 @@ def _lora(words: list[str]) -> adapters.LoRA:
 
 
 def _numbers(result: Plan) -> dict[str, Any]:
-    """Returns a plan as one object for JSON, without the job."""
+    """Returns a plan as a JSON object, without the job."""
     parts = {name: getattr(result, name) for name in ("costs", "estimate", "analytic")}
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     named = {"target": result.target.name, "capacity": result.target.chip.memory, "fits": result.fits}
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "--remat",
         help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
-    add("--attention", help="its implementation in all layers, such as mosaic_tpu (default: the best that may run)")
+    add("--attention", help="attention implementation of all layers, such as mosaic_tpu (default: the best available)")
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")
@@ -176,17 +176,17 @@ def _parser() -> argparse.ArgumentParser:
         "--loss",
         help="module:name of a loss that training.objective made, or that takes dtype and remat (default: next token)",
     )
-    add("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of what the loss reads besides")
+    add("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of the loss's other inputs")
     add(
         "--lora",
         nargs="*",
         help="train adapters of a frozen base: rank=16,alpha=32,dora (default alpha: twice the rank)",
     )
-    add("--base", help="what their base is stored in: float32, bfloat16, int8, nf4 (default: bfloat16)")
+    add("--base", help="storage format of their base: float32, bfloat16, int8, nf4 (default: bfloat16)")
     add(
         "--quantization",
         choices=sorted(quantization.TRAINING),
-        help="what matmuls round in training (default: nothing)",
+        help="quantization of matmuls in training (default: none)",
     )
     add(
         "--flags",
@@ -194,15 +194,15 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="sets of XLA flags, such as tpu-overlap (python -m maxlib.distributed.xla_flags)",
     )
-    add("--full", action="store_true", help="also make the machine code, which takes minutes")
+    add("--full", action="store_true", help="also generate machine code, which takes minutes")
     add("--json", action="store_true", help="print one object; sizes are bytes on one device")
     add("--keep", help="an empty folder for the compiler's files")
     add(
         "--search",
         action="store_true",
-        help="try layouts x remat x batch instead, but what is given of them, and report the best",
+        help="search over layouts x remat x batch, except for given values, and report the best",
     )
-    add("--compile", type=int, help="how many of a search to compile (default 3)")
+    add("--compile", type=int, help="number of layouts of a search to compile (default 3)")
     return parser
 
 
@@ -215,5 +215,5 @@ def _remat(text: str) -> Any:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here; an accelerator would only be kept busy
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; do not occupy an accelerator
     sys.exit(main())

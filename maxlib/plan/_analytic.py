@@ -1,4 +1,4 @@
-"""Costs of a step from shapes and rules, without compiling, to rank layouts before a few of them are compiled."""
+"""Analytic costs of a step from shapes and rules, to rank layouts before compiling a few of them."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ ASSUMES = (
 
 
 def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Costs:
-    """Estimates arithmetic, memory traffic, collectives and host copies that shapes and rules make necessary.
+    """Estimates arithmetic, memory traffic, collectives and host copies from shapes and rules.
 
     Against libtpu, for Mixtral-8x7B on expert 8 x context 2: tokens travel in the same bytes, the program's permutes
     around the ring are 1% more, gradients summed over `context` are 3% less, weights gathered 21% more. For Llama3.2-1B
@@ -55,11 +55,11 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
             key = kind, tuple(axis for axis in program.mesh.axis_names if axis in axes)
             found[key] = found.get(key, 0.0) + size
     collectives = sorted((Collective(*key, 0, 0, size) for key, size in found.items()), key=lambda one: -one.bytes)
-    # Read in both passes; what is gathered is written before.
+    # Weights are read in both passes; gathered weights are also written.
     weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
     traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(step))
-    # The head splits its rows over stages; only layers idle in a pipeline. Remat runs their forward pass again.
+    # The head splits its rows over stages; only layers are idle in a pipeline. Remat repeats their forward pass.
     once = 2.0 * vocab * dim * program.rows * program.job.sequence
     head = once * (3 if program.job.lora is None else 2)
     layers = model_flops - head + (step.passes - 2) * (program.forward_flops - once)
@@ -96,7 +96,7 @@ def _recurrent_bytes(step: StepFacts) -> float:
 
 
 def _strategies(step: StepFacts) -> list[Strategy]:
-    """Lists the strategies whose costs a step has: those of the layout, and those to which its plain rules amount."""
+    """Lists the strategies that contribute costs: those of the layout, and those equivalent to its plain rules."""
     joined = step.layout.strategies
     # A default of one device along its axes costs nothing. One gives way to a strategy in its kind that states costs.
     known = {one.kind for one in joined if type(one).traffic is not Strategy.traffic}
@@ -105,7 +105,7 @@ def _strategies(step: StepFacts) -> list[Strategy]:
 
 
 def step_of(program: Program) -> StepFacts:
-    """Returns one device's part of a program's step, as strategies and layers are told of it."""
+    """Returns the facts about one device's part of a step, for strategies and layers."""
     job, layout, schedule = program.job, program.layout, schedule_of(program.layout)
     rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
     share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
@@ -131,7 +131,7 @@ def step_of(program: Program) -> StepFacts:
 
 
 def _share(program: Program, schedule: Schedule) -> float:
-    """Returns the layers computed for a device's tokens, idle ticks of a pipeline included, as a share of all."""
+    """Returns the share of layers computed for a device's tokens, including idle ticks of a pipeline."""
     most = max(_stacks(program))
     return schedule.ticks * chunks(most, schedule.stages, schedule.repeats).size / (schedule.microbatches * most)
 
@@ -143,7 +143,7 @@ def _local(program: Program) -> float:
 
 
 def _stacks(program: Program) -> list[int]:
-    """Returns how often stacks repeat each layer of their periods; once where there is no stack."""
+    """Returns how often stacks repeat each layer of their periods; 1 outside of stacks."""
     segments = [
         one for layout in nn.tree.groupings(program.state.rest).values() for one in layer_groups(**layout).values()
     ]
@@ -152,8 +152,8 @@ def _stacks(program: Program) -> list[int]:
 
 def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
     """Yields the parameters and how they are gathered."""
-    # Weights are gathered over the axes that also split the batch, in every tick of a pipeline. Experts to which tokens
-    # travel are not gathered.
+    # Weights are gathered over the axes that also split the batch, in every tick of a pipeline. Experts that receive
+    # tokens are not gathered.
     layout, mesh, width = program.layout, program.mesh, jnp.dtype(program.job.dtype).itemsize
     for path, x in program.matrices.items():
         places = layout.parameter_spec(x.axes, x.shape, path=path)

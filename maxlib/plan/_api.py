@@ -18,18 +18,21 @@ from maxlib.plan._targets import parse_target
 def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout: float = 3600) -> Plan:
     """Compiles a training step for hardware that need not be present; print the result for a report.
 
-    The compiler runs in a process of its own and stops once memory is assigned. Without a compiler for the
-    target (libtpu, or jax's CUDA plugin), and for GPUs if the job sends arrays to the host, the plan is estimated from
+    The compiler runs in a separate process and stops once memory is assigned. Without a compiler for the target
+    (libtpu, or jax's CUDA plugin), and for GPUs if the job sends arrays to the host, the plan is estimated from
     shapes; the report says why.
+
+        job = plan.Job("llama3.2-1b", "b200x8", sequence=4096, remat="full")
+        print(plan.plan(job))  # memory, time and traffic of a step
 
     Args:
       job: the training step and its target.
-      full: also make the machine code, which takes minutes.
+      full: True also generates machine code, which takes minutes.
       keep: an empty folder for the compiler's files, which include the optimized program.
-      timeout: seconds that the compiler may take.
+      timeout: time limit of the compiler in seconds.
 
     Raises:
-      ValueError: when the parts of the job do not go together.
+      ValueError: when the parts of the job are inconsistent.
       TimeoutError: when compiling takes longer than `timeout`.
     """
     if not isinstance(job, Job):
@@ -43,6 +46,9 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
 
 def estimated(job: Job) -> Plan:
     """Plans a job from shapes and data sheets alone, without compiling, in this process; no compiler is needed.
+
+        found = plan.estimated(plan.Job("llama3.2-1b", "v5e-16", sequence=4096, remat="full"))
+        found.fits, found.peak, found.estimate.mfu
 
     Args:
       job: the training step and its target.
@@ -62,7 +68,7 @@ def estimated(job: Job) -> Plan:
 
 
 def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs: Any = None) -> Plan:
-    """Builds the `Plan` from the compiler's numbers where there are some, else from the analytic ones."""
+    """Builds the `Plan` from the compiler's numbers if available, else from the analytic ones."""
     target, analytic = parse_target(job.target), Memory(**described["analytic"])
     costs = compiled.costs if compiled else costs
     rows, mesh = described["rows"], described["mesh"]

@@ -30,12 +30,12 @@ from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops
 from maxlib.plan._loops import Trips, trips_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-_COSTLIEST = 5  # instructions that are named
+_COSTLIEST = 5  # number of instructions to list
 _SHAPES = re.compile(r"\{[^}]*\}")  # layouts within a type
 _CHAIN = re.compile(r'chain_id="\d+"')
 # How a program writes collectives between slices.
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# Within a fusion these are computed only for the elements that their user reads.
+# Within a fusion these are only computed for the elements that their user reads.
 _VIEWS = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
 _FREE = (
     "parameter",
@@ -113,7 +113,7 @@ def read_costs(
       mesh: from mesh axis to size, in the order of the mesh.
       across: mesh axes that cross slices.
       trips: trip counts of loops that depend on data, by kind, and the "room" of buffers of experts' rows.
-      cache: bytes that stay on the chip between instructions.
+      cache: bytes that stay on chip between instructions.
     """
     program = _Program(text, mesh, across, trips or {}, cache)
     program.visit(program.entry, 1.0, in_fusion=False)
@@ -150,7 +150,7 @@ class _Program:
         self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
         self.room = trips.get("room", 1)
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
-        self.chosen = 0  # conditionals of whose branches the cheapest is counted
+        self.chosen = 0  # number of conditionals counted by their cheapest branch
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
         self.arithmetic: dict[str, float] = {}  # FLOPs by instruction
@@ -207,7 +207,7 @@ class _Program:
             self.from_host += times * size
 
     def _cheapest(self, branches: list[str], times: float, in_fusion: bool) -> None:
-        """Visits the branch that computes and moves least; others handle rare cases, such as one busy expert."""
+        """Visits the branch with the least work; others handle rare cases, such as an overloaded expert."""
         tried = []
         for branch in branches:
             alone = copy.copy(self)
@@ -270,7 +270,7 @@ class _Program:
         entry[2] += times * size
 
     def _traffic(self, one: Instruction, computation: dict[str, Instruction]) -> float:
-        """Returns the bytes read from and written to main memory; of a slice only the slice counts."""
+        """Returns the bytes read from and written to main memory; slices only count their own bytes."""
         if one.opcode in (*_FREE, *_AROUND) or one.opcode.endswith("-done"):
             return 0.0
         operands = [computation[name] for name in one.operands if name in computation]
@@ -314,7 +314,9 @@ class _Program:
         return 0.0 if _hands_on(user) else math.inf
 
     def _written(self, root: Instruction, inner: dict[str, Instruction], type_: str) -> float:
-        """Returns the bytes that a fusion writes: of an update only the slice, nothing of what it passes on."""
+        """Returns the bytes that a fusion writes: only the slice of an update, and nothing for values passed
+        through.
+        """
         if root.opcode == "tuple":
             parts = zip(root.operands, types_of(type_), strict=True)
             return sum(self._written(inner[name], inner, part) for name, part in parts)
@@ -328,13 +330,13 @@ class _Program:
 
 
 def _origin(one: Instruction) -> str:
-    """Returns the last parts of the name that the program gave an instruction."""
+    """Returns the last parts of an instruction's op_name."""
     found = re.search(r'op_name="([^"]*)"', one.rest)
     return "/".join(found[1].split("/")[-3:]) if found else ""
 
 
 def _element(computation: dict[str, Instruction], name: str, index: int | None) -> Instruction | None:
-    """Returns the element of a tuple at `index`, seen through a copy; None if it is not known."""
+    """Returns the element of a tuple at `index`, looking through copies; None if unknown."""
     found = computation.get(name)
     if found is None or found.opcode != "tuple" or index is None or index >= len(found.operands):
         return None
@@ -358,5 +360,5 @@ def _root(inner: dict[str, Instruction]) -> Instruction:
 
 
 def _hands_on(one: Instruction) -> bool:
-    """Tells whether an instruction only passes buffers on: a tuple, or a collective that another fusion began."""
+    """Returns True if an instruction only passes buffers on: a tuple, or a collective started by another fusion."""
     return one.opcode == "tuple" or bool(_CHAIN.search(one.rest)) or "AsyncCollectiveDone" in one.rest

@@ -1,7 +1,7 @@
 """Counts the floating-point operations of an instruction of a compiled program.
 
-What a compiler writes is text, has recomputation and padding, and is the work of one device; what the model asks for is
-counted on the trace, by `maxlib.observability.forward_flops`.
+These are the FLOPs of one device's program, including recomputation and padding. `maxlib.observability.forward_flops`
+counts the model's FLOPs on the trace.
 """
 
 import functools
@@ -50,7 +50,7 @@ def _convolution_flops(rest: str, left: list[int], right: list[int], out: list[i
 
 @functools.cache
 def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
-    """Counts pairs of an output position and a window element that read an input element, not padding."""
+    """Counts pairs of output position and window element that read an input element and not padding."""
     at = np.arange(out)[:, None] * stride - low + np.arange(window)[None] * right_dilation
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 

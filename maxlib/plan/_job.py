@@ -1,4 +1,4 @@
-"""The `Job` to plan, and its way to another process as JSON."""
+"""The `Job` to plan, and its JSON serialization for another process."""
 
 import dataclasses
 import functools
@@ -27,10 +27,14 @@ FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
 class Job:
     """A training step and the hardware to plan it for. Functions must be importable from a module.
 
+        job = plan.Job(
+            "llama3.1-8b", "v5p-128", layout=sharding.Layout({"fsdp": -1, "tensor": 4}, sharding.FSDP_TP), sequence=8192
+        )
+
     Args:
       model: the name of a preset, a `Config` of a known family, or a function that builds the model.
-      target: the hardware, as `parse_target` reads it.
-      layout: how everything lies on the devices: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
+      target: the hardware, a name for `parse_target`.
+      layout: the layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
         with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
         default `FSDP` over all of them.
       per_device_batch_size: sequences per device in one step; a fraction where several devices share a sequence.
@@ -44,9 +48,9 @@ class Job:
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
       lora: a `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
-      base: what the frozen base is stored in: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
-        such as "int8" or "nf4" (QLoRA).
-      quantization: what the matmuls of training round, as `quantization.for_training` takes it, such as "fp8_block".
+      base: storage format of the frozen base: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
+          such as "int8" or "nf4" (QLoRA).
+      quantization: rules of `quantization.for_training`, such as "fp8_block".
       options: XLA compiler options, by name.
     """
 
@@ -76,7 +80,7 @@ class Job:
             raise ValueError(f"base={self.base!r} stores a frozen base, which only adapters have: give lora, too")
         if self.quantization is not None and self.lora is not None:
             raise ValueError(
-                "quantization is of training all weights: with lora, base says what the frozen ones are in"
+                "quantization applies to training all weights: with lora, set base to the format of the frozen ones"
             )
         if not isinstance(mesh := self.layout.mesh, MeshShape):  # only its sizes go to other devices
             object.__setattr__(self, "layout", sharding.Layout(dict(mesh.shape), self.layout.strategy))
@@ -98,7 +102,7 @@ class Job:
 
     @property
     def is_1f1b(self) -> bool:
-        """Tells whether a 1F1B pipeline computes the gradient."""
+        """Returns True if a 1F1B pipeline computes the gradient."""
         return isinstance(self.loss, OneFOneB)
 
     def build(self) -> Any:
@@ -153,7 +157,7 @@ class Job:
 
     @property
     def offloads(self) -> bool:
-        """Tells whether the job sends activations, moments or layers to the host's memory."""
+        """Returns True if the job offloads activations, moments or layers to host memory."""
         remat = nn.remat.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
         away = isinstance(remat, Mapping) and "offload" in remat.values()
         return away or any(isinstance(one, sharding.strategies.Offload) for one in self.layout.strategies)
@@ -167,7 +171,7 @@ class Job:
 
 
 def _stored(model: Any, base: str, dtype: str) -> Any:
-    """Returns the model with its matrices in the dtype or format `base`, and what no format stores in `dtype`."""
+    """Returns the model with its matrices in the dtype or format `base`, and all other weights in `dtype`."""
     if base in quantization.INFERENCE:
         return quantization.for_inference(nn.tree.cast(model, jnp.dtype(dtype)), base)
     if base not in ("float32", "bfloat16", "float16"):
@@ -179,7 +183,9 @@ def _stored(model: Any, base: str, dtype: str) -> Any:
 def _from_config(cfg: Any) -> Any:
     family = next((f for f in weights.families() if type(cfg) is f.config), None)
     if family is None:
-        raise ValueError(f"{type(cfg).__name__} is no Config of a known family; pass a function that builds the model")
+        raise ValueError(
+            f"{type(cfg).__name__} is not a Config of a known family; pass a function that builds the model"
+        )
     with nn.stack.skip_layer_check():  # a family's own layout; half the time of an estimate
         return family.model(cfg, rngs=nnx.Rngs(0))
 
@@ -258,13 +264,13 @@ def _decode(value: Any) -> Any:
     return _find(value["name"])
 
 
-# Beginnings of the names of options that the compiler for a platform does not know.
+# Prefixes of options that the compilers of other platforms do not know.
 _TPU = ("xla_tpu_", "xla_sc_")
 _FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
 
 
 def check_names(job: Job) -> None:
-    """Raises ValueError for a remat policy, attention, loss or option that the target does not have."""
+    """Raises ValueError for a remat policy, attention, loss or option that the target does not support."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
     job.loss_fn(remat=job.remat)

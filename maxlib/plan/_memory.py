@@ -26,12 +26,12 @@ class Memory:
       optimizer: the optimizer's state.
       batch: the inputs of a step.
       gradients: gradients of all trained parameters.
-      away: those gradients that are on the host during the backward pass, as their parameters are. They come back
-        while its last layer runs.
-      clipped: a copy that clipping makes of the largest gradient that was away.
+      away: gradients that are on the host during the backward pass, like their parameters. They are copied back while
+          its last layer runs.
+      clipped: clipping's copy of the largest gradient that was on the host.
       activations: activations that the backward pass keeps.
-      layer: further needs of the layer that is running.
-      loss: needs of the loss, when there are no gradients yet.
+      layer: temporary memory of the running layer.
+      loss: temporary memory of the loss, when there are no gradients yet.
       offloaded: activations on the host; part of no other number.
     """
 
@@ -48,12 +48,12 @@ class Memory:
 
     @property
     def arguments(self) -> float:
-        """Bytes that exist before the step begins."""
+        """Bytes of the step's arguments."""
         return self.parameters + self.optimizer + self.batch
 
     @property
     def temporaries(self) -> float:
-        """Bytes that the step needs at its worst moment."""
+        """Peak bytes of temporary arrays in the step."""
         # Either the update (all gradients are back), or, with all activations kept, the largest of: a layer's backward
         # pass, the loss, and the return of the gradients.
         back = self.gradients + self.clipped
@@ -129,11 +129,11 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     )
     weights = {x.shape for x in jax.tree.leaves((shapes, rest))}
     count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
-    remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps what enters a layer
+    remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
-    # Of the layer that runs backward the compiler keeps about half of what autodiff would: the rest is computed in
-    # passing. The layers of a period can be recomputed independently, and some are.
+    # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest. The
+    # layers of a period can be recomputed independently, and some are.
     stacks = [(g["num_layers"], g["period"]) for g in nn.tree.groupings(program.state.rest).values()] or [(1, 1)]
     layers, period = max(stacks)
     again = 0.0 if remat is None else 0.5 * all_ * min(period, _AT_ONCE) / layers

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
 from maxlib.observability._flops import flops_by_dtype
-from maxlib.ops._attention.chunked import choose_blocks
+from maxlib.ops._attention.chunked import chunked_tiles
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
 from maxlib.plan._targets import (
@@ -42,10 +42,10 @@ _ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A parameter of the model as the arithmetic uses it, whatever it is stored in.
+    """A parameter of the model as used in arithmetic, independent of its storage format.
 
     Args:
-      shape: the shape of all layers that are stored together.
+      shape: the shape, including the layer axis of stacked layers.
       axes: the names of its axes.
       trained: False if it is frozen.
     """
@@ -61,7 +61,7 @@ class Program:
 
     Args:
       job: the job that it was made from.
-      layout: the layout; on an abstract mesh where the devices cannot be described.
+      layout: the layout; on an abstract mesh if the devices cannot be described.
       model: the model as shapes.
       state: the training state as shapes.
       batch: the inputs as shapes.
@@ -70,7 +70,7 @@ class Program:
     """
 
     job: Job
-    layout: sharding.Layout  # on an abstract mesh where the devices cannot be described
+    layout: sharding.Layout  # on an abstract mesh if the devices cannot be described
     model: Any
     state: training.TrainState
     batch: dict[str, Any]
@@ -95,7 +95,7 @@ class Program:
         """Lowers the step for the layout's devices."""
         step = training.make_train_step(self.loss, self.optimizer)
         state = self.state
-        # Only now: what is counted from shapes is counted as if on a CPU. cuDNN cannot be compiled without a GPU.
+        # Only here: counts from shapes assume a CPU. cuDNN cannot be compiled without a GPU.
         without_gpu = OFFLINE if parse_target(self.job.target).platform == "cuda" else None
         if (attention := self.job.attention or without_gpu) is not None:
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
@@ -138,13 +138,13 @@ class Program:
         loss = self.job.loss_fn(remat=self.job.remat)
         loss = getattr(loss, "loss", loss)  # without its microbatches
         batch, key = self.job.batch_shapes(1), jax.eval_shape(lambda: jax.random.key(0))
-        # The trace asks for the kind of device, as some kinds multiply what others widen first.
+        # The trace needs the kind of device, because some kinds multiply narrow operands that others widen first.
         target = parse_target(self.job.target)
         device = AbstractDevice([*target.chip.prefixes, "cpu"][0], None, target.platform.replace("cuda", "gpu"))
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             step = lambda model, batch, key: jax.vjp(lambda model: loss(model, batch, key)[0], model)[1](jnp.float32(1))
-            found = flops_by_dtype(step, nn.with_attention(self.model, "chunked"), batch, key)  # cuDNN wants the device
+            found = flops_by_dtype(step, nn.with_attention(self.model, "chunked"), batch, key)  # cuDNN needs the device
         sums = {
             kind: sum(n for what, n in found.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
         }
@@ -158,7 +158,7 @@ class Program:
             nn.tree.summed_axes(self.plain),
             max((moe.router.top_k for moe in moes(self.plain)), default=0),
         )
-        # A token is multiplied with all of a matrix, or with the matrices of its experts.
+        # A token is multiplied by a whole matrix, or by the matrices of its experts.
         experts = lambda one: one.shape[one.axes.index("expert")] if "expert" in one.axes else top_k or 1
         frozen = [one for path, one in self.matrices.items() if path in multiply and not one.trained]
         active = sum(math.prod(one.shape) * (top_k or 1) / experts(one) for one in frozen)
@@ -262,14 +262,14 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
 
 
 def schedule_of(layout: sharding.Layout) -> Schedule:
-    """Returns the timetable of the layout's pipeline; that of a single stage without one."""
+    """Returns the schedule of the layout's pipeline; that of a single stage without a pipeline."""
     if (pipeline := layout.pipeline) is None:
         return Schedule(1, 1, 1)
     return Schedule(layout.mesh.shape[pipeline.axis], pipeline.microbatches, pipeline.repeats)
 
 
 def _check_pipeline(job: Job, schedule: Schedule) -> None:
-    """Raises ValueError when 1F1B has no pipeline, or microbatches are no multiple of the stages."""
+    """Raises ValueError when 1F1B has no pipeline, or microbatches are not a multiple of the stages."""
     stages, microbatches, repeats = schedule
     if job.is_1f1b and stages == 1:
         raise ValueError(
@@ -336,8 +336,8 @@ def causal_trips(text: str, platform: str = "cpu") -> float:
     if found is None:
         return 1.0
     # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
-    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
-    return (k.shape[1] / choose_blocks(q, k, 1.0, platform=platform).block_k + 1) / 2
+    q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in found.groups())
+    return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

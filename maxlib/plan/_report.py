@@ -1,4 +1,4 @@
-"""The result of a plan, as numbers and as a report."""
+"""The result of a plan, and its report."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The needs of a training step on a target; printed, it is a report. Sizes are bytes on one device.
+    """The memory and time of a training step on a target; prints as a report. Sizes are bytes on one device.
 
     Args:
       job: the training step.
@@ -38,7 +38,7 @@ class Plan:
       batch: bytes of the inputs.
       host: bytes that the host stores for the device, such as moments.
       gradients: bytes of gradients; part of `temporaries`.
-      temporaries: bytes of everything that exists only during the step.
+      temporaries: bytes of arrays that only exist during the step.
       code: bytes of machine code; None unless the compiler ran to its end.
       peak: bytes at the worst moment.
       analytic: the analytic memory model.
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the peak is within the device's memory."""
+        """Returns True if the peak fits in the device's memory."""
         return self.peak <= self.target.chip.memory
 
     @property
@@ -139,7 +139,7 @@ _FILL = "A larger batch per chip or a lighter remat would use the rest, and rais
 
 
 def verdict(plan: Plan) -> str:
-    """Returns a sentence that says whether the plan fits, and if not, by how much and what would help."""
+    """Returns a sentence about whether the plan fits, and if not, by how much and what would help."""
     spare = plan.target.chip.memory - plan.peak
     if plan.fits:
         fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"
@@ -180,7 +180,7 @@ def _work(plan: Plan) -> list[Any]:
 
 
 def _excess(plan: Plan) -> list[str]:
-    """Returns a warning that names the costliest instructions where the program computes far more than the model."""
+    """Returns a warning that lists the most expensive instructions if the program computes far more than the model."""
     if (factor := plan.flops_factor) is None or factor <= EXCESS:
         return []
     total = plan.costs.flops if plan.costs else 1.0

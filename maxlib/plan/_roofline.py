@@ -1,4 +1,4 @@
-"""A roofline model: the least time of a step, from its arithmetic, memory traffic and communication."""
+"""A roofline model: the minimum time of a step from its arithmetic, memory traffic and communication."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class Estimate:
       network: seconds of collectives.
       host: seconds of copies to and from the host.
       seconds: the step if all of these overlap perfectly: their maximum.
-      serial: the step if network and host overlap with nothing: max(compute, memory) + network + host.
+      serial: the step if network and host copies do not overlap: max(compute, memory) + network + host.
       tokens_per_second: tokens of the global batch by `seconds`.
       mfu: model FLOPs utilization by `seconds`.
       mfu_serial: model FLOPs utilization by `serial`.
@@ -93,8 +93,8 @@ def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float
     parts = math.prod(mesh[axis] for axis in axes) or 1
     if parts == 1:
         return 0.0
-    # Around a ring of n devices an all-gather or reduce-scatter moves (n - 1) / n of the whole past each device; an
-    # all-reduce is both in turn.
+    # In a ring of n devices, an all-gather or reduce-scatter sends (n - 1) / n of the array through each device; an
+    # all-reduce is both in sequence.
     share = one.bytes * (parts - 1) / parts
     moved = {"all-reduce": 2 * share, "collective-permute": one.bytes}.get(one.kind, share)
     # A group over several axes uses the links of all of them, unless one of them crosses the slower network.
@@ -142,7 +142,7 @@ def _within_host(mesh: Any, number: int, group: int) -> int:
 def _gpu_links(members: int, degree: int, chip: Chip) -> float:
     """Returns bytes per second of a group of GPUs: NVLink within a host, else the network."""
     # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
-    inside = chip.links or chip.host  # without NVLink they meet over PCIe
+    inside = chip.links or chip.host  # without NVLink, PCIe
     return inside if members == degree else min(inside, members * chip.across)
 
 

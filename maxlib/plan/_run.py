@@ -1,4 +1,4 @@
-"""Runs the compiler in a process of its own, and reads the files that it writes."""
+"""Runs the compiler in a separate process and reads its files."""
 
 import builtins
 import dataclasses
@@ -19,7 +19,7 @@ from maxlib.plan._job import MARK, Job, to_json
 from maxlib.plan._loops import Trips
 from maxlib.plan._targets import parse_target
 
-# Written when buffers are assigned, before the machine code is made, which takes most of the time.
+# Written when buffers are assigned, before generating machine code, which takes most of the time.
 _ASSIGNED = {
     "tpu": "*jit_step*.after_optimizations_after_buffer_assignment.txt",
     "cuda": "*jit_step*after_optimizations-memory-usage-report.txt",
@@ -68,9 +68,9 @@ def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout
 
     Args:
       job: the training step and its target.
-      full: also make the machine code.
+      full: True also generates machine code.
       keep: an empty folder for the compiler's files.
-      timeout: seconds that the process may take.
+      timeout: time limit of the process in seconds.
 
     Raises:
       ValueError: when `keep` is not empty.

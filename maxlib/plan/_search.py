@@ -29,7 +29,7 @@ SLACK = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The layouts that a search tried; printed, it is a table.
+    """The layouts that a search tried; prints as a table.
 
     Args:
       plans: compiled plans, the best first, then those that were only estimated.
@@ -76,7 +76,7 @@ class Search:
     __repr__ = __str__
 
     def _reasons(self) -> str:
-        """Returns a line for each reason, with the first layout that it refused."""
+        """Returns a line for each reason, with the first layout that was refused for it."""
         first = {why: words for words, why in reversed(self.refused)}
         return "".join(f"refused: {words}: {why}\n" for why, words in reversed(first.items()))
 
@@ -94,15 +94,15 @@ def search(
     """Estimates every combination of layout, remat and batch, and compiles the most promising that may fit.
 
     Args:
-      job: what all of them share; its own layout, remat and batch are not tried.
+      job: the common settings; its own layout, remat and batch are not tried.
       layouts: the layouts to try; by default FSDP with tensor parallelism up to 16 or, for experts, expert parallelism
-        up to 128, and the job's `dcn`. If the devices do not divide a width, such as an image tower's, fewer of them
-        split the parameters, and `data` is more than one.
+        up to 128, and the job's `dcn`. If the devices do not divide a width, such as an image tower's, the parameters
+        are split over fewer of them, and `data` is greater than one.
       remats: remat policies to try.
       batches: sequences per device to try.
       compile: number of estimates to compile.
       workers: number of compilers that run at once; by default half of the processors.
-      timeout: seconds that one compiler may take.
+      timeout: time limit of one compiler in seconds.
 
     Raises:
       ValueError: when no layout can be planned.

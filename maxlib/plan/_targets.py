@@ -34,9 +34,10 @@ class Target:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """The dimensions of a TPU topology that close to a ring: all, of whole 4x4x4 cubes; in 2-D those of 16.
+        """Returns which dimensions of a TPU topology wrap around: all dimensions of whole 4x4x4 cubes; in 2-D those of
+        size 16.
 
-        The compiler must be told: over three dimensions it all-gathers on rings only, and uses all-reduces otherwise.
+        The compiler needs this: over three dimensions it only uses all-gathers on rings, and all-reduces otherwise.
         """
         sides = [int(side) for side in (self.topology or "").partition(":")[2].split("x") if side]
         cubes = all(side % 4 == 0 for side in sides)
@@ -212,7 +213,7 @@ INSTALL_TPU_COMPILER = 'pip install "maxlib[tpu]" (Linux, x86; no TPU is needed)
 
 
 def has_gpu_compiler() -> bool:
-    """Tells whether jax's CUDA plugin is installed; it compiles without a GPU."""
+    """Returns True if jax's CUDA plugin is installed, which can compile without a GPU."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
 
 

@@ -1,4 +1,4 @@
-"""Post-training: losses of preferences, policies and distillation, and what prepares their batches.
+"""Post-training: losses of preferences, policies and distillation, and helpers to prepare their batches.
 
 Formulas are functions of arrays (`advantages`, `policies`, `preferences`); `preference_loss`, `kto_loss`,
 `policy_loss`, `distillation_loss` and `dft_loss` make training losses of them for `training.make_train_step` and

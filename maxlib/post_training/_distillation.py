@@ -17,7 +17,7 @@ from maxlib.training._objectives.objective import run
 
 
 def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: float, **options: Any) -> Batch:
-    """Returns a batch with the teacher, if there is one beside the student, and its hidden states."""
+    """Returns a batch with the teacher, if there is one, and its hidden states."""
     if teacher is None:
         return batch
     teacher = jax.lax.stop_gradient(teacher)
@@ -40,18 +40,18 @@ def distillation_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes the divergence of the student from the teacher at every target, summed, in nats.
 
-    Called as `distillation_loss(model, batch, key, *, teacher, dtype, remat, **options)`. The gradient is not
+    Call it as `distillation_loss(model, batch, key, *, teacher, dtype, remat, **options)`. The gradient is not
     multiplied by the squared temperature. Metrics: `divergence`, and with `hard` also `nll` and `accuracy`. For
-    on-policy distillation give batches of the student's own completions.
+    on-policy distillation pass batches of the student's own completions.
 
     Args:
         head: The student.
         hidden: Its last hidden states.
-        batch: `tokens`, `targets` (-1: not learned), and `teacher_ids`, `teacher_log_probs` (`B T K`, at the same
-            temperature: `add_teacher`) if there is no teacher beside the student.
-        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between as in `ops.divergence`.
+        batch: `tokens`, `targets` (-1: not learned), and without a teacher model `teacher_ids`, `teacher_log_probs` (`B
+            T K`, at the same temperature: `add_teacher`).
+        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher); values in between as in `ops.divergence`.
         temperature: Divisor of both models' logits.
-        hard: Weight of the cross-entropy of the targets, to which the divergence is added with `1 - hard`.
+        hard: Weight of the cross-entropy of the targets; the divergence has the weight `1 - hard`.
         tail: For stored targets, see `top_k_divergence`.
 
     Raises:
@@ -68,7 +68,8 @@ def distillation_loss(
         losses = top_k_divergence(ours, batch["teacher_log_probs"], beta=beta, tail=tail)
     else:
         raise ValueError(
-            "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its likeliest tokens in "
+            "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its most likely "
+            "tokens in "
             "the batch (add_teacher)"
         )
     total = jnp.sum(jnp.where(mask, losses, 0))

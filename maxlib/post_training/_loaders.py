@@ -1,4 +1,4 @@
-"""Loaders around loaders: batches with what a frozen model says of them, computed once for each."""
+"""Loaders that add a frozen model's outputs to the batches of another loader, computed once per batch."""
 
 import contextlib
 from collections.abc import Callable
@@ -36,12 +36,12 @@ class Scored:
             return self._compiled(self.model, batch)
 
     def follow(self, sharding: Any) -> None:
-        """Lets the loader inside hand out the rows that this process's devices hold."""
+        """Passes the sharding on to the inner loader."""
         if isinstance(self.loader, Follows):
             self.loader.follow(sharding)
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the counts of the loader inside."""
+        """Returns the counts of the inner loader."""
         return dict(reported(self.loader))
 
 
@@ -53,14 +53,14 @@ def add_reference(
     temperature: float = 1.0,
     dtype: Any = jnp.bfloat16,
 ) -> Scored:
-    """Adds the log-probabilities under a frozen model to every batch, as `reference_log_probs` beside `targets`.
+    """Adds the log-probabilities under a frozen model to every batch, as `reference_log_probs` next to `targets`.
 
     Args:
         loader: Batches with `tokens` and `targets`, also nested, such as `chosen` and `rejected`.
         model: The reference.
-        layout: Layout of the model and the batches, as the Trainer's.
+        layout: Layout of the model and the batches, as in `Trainer`.
         temperature: As in the loss.
-        dtype: As in the loss: a reference in another precision is not the policy at step 0.
+        dtype: As in the loss; with another precision the reference differs from the policy at step 0.
     """
     score = lambda model, part: log_probs(model, part, temperature=temperature, dtype=dtype).log_prob
     return Scored(loader, model, layout, lambda *args: {"reference_log_probs": score(*args)})
@@ -75,7 +75,7 @@ def add_teacher(
     temperature: float = 1.0,
     dtype: Any = jnp.bfloat16,
 ) -> Scored:
-    """Adds a teacher's k likeliest tokens at every place, as `teacher_ids` and `teacher_log_probs`, `B T K`.
+    """Adds a teacher's k most likely tokens at every position, as `teacher_ids` and `teacher_log_probs`, `B T K`.
 
     Args:
         loader: Batches with `tokens`.

@@ -1,4 +1,4 @@
-"""Models beside the one that is trained, references and teachers, and losses that compare with them."""
+"""Frozen reference and teacher models, and losses that compare with them."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -14,29 +14,29 @@ from maxlib.training._objectives.objective import Batch, run
 
 
 class WithFrozen(nn.tree.HasFrozen):
-    """A model that is trained, and one beside it that is not: the reference of preferences and policies, or a teacher.
+    """A trained model together with a frozen one: the reference of preferences and policies, or a teacher.
 
-    A `Trainer` and `make_state` leave the frozen model out by themselves: it has no gradients, no moments and no weight
-    decay. A filter of your own decides for both: begin its patterns with "trained.".
+    A `Trainer` and `make_state` exclude the frozen model automatically: it has no gradients, moments or weight decay.
+    Your own filter decides for both models: begin its patterns with "trained.".
 
     Args:
         trained: The model to train.
-        frozen: The other one, of any architecture; `trained` itself stands for the model as it is now.
+        frozen: The other model, of any architecture; pass `trained` itself for its current state.
     """
 
     frozen_parts = ("frozen",)
 
     def __init__(self, trained: Any, frozen: Any):
-        # Variables of its own (their arrays may be shared): what is trained never changes what is frozen.
+        # Separate variables (arrays may be shared), so that training never changes the frozen model.
         self.trained, self.frozen = trained, jax.tree.map(lambda x: x, frozen)
 
 
 class ComparedObjective(Objective):
     """A training loss that compares the model with a second one, such as a reference or a teacher.
 
-    Called as `loss(model, batch, key, *, reference, dtype, remat, **options)`, if `option` is "reference". The second
-    model is `reference(model)`, such as `adapters.base_model`, or that of `WithFrozen`; or its outputs are in
-    the batch.
+    Call it as `loss(model, batch, key, *, reference, dtype, remat, **options)`, if `option` is "reference". The second
+    model is `reference(model)`, such as `adapters.base_model`, or the frozen model of `WithFrozen`; or its outputs are
+    in the batch.
 
     Args:
         from_hidden: As for `Objective`.
@@ -71,7 +71,7 @@ class ComparedObjective(Objective):
 
 
 def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
-    """Returns the model to train and the other one, None if there is none."""
+    """Returns the model to train and the frozen one; None if there is none."""
     if other is not None and (not callable(other) or nn.variables(other)):
         raise TypeError(
             f"{option} must be a function from the trained model to the other one, such as adapters.base_model, got "
@@ -91,12 +91,12 @@ def log_probs(
     dtype: Any = jnp.bfloat16,
     remat: nn.remat.Policy = None,
 ) -> nn.TokenLogProbs:
-    """Computes the log-probabilities of a batch's targets, without making all logits.
+    """Computes the log-probabilities of a batch's targets, without storing all logits.
 
     Args:
-        model: Any model of the contract.
-        batch: `tokens` and `targets` (-1: not scored), and what else the model reads.
-        temperature: Divisor of the logits; policies take that of their sampler.
+        model: Any `nn.Model`.
+        batch: `tokens` and `targets` (-1: not scored), and other inputs of the model.
+        temperature: Divisor of the logits; for a policy, the temperature of its sampler.
         entropy: True computes entropies too.
         dtype: Dtype of the computation.
         remat: What layers keep for a backward pass.
@@ -109,7 +109,7 @@ def log_probs(
 
 
 def scores(head: Any, hidden: Float[Array, "B T D"], targets: Any, **options: Any) -> nn.TokenLogProbs:
-    """Computes what a head says of targets."""
+    """Computes a head's log-probabilities of targets."""
     return nn.token_log_probs(hidden, head.head_weight(), targets, softcap=head.softcap, **options)
 
 

@@ -44,30 +44,30 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes the loss of sampled completions with advantages; they may be packed.
 
-    Called as `policy_loss(model, batch, key, *, reference, dtype, remat, **options)`. All terms have the weights of
-    `mean`, so that microbatches, devices and packing give what the whole batch gives; so have the metrics: `entropy`,
-    `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` where they exist. The
-    value of the loss says little: that of one on-policy step is 0.
+    Call it as `policy_loss(model, batch, key, *, reference, dtype, remat, **options)`. All terms and metrics are
+    weighted by `mean`, so results do not depend on microbatches, devices and packing. Metrics: `entropy`, `ratio`,
+    `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if they exist. The value of the
+    loss itself is not informative: for an on-policy step it is 0.
 
     Args:
         head: The model.
         hidden: Its last hidden states.
         batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row:
             with several the loss is NaN);
-            `old_log_probs`, those under the policy that sampled: for every step after the first on the same
-            completions, or else ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
-            `sampler_log_probs`, those that another engine reported, for a correction; `sampler`, what drew them.
+            `old_log_probs`, log-probabilities under the sampling policy: required for every step after the first on the
+            same completions, otherwise ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
+            `sampler_log_probs`, reported by another engine, for a correction; `sampler`, the sampler.
         surrogate: `Clip` or `CISPO`.
-        ratio: What ρ is taken over: "token", "sequence", "sequence_token" or "sequence_sum" (`policy_ratio`).
-        mean: How losses of tokens are averaged (`mean_weights`).
+        ratio: Unit of ρ: "token", "sequence", "sequence_token" or "sequence_sum" (`policy_ratio`).
+        mean: Average over token losses (`mean_weights`).
         kl_term: Divergence from the reference as a part of the loss.
-        entropy: Factor of the entropy, which is subtracted.
-        correction: Weights for a sampler that computes other probabilities.
-        temperature: Of the sampler.
+        entropy: Factor of the entropy bonus.
+        correction: Importance weights for a sampler with different probabilities.
+        temperature: Temperature of the sampler.
 
     Raises:
-        ValueError: when the batch lacks what an option needs, or its `sampler` has another temperature, or filters;
-            outside `jit` also for advantages of `B` where a row holds several completions.
+        ValueError: when the batch lacks inputs of an option, or its `sampler` has another temperature, or filters;
+            outside `jit` also for advantages of shape `B` if a row has several completions.
     """
     if "sampler" in batch:
         check_scored(batch["sampler"], temperature)
@@ -84,7 +84,7 @@ def policy_loss(
     rho = policy_ratio(scored.log_prob, batch.get("old_log_probs"), mask, segment_ids, by=ratio)
     losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
     weights, count = mean_weights(mask, segment_ids, by=mean)
-    # Metrics are means whose weights add up to the count; those of a fixed length do not.
+    # Metrics are means whose weights sum to the count, unlike the weights of a fixed length.
     even = mean_weights(mask, segment_ids)[0] if isinstance(mean, FixedLengthMean) else weights
     total = lambda weights, x: jnp.sum(weights * jnp.where(mask, x, 0))
     sums = {name: total(even, value) for name, value in metrics.items()}
@@ -102,7 +102,7 @@ def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correct
         trained = batch.get("old_log_probs", jax.lax.stop_gradient(log_prob))
         weight = correction(trained, batch["sampler_log_probs"], mask, batch.get("segment_ids"))
         losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
-    if kl_term is not None:  # not times the sampler's weight
+    if kl_term is not None:  # not multiplied by the sampler's weight
         reference = jnp.where(mask, batch["reference_log_probs"], 0)
         divergence = kl_term(log_prob, reference, rho)
         losses, metrics = losses + kl_term.beta * divergence, metrics | {"kl": divergence}
@@ -110,8 +110,8 @@ def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correct
 
 
 def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Array:
-    """Gives every token its completion's advantage; one number for a row with several completions is an error, inside
-    `jit` a NaN.
+    """Broadcasts each completion's advantage to its tokens; one number for a row with several completions is an error,
+    or NaN inside `jit`.
     """
     if advantages.ndim > 1:
         return advantages
@@ -128,9 +128,13 @@ def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Arra
 
 
 grpo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean="sequence")
-"""GRPO (arXiv:2402.03300). Its mean prefers long answers among wrong ones."""
+"""GRPO (arXiv:2402.03300). Its mean favors long answers among wrong ones.
+
+    loss = functools.partial(post_training.grpo, temperature=1.0)
+    trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
+"""
 dapo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.28), mean="token")
-"""DAPO (arXiv:2503.14476): clips higher, and averages over the tokens of the whole batch."""
+"""DAPO (arXiv:2503.14476): a higher upper clip, and an average over all tokens of the batch."""
 gspo = functools.partial(policy_loss, surrogate=Clip(3e-4, 4e-4), ratio="sequence", mean="sequence")
 """GSPO (arXiv:2507.18071): one ratio for each sequence."""
 cispo = functools.partial(policy_loss, surrogate=CISPO(5.0), mean="token")
@@ -149,13 +153,13 @@ def dr_grpo(length: int) -> functools.partial:
 
 
 def check_sampler(loss: Any, sampler: Sampler) -> None:
-    """Checks that `loss` scores tokens by the distribution that `sampler` draws them from, before a run.
+    """Checks before a run that `loss` scores tokens under the distribution from which `sampler` draws them.
 
-    The loss does so by itself where the batch has the `sampler` (`completion_batch`).
+    The loss checks it too if the batch has the `sampler` (`completion_batch`).
 
     Args:
-        loss: A policy loss, with `functools.partial` and other losses around it.
-        sampler: What draws completions.
+        loss: A policy loss, possibly wrapped in `functools.partial` and other losses.
+        sampler: The sampler of completions.
 
     Raises:
         ValueError: when temperatures differ, or the sampler filters tokens: it draws from a truncated distribution, and
@@ -164,5 +168,5 @@ def check_sampler(loss: Any, sampler: Sampler) -> None:
     """
     inner, options = unwrap(loss)
     if not isinstance(inner, Objective):
-        raise TypeError(f"check_sampler needs a policy loss, {inner!r} does not show what it gives to one")
+        raise TypeError(f"check_sampler needs a policy loss, but the options of {inner!r} are not visible")
     check_scored(sampler, options.get("temperature", 1.0))

@@ -20,7 +20,7 @@ from maxlib.training._objectives.objective import Quotient
 
 
 def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
-    """Returns a batch with what the reference says of it, if there is one beside the model."""
+    """Returns a batch with the reference's log-probabilities, if there is a reference model."""
     batch = interleaved(batch) if "chosen" in batch else batch
     if "mismatched" in batch:
         batch = _with_divergence(model, frozen, batch, **options)
@@ -33,17 +33,20 @@ referenced = functools.partial(ComparedObjective, option="reference", compare=_c
 def interleaved(batch: Batch) -> Batch:
     """Joins chosen and rejected rows, `B ...` each, to `2B ...` with the two rows of a pair next to each other.
 
-    Rows that are spread over devices stay where they are.
+    Rows do not move between devices.
     """
     chosen, rejected = batch["chosen"], batch["rejected"]
-    if chosen.keys() != rejected.keys() or chosen["tokens"].shape != rejected["tokens"].shape:
-        shapes = [{name: x.shape for name, x in half.items()} for half in (chosen, rejected)]
+    shapes = [
+        {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (chosen, rejected))
+    ]
+    if shapes[0] != shapes[1]:
         raise ValueError(
             f"chosen and rejected must have the same arrays of the same shapes, got {shapes[0]} and {shapes[1]}"
         )
     # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
     join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
-    joined = {name: join(chosen[name], rejected[name]) for name in chosen}
+    joined = jax.tree.map(join, chosen, rejected)
     return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
@@ -58,23 +61,26 @@ def preference_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes a preference loss, summed over pairs.
 
-    Called as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Pairs may be packed:
+    Call it as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Pairs may be packed:
     segments of the same number in both halves belong together. Metrics: `rewards/chosen`, `rewards/rejected`,
     `rewards/margins`, `rewards/accuracies`, `logps/chosen`, `logps/rejected`, and `nll` if the loss has it.
 
     The likelihood of ORPO and `ChosenNLL` is a mean over tokens of the (micro)batch, as TRL computes it; all other
     terms are exact over any number of microbatches.
 
+        loss = functools.partial(post_training.preference_loss, kind=DPO(0.1), reference=adapters.base_model)
+        trainer = training.Trainer(tuned, optimizer=training.adamw(1e-5), loader=loader, loss=loss)
+
     Args:
         head: The model.
         hidden: Its last hidden states.
         batch: Pairs in one of the forms above: `tokens`, `targets` (-1 outside of completions), and
-            `reference_log_probs`, if nothing else says what the reference is.
+            `reference_log_probs`, unless there is a reference model.
         kind: The loss of pairs.
         temperature: Divisor of the logits.
 
     Raises:
-        ValueError: when `kind` needs a reference and there is none, or nothing in the batch says what a pair is.
+        ValueError: when `kind` needs a reference and there is none, or the batch does not define pairs.
     """
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
@@ -107,11 +113,13 @@ def preference_loss(
 
 
 def _check_pairs(batch: Batch) -> None:
-    """Raises ValueError if nothing in the batch says what a pair is."""
+    """Raises ValueError if the batch does not define pairs."""
     if "interleaved" not in batch and "segment_ids" not in batch:
         raise ValueError(
-            f"preference_loss finds no pair in a batch of {sorted(batch)}: give it {{'chosen': {{...}}, 'rejected': {{...}}}} with "
-            "the rows of each (rows of both stacked in one array must be divided), or 'segment_ids' with the answers of a pair "
+            f"preference_loss finds no pairs in a batch of {sorted(batch)}: pass "
+            f"{{'chosen': {{...}}, 'rejected': {{...}}}} with "
+            "the rows of each (split rows of both that are stacked in one array), or 'segment_ids' with the answers of "
+            "a pair "
             "as consecutive segments of a row"
         )
 
@@ -122,7 +130,7 @@ def kto_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes KTO, summed over answers that are desirable or not; answers may be packed.
 
-    Called as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
+    Call it as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
     `kl` (z), `rewards/desirable` and `rewards/undesirable`, means over their kind alone, and `desirable`, the share of
     that kind.
 
@@ -131,8 +139,8 @@ def kto_loss(
         hidden: Its last hidden states.
         batch: `tokens`, `targets`, `desirable` (`B`, or `B T` for packed rows), `reference_log_probs` as for
             `preference_loss`, and either `mismatched`, a nested batch of prompts with answers to other prompts (and its
-            `reference_log_probs`), or `kl_baseline` by row, `B`, z computed before: microbatches then give what the
-            whole batch gives.
+            `reference_log_probs`), or `kl_baseline` by row, `B`, a precomputed z: then results do not depend on
+            microbatches.
         kind: β and the weights of desirable and undesirable answers.
         temperature: Divisor of the logits.
 
@@ -143,7 +151,8 @@ def kto_loss(
         raise ValueError(no_reference("KTO"))
     if "kl_baseline" not in batch:
         raise ValueError(
-            "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['kl_baseline'], the divergence "
+            "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['kl_baseline'], the "
+            "divergence "
             "from the reference that was estimated on them"
         )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
@@ -151,7 +160,7 @@ def kto_loss(
     ratio = segment_sums(jnp.where(mask, scored - batch["reference_log_probs"], 0), segment_ids)  # B S
     counts = token_counts(mask, segment_ids)
     desirable = batch["desirable"][:, None] if batch["desirable"].ndim == 1 else batch["desirable"]
-    # [B, T] -> [B, S]: an answer is desirable if its tokens say so.
+    # [B, T] -> [B, S]: an answer is desirable if its tokens are marked so.
     desirable = segment_sums(jnp.where(mask, desirable, 0).astype(jnp.float32), segment_ids) > counts / 2
     is_answer = is_filled(counts)
     losses = kind(ratio, desirable, batch["kl_baseline"][:, None])

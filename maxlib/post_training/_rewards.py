@@ -1,4 +1,4 @@
-"""Rewards in processes of their own, each with a deadline: what goes wrong is counted, and is never a score."""
+"""Rewards computed in separate processes with a timeout; failures are counted and never become scores."""
 
 import collections
 import contextlib
@@ -20,13 +20,13 @@ class RewardPool(contextlib.AbstractContextManager):
     """Processes that score completions.
 
     A reward is a function of one item, such as a dict of a document and a completion, that returns a number, or None
-    for "not scored". One that takes longer than `timeout`, raises, ends its process, or returns no finite number leaves
-    NaN and adds to a count. Functions and items are pickled, so functions must be importable from a module.
+    for "not scored". A call that exceeds `timeout`, raises, crashes its process, or returns no finite number gives NaN
+    and increments a count. Functions and items are pickled, so functions must be importable from a module.
 
     Args:
         rewards: A reward, or several.
         processes: Number of processes.
-        timeout: Seconds that one reward may take for one item.
+        timeout: Time limit in seconds of one reward for one item.
     """
 
     def __init__(self, rewards: Reward | Sequence[Reward], *, processes: int = 4, timeout: float = 10.0):
@@ -38,7 +38,7 @@ class RewardPool(contextlib.AbstractContextManager):
         self._workers = [TimedProcess(score) for _ in range(processes)]
 
     def __call__(self, items: Sequence[Any]) -> Float[np.ndarray, "N K"]:
-        """Scores N items with K rewards; NaN where an item was not scored."""
+        """Scores N items with K rewards; NaN for items that were not scored."""
         scores = np.full((len(items), len(self.rewards)), np.nan)
         waiting = list(np.ndindex(scores.shape))[::-1]
         while waiting or any(worker.job for worker in self._workers):

@@ -1,4 +1,4 @@
-"""From rewards to advantages, on the host: N prompts, G completions of each, K rewards; NaN where none was given."""
+"""Advantages from rewards, on the host: N prompts, G completions of each, K rewards; NaN for missing rewards."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from jaxtyping import Float
 
 from maxlib._utils.choices import check_choice
 
-EPSILON = 1e-4  # beside the standard deviation
+EPSILON = 1e-4  # added to the standard deviation
 Rewards = Any  # an array or nested lists
 Advantages = Float[np.ndarray, "N G"]
 
 
 def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch"] | None = "group") -> Advantages:
-    """Computes how much better each completion is than the mean of its group (GRPO, arXiv:2402.03300).
+    """Computes each completion's advantage over the mean of its group (GRPO, arXiv:2402.03300).
 
     Args:
         rewards: One reward per completion, `N G`, NaN where there is none.
-        scale: Standard deviation to divide by, with `n - 1`: that of the "group", that of the whole "batch", or None
-            (Dr. GRPO, arXiv:2503.20783).
+        scale: Standard deviation (with `n - 1`) by which to divide: "group", "batch", or None for no scaling (Dr. GRPO,
+            arXiv:2503.20783).
 
     Returns:
-        The advantages: 0 for completions without a reward, and for all of a group whose rewards are equal.
+        The advantages: 0 for completions without a reward, and for groups with equal rewards.
 
     Raises:
         ValueError: when groups have a single completion, which is its own mean.
@@ -55,10 +55,10 @@ def leave_one_out(rewards: Rewards, *, normalize: bool = False) -> Advantages:
 
 
 def combine_rewards(rewards: Rewards, weights: Sequence[float] | None = None) -> Float[np.ndarray, "N G"]:
-    """Sums several rewards with weights; a completion that none of them scored stays NaN.
+    """Sums several rewards with weights; a completion without any score stays NaN.
 
     Args:
-        rewards: K rewards per completion, `N G K`; NaN counts as 0 beside others.
+        rewards: K rewards per completion, `N G K`; NaN counts as 0 if others are present.
         weights: Factor of each, 1 by default.
     """
     rewards = np.asarray(rewards, np.float64)
@@ -85,12 +85,12 @@ def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = Non
 
 
 def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: float) -> np.ndarray:
-    """Subtracts `beta * Σ mask (old - reference)` from the rewards: how RLOO stays near the reference.
+    """Subtracts `beta * Σ mask (old - reference)` from the rewards, RLOO's penalty for leaving the reference.
 
     Args:
         rewards: One reward per completion, of any shape.
         old: Log-probabilities under the sampling policy, with a last axis of tokens.
-        reference: Those under the reference.
+        reference: Log-probabilities under the reference.
         mask: True for the completion's tokens.
         beta: Factor of the divergence.
     """
@@ -99,18 +99,21 @@ def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: flo
 
 
 def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
-    """Computes what overlong completions lose (DAPO, arXiv:2503.14476): 0 up to `longest - buffer`, 1 at `longest`.
+    """Computes the penalty of overlong completions (DAPO, arXiv:2503.14476): 0 up to `longest - buffer`, 1 at
+    `longest`.
 
     Args:
         lengths: Numbers of tokens.
-        longest: Largest length allowed.
+        longest: Maximum length.
         buffer: Number of tokens over which the penalty grows.
     """
     return np.maximum(0.0, (np.asarray(lengths) - (longest - buffer)) / buffer)
 
 
 def has_spread(rewards: Rewards) -> np.ndarray:
-    """Tells for each group whether its rewards differ: others have no gradient, and DAPO replaces them."""
+    """Returns, for each group, whether its rewards differ; groups with equal rewards give no gradient, and DAPO
+    replaces them.
+    """
     return _moments(np.asarray(rewards, np.float64))[1][:, 0] > 1e-8
 
 
@@ -139,7 +142,7 @@ def _checked(rewards: Any) -> np.ndarray:
 
 
 def _finished(advantages: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Sets the advantages of unscored completions to 0; warns if no group can teach anything."""
+    """Sets the advantages of unscored completions to 0; warns if no group gives a gradient."""
     if not has_spread(rewards).any():
         warnings.warn(
             "all rewards of each group are equal, so all advantages are 0 and nothing is learned; `reward_metrics` has the share "
@@ -150,7 +153,7 @@ def _finished(advantages: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 
 
 def _moments(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes mean and standard deviation (with `n - 1`) of what was scored in each row, `N 1`; 0 for nothing."""
+    """Computes mean and standard deviation (with `n - 1`) of the scores in each row, `N 1`; 0 if there are none."""
     scored = ~np.isnan(rewards)
     count = scored.sum(1, keepdims=True)
     mean = np.where(scored, rewards, 0).sum(1, keepdims=True) / np.maximum(count, 1)

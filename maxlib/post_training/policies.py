@@ -1,4 +1,4 @@
-"""Policy losses on arrays. Shapes: B rows, T tokens; what concerns sequences runs over the segments of packed rows.
+"""Policy losses on arrays. Shapes: B rows, T tokens; sequences are the segments of packed rows.
 
 Notation: ℓ is the log-probability of a sampled token at the sampler's temperature, A its advantage, ρ the ratio of the
 policy to the one that sampled, m the mask of completion tokens.
@@ -55,7 +55,7 @@ class CISPO:
     """-sg(min(ρ, limit)) A ℓ (MiniMax-M1, arXiv:2506.13585): every token keeps a gradient.
 
     Args:
-        limit: The largest ρ itself, not its distance from 1.
+        limit: The maximum of ρ itself, not its distance from 1.
     """
 
     limit: float = 5.0
@@ -68,11 +68,11 @@ class CISPO:
 
 @dataclasses.dataclass(frozen=True)
 class KL:
-    """Divergence from the reference as a term of the loss, by token, with d = log p_reference - ℓ.
+    """Divergence from the reference as a term of the loss, per token, with d = log p_reference - ℓ.
 
-    As differentiated losses on samples of the policy π, "k3" (e^d - d - 1) has the gradient of KL(reference ‖ π), while
-    "k2" (d²/2) and "corrected" (ρ times k3) have that of KL(π ‖ reference). The plain -d (k1) has none in expectation,
-    so it is no choice here; as a part of the reward it is right (`advantages.kl_penalized`).
+    Differentiated on samples of the policy π, "k3" (e^d - d - 1) has the gradient of KL(reference ‖ π), while "k2"
+    (d²/2) and "corrected" (ρ times k3) have the gradient of KL(π ‖ reference). The plain -d (k1) has no gradient in
+    expectation, so it is not available here; use it as a part of the reward (`advantages.kl_penalized`).
 
     Args:
         beta: Factor of the term.
@@ -101,11 +101,12 @@ def policy_ratio(
 
     Args:
         log_prob: Log-probabilities under the policy.
-        old: Those under the policy that sampled; None if it is the same, where ρ is 1 with a gradient.
+        old: Log-probabilities under the sampling policy; None if it is the same policy; then ρ is 1 but has a gradient.
         mask: True for tokens of completions.
         segment_ids: Sequences of packed rows, or None.
         by: "token"; "sequence", the geometric mean over the sequence (GSPO, arXiv:2507.18071); "sequence_token", the
-            same with a gradient of each token's own (GSPO-token); "sequence_sum", the product over it (RLOO).
+            same with separate gradients for each token (GSPO-token); "sequence_sum", the product over the sequence
+            (RLOO).
 
     Returns:
         ρ, equal for all tokens of a sequence unless `by` is "token".
@@ -125,7 +126,7 @@ def policy_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """Weights for tokens of a sampler whose probabilities differ from the trainer's, such as another engine's.
+    """Importance weights for tokens of a sampler whose probabilities differ from the trainer's, such as another engine.
 
     Args:
         by: Ratio of each "token", or of the whole "sequence" (the product over its tokens).
@@ -144,11 +145,11 @@ class Correction:
         check_choice("outside", self.outside, ("clip", "zero"))
 
     def __call__(self, trained: Tokens, sampler: Tokens, mask: Bool[Array, "B T"], segment_ids: Segments) -> Tokens:
-        """Computes the constant weight of each token; a log-probability that is NaN counts as equal.
+        """Computes the constant weight of each token; a NaN log-probability counts as equal.
 
         Args:
             trained: Log-probabilities under the trainer's program and the weights that sampled.
-            sampler: Those that the sampler reported.
+            sampler: Log-probabilities that the sampler reported.
             mask: True for tokens of completions.
             segment_ids: Sequences of packed rows, or None.
         """
@@ -164,7 +165,7 @@ class Correction:
 
 @dataclasses.dataclass(frozen=True)
 class FixedLengthMean:
-    """Mean over sequences of sums over tokens divided by a fixed length (Dr. GRPO): no length is preferred.
+    """Mean over sequences of sums over tokens divided by a fixed length (Dr. GRPO), which favors no length.
 
     Args:
         length: The longest completion allowed.
@@ -176,7 +177,7 @@ class FixedLengthMean:
 def mean_weights(
     mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Literal["sequence", "token"] | FixedLengthMean = "sequence"
 ) -> tuple[Tokens, Float[Array, ""]]:
-    """Describes a mean of token losses as weights and a divisor, both of which add up over microbatches.
+    """Expresses a mean of token losses as weights and a divisor, which can be summed over microbatches.
 
     Args:
         mask: True for tokens that count.

@@ -1,4 +1,4 @@
-"""Losses of preferences: functions of the summed log-probabilities of two answers to one prompt.
+"""Preference losses: functions of the summed log-probabilities of two answers to a prompt.
 
 Notation: c and r are sums over the tokens of the chosen and the rejected answer of `log p - log p_reference` (of `log
 p` for kinds without a reference), n_c and n_r their numbers of tokens, sp(x) = log(1 + e^x), σ the logistic function.
@@ -24,7 +24,7 @@ class Answers(NamedTuple):
 
     @property
     def means(self) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
-        """Returns both sums per token; -1 where there is no answer, so that logarithms of odds stay finite."""
+        """Returns both sums per token; -1 if there is no answer, so that log-odds stay finite."""
         mean = lambda total, count: jnp.where(count > 0, total / jnp.maximum(count, 1), -1.0)
         return mean(self.chosen, self.chosen_tokens), mean(self.rejected, self.rejected_tokens)
 
@@ -46,7 +46,7 @@ class Preference:
     Attributes:
         beta: Strength of the pull to the reference, or scale of the rewards.
         needs_reference: True if c and r are ratios to a reference.
-        nll: Weight of the negative log-likelihood of the chosen answer beside the loss of pairs.
+        nll: Weight of the negative log-likelihood of the chosen answer, which is added to the loss of pairs.
         nll_of_prompt: True if that likelihood includes the prompt.
         per_token: True if rewards are means over tokens.
     """
@@ -79,7 +79,7 @@ def _smoothed(x: Float[Array, "*P"], noise: float) -> Float[Array, "*P"]:
     return (1 - noise) * softplus(-x) + noise * softplus(x)
 
 
-# By TRL's names: the loss of answers, β and ε. The formulas are in the docstring of `DPO`.
+# From TRL's names to functions of answers, β and ε. The formulas are in the docstring of `DPO`.
 _LOSSES: dict[str, Callable[[Answers, float, float], Float[Array, "*P"]]] = {
     "sigmoid": lambda a, beta, noise: _smoothed(beta * a.difference, noise),
     "robust": lambda a, beta, noise: (
@@ -116,7 +116,7 @@ class DPO(Preference):
     | "bco_pair" (2404.04656) | sp(-βc) + sp(βr) |
 
     Args:
-        loss_type: One of these, by TRL's names.
+        loss_type: One of the above, with TRL's names.
         label_smoothing: ε, the share of wrong labels, for "sigmoid" and "robust".
     """
 
@@ -150,7 +150,7 @@ class SimPO(Preference):
 
 @dataclasses.dataclass(frozen=True)
 class ORPO(Preference):
-    """ORPO (arXiv:2403.07691), without a reference: β sp(-o) beside the NLL of prompt and chosen answer.
+    """ORPO (arXiv:2403.07691), without a reference: β sp(-o) plus the NLL of prompt and chosen answer.
 
     o is the log of the ratio of odds: x_c - x_r - (L(x_c) - L(x_r)), x = mean log p, L(x) = log(1 - e^x).
     """
@@ -203,7 +203,7 @@ class Mixture:
 
     @property
     def needs_reference(self) -> bool:
-        """Tells whether c and r are ratios to a reference."""
+        """Returns True if c and r are ratios to a reference."""
         return any(kind.needs_reference for _, kind in self.terms)
 
     @property
@@ -224,8 +224,8 @@ class Mixture:
 class KTO:
     """KTO (arXiv:2402.01306), for answers that are desirable or not: w σ(∓β (x - z)), x = Σ (log p - log p_reference).
 
-    z estimates the divergence from the reference: the mean of x over answers to *other* prompts, at least 0, and it has
-    no gradient. Without either, this is another loss.
+    z estimates the divergence from the reference: the mean of x over answers to *other* prompts, at least 0 and without
+    a gradient. Both are essential to the loss.
 
     Args:
         beta: Strength of the pull to the reference.

@@ -1,4 +1,4 @@
-"""Matmuls in fewer bits, by qwix, applied to a model from outside: in training, and in its weights after training."""
+"""Low-precision matmuls with qwix, applied to a model from outside: for training, and of weights after training."""
 
 from maxlib.quantization._apply import for_inference as for_inference
 from maxlib.quantization._apply import for_training as for_training

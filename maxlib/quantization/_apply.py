@@ -1,4 +1,4 @@
-"""Quantization of a model: changes how its matmuls are computed, or how their weights are stored."""
+"""Quantizes a model: changes how its matmuls are computed, or how their weights are stored."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,20 +17,22 @@ Change = Callable[[Any, Format, str], Any]
 
 
 def for_training(model: Model, rules: Rules) -> Model:
-    """Returns a model whose matmuls round their operands; parameters, their paths and their dtype stay as they are.
+    """Returns a model whose matmuls round their operands; parameters, their paths and dtypes do not change.
 
-    A stack whose layers are treated differently gets another layout, so that equal layers are still scanned. Works on
+    A stack whose layers are treated differently is regrouped, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model and inside `jit`, so that the function given to the Trainer may end with it. Matrices in
     layers of unknown types stay in full precision, with a warning.
+
+        low = quantization.for_training(model, "fp8")
 
     Args:
         model: A model in full precision.
         rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block"
-            (e4m3 in blocks of 128, as DeepSeek-V3), a `Format`, or `Rule`s, of which the first that fits decides;
-            matmuls that none fits stay in full precision.
+            (e4m3 in blocks of 128, as DeepSeek-V3), a `Format`, or `Rule`s. The first matching rule applies; matmuls
+            without a match stay in full precision.
 
     Raises:
-        ValueError: when a rule decides nothing, a layer cannot be quantized, or the backend does not multiply these
+        ValueError: when a rule matches nothing, a layer cannot be quantized, or the backend cannot multiply these
             dtypes.
     """
     return _apply(model, as_rules(rules, TRAINING), _round_operands)
@@ -39,19 +41,22 @@ def for_training(model: Model, rules: Rules) -> Model:
 def for_inference(model: Model, rules: Rules) -> Model:
     """Returns a model with quantized weights, which are no longer trainable.
 
+        small = quantization.for_inference(model, "int8")
+        print(quantization.report(small))
+
     Args:
         model: A model in full precision.
         rules: As for `for_training`, with these names. Weights only: "int8", "fp8", "int4" (groups of 32), "nf4"
             (groups of 64). Weights and activations: "int8_w8a8", "fp8_w8a8".
 
     Raises:
-        ValueError: when `for_training` would raise it.
+        ValueError: as for `for_training`.
     """
     return _apply(model, as_rules(rules, INFERENCE), store)
 
 
 def full_precision(model: Model) -> Model:
-    """Returns a model with plain matmuls, and with quantized weights as parameters again, in the dtype they had.
+    """Returns a model with plain matmuls and with dequantized weights as parameters, in their original dtype.
 
     Args:
         model: A model from `for_training` or `for_inference`.
@@ -60,7 +65,7 @@ def full_precision(model: Model) -> Model:
 
 
 def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
-    """Applies `change` to each matmul with the format that the rules give it, and checks that the rules make sense."""
+    """Applies `change` to each matmul with its format by the rules, and checks the rules."""
     for rule in rules:
         if rule.format is not None:
             check_backend(rule.format)
@@ -73,15 +78,16 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
 
 
 def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) -> None:
-    """Warns of matrices in unknown layers that no rule leaves on purpose; raises ValueError if a rule quantizes one."""
+    """Warns about matrices in unknown layers that no rule excludes; raises ValueError if a rule quantizes one."""
     short = nn.tree.pattern_paths(model)
     found = [Where(path, "unknown") for path in dict.fromkeys(short[path] for path in sites.unknown(model))]
     if wrong := [where.path for where in found if decide(where) is not None]:
-        raise ValueError(f"{wrong} belong to no layer that can be quantized; make it of nn.Einsum or nn.ExpertLinear")
+        raise ValueError(f"{wrong} do not belong to layers that can be quantized; use nn.Einsum or nn.ExpertLinear")
     if left := [where.path for where in found if sites.decide(rules, where) is None]:
         warnings.warn(
-            f"left in full precision, as nothing is known of their layers: {left}. Make these of nn.Einsum or nn.ExpertLinear, or "
-            'leave them on purpose by a rule, high(match="...", kinds=("unknown",))',
+            f"these matrices stay in full precision, because their layer types are unknown: {left}. Use nn.Einsum or "
+            "nn.ExpertLinear, or "
+            'exclude them by a rule, high(match="...", kinds=("unknown",))',
             stacklevel=4,
         )
 
@@ -89,7 +95,9 @@ def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) ->
 def _round_operands(site: Any, format: Format, path: str) -> Any:
     """Makes a layer round its operands in training."""
     if isinstance(site, nn.Embed):
-        raise ValueError(f"{path}: embeddings and heads have no matmul that training could quantize; give it no rule")
+        raise ValueError(
+            f"{path}: embeddings and heads have no matmul to quantize in training; exclude it from the rules"
+        )
     if format.activations is None or format.group is not None:
         raise ValueError(f"{path}: training rounds activations too, and has no groups; got {format}")
     _check_plain(site, path)
@@ -105,12 +113,12 @@ def _check_plain(site: Any, path: str) -> None:
 def store(site: Any, format: Format, path: str) -> Any:
     """Returns a layer with its weight in `format`; `path` names it in errors."""
     if isinstance(site, nn.Embed) and format.activations is not None:
-        raise ValueError(f"{path}: embeddings and heads are quantized in their weights only; got {format}")
+        raise ValueError(f"{path}: for embeddings and heads only weights can be quantized; got {format}")
     if format.block is not None:
         raise ValueError(f"{path}: blocks are for training; stored weights have groups. Got {format}")
     _check_plain(site, path)
     if isinstance(site.w, nn.quantized.QuantizedWeight):
-        raise ValueError(f"{path} is quantized already; begin with the model in full precision")
+        raise ValueError(f"{path} is already quantized; start from the model in full precision")
     w = site.w[...]
     if (format.weights in nn.quantized.FOUR_BITS and w.shape[-1] % 2) or (
         format.group is not None and w.shape[-1] % format.group

@@ -1,9 +1,8 @@
-"""Products of operands whose blocks share a scale, as DeepSeek-V3 trains in FP8 (arXiv:2412.19437, section 3.3).
+"""Matmuls of operands with block scales, as in DeepSeek-V3's FP8 training (arXiv:2412.19437, section 3.3).
 
-Activations and gradients have a scale for each line of `block` neighbours along the dimension that is summed over,
-weights one for each square of `block x block`. Scales are powers of two, so that a rounded value times its scale is a
-bfloat16 number: where no unit multiplies scaled blocks, the same products are computed in bfloat16, to the last bit of
-each product.
+Activations and gradients have a scale for each line of `block` neighbours along the summed dimension, weights have one
+for each square of `block x block`. Scales are powers of two, so a rounded value times its scale is a bfloat16 number:
+devices without hardware for scaled blocks compute the same products exactly in bfloat16.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from maxlib import ops
 from maxlib.hardware import current_device, is_blackwell
 from maxlib.quantization._formats import Format
 
-LANE = 32  # neighbours that share a scale in the units of Blackwell GPUs (MXFP8)
+LANE = 32  # neighbours that share a scale in the MXFP8 hardware of Blackwell GPUs
 _LEAST_EXPONENT = -126  # of a normal float32, and so of a bfloat16
 
 
@@ -31,7 +30,7 @@ class Blocks:
 
     Attributes:
         values: Rounded values, in float32.
-        scale: float32 powers of two, one for each block; a last block in a dimension may be cut off.
+        scale: float32 powers of two, one for each block; the last block in a dimension may be partial.
         kind: Name of the dtype to which they are rounded.
         sides: Length of a block in each dimension.
     """
@@ -42,7 +41,7 @@ class Blocks:
     sides: tuple[int, ...]
 
     def restored(self, dtype: Any) -> Float[Array, "..."]:
-        """Returns the array that it stands for."""
+        """Returns the dequantized array."""
         return (self.values * _spread(self.scale, self.sides, self.values.shape)).astype(dtype)
 
     def lanes(self, dim: int) -> Float[Array, "..."]:
@@ -68,7 +67,7 @@ def quantize(x: Float[Array, "..."], kind: str, sides: tuple[int, ...]) -> Block
 
 def _rounded(x: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
     """Rounds to the values of `kind`, in float32."""
-    # By arithmetic: XLA for GPUs drops a conversion to eight bits that is followed by one back, and rounds nothing.
+    # Round by arithmetic, because XLA for GPUs removes a conversion to eight bits and back.
     if jnp.issubdtype(kind, jnp.integer):
         return jnp.round(x)
     info = jnp.finfo(kind)
@@ -86,7 +85,7 @@ def _largest(x: Float[Array, "..."], sides: Sequence[int]) -> Float[Array, "..."
 
 
 def _scale(largest: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
-    """Returns the least power of two by which `largest` must be divided to fit into `kind`."""
+    """Returns the smallest power of two by which to divide `largest` so that it fits into `kind`."""
     info = jnp.iinfo(kind) if jnp.issubdtype(kind, jnp.integer) else jnp.finfo(kind)
     mantissa, exponent = jnp.frexp(largest / float(info.max))  # mantissa in [0.5, 1)
     exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
@@ -128,7 +127,7 @@ def _backward(spec, format, residuals, d):
     if format.gradients is None:
         return jax.vjp(lambda x, w: jnp.einsum(spec, x, w), x, w)[1](d)
     of_x, of_w, of_y = spec.replace("->", ",").split(",")
-    # Both products of the backward pass sum over other dimensions, along which the lines lie then. Squares stay.
+    # Both products of the backward pass sum over other dimensions, so the lines run along those. Squares do not change.
     lines = _lines(d, format.gradients, of_y, _last(of_w, of_x), format)
     dx = _product(f"{of_y},{of_w}->{of_x}", lines, _squares(w, of_w, of_x, of_y, format), x.dtype)
     along = _last(of_x, of_w)
@@ -146,12 +145,12 @@ def _last(letters: str, others: str) -> str:
 
 
 def _lines(x: Array, kind: Any, letters: str, along: str, format: Format) -> Blocks:
-    """Rounds activations or gradients, whose blocks lie along one dimension."""
+    """Rounds activations or gradients with blocks along one dimension."""
     return quantize(x, kind, tuple(_side(format) if letter in along else 1 for letter in letters))
 
 
 def _squares(w: Array, of_w: str, of_x: str, of_y: str, format: Format) -> Blocks:
-    """Rounds a weight, whose blocks cover its last dimension that is summed over and its last output."""
+    """Rounds a weight with square blocks over its last summed dimension and its last output dimension."""
     return _lines(w, format.weights, of_w, _last(of_w, of_y) + _last(of_w, of_x), format)
 
 
@@ -161,14 +160,14 @@ def _side(format: Format) -> int:
 
 
 def _product(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "..."]:
-    """Computes an einsum of two operands, in scaled blocks where the device has units for them."""
+    """Computes an einsum of two operands, in scaled blocks if the device has hardware for them."""
     if is_blackwell(current_device()[1]) and _suits_lanes(spec, a, b):
         return scaled_einsum(spec, a, b, dtype)
     return jnp.einsum(spec, a.restored(dtype), b.restored(dtype))
 
 
 def _suits_lanes(spec: str, a: Blocks, b: Blocks) -> bool:
-    """Tells whether both operands have 8-bit floats and blocks that are whole lanes along the summed dimension."""
+    """Returns True if both operands have 8-bit floats and blocks of whole lanes along the summed dimension."""
     of_a, of_b, out = spec.replace("->", ",").split(",")
     last = _last(of_a, out)
     if not last or not all(jnp.issubdtype(one.kind, jnp.floating) for one in (a, b)):
@@ -251,8 +250,8 @@ def _experts(w, weight_order: ops.ExpertWeightOrder, format: Format):
 
 
 def _outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format: Format):
-    """Computes the gradient of the experts' weights; lines of rows may hold those of two neighbouring experts."""
-    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything, and would set scales
+    """Computes the gradient of the experts' weights; a line of rows may contain rows of two neighbouring experts."""
+    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # other rows are arbitrary and would affect scales
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d = _lines(d, format.gradients, "MO", "M", format).restored(d.dtype)
     rows = _lines(rows, format.activations, "MI", "M", format).restored(rows.dtype)

@@ -1,4 +1,4 @@
-"""Models with quantized weights on disk: config.json, safetensors, and quantization.json with the format of each
+"""Files of models with quantized weights: config.json, safetensors, and quantization.json with the format of each
 weight.
 """
 
@@ -38,19 +38,19 @@ def save(
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a model from `for_inference` as it is in memory; the directory appears only when it is complete.
+    """Writes a model from `for_inference` atomically, with its quantized weights. Runs on one host.
 
-    Runs on one host.
+        quantization.save(quantization.for_inference(model, "int8"), "small")
 
     Args:
         model: A model with quantized weights.
         directory: Where to write it; also "s3://bucket/model" or "gs://bucket/model".
-        like: Directory of the model that this one was made of, or its name on the hub: tokenizer, chat template,
-            processors, generation_config.json and the ids in its config.json are taken from it, as `save_pretrained`
-            does. Without it and `generation`, nothing written says which id ends a text.
-        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one, in place of that of `like`.
-        generation: Entries of generation_config.json (`{"eos_token_id": 1}`), beside or in place of those of `like`.
-        overwrite: True replaces what is there.
+        like: Directory of the original model, or its name on the hub: tokenizer, chat template, processors,
+            generation_config.json and the ids in its config.json are copied, as by `save_pretrained`. Without it and
+            `generation`, the files do not record which id ends a text.
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
+        generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
+        overwrite: True replaces an existing directory.
 
     Raises:
         FileExistsError: when the directory exists and `overwrite` is False.
@@ -75,16 +75,19 @@ def load(
     layout: sharding.Layout | None = None,
     family: weights.Family | None = None,
 ) -> Any:
-    """Reads a model that `save` wrote.
+    """Reads a model written by `save`.
+
+        quantization.save(quantization.for_inference(model, "int8"), "smaller")
+        model = quantization.load("smaller")
 
     Args:
-        directory: Where it was written; or its name in a bucket.
-        layout: Where its arrays go; None for one device.
+        directory: Its directory; or its name in a bucket.
+        layout: Placement over a mesh; None for one device.
         family: The model's family, needed only for models that are not registered.
 
     Raises:
         FileNotFoundError: when a file is missing.
-        ValueError: when the files do not fit together.
+        ValueError: when the files are inconsistent.
     """
     directory = buckets.local(directory)
     manifest = _read(directory / MANIFEST)
@@ -96,7 +99,9 @@ def load(
     wanted = nn.variables(abstract)
     stored = current_names(find_tensors(directory), wanted)
     if wrong := _differences(stored, wanted):
-        raise ValueError(f"{directory} does not hold the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}")
+        raise ValueError(
+            f"{directory} does not contain the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}"
+        )
     at = {path: None if layout is None else layout.sharding(path, v) for path, v in wanted.items()}
     arrays = {path: jax.device_put(np.array(stored[path].view()), at[path]) for path in wanted}
     return nn.combine(arrays, abstract)
@@ -119,17 +124,17 @@ def _manifest(model: Any) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """Reads quantization.json, with a `Format` for each weight."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} must say how the weights are stored; maxlib.from_pretrained reads plain ones")
+        raise FileNotFoundError(f"{path} must describe the stored weights; maxlib.from_pretrained reads plain ones")
     manifest = read_json_object(path)
     if manifest.get("version") != _VERSION:
-        raise ValueError(f"{path} must be of version {_VERSION}, got {manifest.get('version')}; take a newer maxlib")
+        raise ValueError(f"{path} must be of version {_VERSION}, got {manifest.get('version')}; use a newer maxlib")
     formats, dtypes, layouts = (manifest.get(name) for name in ("formats", "dtypes", "layouts"))
     if not (isinstance(formats, dict) and isinstance(dtypes, dict) and isinstance(layouts, dict)):
         raise ValueError(f"{path} must have formats, dtypes and layouts. Write it again.")
     try:
         made = {name: Format(**format) for name, format in formats.items()}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} has a format that no weight can have: {error}") from error
+        raise ValueError(f"{path} has an invalid weight format: {error}") from error
     if made.keys() != dtypes.keys() or not all(dtype in _DTYPES for dtype in dtypes.values()):
         raise ValueError(f"{path} must give one of {_DTYPES} for each weight that has a format. Write it again.")
     if wrong := [name for name, layout in layouts.items() if not _is_layout(layout)]:

@@ -12,21 +12,21 @@ NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Formats to which the operands of a matmul are rounded; None leaves an operand as it is.
+    """Formats to which the operands of a matmul are rounded; None does not round an operand.
 
     Args:
         weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2".
         activations: "int8" or a float8; None multiplies in the dtype of the activations.
         gradients: "int8" or a float8 for incoming gradients in training; None computes the backward pass in full
             precision.
-        group: How many neighbouring inputs share a scale; None for all inputs of an output. Only stored weights have
-            groups.
-        block: Side of the blocks that share a scale in training, a multiple of 32: lines of so many neighbours in
-            activations and gradients, squares in weights. Scales are powers of two. None: a scale for each row of
-            activations and each output of a weight.
+        group: Number of neighbouring inputs that share a scale; None for all inputs of an output. Only stored weights
+            have groups.
+        block: Side of the blocks that share a scale in training, a multiple of 32: lines in activations and gradients,
+            squares in weights. Scales are powers of two. None uses one scale for each row of activations and each
+            output of a weight.
 
     Raises:
-        ValueError: when the settings do not fit together.
+        ValueError: when the settings are inconsistent.
     """
 
     weights: str
@@ -42,7 +42,7 @@ class Format:
             if getattr(self, name) not in (None, *NARROW):
                 raise ValueError(f"{name} must be None or one of {NARROW}, got {getattr(self, name)!r}")
         if self.activations is None and self.gradients is not None:
-            raise ValueError("gradients are only quantized where activations are; give activations too")
+            raise ValueError("gradients can only be quantized if activations are; pass activations too")
         if self.activations is not None and (self.group is not None or self.weights not in NARROW):
             raise ValueError(
                 f"with quantized activations, weights must be one of {NARROW} and have no groups; got {self}"
@@ -80,8 +80,8 @@ INFERENCE = {
 
 
 def check_backend(format: Format) -> None:
-    """Raises ValueError if the default backend does not multiply these dtypes."""
-    if format.activations is None or format.block is not None:  # blocks are multiplied in bfloat16 where need be
+    """Raises ValueError if the default backend cannot multiply these dtypes."""
+    if format.activations is None or format.block is not None:  # blocks can always be multiplied in bfloat16
         return
     pairs = {(format.activations, format.weights)}
     if format.gradients is not None:
@@ -89,17 +89,18 @@ def check_backend(format: Format) -> None:
     for a, b in sorted(pairs):
         if (problem := _problem(a, b, jax.default_backend())) is not None:
             raise ValueError(
-                f"the backend {jax.default_backend()!r} must multiply {a} by {b} for this format, but says: {problem}. "
+                f"the backend {jax.default_backend()!r} must multiply {a} by {b} for this format, but fails: "
+                f"{problem}. "
                 "Choose another format, or quantize weights only"
             )
 
 
 @functools.cache
 def _problem(a: str, b: str, backend: str) -> str | None:
-    """Returns the compiler's complaint about such a product, None if it has none."""
+    """Returns the compiler's error for such a product, None if it compiles."""
     dot = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     try:
         jax.jit(dot).lower(jax.ShapeDtypeStruct((32, 32), a), jax.ShapeDtypeStruct((32, 32), b)).compile()
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # compilers raise various errors
         return str(error).splitlines()[0]
     return None

@@ -1,4 +1,4 @@
-"""Products of operands that are rounded to fewer bits, and their gradients."""
+"""Matmuls of operands that are rounded to fewer bits, and their gradients."""
 
 import dataclasses
 import functools
@@ -100,7 +100,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _product(spec: str, a, b, a_type, b_type):
-    """Computes the einsum of rounded operands in the dtype of `a`; a `qwix.QArray` is rounded already."""
+    """Computes the einsum of rounded operands in the dtype of `a`; a `qwix.QArray` is already rounded."""
     letters, out = spec.split("->")
     of_a, of_b = letters.split(",")
     y = qwix.einsum(spec, _rounded(a, a_type, of_a, out), _rounded(b, b_type, of_b, out))
@@ -114,7 +114,7 @@ def _grouped_product(rows, w, counts, weight_order: ops.ExpertWeightOrder, rows_
     expert = owners(counts, rows.shape[0])
     # [E, O] -> [M, O]: the scales of each row's expert.
     scale = w.scale.squeeze(weight_order.index("I")).at[expert].get(mode="clip")
-    used = (expert < counts.shape[0])[:, None]  # rows of no expert may hold anything, and give zeros
+    used = (expert < counts.shape[0])[:, None]  # rows without an expert are arbitrary and give zeros
     return jnp.where(used, y * x.scale * scale, 0).astype(rows.dtype)
 
 
@@ -123,7 +123,7 @@ def _grouped_outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format:
 
     All experts share the scale of a column, because it must be constant along the summed rows.
     """
-    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # others may hold anything
+    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # other rows are arbitrary
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d, x = _rounded(d, format.gradients, "MO", "O"), _rounded(rows, format.activations, "MI", "I")
     left, right = (d, x) if weight_order == "EOI" else (x, d)
@@ -140,7 +140,7 @@ def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
 
 
 def _spelled_out(spec: str, ndim: int) -> str:
-    """Returns `spec` with letters in place of an ellipsis in the first operand and the result."""
+    """Returns `spec` with letters instead of an ellipsis in the first operand and the result."""
     if "..." not in spec:
         return spec
     named = len(spec.partition(",")[0].replace("...", ""))

@@ -1,4 +1,4 @@
-"""Reports: which matmuls are quantized, and the cost in accuracy."""
+"""Reports: which matmuls are quantized, and the loss of accuracy."""
 
 import dataclasses
 import math
@@ -27,9 +27,9 @@ class Row:
         path: Dotted path of the layer.
         kind: Kind of the layer.
         format: Its format; None for full precision.
-        numbers: Numbers in the weights.
+        numbers: Number of weights.
         before: Bytes in full precision.
-        after: Bytes as they are stored.
+        after: Bytes as stored.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def bytes_after(self) -> int:
-        """Returns the bytes of the model as it is stored."""
+        """Returns the bytes of the stored model."""
         return self.others + sum(row.after for row in self.rows)
 
     @property
@@ -133,14 +133,14 @@ def _bytes(array: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Distances of a quantized model from the one in full precision, on the same text.
+    """Errors of a quantized model compared with the model in full precision, on the same text.
 
     Attributes:
         perplexity: Perplexity in full precision.
         quantized_perplexity: Perplexity of the quantized model.
         logit_error: Root mean square of the difference of logits, relative to that of the logits around their mean.
         divergence: KL(full || quantized) in nats per token.
-        agreement: Share of tokens where both rank the same token first.
+        agreement: Share of tokens for which both models rank the same token first.
     """
 
     perplexity: float

@@ -1,4 +1,4 @@
-"""Rules: which weight gets which format."""
+"""Rules that assign formats to weights."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ class Rule:
     """Gives `format` to the layers that the other fields select.
 
     Args:
-        format: The format; None leaves them in full precision.
+        format: The format; None for full precision.
         match: Shell pattern on pattern paths ("layers.attn.q").
-        layers: Numbers of layers in each stack; negative ones count from the end. None for all.
+        layers: Indices of layers in each stack; negative ones count from the end. None for all.
         kinds: Kinds of layers, by default neither routers nor embeddings (the head is one). "unknown" are matrices in
             layers of other libraries; they can only be left in full precision (`high(match=..., kinds=("unknown",))`).
     """
@@ -29,11 +29,10 @@ Rules = str | Format | Sequence[Rule]
 
 
 def high(*layers: int, match: str = "*", kinds: tuple[Kind, ...] = ("dense", "expert")) -> Rule:
-    """Makes the rule that leaves layers in full precision: `high(0, -1)` for the first and the last layer of each
-    stack.
+    """Makes a rule that keeps layers in full precision: `high(0, -1)` for the first and the last layer of each stack.
 
     Args:
-        layers: Numbers of layers in each stack; none for all.
+        layers: Indices of layers in each stack; none for all.
         match: Shell pattern on pattern paths.
         kinds: Kinds of layers.
     """
@@ -45,7 +44,7 @@ def as_rules(rules: Rules, presets: Mapping[str, Format]) -> tuple[Rule, ...]:
     if isinstance(rules, str):
         if rules not in presets:
             raise ValueError(
-                f"there is no preset {rules!r}; give one of {sorted(presets)}, a Format or a list of Rules"
+                f"there is no preset {rules!r}; pass one of {sorted(presets)}, a Format or a list of Rules"
             )
         rules = presets[rules]
     return (Rule(rules),) if isinstance(rules, Format) else tuple(rules)

@@ -68,6 +68,9 @@ def shapes_of(build: Callable[[], Model]) -> Model:
 def create(build: Callable[[], Model], layout: Layout) -> Model:
     """Builds a model whose parameters are created as shards: no device ever holds a whole parameter.
 
+        layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
+        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
+
     Args:
       build: builds the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
       layout: the mesh and the strategy.

@@ -33,6 +33,9 @@ class Layout:
     Layouts are hashable, and the active one is part of `jit`'s cache key. A mesh axis of several devices that no rule
     and no strategy uses causes a warning, because its devices would repeat each other's work.
 
+        layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP | sharding.OFFLOAD_OPTIMIZER)
+        planned = sharding.Layout({"fsdp": -1, "context": 4}, sharding.FSDP | sharding.CP_RING)
+
     Args:
       mesh: a mesh of devices; programs can be traced with an abstract mesh, but not run. Or axis sizes such as
           `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
@@ -220,6 +223,11 @@ def use(layout: Layout) -> Iterator[None]:
 
     With a pipeline, computation outside the stages splits the batch over them, unless another rule uses their mesh
     axis.
+
+        layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
+        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
+        with sharding.use(layout):
+            hidden = jax.jit(lambda model, tokens: model(tokens).hidden)(model, tokens)
 
     Args:
       layout: the layout. With an abstract mesh, programs can be traced but not run.

@@ -1,4 +1,4 @@
-"""Tokenizers trained and saved as Hugging Face reads them, and the chat templates that come with models.
+"""Training and saving of tokenizers in Hugging Face's format, and chat templates of models.
 
 Every name is loaded on first use.
 """

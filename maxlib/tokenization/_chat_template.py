@@ -1,4 +1,4 @@
-"""Chats as text: the template that a model's directory brings, for prompts and for training."""
+"""Chat templates: render chats as text with a model's template, for prompts and for training."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from maxlib.tokenization._sandbox import Sandbox
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode keeps them for programs; no text has them
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in text
 
 
 class ChatTemplate:
@@ -35,7 +35,12 @@ class ChatTemplate:
         env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = env.from_string(source)
-        except (TemplateError, RecursionError, SyntaxError, AssertionError) as error:  # the last two are of compiling
+        except (
+            TemplateError,
+            RecursionError,
+            SyntaxError,
+            AssertionError,
+        ) as error:  # the last two come from compilation
             raise ValueError(f"the chat template is not one of Jinja ({error})") from error
         self.marks_generation = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._special_tokens = dict(special_tokens or {})
@@ -87,7 +92,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; in prompts its content stands for itself."""
+    """The tag `{% generation %}`, which marks the model's text for training; in prompts it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -98,7 +103,7 @@ class _Generation(Extension):
 
 
 def _mark(name: str) -> nodes.Node:
-    """Writes the variable of that name; nothing where there is none."""
+    """Writes the variable of that name, if it exists."""
     return nodes.Output([nodes.Name(name, "load")])
 
 

@@ -1,4 +1,4 @@
-"""Jinja's immutable sandbox with limits on time and size: a chat template comes from strangers."""
+"""Jinja's immutable sandbox with limits on time and size, because chat templates are untrusted."""
 
 import functools
 import time
@@ -11,16 +11,16 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-LARGEST = 1 << 24  # characters of a text, items of a list, and of what a template writes in all
-HIGHEST = 1 << 20  # of a number that a filter or a method is called with, such as a width
+LARGEST = 1 << 24  # maximum characters of a text, items of a list, and characters of the output
+HIGHEST = 1 << 20  # maximum number as an argument of a filter or method, such as a width
 
 
 class LimitError(ValueError):
-    """Error for a template that takes more time or memory than it may."""
+    """Error for a template that exceeds a limit of time or memory."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Environment whose templates cannot loop for ever and make nothing that is larger than `LARGEST`."""
+    """Environment whose templates cannot loop forever or create values larger than `LARGEST`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -28,7 +28,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self._seconds, self._end = seconds, 0.0
         self.globals |= {"_tick": self._tick, "_concat": _concat}
-        del self.globals["lipsum"]  # writes filler texts of any length in one call, past the clock
+        del self.globals["lipsum"]  # creates texts of any length in one call, which the time limit cannot interrupt
         self.filters = {name: _careful(filter) for name, filter in self.filters.items()}
 
     def write(self, template: Template, names: dict[str, Any]) -> str:
@@ -49,7 +49,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise
         except (RecursionError, OverflowError, MemoryError) as error:
             raise LimitError(f"the chat template calls itself or counts without end ({error})") from None
-        except Exception as error:  # whatever a template does with values that it did not expect
+        except Exception as error:  # a template may raise anything for unexpected values
             raise ValueError(f"the chat template cannot render this ({type(error).__name__}: {error})") from error
         return "".join(parts)
 
@@ -67,7 +67,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes an operation whose result has a size that can be known before."""
+        """Computes an operation, after checking the size of its result."""
         if operator == "*":
             sizes = [len(x) if isinstance(x, str | list | tuple) else x for x in (left, right)]
             if any(not isinstance(x, int | float) for x in (left, right)):
@@ -87,7 +87,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Limits(NodeTransformer):
-    """Puts a look at the clock into every loop and macro, and a look at the size before texts are joined by `~`."""
+    """Inserts a time check into every loop and macro, and a size check before texts are joined by `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_tick(node)
@@ -125,7 +125,7 @@ def _careful(filter: Callable) -> Callable:
 
 
 def _check_call(*args: Any) -> None:
-    """Bounds what a call may make: texts of texts, such as `replace`, by the product of their sizes."""
+    """Limits the result of a call: for functions of several texts, such as `replace`, by the product of their sizes."""
     _check_numbers(*args)
     texts = [arg for arg in args if isinstance(arg, str)]
     if len(texts) > 2:  # what is replaced counts as one place for each character
@@ -142,7 +142,7 @@ def _check_numbers(*args: Any) -> None:
 
 
 def _check_format(text: str) -> None:
-    """Refuses widths of more than six digits in a format."""
+    """Raises an error for widths of more than six digits in a format."""
     digits = 0
     for character in text:
         digits = digits + 1 if character.isdigit() else 0

@@ -1,4 +1,4 @@
-"""Tokenizers trained here, saved as Hugging Face ones."""
+"""Training of tokenizers, saved in Hugging Face's format."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from maxlib._utils.files import write_atomically
 def train_bpe(
     texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ("<bos>", "<eos>")
 ) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer, for which decode(encode(text)) is the text, whatever the text is.
+    """Trains a byte-level BPE tokenizer, for which decode(encode(text)) equals any text.
 
     The special tokens have the ids 0, 1, ... in their order. Small texts may give fewer than `vocab_size` tokens.
 
     Raises:
-      ValueError: `vocab_size` has no room for the 256 bytes and the special tokens.
+      ValueError: when `vocab_size` is too small for the 256 bytes and the special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(special_tokens)
@@ -49,7 +49,7 @@ def save_tokenizer(
     With a `bos_token`, encoding there begins with it, as a prompt should.
 
     Raises:
-      ValueError: a named special token is not in the vocabulary.
+      ValueError: when a named special token is not in the vocabulary.
     """
     special = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
     special = {role: token for role, token in special.items() if token is not None}
@@ -84,15 +84,15 @@ def _with_template(tokenizer: Tokenizer, bos_token: str | None) -> Tokenizer:
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Reads a `tokenizer.json`, and tries it on a short text.
 
-    Truncation and padding that the file asks for, as files written after training often do, are left off: texts are
-    encoded whole.
+    Truncation and padding in the file, which files written after training often have, are disabled: texts are encoded
+    whole.
 
     Args:
       path: the file, or a directory that has it.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file is damaged, or what it describes can neither encode nor decode a text; the message names it.
+      FileNotFoundError: when there is no such file.
+      ValueError: when the file is damaged, or its tokenizer can neither encode nor decode a text; the message names it.
     """
     path = Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
@@ -104,7 +104,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         tokenizer.no_padding()
         tokenizer.decode(tokenizer.encode(_PROBE).ids)
     except BaseException as error:
-        # Its errors are of the class Exception itself, and panics of Rust are not even that.
+        # Its errors are plain Exceptions, and Rust panics are not even those.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path} is no tokenizer that can be used ({error}). Download it again.") from error

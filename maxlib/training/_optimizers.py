@@ -74,6 +74,8 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Returns AdamW (arXiv:1711.05101) after clipping the gradient's global norm to `clip`.
 
+        optimizer = training.adamw(training.warmup_cosine(3e-4, steps=10_000, warmup=500))
+
     Args:
       learning_rate: a number, or a schedule from step to number.
       mask: selects the parameters that decay. The default takes matrices and embeddings, in a training step by the
@@ -115,6 +117,8 @@ def muon(
 
     The update of each layer's and each expert's matrix is orthogonalized as an inputs x outputs matrix, all heads
     together. It is scaled to the size of Adam's updates, so `learning_rate` and `weight_decay` have the same meaning.
+
+        optimizer = training.muon(1e-3, model=model)
 
     Args:
       learning_rate: a number, or a schedule from step to number.

@@ -41,6 +41,10 @@ class Trainer:
 
     It trains its own copy; the model you pass is not modified.
 
+        optimizer = training.adamw(training.warmup_cosine(1e-3, steps=100, warmup=10))
+        trainer = training.Trainer(model, optimizer=optimizer, loader=loader, loss=training.next_token_loss)
+        metrics = trainer.fit(2)  # trains to step 2
+
     Args:
       model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
         parameters are created already sharded.

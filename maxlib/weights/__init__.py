@@ -1,4 +1,4 @@
-"""Hugging Face models, in directories or on the hub, both ways, through a table that each model file declares.
+"""Reading and writing of Hugging Face models, in directories or on the hub, by a table that each model file declares.
 
 How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models/FAMILY.py` lists names and paths (with
 `weights.names`), `_resolve.py` expands it for the layers and experts of a model, `_loading.py` reads the arrays.

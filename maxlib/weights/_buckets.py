@@ -1,7 +1,7 @@
 """Model directories in object stores: `s3://bucket/model` and `gs://bucket/model`, through fsspec.
 
-They are read by way of a copy in the cache directory, as models of the hub are, and written by way of a temporary
-directory. A bucket cannot rename a directory; there the configuration comes last, without which nothing is read.
+They are read through a copy in the cache directory, like models of the hub, and written through a temporary directory.
+A bucket cannot rename a directory, so the configuration is written last; without it nothing is read.
 """
 
 import contextlib
@@ -28,22 +28,23 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of maxlib that has the scheme's client
-# What makes a directory readable is written last, and removed first.
+# Files without which a directory is not read: written last and removed first.
 LAST = ("config.json", "adapter_config.json")
-# Such as 503 "slow down": five more attempts, after 1, 2, 4, 8 and 16 s (half of it or more, at random).
+# Retries after errors such as 503 "slow down": five attempts, after 1, 2, 4, 8 and 16 s (times a random factor of 0.5
+# to 1).
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 _URL = re.compile(r"(s3|gs)://([A-Za-z0-9][\w.-]*)/(.+?)/*")
 
 
 def is_bucket(directory: Any) -> bool:
-    """Returns whether a directory lies in an object store: its name begins with `s3://` or `gs://`."""
+    """Returns whether a directory is in an object store: its name begins with `s3://` or `gs://`."""
     return str(directory).startswith(tuple(f"{scheme}://" for scheme in EXTRAS))
 
 
 def local(directory: str | Path) -> Path:
-    """Returns a directory as it is; one of a bucket is first copied into the cache, if what it holds is not there.
+    """Returns a local directory unchanged; copies a bucket's directory into the cache, unless it is already there.
 
-    Only what belongs to a model is copied, and nothing that lies deeper.
+    Only files of a model are copied, without subdirectories.
 
     Args:
         directory: A directory, or its name in a bucket, such as "s3://bucket/model".
@@ -54,7 +55,7 @@ def local(directory: str | Path) -> Path:
     Raises:
         FileNotFoundError: If there is no such directory in the bucket.
         PermissionError: If the store refuses, or there are no credentials.
-        ConnectionError: If the store fails again and again.
+        ConnectionError: If the store keeps failing.
         ImportError: If the client of the store is not installed.
     """
     if not is_bucket(directory):
@@ -62,11 +63,11 @@ def local(directory: str | Path) -> Path:
     store = _Store(str(directory))
     listed = {name: mark for name, mark in store.files().items() if any(fnmatch.fnmatch(name, p) for p in OWN_FILES)}
     if not listed:
-        raise FileNotFoundError(f"{store.url} holds no file of a model.")
-    # Another version of the directory is another copy.
+        raise FileNotFoundError(f"{store.url} has no files of a model.")
+    # Each version of the directory has its own copy.
     key = hashlib.blake2b(json.dumps([store.url, sorted(listed.items())]).encode(), digest_size=16).hexdigest()
     home = cache_directory() / "buckets" / key
-    with _locked(home):  # processes of one host copy once
+    with _locked(home):  # only one process per host copies
         if not home.exists():
             part = Path(tempfile.mkdtemp(dir=home.parent, prefix=".part-"))
             try:
@@ -79,7 +80,7 @@ def local(directory: str | Path) -> Path:
 
 def _copy(store: "_Store", listed: dict[str, Any], part: Path) -> None:
     names = sorted(listed)
-    if INDEX in listed:  # a bucket may hold the same weights in other files as well
+    if INDEX in listed:  # a bucket may also have the same weights in other files
         store.get(INDEX, part, listed[INDEX][0])
         needed = {*read_index(part / INDEX).values()}
         names = [name for name in names if name != INDEX and (name in needed or not name.endswith(".safetensors"))]
@@ -89,11 +90,11 @@ def _copy(store: "_Store", listed: dict[str, Any], part: Path) -> None:
 
 @contextmanager
 def whole_in_bucket(url: str, check: Callable[[list[str]], None]) -> Iterator[Path]:
-    """Yields a temporary directory, whose files are in the bucket at the end, those that make it readable last.
+    """Yields a temporary directory, whose files are uploaded at the end, the configuration last.
 
     Args:
         url: The directory in the bucket.
-        check: Is called with the names that are there, and raises an error if they must not be replaced.
+        check: Called with the existing names; raises an error if they must not be replaced.
     """
     store = _Store(url)
     check(sorted(store.files(missing_ok=True)))
@@ -108,12 +109,12 @@ def whole_in_bucket(url: str, check: Callable[[list[str]], None]) -> Iterator[Pa
 
 
 def child(directory: str | Path, name: str) -> Any:
-    """Returns the path or URL of what is in a directory."""
+    """Returns the path or URL of an entry in a directory."""
     return f"{str(directory).rstrip('/')}/{name}" if is_bucket(directory) else Path(directory) / name
 
 
 def exists(directory: str | Path) -> bool:
-    """Returns whether an export is there; in a bucket, whether all of it is."""
+    """Returns whether an export exists; in a bucket, whether it is complete."""
     if not is_bucket(directory):
         return Path(directory).exists()
     return bool({*LAST} & {*_Store(str(directory)).files(missing_ok=True)})
@@ -127,7 +128,7 @@ def children(directory: str | Path) -> list[str]:
 
 
 def remove(directory: str | Path) -> None:
-    """Removes a directory and all that is in it."""
+    """Removes a directory and its contents."""
     if is_bucket(directory):
         _Store(str(directory)).remove_all()
     else:
@@ -135,11 +136,11 @@ def remove(directory: str | Path) -> None:
 
 
 class _Store:
-    """One directory of a bucket. Every call is repeated with growing pauses while the store throttles or fails."""
+    """One directory of a bucket. Calls are retried with growing pauses while the store throttles or fails."""
 
     def __init__(self, url: str):
         if (found := _URL.fullmatch(url)) is None:
-            # Never shown: it may hold a password.
+            # Do not print the URL: it may contain a password.
             raise ValueError("a directory in a bucket must be named s3://bucket/path or gs://bucket/path, without more")
         scheme, bucket, path = found.groups()
         self.url, self.root = url, f"{bucket}/{path}"
@@ -153,7 +154,7 @@ class _Store:
             if entry["type"] == "file"
         }
         if not found and not missing_ok:
-            raise FileNotFoundError(f"{self.url} is not there, or it holds no files.")
+            raise FileNotFoundError(f"{self.url} does not exist, or has no files.")
         return found
 
     def directories(self) -> list[str]:
@@ -187,7 +188,7 @@ class _Store:
 
     def _entries(self) -> list[tuple[str, dict[str, Any]]]:
         def ask() -> list[dict[str, Any]]:
-            self._fs.invalidate_cache()  # others write there as well
+            self._fs.invalidate_cache()  # others may have written there
             with contextlib.suppress(FileNotFoundError):
                 return self._fs.ls(self.root, detail=True)
             return []
@@ -202,7 +203,7 @@ class _Store:
                 return call()
             except (FileNotFoundError, PermissionError) as error:
                 raise type(error)(f"{self.url}: {what} failed: {error}") from error
-            except Exception as error:  # each client has classes of its own
+            except Exception as error:  # each client has its own exception classes
                 if type(error).__name__ in _NO_CREDENTIALS:
                     raise PermissionError(f"{self.url}: {what} failed, there are no credentials: {error}") from error
                 if wait is None:
@@ -230,7 +231,7 @@ _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCred
 
 @contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Holds a lock file beside `home`, which the system lets go when the process ends."""
+    """Holds a lock file next to `home`, which the operating system releases when the process ends."""
     home.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(home.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""Model cards: the README.md beside a model, with the front matter that the hub reads."""
+"""Model cards: the README.md of a model, with front matter for the hub."""
 
 import dataclasses
 import json
@@ -11,16 +11,16 @@ import maxlib
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """Content of the README.md beside a model, which `save_pretrained(model_card=ModelCard(...))` writes.
+    """Content of a model's README.md, written by `save_pretrained(model_card=ModelCard(...))`.
 
     Attributes:
-        title: Headline; None takes the name of the directory.
+        title: Title; None uses the name of the directory.
         text: Markdown for readers: what the model is for, how it was trained.
-        license: Identifier that the hub knows, such as "apache-2.0".
-        base_model: Name on the hub of the model that this one was made of.
-        datasets: Names on the hub of what it was trained on.
+        license: The hub's identifier of the license, such as "apache-2.0".
+        base_model: Name on the hub of the base model.
+        datasets: Names on the hub of the training datasets.
         language: Codes of its languages, such as "en".
-        tags: More words to be found by.
+        tags: Additional search tags.
         metrics: Results by name, written as a table.
         commit: Commit of the code that trained it.
     """
@@ -39,7 +39,7 @@ class ModelCard:
         """Returns the text of README.md, front matter first.
 
         Args:
-            title: Headline where the card has none.
+            title: Title if the card has none.
             architecture: Class of the model, as config.json names it.
             parameters: Number of parameters.
         """
@@ -58,13 +58,13 @@ class ModelCard:
 
 
 def write_card(card: ModelCard | bool, path: Path, *, title: str, config: Mapping[str, Any], parameters: int) -> None:
-    """Writes `card`, or what is known without one, as `path`."""
+    """Writes `card`, or a default card, to `path`."""
     card = ModelCard() if isinstance(card, bool) else card
     architecture = (config.get("architectures") or [config.get("model_type", "a model")])[0]
     path.write_text(card.render(title=title, architecture=architecture, parameters=parameters), encoding="utf-8")
 
 
 def _front_matter(fields: Mapping[str, Any]) -> str:
-    """YAML of JSON values, which YAML contains; so no value can break out of its line."""
+    """Returns front matter with JSON values, which are valid YAML, so that no value can break out of its line."""
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items() if value]
     return "\n".join(["---", *lines, "---"])

@@ -1,4 +1,4 @@
-"""Files beside the weights of a Hugging Face directory: tokenizer, template, processors, and the ids that end texts."""
+"""The files next to the weights of a Hugging Face directory: tokenizer, template, processors, generation settings."""
 
 import shutil
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_companions(
     part: Path, *, source: Path | None, tokenizer: Any, generation: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Writes tokenizer, chat template, processors and generation_config.json as `save_pretrained` is told.
+    """Writes tokenizer, chat template, processors and generation_config.json for `save_pretrained`.
 
     Args:
         part: The directory to write into.
         source: A Hugging Face directory whose files are copied, or None.
-        tokenizer: The tokenizer, in place of that of `source`; or None.
-        generation: Entries of generation_config.json beside those of `source`; or None.
+        tokenizer: The tokenizer, instead of that of `source`; or None.
+        generation: Entries of generation_config.json in addition to those of `source`; or None.
 
     Returns:
         The ids `bos_token_id`, `eos_token_id` and `pad_token_id` for config.json, None where unknown.
@@ -41,7 +41,7 @@ def write_companions(
 
 
 def first_ids(*known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids that begin, end and pad texts, each from the first of `known` that has it; else None."""
+    """Returns the ids that begin, end and pad texts, each from the first of `known` that has it, or None."""
     return {name: next((ids[name] for ids in known if ids.get(name) is not None), None) for name in IDS}
 
 

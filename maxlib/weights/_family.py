@@ -1,4 +1,4 @@
-"""Model families: what a model file declares, how they are found, and Hugging Face directories through them."""
+"""Model families: their declaration, their discovery, and reading and writing Hugging Face directories with them."""
 
 import contextlib
 import dataclasses
@@ -36,16 +36,16 @@ ENTRY_POINTS = "maxlib.models"
 
 @dataclass(frozen=True)
 class Family:
-    """Models that share a file: `FAMILY = Family(...)` at its end is all that makes them known.
+    """A model family, registered by `FAMILY = Family(...)` at the end of its file.
 
     Attributes:
         name: Name of the family.
         model: `model(cfg, *, rngs)`, which keeps `cfg`.
         config: Class of `cfg`: a `weights.ModelConfig`, or any dataclass with `from_hf(fields)` and `to_hf()`.
-        table: Function from a `cfg` to the table of its weights.
+        table: Function from a `cfg` to its weight table.
         presets: Published configurations by name.
         model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
-            "mistral3/mistral4" is a mistral3 whose `text_config` is a mistral4, and goes before "mistral3".
+            "mistral3/mistral4" is a mistral3 whose `text_config` is a mistral4, and has priority over "mistral3".
     """
 
     name: str
@@ -62,7 +62,7 @@ class Family:
 
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """Lists every `FAMILY` in a module of `maxlib.models` or behind an entry point of the group "maxlib.models"."""
+    """Lists every `FAMILY` in a module of `maxlib.models` or of an entry point of the group "maxlib.models"."""
     package = importlib.import_module("maxlib.models")
     names = [found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_")]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
@@ -73,7 +73,7 @@ def families() -> tuple[Family, ...]:
 def _others() -> list[Family]:
     found = []
     for point in entry_points(group=ENTRY_POINTS):
-        try:  # a package that does not import must not stop people from using the other models
+        try:  # a package that fails to import must not prevent using the other models
             loaded = point.load()
             found.append(loaded if isinstance(loaded, Family) else loaded.FAMILY)
         except Exception as error:
@@ -103,7 +103,7 @@ def family_of(model: Any) -> Family:
 
 
 def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
-    """Reads the config.json of `directory`; weights are not looked at.
+    """Reads the config.json of `directory`, without its weights.
 
     Args:
         directory: A Hugging Face directory.
@@ -113,7 +113,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         The family, and its configuration.
 
     Raises:
-        ValueError: For an unknown `model_type`, and for fields that the family does not understand.
+        ValueError: For an unknown `model_type`, and for fields that the family does not support.
     """
     data = read_config(directory)
     if family is None:
@@ -127,7 +127,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         path = Path(directory) / "config.json"
         if isinstance(error, ValueError) and path.name in str(error):
             raise
-        raise ValueError(f"{path} has values that a {family.name} model cannot have: {error}") from error
+        raise ValueError(f"{path} has values that are not valid for a {family.name} model: {error}") from error
     fields.done()
     return family, cfg
 
@@ -152,13 +152,15 @@ def from_pretrained(
 ) -> Any:
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
 
+        model = maxlib.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=jnp.float32)
+
     Args:
         name: A directory, one in a bucket such as "s3://bucket/model" (needs `maxlib[s3]` or `maxlib[gcs]`), or a name
             on the hub such as "HuggingFaceTB/SmolLM2-135M" (needs `maxlib[hub]`).
         revision: Branch, tag or commit on the hub; None is the main branch.
-        token: Access token for the hub; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
-        layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
-        dtype: The dtype of the weights; None keeps what is stored, training wants `jnp.float32`.
+        token: Access token for the hub; None uses the one of `hf auth login` or of the variable `HF_TOKEN`.
+        layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
+        dtype: The dtype of the weights; None keeps the stored dtype. Use `jnp.float32` for training.
         family: Needed only for models that are not registered.
         **changes: Fields of the configuration that override those of config.json (`num_mtp=1`).
 
@@ -166,16 +168,17 @@ def from_pretrained(
         The model.
 
     Raises:
-        ValueError: If config or weights do not fit, before weights are read.
+        ValueError: If config and weights do not match, before weights are read.
         FileNotFoundError: If a file is missing, or no directory and no model on the hub has this name.
         PermissionError: If the model on the hub is gated, and its terms were not accepted.
-        TypeError: For an argument that is no field of the configuration.
+        TypeError: For an argument that is not a field of the configuration.
     """
     directory = model_directory(name, revision=revision, token=token)
     if (directory / QUANTIZED).exists():
         raise ValueError(
-            f"{directory} holds quantized weights ({QUANTIZED}): read it with maxlib.quantization.load, or give the directory "
-            "that it was made of"
+            f"{directory} has quantized weights ({QUANTIZED}): read it with maxlib.quantization.load, or pass the "
+            "directory "
+            "from which it was made"
         )
     family, cfg = read_model(directory, family=family)
     _check_known(changes, cfg, family)
@@ -208,27 +211,29 @@ def save_pretrained(
     model_card: ModelCard | bool = False,
     family: Family | None = None,
 ) -> None:
-    """Writes `model` as a Hugging Face directory that transformers opens; nothing is there until all of it is.
+    """Writes `model` atomically as a Hugging Face directory that transformers opens.
 
-    On several hosts all must call this; the first one writes.
+    With several hosts all must call this; the first one writes.
+
+        maxlib.save_pretrained(model, "out", generation={"eos_token_id": 1})
 
     Args:
         model: The model.
         directory: Absent or empty, unless `overwrite` is given; or "s3://bucket/model", "gs://bucket/model".
         dtype: The dtype of the floating weights; None keeps theirs.
-        max_shard_bytes: Size of a file, unless one tensor is larger.
-        like: Directory of the model that this one was made of, or its name on the hub: tokenizer, chat template,
-            processors and generation_config.json are copied from it, and the ids in its config.json. Without it and
-            `generation`, nothing written says which id ends a text.
-        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face one, in place of that of `like`.
-        generation: Entries of generation_config.json (`{"eos_token_id": 1}`), beside or in place of those of `like`.
-        overwrite: Replace an earlier export.
-        model_card: What README.md says; True writes what is known, False none.
+        max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
+        like: Directory of the original model, or its name on the hub: tokenizer, chat template, processors,
+            generation_config.json and the ids in its config.json are copied. Without it and `generation`, the export
+            does not record which id ends a text.
+        tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
+        generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
+        overwrite: True replaces an earlier export.
+        model_card: Content of README.md; True writes a default card, False none.
         family: Needed only for models that are not registered.
 
     Raises:
-        FileExistsError: If the directory has something in it.
-        ValueError: If the directory would be read as another model, since parts of this one were swapped.
+        FileExistsError: If the directory is not empty.
+        ValueError: If the directory would be read as another model, because parts of this one were swapped.
     """
     family = family or family_of(model)
     config = model.cfg.to_hf()
@@ -236,21 +241,25 @@ def save_pretrained(
     check_reads_back(model, family.model, table)
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
-        with distributed.raise_on_all(what):  # before others wait for this one to gather with them
+        with distributed.raise_on_all(what):  # before other processes wait for this one in a gather
             source = model_directory(like) if first and like is not None else None
             part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path()
         stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
         if not first:
             return
-        # Without these ids in config.json, transformers takes those of the published models for granted.
+        # Without these ids in config.json, transformers assumes those of the published models.
         ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
         write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})
         if model_card:
             about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
             write_card(model_card, part / "README.md", **about)
-    if tokenizer is not None and ids["eos_token_id"] is None:  # who writes a tokenizer means to make texts
-        warnings.warn(
-            f"{directory} has a tokenizer, but no id that ends a text: texts will run to their limit. Give like= a directory "
-            'that has one, or generation={"eos_token_id": ...}',
-            stacklevel=2,
-        )
+    if tokenizer is not None and ids["eos_token_id"] is None:  # an export with a tokenizer is meant for generation
+        _warn_of_no_end(directory)
+
+
+def _warn_of_no_end(directory: str | Path) -> None:
+    warnings.warn(
+        f"{directory} has a tokenizer, but no id that ends a text: generation will run to its limit. Pass like= a "
+        'directory that has one, or generation={"eos_token_id": ...}',
+        stacklevel=3,
+    )

@@ -1,4 +1,4 @@
-"""safetensors files: found, checked, read by slices, and written one tensor at a time."""
+"""safetensors files: finding, checking, reading by slices, and writing one tensor at a time."""
 
 import json
 import math
@@ -38,8 +38,8 @@ DTYPES: dict[str, Any] = {
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 PROCESSOR_FILES = ("chat_template*", "*preprocessor_config.json", "processor_config.json")
-QUANTIZED = "quantization.json"  # beside weights that `maxlib.quantization` wrote
-# What an export, or a download of one, consists of; a directory with anything else in it is never replaced.
+QUANTIZED = "quantization.json"  # next to weights written by `maxlib.quantization`
+# The files of an export, or of a download; a directory with any other files is never replaced.
 OWN_FILES = (
     "README.md",
     "*.safetensors",
@@ -57,9 +57,9 @@ OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file; nothing of it is in memory."""
+    """A tensor in a file, not in memory."""
 
-    as_stored: ClassVar[bool] = True  # whether the file has the bytes of `view`
+    as_stored: ClassVar[bool] = True  # True if the file has the bytes of `view`
 
     path: Path
     offset: int
@@ -67,20 +67,20 @@ class Stored:
     shape: tuple[int, ...]
 
     def view(self) -> np.ndarray:
-        """The tensor, mapped: what is sliced off is what is read. Let it go soon, mapped pages count as this
-        process's.
+        """Returns the memory-mapped tensor: only slices are read. Release it soon, because mapped pages count as this
+        process's memory.
         """
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)
-        # A plain array: a memmap would keep its class, and its file, through every view and ufunc.
+        # A plain array, because every view and ufunc result of a memmap would keep its class and file.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
 
     def part(self, take: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Returns `take(view)`, where `take` cuts, transposes and splits axes."""
+        """Returns `take(view)`, where `take` slices, transposes and splits axes."""
         return take(self.view())
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fills the contiguous `out` with the bytes from `start` of this tensor on: faster than to copy mapped
+        """Fills the contiguous `out` with this tensor's bytes from `start` on, which is faster than copying mapped
         pages.
         """
         left = out.reshape(-1).view(np.uint8).data
@@ -93,10 +93,10 @@ class Stored:
 
 
 def find_tensors(directory: str | Path) -> dict[str, Stored]:
-    """Every tensor of a model directory by name, from `model.safetensors` or the files of its index.
+    """Finds every tensor of a model directory by name, in `model.safetensors` or the files of its index.
 
     Raises FileNotFoundError if there are none, with what to do about other formats; ValueError for a file that is
-    truncated or corrupt, an index that does not match its files, and paths that lead out of the directory.
+    truncated or corrupt, an index that does not match its files, and paths outside of the directory.
     """
     directory = Path(directory).resolve()
     if not (directory / INDEX).exists():
@@ -105,7 +105,7 @@ def find_tensors(directory: str | Path) -> dict[str, Stored]:
         return read_header(_inside(directory, SINGLE))
     weight_map = read_index(directory / INDEX)
     if (directory / SINGLE).exists() and SINGLE not in weight_map.values():
-        raise ValueError(f"{directory} has both {SINGLE} and {INDEX}, which may differ: keep the one that is meant.")
+        raise ValueError(f"{directory} has both {SINGLE} and {INDEX}, which may differ: keep only the intended one.")
     files = {name: read_header(_inside(directory, name)) for name in sorted(set(weight_map.values()))}
     listed = {(file, tensor) for tensor, file in weight_map.items()}
     there = {(file, tensor) for file, tensors in files.items() for tensor in tensors}
@@ -132,30 +132,32 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: Any) -> bool:
-    """Returns whether a file system could have it: no NUL, nothing that UTF-8 cannot hold, no part over 255 bytes."""
+    """Returns whether this is a valid file name: no NUL, valid UTF-8, and no part over 255 bytes."""
     if not isinstance(name, str) or "\0" in name or not name.isprintable():
         return False
     return len(name) < 1024 and all(len(part.encode()) <= 255 for part in name.split("/"))
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The file `name` of `directory`; the blobs that a Hugging Face cache links to are its own."""
+    """Returns the file `name` of `directory`; links into the blobs of a Hugging Face cache are allowed."""
     homes = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
     path = directory / name
     if Path(name).is_absolute() or not any(path.resolve().is_relative_to(home) for home in homes):
         raise ValueError(
-            f"{directory}: weights must lie inside the directory, but {name!r} leads to {path.resolve()}. "
+            f"{directory}: weights must be inside the directory, but {name!r} points to {path.resolve()}. "
             "Copy the file in if you trust it."
         )
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is named by {INDEX} but is not there. Download it too.")
+        raise FileNotFoundError(f"{path} is listed in {INDEX} but does not exist. Download it too.")
     return path
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file. Raises ValueError if it is truncated, corrupt or of an unknown dtype."""
+    """Reads the tensors of one safetensors file. Raises ValueError if it is truncated, corrupt or has an
+    unknown dtype.
+    """
     try:
-        with safe_open(path, framework="np") as file:  # checks that the tensors fill the file without gap or overlap
+        with safe_open(path, framework="np") as file:  # checks that the tensors fill the file without gaps or overlaps
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except SafetensorError as error:
@@ -176,8 +178,9 @@ def _nothing_found(directory: Path) -> str:
     start = f"{directory} must have {SINGLE}, or {INDEX} and its files"
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         return (
-            f"{start}, but has {', '.join(pickled)}. Such files are pickles, which can run any code when opened, so maxlib "
-            "does not read them. Take the safetensors version of this model, or convert it where you trust it: "
+            f"{start}, but has {', '.join(pickled)}. Such files are pickles, which can run any code when opened, so "
+            "maxlib "
+            "does not read them. Use the safetensors version of this model, or convert it if you trust it: "
             "transformers.AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
         )
     if parts := [name for name in names if name.endswith(".safetensors")]:
@@ -189,7 +192,7 @@ def _nothing_found(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """Name, dtype and shape of a tensor that is going to be written."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: np.dtype
@@ -201,14 +204,14 @@ class Header:
 
 
 def write_file(path: Path, headers: Sequence[Header], tensors: Iterator[np.ndarray]) -> None:
-    """Writes a safetensors file, with one tensor in memory at a time; `tensors` come in the order of `headers`."""
+    """Writes a safetensors file with one tensor in memory at a time; `tensors` are in the order of `headers`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for header in headers:
         span = [offset, offset := offset + header.nbytes]
         entries[header.name] = {"dtype": NAMES[header.dtype], "shape": list(header.shape), "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    text += b" " * (-len(text) % 8)  # align the data
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for header, tensor in zip(headers, tensors, strict=True):
@@ -220,7 +223,9 @@ def write_file(path: Path, headers: Sequence[Header], tensors: Iterator[np.ndarr
 
 
 def shard(headers: Sequence[Header], max_bytes: int) -> dict[str, list[Header]]:
-    """Files of at most `max_bytes` of tensors each (or of one that is larger), in order, by name."""
+    """Assigns tensors to files of at most `max_bytes` each (or one larger tensor), in order; returns them by
+    file name.
+    """
     files: list[list[Header]] = [[]]
     size = 0
     for header in headers:
@@ -237,7 +242,7 @@ def shard(headers: Sequence[Header], max_bytes: int) -> dict[str, list[Header]]:
 
 
 def write_index(directory: Path, files: Mapping[str, Sequence[Header]]) -> None:
-    """Writes which tensor lies in which file."""
+    """Writes the index, which maps tensors to files."""
     weight_map = {header.name: name for name, headers in files.items() for header in headers}
     total = sum(header.nbytes for headers in files.values() for header in headers)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -245,5 +250,5 @@ def write_index(directory: Path, files: Mapping[str, Sequence[Header]]) -> None:
 
 
 def is_float(dtype: Any) -> bool:
-    """Returns True for a floating dtype, those of ml_dtypes included."""
+    """Returns True for a floating dtype, including those of ml_dtypes."""
     return bool(jnp.issubdtype(dtype, jnp.floating))

@@ -1,9 +1,8 @@
-"""Scaled FP8: a float8 `x`, and in `x_scale_inv` its factors.
+"""Scaled FP8: a float8 tensor `x` with scales `x_scale_inv`.
 
-There is one factor for each 128 x 128 of it, as DeepSeek V3 and others ship it, or one for all of it (Ministral 3).
-Experts may lie in one tensor, each with such factors of its own (Mistral Small 4). Such a pair reads like one plain
-tensor, so no model's table mentions it. Factors of activations, which are for matmuls in FP8, are passed over. Exports
-are plain.
+There is one scale for each 128 x 128 block (DeepSeek V3 and others), or one for the whole tensor (Ministral 3). Stacked
+experts in one tensor have separate scales (Mistral Small 4). Such a pair is read like one plain tensor, so model tables
+do not mention it. Activation scales, which are for FP8 matmuls, are ignored. Exports are plain.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from maxlib.weights._files import Stored
 
 BLOCK = 128
 SUFFIX = "_scale_inv"
-ACTIVATION = "activation_scale"  # in place of "weight", or behind a name without, if activations have fixed factors
+ACTIVATION = "activation_scale"  # replaces "weight", or is appended to other names, if activations have fixed scales
 _DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 _BYTES = np.arange(256, dtype=np.uint8)
 
@@ -33,7 +32,7 @@ def is_scaled_fp8(quantization: Any) -> bool:
 
 @dataclass(frozen=True)
 class Scaled(Stored):
-    """A tensor of bfloat16's precision made of two that are stored."""
+    """A tensor of bfloat16 precision, computed from two stored tensors."""
 
     as_stored: ClassVar[bool] = False
     raw: Stored
@@ -44,17 +43,17 @@ class Scaled(Stored):
         return self.part(lambda values: values)
 
     def part(self, take: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Returns `take(values)`, in float32; with factors of blocks all values are computed for it."""
+        """Returns `take(values)` in float32; with block scales it computes all values first."""
         raw, scale = self.raw.view(), self.scale.view().astype(np.float32)
         if not _of_matrices(raw.shape, scale.shape):
             return take(dequantize(raw, scale))
-        # A factor for each matrix, or one: [], [1], [E] or [E, 1, 1] -> a view as large as the tensor.
+        # One scale in all or per matrix: [], [1], [E] or [E, 1, 1] -> a view of the tensor's shape.
         factors = np.broadcast_to(scale.reshape(-1, *[1] * (raw.ndim - 1)), raw.shape)
         return _float32(take(raw)) * take(factors)
 
 
 def _of_matrices(shape: tuple[int, ...], factors: tuple[int, ...]) -> bool:
-    """Returns True for one factor of all, or one of each matrix of a stack."""
+    """Returns True for a single scale, or one for each matrix of a stack."""
     stacked = [shape[:1], (*shape[:1], 1, 1)] if len(shape) == 3 else []
     return factors in ((), (1,), *stacked)
 
@@ -64,7 +63,7 @@ def _float32(x: np.ndarray) -> np.ndarray:
 
 
 def dequantize(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Multiplies a matrix, or each of a stack, by the factors of its blocks, the last of which may be incomplete."""
+    """Multiplies a matrix, or each of a stack, by its block scales; the last blocks may be partial."""
     values = _float32(x)
     for matrix, factors in zip(values, scale, strict=True) if x.ndim == 3 else [(values, scale)]:
         for row, own in enumerate(factors):
@@ -74,9 +73,9 @@ def dequantize(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Joins each tensor of `stored` that has factors with them.
+    """Combines each tensor of `stored` that has scales with them.
 
-    Raises ValueError for factors that do not fit their tensor.
+    Raises ValueError for scales that do not fit their tensor.
     """
     scaled = {name: t for name, t in stored.items() if t.dtype in _DTYPES and name + SUFFIX in stored}
     of_scaled = {name + SUFFIX for name in scaled}
@@ -95,5 +94,5 @@ def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _activation(name: str) -> str:
-    """Names the factors of what is multiplied by `name`."""
+    """Returns the name of the activation scales for the weight `name`."""
     return f"{name.removesuffix('weight')}{ACTIVATION}" if name.endswith(".weight") else f"{name}_{ACTIVATION}"

@@ -1,7 +1,7 @@
-"""Hugging Face `config.json`, read field by field, refusing whatever is not understood.
+"""Hugging Face `config.json`, read field by field; unknown fields raise an error.
 
-A model's reader takes each field that it computes with, requires the value of those it computes in one way only, and
-calls `done()`: a field left over that may change the computation is an error, so no wrong model is built silently.
+A model's reader takes each field that it uses, requires the value of fields that it only supports with one value, and
+calls `done()`: a remaining field that may change the computation is an error, so no wrong model is built silently.
 """
 
 import json
@@ -27,7 +27,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Fields that never change what a forward pass computes.
+# Fields that never change the forward pass.
 BOOKKEEPING = _names(
     """
     architectures auto_map dtype torch_dtype transformers_version _name_or_path _model_name_or_path _commit_hash
@@ -44,7 +44,7 @@ TOKEN_IDS = _names(
     forced_bos_token_id forced_eos_token_id
     """
 )
-# Initialisation, dropout and auxiliary losses: a checkpoint is loaded after the first, and evaluated without the rest.
+# Initialisation, dropout and auxiliary losses, which do not affect the forward pass of a loaded checkpoint.
 TRAINING = _names(
     """
     initializer_range initializer_factor attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop
@@ -62,7 +62,7 @@ GENERATION = _names(
     """
 )
 HARMLESS = BOOKKEEPING | TOKEN_IDS | TRAINING | GENERATION
-# Sizes that a model cannot have none of.
+# Sizes that must be positive.
 POSITIVE = _names(
     """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -70,7 +70,7 @@ POSITIVE = _names(
     """
 )
 MOST = {"num_hidden_layers": 1 << 16, "n_layer": 1 << 16}
-# Harmless with this value only; nothing in maxlib computes the others.
+# Only harmless with this value; maxlib does not support other values.
 HARMLESS_VALUES = {
     "pretraining_tp": 1,
     "chunk_size_feed_forward": 0,
@@ -82,7 +82,7 @@ HARMLESS_VALUES = {
 
 
 class HFConfig:
-    """The fields of one config, each handed out by name and remembered until `done`."""
+    """The fields of one config; records which fields were read until `done`."""
 
     def __init__(self, data: Mapping[str, Any], *, path: str = ""):
         self._data, self._path = data, path
@@ -101,9 +101,9 @@ class HFConfig:
 
         Args:
             name: Name of the field.
-            default: Stands for a field that is absent or null. Without it the field is required.
-            kind: bool, int, float, str, list or dict, by default that of `default`; an int is welcome as a float.
-            nullable: Return None for null.
+            default: Value of a field that is absent or null. Without it the field is required.
+            kind: bool, int, float, str, list or dict, by default that of `default`; an int is accepted as a float.
+            nullable: True returns None for null.
 
         Raises:
             ValueError: For a missing field without default, and for a value of another kind.
@@ -117,7 +117,9 @@ class HFConfig:
             value = value if kind is None else _checked(value, kind, self.where(name))
             if name in POSITIVE and isinstance(value, int) and value < 1:
                 raise ValueError(f"{self.where(name)} must be at least 1, got {value}.")
-            if isinstance(value, int) and value > MOST.get(name, 1 << 63):  # of a damaged file: lists would fill memory
+            if isinstance(value, int) and value > MOST.get(
+                name, 1 << 63
+            ):  # from a damaged file: lists of this length would fill memory
                 raise ValueError(f"{self.where(name)} must be at most {MOST.get(name, 1 << 63)}, got {_short(value)}.")
             return value
         if default is REQUIRED:
@@ -140,16 +142,16 @@ class HFConfig:
         self._taken.update(names)
 
     def nested(self, name: str) -> "HFConfig":
-        """Returns the fields of an object within this one (`text_config`); `done` looks into it too."""
+        """Returns the fields of a nested object (`text_config`); `done` checks it too."""
         if name not in self._children:
             self._children[name] = HFConfig(self.take(name, kind=dict), path=self.where(name).partition(": ")[2])
         return self._children[name]
 
     def layer_types(self, num_layers: int, *known: str) -> tuple[str, ...] | None:
-        """Takes `layer_types`, one of `known` for each layer; None if the config leaves it out.
+        """Takes `layer_types`, one of `known` for each layer; None if the config omits it.
 
         Raises:
-            ValueError: For any other.
+            ValueError: For any other value.
         """
         types = self.take("layer_types", None, kind=list)
         if types is not None and (len(types) != num_layers or not set(types) <= set(known)):
@@ -160,17 +162,17 @@ class HFConfig:
         return None if types is None else tuple(types)
 
     def per_layer(self, layers: Sequence[int], usual: Mapping[str, int]) -> dict[str, int] | None:
-        """Takes `per_layer_config`, what some layers have in place of the config's own sizes.
+        """Takes `per_layer_config`, which overrides the config's sizes for some layers.
 
         Args:
-            layers: Numbers of the layers that may have sizes of their own, all the same.
-            usual: The config's own values of what may differ, by name.
+            layers: Indices of the layers that may have different sizes, the same for all of them.
+            usual: The config's values of the sizes that may differ, by name.
 
         Returns:
-            The sizes of these layers; None if the config does not say.
+            The sizes of these layers; None if the config does not give them.
 
         Raises:
-            ValueError: For sizes of other layers or names, and if they are not the same.
+            ValueError: For sizes of other layers or names, and if they differ between layers.
         """
         given = self.take("per_layer_config", None, kind=dict)
         if given is None:
@@ -201,17 +203,17 @@ class HFConfig:
 
         Args:
             head_dim: Width of a head.
-            interleaved: Whether the architecture pairs neighbouring dimensions.
-            partial: Whether it can rotate a part of the head (`partial_rotary_factor`).
+            interleaved: True if the architecture pairs neighbouring dimensions.
+            partial: True if it can rotate a part of the head (`partial_rotary_factor`).
             default_theta: Base of a config without `rope_theta`.
             default_length: Length of a config without `max_position_embeddings`.
-            default_fraction: Part of the head that a config without `partial_rotary_factor` rotates.
+            default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
             layer_type: Key within `rope_parameters`, for models whose layer types rotate differently.
             theta_field: Name of this type's base in transformers 4 (`rope_local_base_freq` for Gemma 3's local layers).
             scaling_field: Name of this type's scaling there; None if it has none.
 
         Raises:
-            ValueError: For an unknown type, a missing or impossible number, and spellings that contradict each other.
+            ValueError: For an unknown type, a missing or invalid number, and contradicting spellings.
         """
         return read_rope(
             self,
@@ -227,7 +229,7 @@ class HFConfig:
         )
 
     def unread(self) -> dict[str, Any]:
-        """Returns fields nobody took that may matter, by dotted path; null means off and counts as read."""
+        """Returns unread fields that may matter, by dotted path; null means off and counts as read."""
         own = {
             name: value
             for name, value in self._data.items()
@@ -240,7 +242,7 @@ class HFConfig:
         return own | nested
 
     def done(self) -> None:
-        """Raises ValueError if a field is left over that may change the computation."""
+        """Raises ValueError if an unread field may change the computation."""
         if unread := self.unread():
             listed = "\n".join(f"  {name} = {_short(value)}" for name, value in unread.items())
             raise ValueError(
@@ -265,7 +267,7 @@ def _short(value: Any) -> str:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Reads the object in `directory/config.json`. Code that it points to (`auto_map`) is never run.
+    """Reads `directory/config.json`. Code that it refers to (`auto_map`) is never run.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -273,7 +275,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        found = 'There is no such directory. A name on the hub is written as it is there: "org/name".'
+        found = 'There is no such directory. Write a name on the hub as "org/name".'
         if path.parent.exists():
             found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
         raise FileNotFoundError(
@@ -288,7 +290,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object of fields, got {_short(data)}.")
+        raise ValueError(f"{path} must be a JSON object, got {_short(data)}.")
     if "auto_map" in data:
-        logger.warning("%s points to code of its own (auto_map); maxlib never runs it and reads the fields only.", path)
+        logger.warning("%s refers to custom code (auto_map); maxlib never runs it and only reads the fields.", path)
     return data

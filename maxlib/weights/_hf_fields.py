@@ -1,4 +1,4 @@
-"""Configurations that declare beside each field where config.json has it, so that the same lines read and write it.
+"""Configurations that declare the config.json name of each field, so that the same lines read and write it.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
@@ -13,8 +13,8 @@
         norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
         losses: tuple = ()  # declares no place: neither read nor written
 
-Fields are read in the order of the class. `c` holds those above, so that a default can be computed from them. A dotted
-name lies in a nested object: `hf("vision_config.hidden_size")`.
+Fields are read in the order of the class. `c` has the preceding fields, so that a default can be computed from them. A
+dotted name is in a nested object: `hf("vision_config.hidden_size")`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from maxlib.weights._hf_config import REQUIRED, HFConfig
 from maxlib.weights._hf_rope import rope_to_hf
 
-# A value, or a function of the fields read so far that gives it.
+# A value, or a function of the fields read so far that returns it.
 Default = Any
 
 
@@ -37,10 +37,10 @@ class FieldCodec:
     """Reader and writer of a field in config.json.
 
     Attributes:
-        read: `read(fields, c, hint)` gives the value; `hint` is the field's annotation.
-        write: `write(value, cfg)` gives config.json's fields, by dotted name.
-        required: Names that a config.json must have.
-        check: `check(value, cfg)` raises ValueError for a configuration that cannot be.
+        read: `read(fields, c, hint)` returns the value; `hint` is the field's annotation.
+        write: `write(value, cfg)` returns config.json's fields by dotted name.
+        required: Names that config.json must have.
+        check: `check(value, cfg)` raises ValueError for an invalid configuration.
     """
 
     read: Callable[[HFConfig, Any, Any], Any]
@@ -55,9 +55,9 @@ class ModelConfig:
     Attributes:
         model_types: Values of `model_type` that the family reads; the first one is written.
         architecture: The class in transformers.
-        fixed: Values that the family computes with and no others; a tuple lists alternatives. Written as well.
-        only: The same for fields that transformers may leave out; never written.
-        ignored: Names of fields that change nothing in this family. Say why in a comment.
+        fixed: Fields with the only value that the family supports; a tuple lists alternatives. They are also written.
+        only: The same for fields that transformers may omit; never written.
+        ignored: Names of fields without effect in this family. Say why in a comment.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, fields: HFConfig) -> Any:
-        """Reads config.json. Raises ValueError for values that the family does not compute."""
+        """Reads config.json. Raises ValueError for values that the family does not support."""
         if cls.model_types:
             fields.require("model_type", *cls.model_types)
         for name, allowed in (*cls.fixed.items(), *cls.only.items()):
@@ -102,7 +102,7 @@ class ModelConfig:
 
     @classmethod
     def required(cls) -> list[str]:
-        """Returns the names of the fields that a config.json must have."""
+        """Returns the names of the fields that config.json must have."""
         return [name for place in _places(cls).values() for name in place.required]
 
 
@@ -112,7 +112,7 @@ def _places(cls: type) -> dict[str, FieldCodec]:
 
 
 def _locate(fields: HFConfig, name: str) -> tuple[HFConfig, str]:
-    """Splits a dotted name into the object that has the field, and the field's name in it."""
+    """Splits a dotted name into the object that has the field, and the field's name."""
     *parents, last = name.split(".")
     for parent in parents:
         fields = fields.nested(parent)
@@ -120,7 +120,7 @@ def _locate(fields: HFConfig, name: str) -> tuple[HFConfig, str]:
 
 
 def _put(target: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Adds fields by dotted name, making the objects they lie in."""
+    """Adds fields by dotted name, creating nested objects as needed."""
     for name, value in fields.items():
         *parents, last = name.split(".")
         place = target
@@ -147,13 +147,13 @@ def hf(
     null means None.
 
     Args:
-        name: Name in config.json; dots lead into nested objects.
+        name: Name in config.json; dots separate nested objects.
         default: Default of the constructor.
-        absent: What a config means by leaving the field out, or a function of the fields above it; `default` unless
-            given. Without either the field is required.
-        null: What null means, or a function of the fields above; like an absent field unless given. `weights.REQUIRED`
-            refuses it.
-        same: Other names of the same number in config.json. They must agree where they are given.
+        absent: Value if the config omits the field, or a function of the preceding fields; by default `default`.
+            Without either the field is required.
+        null: Value for null, or a function of the preceding fields; by default the same as for an absent field.
+            `weights.REQUIRED` makes null an error.
+        same: Other names of the same value in config.json. They must agree if given.
     """
     absent = default if absent is dataclasses.MISSING else absent
     absent = REQUIRED if absent is dataclasses.MISSING else absent
@@ -199,13 +199,13 @@ def hf_fields(
     default: Any = dataclasses.MISSING,
     compare: bool = True,
 ) -> Any:
-    """Declares a field that several fields of config.json make up, or that is stored in another form.
+    """Declares a field that is stored in several fields of config.json, or in another form.
 
     Args:
-        read: `read(fields, c)` takes what it needs of `fields` and returns the value; `c` has the fields above.
+        read: `read(fields, c)` takes fields and returns the value; `c` has the preceding fields.
         write: `write(value, cfg)` returns config.json's fields.
         default: Default of the constructor.
-        compare: Whether configurations with different values differ.
+        compare: True if the field takes part in comparisons of configurations.
     """
     return _declare(FieldCodec(lambda fields, c, hint: read(fields, c), write), default, compare)
 
@@ -247,13 +247,13 @@ def hf_rope(
     """Declares a rotary embedding, in both spellings; see `HFConfig.rope`.
 
     Args:
-        head_dim: Width of a head, or a function of the fields above.
-        interleaved: Whether the family pairs neighbouring dimensions, rather than dimensions half a head apart.
-        partial: Whether it can rotate a part of the head.
+        head_dim: Width of a head, or a function of the preceding fields.
+        interleaved: True if the family pairs neighbouring dimensions, rather than dimensions half a head apart.
+        partial: True if it can rotate a part of the head.
         layer_type: Key within `rope_parameters`, for families whose layer types rotate differently.
-        theta_field: What transformers 4 calls the base.
-        scaling_field: What transformers 4 calls the scaling; None where it has none for this layer type.
-        **defaults: `default_theta`, `default_length`, `default_fraction`: what leaving these fields out means.
+        theta_field: Name of the base in transformers 4.
+        scaling_field: Name of the scaling in transformers 4; None if it has none for this layer type.
+        **defaults: `default_theta`, `default_length`, `default_fraction`: values if these fields are omitted.
     """
     spelling = {"layer_type": layer_type, "theta_field": theta_field, "scaling_field": scaling_field}
 
@@ -276,13 +276,13 @@ def hf_rope(
 def hf_layer_rope(
     layer_type: str, head_dim: Callable[[Any], int], usual: Callable[[int], Any], *, length: int = 131_072
 ) -> Any:
-    """Declares the rotary embedding of one type of layer, for families that only transformers 5 has.
+    """Declares the rotary embedding of one layer type, for families that are only in transformers 5.
 
     Args:
         layer_type: Key within `rope_parameters`.
-        head_dim: Width of a head, from the fields above.
-        usual: The rope that a config without `rope_parameters` means, from the width of a head.
-        length: Length that a config without `max_position_embeddings` means.
+        head_dim: Function from the preceding fields to the width of a head.
+        usual: Function from the width of a head to the rope of a config without `rope_parameters`.
+        length: Length of a config without `max_position_embeddings`.
     """
     spelling = {"layer_type": layer_type, "theta_field": "", "scaling_field": None}
 
@@ -308,19 +308,18 @@ def hf_layer_types(
     absent: Callable[[HFConfig, Any], tuple[str, ...]] | None = None,
     also: Callable[[tuple[str, ...]], Mapping[str, Any]] = lambda types: {},
 ) -> Any:
-    """Declares `layer_types`, one of `known` for each layer, or None for the family's usual ones.
+    """Declares `layer_types`, one of `known` for each layer, or None for the family's default.
 
     Args:
-        *known: What a layer can be.
-        usual: `usual(c)` returns the types that None stands for.
-        absent: `absent(fields, c)` returns the types of a config.json without `layer_types`; the usual ones unless
-            given.
-        also: `also(types)` returns fields to be written beside `layer_types`.
+        *known: The possible layer types.
+        usual: `usual(c)` returns the default types, for None.
+        absent: `absent(fields, c)` returns the types of a config.json without `layer_types`; by default the usual ones.
+        also: `also(types)` returns additional fields to write with `layer_types`.
     """
 
     def read(fields: HFConfig, c: Any, hint: Any) -> tuple[str, ...] | None:
         given = fields.layer_types(c.num_layers, *known)
-        # Called in any case, so that the fields it reads count as known.
+        # Always called, so that the fields it reads count as read.
         implied = usual(c) if absent is None else absent(fields, c)
         types = implied if given is None else given
         return None if types == usual(c) else types
@@ -341,12 +340,13 @@ def hf_layer_types(
 
 
 def hf_max_window_layers(full: str, *, absent: int, window: int) -> Any:
-    """Declares `layer_types` for families in which, with a window, layers from `max_window_layers` on slide.
+    """Declares `layer_types` for families in which, with a window, layers from `max_window_layers` on use sliding
+    windows.
 
     Args:
-        full: What a layer without a window is called.
-        absent: What a config means by leaving `max_window_layers` out.
-        window: What it means by leaving `sliding_window` out.
+        full: Name of the layer type without a window.
+        absent: Value if a config omits `max_window_layers`.
+        window: Value if it omits `sliding_window`.
     """
 
     def implied(fields: HFConfig, c: Any) -> tuple[str, ...]:
@@ -354,16 +354,16 @@ def hf_max_window_layers(full: str, *, absent: int, window: int) -> Any:
         first = c.num_layers if switched_window(fields, window) is None else first
         return tuple(SLIDING if i >= first else full for i in range(c.num_layers))
 
-    # The count is all that early versions of transformers look at.
+    # Early versions of transformers only read the count.
     also = lambda types: {"max_window_layers": types.count(full)}
     return hf_layer_types(full, SLIDING, usual=lambda c: (full,) * c.num_layers, absent=implied, also=also)
 
 
 def hf_switched_window(*, absent: int | None) -> Any:
-    """Declares the window of sliding layers, which `use_sliding_window` turns on; `layer_types` stands above it.
+    """Declares the window of sliding layers, which `use_sliding_window` enables; `layer_types` must precede it.
 
     Args:
-        absent: What a config means by leaving `sliding_window` out.
+        absent: Value if a config omits `sliding_window`.
     """
 
     def read(fields: HFConfig, c: Any, hint: Any) -> int | None:
@@ -388,10 +388,10 @@ def switched_window(fields: HFConfig, absent: int | None) -> int | None:
 
 
 def hf_num_dense(absent: int = 1) -> Any:
-    """Declares how many first layers have a plain MLP: `first_k_dense_replace`, or "dense" ones in `mlp_layer_types`.
+    """Declares the number of first layers with a plain MLP: `first_k_dense_replace`, or "dense" in `mlp_layer_types`.
 
     Args:
-        absent: What a config means by leaving both out.
+        absent: Value if a config omits both.
     """
 
     def read(fields: HFConfig, c: Any, hint: Any) -> int:
@@ -416,7 +416,7 @@ def _dense_first(number: int, num_layers: int) -> list[str]:
 
 
 def hf_dt_limit(name: str = "time_step_limit") -> Any:
-    """Declares the least and greatest length of a step of Mamba; without the field there is no limit.
+    """Declares the smallest and largest step of Mamba; without the field there is no limit.
 
     Args:
         name: Name in config.json.
@@ -439,11 +439,11 @@ def hf_dt_limit(name: str = "time_step_limit") -> Any:
 
 
 def hf_mtp(absent: int, field: str = "num_nextn_predict_layers") -> Any:
-    """Declares how many modules of multi-token prediction a checkpoint has; an export has `cfg.num_mtp`.
+    """Declares the number of multi-token prediction modules of a checkpoint; an export has `cfg.num_mtp`.
 
     Args:
-        absent: What a config means by leaving the field out.
-        field: Its name.
+        absent: Value if a config omits the field.
+        field: Name of the field.
     """
     place = FieldCodec(lambda fields, c, hint: fields.take(field, absent), lambda value, cfg: {field: cfg.num_mtp})
     return _declare(place, 0, compare=False)

@@ -1,4 +1,4 @@
-"""Rotary embeddings in Hugging Face's configs: both spellings read, both written.
+"""Rotary embeddings in Hugging Face's configs: reads and writes both spellings.
 
 transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 has `rope_parameters` with everything in it.
 """
@@ -28,7 +28,7 @@ OLD_NAMES = {"su": "longrope"}
 
 @dataclass(frozen=True)
 class _Spellings:
-    """All places in which a config may state a rotary field; they must agree."""
+    """All places in which a config may give a rotary field; they must agree."""
 
     fields: "HFConfig"
     parts: tuple["HFConfig", ...]
@@ -92,11 +92,11 @@ def read_rope(
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         if str(error).startswith("config.json"):
             raise
-        raise ValueError(f"{fields.where('rope_type')} {kind!r} has impossible numbers: {error}") from error
+        raise ValueError(f"{fields.where('rope_type')} {kind!r} has invalid numbers: {error}") from error
 
 
 def _parts(fields: "HFConfig", layer_type: str | None, scaling_field: str | None) -> tuple["HFConfig", ...]:
-    """Lists the objects that describe the rope, transformers 5's first."""
+    """Lists the objects that describe the rope, that of transformers 5 first."""
     parts = []
     if fields.take("rope_parameters", None, kind=dict):
         parameters = fields.nested("rope_parameters")
@@ -114,7 +114,7 @@ def _parts(fields: "HFConfig", layer_type: str | None, scaling_field: str | None
 
 
 def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> Scaling | None:
-    top = spelled.fields.take(ORIGINAL, None, kind=int)  # Phi keeps it here; without scaling it means nothing
+    top = spelled.fields.take(ORIGINAL, None, kind=int)  # Phi stores it here; without scaling it has no meaning
     if kind == "default":
         return None
     if kind == "linear":
@@ -144,7 +144,7 @@ def _numbers(values: list, name: str) -> tuple[float, ...]:
 
 
 def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
-    """Finds the length of the first training, which is `max_position_embeddings` if nothing else is said."""
+    """Finds the original training length, by default `max_position_embeddings`."""
     inner = spelled.get(ORIGINAL, kind=int)
     if inner is not None and top is not None and inner != top:
         raise ValueError(
@@ -157,8 +157,10 @@ def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
 
 
 def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
-    """Computes how many positions the config promises; some keep the length before scaling in their own field."""
-    if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK grows without end
+    """Computes the number of positions that the config supports; some configs store the length before scaling
+    separately.
+    """
+    if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK has no limit
         return None
     if isinstance(scaling, LinearScaling):
         return max(limit, int(scaling.factor * limit))
@@ -181,11 +183,11 @@ def rope_to_hf(
         rope: The rope.
         head_dim: Width of a head.
         max_position_embeddings: Needed only if `rope.max_length` is None.
-        whole_heads: True if the architecture can turn no part of a head.
-        interleaved: True if it pairs neighbours, False if dimensions half a head apart; no field says which.
+        whole_heads: True if the architecture can only rotate whole heads.
+        interleaved: True if it pairs neighbours, False if it pairs dimensions half a head apart; no field stores this.
 
     Raises:
-        ValueError: For a rope that the architecture does not have, or that the two spellings cannot say.
+        ValueError: For a rope that the architecture does not support, or that the two spellings cannot express.
     """
     if rope.interleaved != interleaved or (whole_heads and rope.dim != head_dim):
         raise ValueError(
@@ -230,7 +232,7 @@ def _limit(rope: Rope, given: int | None) -> int:
 
 
 def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
-    """Returns a scaling's own fields under Hugging Face's names; what is None is left out."""
+    """Returns a scaling's fields under Hugging Face's names, without those that are None."""
     if scaling is None:
         return {}
     fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
@@ -243,7 +245,7 @@ def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
 
 
 def _partial(dim: int, head_dim: int) -> dict[str, float]:
-    """Finds the fraction of the head that `int(head_dim * fraction)` turns back into `dim`."""
+    """Finds the fraction for which `int(head_dim * fraction)` is `dim`."""
     if dim == head_dim:
         return {}
     fraction = dim / head_dim

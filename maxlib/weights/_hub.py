@@ -14,13 +14,13 @@ from maxlib.weights import _buckets as buckets
 from maxlib.weights._card import ModelCard
 from maxlib.weights._files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
 
-# Everything of a model but its weights. Code (*.py) and pickles (*.bin) are never fetched.
+# All files of a model except its weights. Code (*.py) and pickles (*.bin) are never fetched.
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, INDEX)
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def model_directory(name: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Returns the directory of a model: `name` itself where it is one, else a copy from a bucket or the hub.
+    """Returns the directory of a model: `name` itself if it is a directory, else a copy from a bucket or the hub.
 
     Args:
         name: A directory, one in a bucket such as "gs://bucket/model", or a name on the hub such as
@@ -49,9 +49,9 @@ def model_directory(name: str | Path, *, revision: str | None = None, token: str
 
 
 def download(name: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Fetches what maxlib reads of a model on the hub: configuration, tokenizer and safetensors.
+    """Downloads the files of a model that maxlib reads: configuration, tokenizer and safetensors.
 
-    Files that the cache holds already are not fetched again. `HF_HUB_OFFLINE=1` stays with the cache.
+    Cached files are not downloaded again. `HF_HUB_OFFLINE=1` only uses the cache.
 
     Args:
         name: Name on the hub.
@@ -70,7 +70,7 @@ def download(name: str, *, revision: str | None = None, token: str | bool | None
     hub = _huggingface_hub(name)
     with _explained(name, revision):
         snapshot = Path(hub.snapshot_download(name, revision=revision, token=token, allow_patterns=list(SMALL_FILES)))
-        # The commit that was found, so that both downloads are of the same one.
+        # Pin the commit, so that both downloads use the same one.
         commit, files = snapshot.name, _weight_files(snapshot, name)
         hub.snapshot_download(name, revision=commit, token=token, allow_patterns=files)
     if missing := [file for file in files if not (snapshot / file).is_file()]:
@@ -93,28 +93,28 @@ def push_to_hub(
     model_card: ModelCard | bool = True,
     **options: Any,
 ) -> str | None:
-    """Writes `model` as `save_pretrained` does and uploads it to the hub, in a commit of its own.
+    """Writes `model` as `save_pretrained` does and uploads it to the hub in one commit.
 
-    On several hosts all must call this; the first one uploads.
+    With several hosts all must call this; the first one uploads.
 
     Args:
         model: The model.
-        name: Name on the hub; the repository is made if there is none.
-        private: Whether only its owner sees a new repository; None takes the owner's setting.
+        name: Name on the hub; the repository is created if it does not exist.
+        private: True makes a new repository private; None uses the owner's setting.
         token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
         revision: Branch to commit to; None is the main branch.
         message: Message of the commit.
-        model_card: What README.md says; True writes what is known, False none.
+        model_card: Content of README.md; True writes a default card, False none.
         **options: Other arguments of `save_pretrained`, such as `like` and `tokenizer`.
 
     Returns:
-        The address of the commit; None on the hosts that upload nothing.
+        The URL of the commit; None on hosts that do not upload.
 
     Raises:
         ImportError: If huggingface_hub is not installed.
-        PermissionError: If the token must not write there.
+        PermissionError: If the token has no write access.
     """
-    from maxlib.weights._family import save_pretrained  # which reads from the hub with this file
+    from maxlib.weights._family import save_pretrained  # imports this module
 
     hub = _huggingface_hub(name)
     api = hub.HfApi(token=token)
@@ -139,7 +139,7 @@ def _weight_files(snapshot: Path, name: str) -> list[str]:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{INDEX} of {name} on the hub must have a weight_map of file names: {error!r}") from error
-    # Patterns in place of names would fetch the whole repository.
+    # Patterns instead of names could download the whole repository.
     if strange := [
         file for file in files if not (isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file))
     ]:
@@ -160,7 +160,7 @@ def _huggingface_hub(name: str) -> Any:
 
 @contextmanager
 def _explained(name: str, revision: str | None) -> Iterator[None]:
-    """Turns errors of huggingface_hub into Python's own, with what to do."""
+    """Turns errors of huggingface_hub into built-in exceptions with advice."""
     from huggingface_hub import constants, errors
 
     where = f"{name} on the hub ({constants.ENDPOINT})"

@@ -1,4 +1,4 @@
-"""Weights from a directory into a model: one leaf at a time, by slices, each into its place on the mesh."""
+"""Loads weights from a directory into a model: one leaf at a time, by slices, directly to its devices."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from maxlib.weights._resolve import Conversion, Cut, Piece, Tensor, WeightMappin
 from maxlib.weights._table import Copy, Ignore, Renamed, Table
 
 Model = TypeVar("Model")
-_ALIGNMENT = 64  # of a buffer that a CPU device takes over as it is, instead of copying it
+_ALIGNMENT = 64  # of a buffer that a CPU device can use without copying
 _SHOWN = 20
 
 
@@ -31,17 +31,17 @@ def load(
     """Loads the weights of `directory` into the model that `build()` describes.
 
     Args:
-        build: Returns a model; it is traced and never run, but for leaves that `table` declares absent.
-        table: Their names and ours.
+        build: Returns a model; it is only traced, and run only for leaves that `table` declares absent.
+        table: The model's weight table.
         directory: Has the safetensors, one file or several with an index.
-        layout: Placement over a mesh, by which every device reads its own part only; None reads onto one device.
-        dtype: The dtype of the floating weights; None keeps what is stored.
+        layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
+        dtype: The dtype of the floating weights; None keeps the stored dtype.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Before any tensor is read; names all that are missing, left over or of another shape.
+        ValueError: Before any tensor is read, if tensors are missing, left over or of another shape; names all of them.
     """
     abstract = jax.eval_shape(build)
     stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
@@ -57,18 +57,18 @@ def load(
 
 
 def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
-    """Returns the tensors under the names that the table uses, see `Renamed`; its entries apply in turn."""
+    """Returns the tensors under the table's names, see `Renamed`; its entries apply in order."""
     found: dict[str, Stored] = {}
     for name, tensor in stored.items():
         own = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
         if own in found:
-            raise ValueError(f"{name} is another spelling of {own}, which is there too: keep only one.")
+            raise ValueError(f"{name} is another name of {own}, which also exists: keep only one.")
         found[own] = tensor
     return found
 
 
 def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array]:
-    """Computes the initial values of some leaves; jit leaves out whatever they do not need."""
+    """Computes the initial values of some leaves; jit removes everything else."""
     cast = lambda value: value if dtype is None or not is_float(value.dtype) else value.astype(dtype)
     values = lambda: {path: cast(v.get_value()) for path, v in nn.variables(build()).items() if path in places}
     return jax.jit(values, out_shardings=dict(places))() if places else {}
@@ -100,7 +100,7 @@ def _check(
         _listed("of another shape", shapes, shape),
         _listed("of another kind", kinds, lambda name: f"is {stored[name].dtype}, which {users(name)} is not"),
         _listed("that cannot be converted", sorted(unfit), lambda name: unfit[name]),
-        _listed("left over, the model has no place for them", sorted(extra), lambda name: ""),
+        _listed("left over, without a parameter in the model", sorted(extra), lambda name: ""),
         _listed(
             "weights of the model that its table does not fill exactly", uncovered(abstract, plan), lambda name: ""
         ),
@@ -126,9 +126,9 @@ def _users(plan: WeightMapping, name: str) -> str:
 
 
 def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
-    """Says why the tensors cannot become the leaf; empty if they can.
+    """Explains why the tensors cannot become the leaf; empty if they can.
 
-    Converts a first axis of length 0, so that nothing is read.
+    Tests the conversion with a first axis of length 0, so that nothing is read.
     """
     entry, place = conversion.entry, conversion.place
     theirs = [stored[name] for name in conversion.theirs]
@@ -144,7 +144,7 @@ def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
 
 
 def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
-    """Returns True if a tensor that no leaf takes may be there. Raises ValueError for a copy that is none."""
+    """Returns True if an unused tensor is allowed. Raises ValueError for a declared copy that differs."""
     for entry in table:
         if isinstance(entry, Ignore) and entry.matches(name):
             return True
@@ -159,11 +159,11 @@ def _same(a: Stored, b: Stored) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     parts = zip(*[np.array_split(x.view().reshape(-1).view(np.uint8), 64) for x in (a, b)], strict=True)
-    return all(np.array_equal(x, y) for x, y in parts)  # in parts, for the comparison takes memory
+    return all(np.array_equal(x, y) for x, y in parts)  # in parts, because the comparison needs memory
 
 
 def uncovered(abstract: Any, plan: WeightMapping) -> list[str]:
-    """Lists leaves that the plan does not fill exactly, with how much of them it fills."""
+    """Lists leaves that the plan does not fill exactly, with the filled number of values."""
     wrong = []
     for path, variable in nn.variables(abstract).items():
         uses, size = plan.filling.get(path, []), variable.get_value().size
@@ -195,7 +195,7 @@ class _Leaf:
         return np.dtype(jnp.result_type(*sources))
 
     def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
-        """Reads the leaf into its place; a part that several devices hold is read once."""
+        """Reads the leaf to its devices; a part that several devices hold is read once."""
         if place is None:
             return jax.block_until_ready(jax.device_put(self.read(tuple(slice(None) for _ in self.shape))))
         parts: dict[tuple, tuple[Cut, list[Any]]] = {}
@@ -206,13 +206,13 @@ class _Leaf:
         arrays = []
         for cut, devices in parts.values():
             part = self.read(cut)
-            # Waiting bounds what lies in host memory to one part.
+            # Waiting limits host memory to one part.
             at = [jax.sharding.SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
             arrays += jax.block_until_ready([jax.device_put(part, one) for one in at])
         return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
 
     def read(self, cut: Cut) -> np.ndarray:
-        """Reads the part `cut` of this leaf; every byte goes from its file to its place in one buffer."""
+        """Reads the part `cut` of this leaf; every byte is read from its file into one buffer."""
         cut = tuple(slice(*s.indices(n)) for s, n in zip(cut, self.shape, strict=True))
         out = _aligned([s.stop - s.start for s in cut], self.dtype)
         for piece, tensor in self._pieces:
@@ -266,14 +266,16 @@ def _repeat(out: np.ndarray, cut: Cut, index: int | None) -> tuple[np.ndarray, C
 
 
 def _rows(out: np.ndarray, cut: Cut) -> Iterator[tuple[np.ndarray, Cut]]:
-    """Yields `out` and `cut` index by index of the first axis, since a converted part lies in memory beside `out`."""
+    """Yields `out` and `cut` for each index of the first axis, because a converted part needs memory in addition to
+    `out`.
+    """
     for n, index in enumerate(range(cut[0].start, cut[0].stop)):
         yield out[n : n + 1], (slice(index, index + 1), *cut[1:])
 
 
 def assign(out: np.ndarray, where: Any, value: np.ndarray, name: str) -> None:
-    """Copies and casts. Raises ValueError if float16 cannot hold the values."""
+    """Copies with a cast. Raises ValueError if values overflow float16."""
     with np.errstate(over="ignore"):
         out[where] = value
     if out.dtype == np.float16 and value.dtype != np.float16 and not np.isfinite(out[where]).all():
-        raise ValueError(f"{name} has values that float16 cannot hold; use float32 or bfloat16.")
+        raise ValueError(f"{name} has values that overflow float16; use float32 or bfloat16.")

@@ -1,4 +1,4 @@
-"""MXFP4 as GPT-OSS ships its experts: `x_blocks` with two 4-bit floats a byte, and in `x_scales` a power of two for
+"""MXFP4, the format of GPT-OSS's experts: `x_blocks` has two 4-bit floats per byte, and `x_scales` a power of two for
 every 32 of them.
 
 The format is that of the Open Compute Project's Microscaling specification 1.0, with the element type E2M1.
@@ -15,12 +15,12 @@ _BIAS = 127
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Computes the values in bfloat16, which holds them exactly.
+    """Computes the values in bfloat16, which represents them exactly.
 
-    A byte's low half comes first; a scale of 255 makes its block NaN.
+    A byte's low half is the first value; a scale of 255 makes its block NaN.
 
     Args:
-        blocks: `*O G 16`, two 4-bit floats a byte.
+        blocks: `*O G 16`, two 4-bit floats per byte.
         scales: `*O G`, exponents of two with a bias of 127.
 
     Returns:
@@ -42,7 +42,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Tabulates the two values of every scale and byte, side by side in 32 bits.
+    """Tabulates the two values of every scale and byte, packed into 32 bits.
 
     One lookup then replaces the arithmetic on each value.
     """

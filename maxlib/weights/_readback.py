@@ -1,4 +1,4 @@
-"""Checks before an export: what is read from it must be the model that was written."""
+"""Checks before an export that reading it would give the same model."""
 
 import functools
 import re
@@ -13,22 +13,22 @@ from maxlib.ops import Mask, Rope
 from maxlib.weights._resolve import resolve
 from maxlib.weights._table import Table
 
-# Settings of a layer that choose how it computes, or that training sets: not what a file describes.
+# Settings of layers that choose an implementation, or that only training uses; files do not store them.
 _FREE = ("implementation", "matmul", "capacity_factor", "gather_once")
 _PLAIN = bool | int | float | str | None | Mask | Rope
 _SHOWN = 5
 
 
 def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> None:
-    """Checks that a model has the parts that its configuration describes.
+    """Checks that a model matches its configuration.
 
     Args:
       model: a model with `cfg`, whose parts may have been swapped.
-      build: `build(cfg, *, rngs)`, as reading calls it.
-      table: the names of its weights.
+      build: `build(cfg, *, rngs)`, as called when reading.
+      table: its weight table.
 
     Raises:
-      ValueError: when reading would miss tensors, find some without a place, or compute with other settings.
+      ValueError: when reading would miss tensors, find unused ones, or compute with other settings.
     """
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
     ours, theirs = (_tensors(one, table) for one in (model, wanted))
@@ -38,14 +38,14 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"what would be saved is not the {type(model).__name__} that its config.json describes, and would be read as "
+            f"this model is not the {type(model).__name__} that its config.json would describe, and would be read as "
             f"another model: {'; '.join(wrong[:_SHOWN])}{more}. Give the model a family of its own (family=), or store it "
             "with checkpoint.Checkpointer"
         )
 
 
 def _tensors(model: Any, table: Table) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors that a table makes of a model, by name."""
+    """Returns the tensors that a table makes from a model, by name."""
     plan = resolve(model, table)
     converted = {name: (*c.place.shape, n) for c in plan.conversions for n, name in enumerate(c.theirs)}
     return {name: tensor.shape for name, tensor in plan.tensors.items()} | converted
@@ -63,7 +63,7 @@ def _other_settings(model: Any, wanted: Any) -> list[str]:
 
 
 def _settings(model: Any) -> Iterator[tuple[str, str]]:
-    """Yields the settings of all modules in words, those of a stack's layers by number, however they are stored."""
+    """Yields the settings of all modules as text; those of a stack's layers by index, independent of the grouping."""
     modules = list(nnx.iter_modules(model))
     stacks = {path: part for path, part in modules if isinstance(part, nn.Stack)}
     for path, part in modules:
@@ -92,9 +92,9 @@ def _own(path: tuple[Any, ...], part: Any) -> Iterator[tuple[str, str]]:
 
 
 def _word(value: Any) -> str:
-    """Describes a setting; two builds of a model describe it alike."""
+    """Describes a setting so that two builds of a model give the same text."""
     if isinstance(value, functools.partial):
         named = [f"{name}={_word(one)}" for name, one in value.keywords.items()]
         return f"{_word(value.func)}({', '.join([*map(_word, value.args), *named])})"
-    # Without its address, which no two objects share.
+    # Without its address, which differs for every object.
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -1,13 +1,13 @@
-"""A table laid over a model: which tensor goes where, tensor by tensor, down to the slice.
+"""Applies a weight table to a model: maps every tensor, down to slices, to parameters.
 
-Words of this file, from the largest to the smallest:
+Terms in this file, from the largest to the smallest:
 
-- **WeightMapping**: everything that a table says of one model, made by `resolve`.
-- **Tensor**: a tensor of the files, made of pieces.
-- **Piece**: a part of a tensor of the files that is a part of one leaf of the model, axis by axis; from a `Weight`.
-- **Conversion**: tensors that a function turns into a leaf; from a `Convert`.
+- **WeightMapping**: the complete mapping of one model, made by `resolve`.
+- **Tensor**: a tensor in the files, made of pieces.
+- **Piece**: a part of a file's tensor that is a part of one leaf of the model, axis by axis; from a `Weight`.
+- **Conversion**: tensors that a function converts to a leaf; from a `Convert`.
 - **ParamSlot**: a leaf of the model, or one layer of a leaf that a stack stores with a leading axis.
-- **Cut**: a slice for each axis of a place, such as the part that one device holds.
+- **Cut**: a slice for each axis of a slot, such as the part on one device.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of their tensor that is a part of ours, axis by axis."""
+    """A part of a file's tensor that is a part of a parameter, axis by axis."""
 
     theirs: str
     place: ParamSlot
@@ -49,17 +49,17 @@ class Piece:
     ours: Axes
     at: Mapping[str, int]
     counted: Mapping[str, int]
-    one_by_one: bool = False  # True if an entry of its own fills this index of ours
+    one_by_one: bool = False  # True if a separate entry fills this index of the parameter
 
     @cached_property
     def box(self) -> list[tuple[int, int]]:
-        """Beginning and end on every single axis of theirs."""
+        """Returns begin and end on every axis of the file's tensor, before grouping."""
         own = dict(zip(self.ours, self.place.shape, strict=True))
         axes = [a for group in self.groups for a in group]
         return [(self.at.get(a, 0), self.at.get(a, 0) + own.get(a, 1)) for a in axes]
 
     def meets(self, other: "Piece") -> bool:
-        """Returns True if both take a value of the same tensor."""
+        """Returns True if both use some value of the same tensor."""
         return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(self.box, other.box, strict=True))
 
     @property
@@ -67,7 +67,7 @@ class Piece:
         return math.prod(n for a, n in zip(self.ours, self.place.shape, strict=True) if a not in self.counted)
 
     def theirs_as_ours(self, tensor: np.ndarray, lengths: tuple[int, ...], cut: Cut) -> np.ndarray:
-        """Returns a view of this piece of `tensor`, its axes in our order; `cut` says which part of it.
+        """Returns a view of the part `cut` of this piece of `tensor`, with its axes in the parameter's order.
 
         Example: `"(n h) d -> d n h"` of theirs [N * H, D]: `lengths` is [N, H, D]; the slices of `cut` are taken on
         [n, h, d], and the view is transposed to [d, n, h]. An axis that only they have is taken at its index in `at`.
@@ -82,7 +82,7 @@ class Piece:
         return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.ours if a in kept])
 
     def within(self, cut: Cut) -> tuple[Any, ...] | None:
-        """Returns the index of this piece in an array that holds `cut` of the leaf; None if it is not in there."""
+        """Returns the index of this piece in an array with the part `cut` of the leaf; None if it is outside."""
         places: list[Any] = []
         for axis, part in zip(self.ours, cut, strict=True):
             if axis not in self.counted:
@@ -91,12 +91,12 @@ class Piece:
                 places.append(self.counted[axis] - part.start)
             else:
                 return None
-        return (*places, ...)  # without the dots a full index makes a number, not a view
+        return (*places, ...)  # without the ellipsis a full index returns a number, not a view
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A `Convert` at one place."""
+    """A `Convert` for one parameter slot."""
 
     theirs: tuple[str, ...]
     place: ParamSlot
@@ -109,7 +109,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One of their tensors, made of pieces. `lengths` are those of its single axes, before they are grouped."""
+    """A file's tensor, made of pieces. `lengths` are the sizes of its axes before grouping."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -119,7 +119,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Every use of the table, in order of layers; those outside of stacks come first."""
+    """All uses of the table, in layer order; those outside of stacks come first."""
 
     pieces: list[Piece]
     conversions: list[Conversion]
@@ -127,9 +127,9 @@ class WeightMapping:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Their tensors that are made of pieces.
+        """Returns the files' tensors that are made of pieces.
 
-        Raises ValueError where pieces of one tensor do not fit together.
+        Raises ValueError if pieces of one tensor do not fit together.
         """
         by_name: dict[str, list[Piece]] = {}
         for piece in self.pieces:
@@ -138,7 +138,7 @@ class WeightMapping:
 
     @cached_property
     def filling(self) -> dict[str, list[Piece | Conversion]]:
-        """The pieces and conversions that fill each leaf, by path."""
+        """Returns the pieces and conversions that fill each leaf, by path."""
         by_path: dict[str, list[Piece | Conversion]] = {}
         for use in [*self.pieces, *self.conversions]:
             by_path.setdefault(use.place.path, []).append(use)
@@ -146,7 +146,7 @@ class WeightMapping:
 
 
 def resolve(model: Any, table: Table) -> WeightMapping:
-    """Lays `table` over `model` (or its `jax.eval_shape`)."""
+    """Applies `table` to `model` (or its `jax.eval_shape`)."""
     leaves = {path: v.get_value().shape for path, v in nn.variables(model).items()}
     numbered = list(enumerate(e for e in table if isinstance(e, Weight | Convert)))
     found = [(place.layer, n, entry, place) for n, entry in numbered for place in param_slots(model, leaves, entry)]
@@ -164,7 +164,7 @@ def resolve(model: Any, table: Table) -> WeightMapping:
 def param_slots(
     model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent
 ) -> Iterator[ParamSlot]:
-    """Yields the parameters, or slices of stacked ones, that our side of `entry` names and the model has."""
+    """Yields the model's parameters, or slices of stacked ones, that match `ours` of `entry`."""
     before, layered, after = entry.ours.partition("{i}")
     if not layered:
         if entry.ours in leaves:
@@ -185,7 +185,7 @@ def _child(model: Any, path: str) -> Any:
 
 
 def _pieces(entry: Weight, place: ParamSlot) -> Iterator[Piece]:
-    """Yields a piece for every value of the placeholders other than the layer's."""
+    """Yields a piece for every value of the placeholders, except the layer's."""
     groups, ours = parse(entry.pattern, len(place.shape))
     theirs = [a for group in groups for a in group]
     counters = [a for a in re.findall(r"\{(\w+)\}", entry.theirs) if a != "i"]

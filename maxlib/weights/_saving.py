@@ -1,4 +1,4 @@
-"""A model into a Hugging Face directory, one tensor in memory at a time."""
+"""Writes a model to a Hugging Face directory, one tensor in memory at a time."""
 
 import functools
 import itertools
@@ -24,20 +24,20 @@ from maxlib.weights._resolve import Conversion, Tensor, WeightMapping, resolve
 from maxlib.weights._table import Table
 
 MAX_SHARD_BYTES = 5 * 10**9
-_CACHED = 4  # tensors of ours; more than one of theirs may be cut from each
+_CACHED = 4  # parameters; several of the files' tensors may be sliced from each
 
 
 def write_weights(
     model: Any, table: Table, directory: Path, *, dtype: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> np.dtype:
-    """Writes the safetensors of `model`, with an index if they are several.
+    """Writes the safetensors of `model`, with an index if there are several files.
 
     Args:
-        model: The model; on several hosts all must call this, and the first one writes.
-        table: Their names and ours.
-        directory: Exists, and is empty.
+        model: The model; with several hosts all must call this, and the first one writes.
+        table: The model's weight table.
+        directory: An existing, empty directory.
         dtype: The dtype of the floating weights; None keeps theirs.
-        max_shard_bytes: Size of a file, unless one tensor is larger.
+        max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
 
     Returns:
         The dtype of most of the bytes.
@@ -52,7 +52,7 @@ def write_weights(
     try:
         for name, members in files.items() if jax.process_index() == 0 else ():
             write_file(directory / name, members, itertools.islice(tensors, len(members)))
-    finally:  # all hosts gather what is spread over them, also when the disk of the one that writes is full
+    finally:  # all hosts take part in gathers, even if the writing host's disk is full
         for _ in tensors if jax.process_count() > 1 else ():
             pass
     if len(files) > 1 and jax.process_index() == 0:
@@ -62,14 +62,14 @@ def write_weights(
 
 
 class _Source:
-    """Their tensors, made of our leaves when asked for."""
+    """The files' tensors, made from the model's leaves on demand."""
 
     def __init__(self, model: Any, table: Table, dtype: Any):
         plan = resolve(model, table)
         plan = WeightMapping(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
         if any(".matmul." in path and isinstance(v, nnx.LoRAParam) for path, v in nn.variables(model).items()):
             raise ValueError(
-                "the model has adapters: adapters.merge writes them into its weights, adapters.base_model leaves them"
+                "the model has adapters: adapters.merge writes them into its weights, adapters.base_model removes them"
             )
         if gaps := uncovered(model, plan):
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
@@ -89,7 +89,7 @@ class _Source:
         return own if self._dtype is None or not is_float(own) else self._dtype
 
     def _converted_header(self, name: str) -> Header:
-        """Finds shape and dtype by a trial on zeros, once for layers that are alike."""
+        """Finds shape and dtype by converting zeros, once for layers of equal structure."""
         conversion, n = self._converted[name]
         dtype = np.dtype(self._values[conversion.place.path].dtype)
         key = (id(conversion.entry), conversion.place.shape)
@@ -113,8 +113,7 @@ class _Source:
 
     def _fetch(self, path: str, index: int | None) -> np.ndarray:
         value = self._values[path]
-        # Always a new array: one whose numpy value was asked for keeps it, and the whole model would come to lie in
-        # memory.
+        # Always a new array: an array caches its numpy value, so the whole model would accumulate in host memory.
         value = jnp.copy(value) if index is None else sharding.memory.to_device(value)[index]
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
@@ -131,11 +130,11 @@ def _save(conversion: Conversion, value: np.ndarray) -> tuple[np.ndarray, ...]:
 
 @contextmanager
 def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a directory to write into, which becomes `directory` at the end, or nothing at all if an error comes.
+    """Yields a temporary directory that becomes `directory` at the end, or is removed after an error.
 
-    In a bucket, what makes the directory readable is written last: an error leaves something that nothing reads.
+    In a bucket, the configuration is written last, so that nothing reads an incomplete directory.
 
-    Raises FileExistsError if there is something already, unless it is an export and `overwrite` is given.
+    Raises FileExistsError if the directory is not empty, unless it is an export and `overwrite` is given.
     """
     if is_bucket(directory):
         check = lambda names: _check_names(str(directory), names, overwrite)
@@ -156,7 +155,7 @@ def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterat
     except BaseException as error:
         if old.exists():
             old.rename(directory)
-        error.add_note(f"Nothing was saved in {directory}; what was there before is still there.")
+        error.add_note(f"Nothing was saved in {directory}; its previous contents are unchanged.")
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -174,11 +173,12 @@ def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
     foreign = [path.name for path in map(Path, names) if not any(path.match(own) for own in OWN_FILES)]
     if foreign:
         raise FileExistsError(
-            f"{directory} has files that are not of an export ({', '.join(foreign[:5])}), and saving replaces the whole "
+            f"{directory} has files that do not belong to an export ({', '.join(foreign[:5])}), and saving replaces "
+            "the whole "
             "directory. Save elsewhere, or move them away."
         )
     if names and not overwrite:
-        raise FileExistsError(f"{directory} holds an export already. Save elsewhere, or give overwrite=True.")
+        raise FileExistsError(f"{directory} already has an export. Save elsewhere, or pass overwrite=True.")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

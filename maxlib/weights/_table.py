@@ -1,9 +1,9 @@
-"""What a model says about its Hugging Face weights: a list of entries, read in both directions.
+"""A model's weight table: a list of entries that map Hugging Face tensors to parameters, used in both directions.
 
     Weight("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attn.q.w", "(N H) D -> N H D")
 
-`{i}` on our side stands for every layer of the stack (or list) named before it, however the stack stores them. A path
-that a model does not have, a bias say, is passed over; a leaf without an entry and a tensor that none reads are errors.
+`{i}` in the parameter's path is every layer of the stack (or list) before it, independent of the grouping. Paths that a
+model does not have, such as a bias, are skipped; a leaf without an entry and an unread tensor are errors.
 """
 
 import re
@@ -18,22 +18,22 @@ NO_OFFSETS: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class Weight:
-    """Maps a tensor of the files, or a part of it, to a leaf of the model, or a part of it.
+    """Maps a file's tensor, or a part of it, to a leaf of the model, or a part of it.
 
-    Values are only cut and transposed, never computed, so that the same entry reads and writes.
+    Values are only sliced and transposed, never computed, so the same entry reads and writes.
 
     Attributes:
         theirs: Name of the tensor.
         ours: Path of the leaf.
-        pattern: From their axes to ours as in einops, `"(N H) D -> N H D"`; ours are plain. None: the axes are the
-            same. An axis on our side alone is counted by the placeholder of that name: `"experts.{e}.w1.weight"` with
-            `"F D -> e F D"`.
-        at: For tensors shared by several weights, the place on an axis where this one begins; for an axis on their
-            side alone, its index. Fused projections are `"(R H) D -> R H D"` with `at={"R": 0}`, `{"R": num_heads}`
-            and so on; a gate interleaved with its up projection is `"E D (F two) -> E F D"` with `at={"two": 0}`.
-        index: For an axis on our side alone that no placeholder counts, the index that this entry fills. Head 5 of
-            ours, which theirs keeps in group 2 after other rows, is `"(G R) D -> N R D"` with
-            `at={"G": 2, "R": 128}` and `index={"N": 5}`.
+        pattern: From the file's axes to the leaf's, as in einops, `"(N H) D -> N H D"`; the leaf's axes are not
+            grouped. None means the same axes. An axis only on the right is indexed by the placeholder of that name:
+            `"experts.{e}.w1.weight"` with `"F D -> e F D"`.
+        at: For tensors shared by several weights, the offset on an axis at which this one begins; for an axis only on
+            the left, its index. Fused projections are `"(R H) D -> R H D"` with `at={"R": 0}`, `{"R": num_heads}` and
+            so on; a gate interleaved with its up projection is `"E D (F two) -> E F D"` with `at={"two": 0}`.
+        index: For an axis only on the right without a placeholder, the index that this entry fills. Head 5 of the leaf,
+            which the file stores in group 2 after other rows, is `"(G R) D -> N R D"` with `at={"G": 2, "R": 128}` and
+            `index={"N": 5}`.
     """
 
     theirs: str
@@ -45,17 +45,17 @@ class Weight:
 
 @dataclass(frozen=True)
 class Convert:
-    """Tensors that a function turns into one leaf (of one layer).
+    """Tensors that a function converts to one leaf (of one layer).
 
     Attributes:
         theirs: Names of the tensors.
         ours: Path of the leaf.
         load: `load(*theirs) -> ours`, all numpy.
-        save: The inverse, `save(ours) -> tuple of theirs`. None declares the entry one-way: it applies where all its
-            tensors are present, in place of the other entries of that leaf, and an export uses those.
-        batch: Number of leading axes that theirs and ours have in common, on which `load` works index by index; only
-            the part a device needs of them is read.
-        dtype: The dtype that `load` returns; None for that of the first tensor.
+        save: The inverse, `save(ours) -> tuple of theirs`. None makes the entry one-way: it applies if all its tensors
+            are present, instead of the other entries of that leaf, and an export uses the others.
+        batch: Number of common leading axes, over which `load` is applied index by index; only the indices that a
+            device needs are read.
+        dtype: The dtype that `load` returns; None means that of the first tensor.
     """
 
     theirs: tuple[str, ...]
@@ -68,7 +68,9 @@ class Convert:
 
 @dataclass(frozen=True)
 class Ignore:
-    """Tensors that carry nothing of the model, such as rotary buffers. A placeholder is any number, `*` anything."""
+    """Tensors without information about the model, such as rotary buffers. A placeholder matches any number, `*`
+    anything.
+    """
 
     theirs: str
 
@@ -80,7 +82,7 @@ class Ignore:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that repeats another one, as some files store a tied head: if it is left over, it has to be equal."""
+    """A tensor that duplicates another one, such as a stored tied head; if it is otherwise unused, it must be equal."""
 
     theirs: str
     of: str
@@ -88,16 +90,16 @@ class Copy:
 
 @dataclass(frozen=True)
 class Absent:
-    """A leaf of ours that Hugging Face does not store: it keeps its initial value, and an export leaves it out."""
+    """A leaf that Hugging Face does not store: it keeps its initial value, and an export omits it."""
 
     ours: str
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Another spelling: a tensor whose name begins with `theirs` is read as if it began with `to`.
+    """Another prefix: a tensor whose name begins with `theirs` is read as if it began with `to`.
 
-    An empty `to` takes a prefix away. Where `to` begins with `theirs`, names that begin with `to` stay as they are.
+    An empty `to` removes the prefix. If `to` begins with `theirs`, names that already begin with `to` do not change.
     """
 
     theirs: str
@@ -115,7 +117,7 @@ Axes = tuple[str, ...]
 
 
 def parse(pattern: str | None, rank: int) -> tuple[tuple[Axes, ...], Axes]:
-    """Splits a pattern into their axes, grouped by dimension, and ours."""
+    """Splits a pattern into the file's axes, grouped by dimension, and the leaf's axes."""
     if pattern is None:
         names = tuple(f"axis{d}" for d in range(rank))
         return tuple((name,) for name in names), names

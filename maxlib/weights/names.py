@@ -1,9 +1,9 @@
-"""Names that most Hugging Face models share: parts of a layer's table, which a family adds up, and the table around its
-layers.
+"""Names that most Hugging Face models share: parts of a layer's table, which a family combines, and the table around
+its layers.
 
     decoder_table([*NORMS, *ATTENTION, *MLP, Weight("mlp.own.weight", "own.w")])
 
-Entries of a layer are relative to it. What a model lacks (biases, norms of heads, a head of its own) is passed over.
+Entries of a layer are relative to it. Parameters that a model lacks (biases, head norms, an untied head) are skipped.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ _PER_EXPERT = re.compile(r"\{e\}\.\w+\.weight$")
 
 
 def linear(theirs: str, ours: str) -> list[Weight]:
-    """Lists a weight and a bias that lie as ours do."""
+    """Lists a weight and a bias with the same axes in the file and in the model."""
     return [Weight(f"{theirs}.weight", f"{ours}.w"), Weight(f"{theirs}.bias", f"{ours}.b")]
 
 
@@ -51,7 +51,7 @@ ATTENTION = (
     Weight("self_attn.k_norm.weight", "attn.k_norm.scale"),
 )
 MLP = tuple(entry for part in _PARTS for entry in linear(f"mlp.{part}_proj", f"mlp.{part}"))
-# Experts with a tensor each, and a router that may have an expert_bias ...
+# Experts with one tensor each, and a router that may have an expert_bias ...
 EXPERTS = (
     Weight("mlp.gate.weight", "moe.router.gate.w"),
     Weight("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
@@ -67,7 +67,7 @@ GATED_SHARED_EXPERT = (
     *[Weight(f"mlp.shared_expert.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
     Weight("mlp.shared_expert_gate.weight", "moe.shared_gate.w"),
 )
-# Gated DeltaNet as Qwen names it, all that is no projection of its input; a layer keeps it as `delta`.
+# Gated DeltaNet with Qwen's names, without the projections of its input; the layer's attribute is `delta`.
 LINEAR_ATTENTION = (
     Weight("linear_attn.A_log", "delta.a_log"),
     Weight("linear_attn.dt_bias", "delta.dt_bias"),
@@ -78,7 +78,7 @@ CONV1D = "linear_attn.conv1d.weight", "delta.{}_conv", "one W"  # of `queries_ke
 
 
 def with_fused_experts(table: Sequence[Entry]) -> list[Entry]:
-    """Names experts as transformers 5 holds them, in two parameters of a layer, where `table` has a tensor for each.
+    """Names experts as transformers 5 stores them, in two parameters per layer, if `table` has one tensor per expert.
 
     Args:
         table: A whole table.
@@ -87,7 +87,7 @@ def with_fused_experts(table: Sequence[Entry]) -> list[Entry]:
 
 
 def _fused(entry: Weight) -> Weight:
-    """Returns the entry of all experts together in place of one per expert: gate first, then up, then down."""
+    """Returns the entry for all experts together instead of one per expert: gate first, then up, then down."""
     stem = entry.theirs.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
     part = entry.ours.split(".")[-2]
     if part == "down":
@@ -97,10 +97,10 @@ def _fused(entry: Weight) -> Weight:
 
 
 def fused_experts(model: str) -> list[Convert]:
-    """Lists all experts of a layer in two tensors, as files may have them in place of `EXPERTS`.
+    """Lists all experts of a layer in two tensors, an alternative to `EXPERTS` in some files.
 
     Args:
-        model: Beginning of all names before the layers'. The list is to be added to a whole table.
+        model: Prefix of the layers' names. Add the list to a whole table.
     """
     return _fused_experts(f"{model}.layers.{{i}}", "layers.{i}")
 
@@ -118,7 +118,7 @@ def _fused_experts(theirs: str, ours: str) -> list[Convert]:
 
 
 def gated_attention(head_dim: int) -> list[Weight]:
-    """Lists `ATTENTION` with an output gate, which Qwen keeps in `q_proj`: each head's query, then its gate."""
+    """Lists `ATTENTION` with an output gate, which Qwen stores in `q_proj`: each head's query, then its gate."""
     table = [entry for entry in ATTENTION if ".q_proj." not in entry.theirs]
     for ours, row in (("q", 0), ("gate", head_dim)):
         table += [
@@ -135,8 +135,8 @@ def queries_keys_values(
 
     Args:
         theirs: Name of the tensor.
-        ours: Path of the three leaves, `{}` standing for q, k or v.
-        axes: The other axes of the tensor; "one" is an axis of size one that ours do not have.
+        ours: Path of the three leaves, with `{}` for q, k or v.
+        axes: The other axes of the tensor; "one" is an axis of size 1 that the leaves do not have.
         keys: Number of key heads, and their width.
         values: Number of value heads, and their width.
     """
@@ -154,7 +154,7 @@ def queries_keys_values(
 
 
 def mamba2(theirs: str, ours: str, *, heads: int, inner: int, groups: int) -> list[Weight]:
-    """Lists the weights of Mamba-2, which files keep as one projection and one convolution.
+    """Lists the weights of Mamba-2, which files store as one projection and one convolution.
 
     Args:
         theirs: Name of the layer.
@@ -180,11 +180,11 @@ def mamba2(theirs: str, ours: str, *, heads: int, inner: int, groups: int) -> li
 
 
 def mla(q_rank: int | None, nope_dim: int) -> list[Weight]:
-    """Lists the weights of latent attention, as DeepSeek calls them.
+    """Lists the weights of latent attention with DeepSeek's names.
 
     Args:
         q_rank: Size of the latent of queries; None if they have none.
-        nope_dim: Numbers of a head's key that are not rotated.
+        nope_dim: Number of a key head's dimensions that are not rotated.
     """
     kv, split = "self_attn.kv_b_proj.weight", "(N H) R -> N H R"
     return [
@@ -201,7 +201,7 @@ def mla(q_rank: int | None, nope_dim: int) -> list[Weight]:
 
 
 def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
-    """Puts both sides of `entries` behind a prefix."""
+    """Adds a prefix to both sides of `entries`."""
     return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]
 
 
@@ -212,9 +212,9 @@ def decoder_table(
 
     Args:
         layer: Entries of one layer, relative to it.
-        prefix: Beginning of all of their names.
-        model: What comes next in all names but the head's.
-        norm: What they call the norm before the head.
+        prefix: Prefix of all of the file's names.
+        model: Next part of all names except the head's.
+        norm: The file's name of the norm before the head.
     """
     head, model = f"{prefix}lm_head.weight", f"{prefix}{model}"
     embed, layers = f"{model}.embed_tokens.weight", f"{model}.layers.{{i}}"
@@ -229,13 +229,14 @@ def decoder_table(
 
 
 def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, tied: bool) -> list[Entry]:
-    """Makes the table of an `nn.MTPDecoder`'s modules, which count as more layers and repeat what they share.
+    """Makes the table of an `nn.MTPDecoder`'s modules, which are numbered as further layers and duplicate shared
+    tensors.
 
     Args:
         layer: Entries of a module's block, relative to it.
-        first: Their number of the first module, which is the number of layers.
+        first: The file's layer index of the first module, which is the number of layers.
         used: Number of modules of the model.
-        stored: Number of modules in its files; those that the model does not have are passed over.
+        stored: Number of modules in its files; those that the model does not have are skipped.
         tied: True if the head is the embedding.
     """
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -255,11 +256,11 @@ def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, ti
 
 
 def qwen_mtp_table(layer: Sequence[Weight], *, used: int) -> list[Entry]:
-    """Makes the table of the one module that Qwen's models have from Qwen3-Next on, beside the model as `mtp.*`.
+    """Makes the table of the single module of Qwen's models from Qwen3-Next on, stored as `mtp.*`.
 
     Args:
         layer: Entries of its block, relative to it.
-        used: 1 if the model has the module, whose tensors are otherwise passed over.
+        used: 1 if the model has the module; otherwise its tensors are skipped.
     """
     if not used:
         return [Ignore("mtp.*")]

@@ -1,4 +1,4 @@
-"""What PEFT makes of small models: adapters with values that any Python can make again, and the logits with them.
+"""Reference adapters and logits of small models from PEFT, with values from a formula that any Python reproduces.
 
 `python -m tests.adapters.peft_parity [case ...]` writes the golden files anew; it needs torch, transformers and peft.
 """
@@ -97,7 +97,7 @@ def their_logits(base: Any, adapter: Path | None, ids: np.ndarray) -> np.ndarray
 
 
 def theirs(name: str, scratch: Path) -> dict[str, Any]:
-    """What PEFT computes: everything that a golden file keeps."""
+    """Computes the contents of a golden file with PEFT."""
     import peft
 
     case, (_, _, fields) = base_case(name), CASES[name]

@@ -1,4 +1,4 @@
-"""Adapters put on models from outside: what they compute, what is trained, and what is left alone."""
+"""Adapters added to models: outputs, trainable parameters, and parameters that must not change."""
 
 import dataclasses
 import functools
@@ -249,9 +249,9 @@ def test_bad_rules():
         put_on(base, [adapters.Rule(LORA, layers=(0, 9))])
     with pytest.raises(ValueError, match="embeddings and heads have no matmul"):
         put_on(base, [adapters.Rule(LORA, kinds=("embedding",))])
-    with pytest.raises(ValueError, match="give an adapter"):
+    with pytest.raises(ValueError, match="assign an adapter"):
         put_on(base, [adapters.Rule(None)])
-    with pytest.raises(ValueError, match="has an adapter already"):
+    with pytest.raises(ValueError, match="already has an adapter"):
         put_on(put_on(base))
     with pytest.raises(ValueError, match="has an adapter"):
         quantization.for_inference(put_on(base), "int8")

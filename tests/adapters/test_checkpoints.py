@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: what is trained and nothing else, on a base that is found again or refused."""
+"""Checkpoints of adapters: only trained parameters are saved, and a changed base model is refused."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Adapters on eight devices, in pipelines, rematerialised and accumulated: the same step as on one."""
+"""Adapters on eight devices, in pipelines, with rematerialisation and accumulation: the step equals that of
+one device.
+"""
 
 import functools
 import math

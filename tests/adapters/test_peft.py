@@ -1,4 +1,4 @@
-"""PEFT directories: read as PEFT computes them, written so that PEFT reads them, refused where something is lost."""
+"""PEFT directories: results equal PEFT's, exports load in PEFT, and what cannot be represented is refused."""
 
 import json
 import re
@@ -115,7 +115,7 @@ def files(tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type must be 'LORA'"),
         ({"lora_alpha": None}, "lora_alpha a number"),
-        ({"bias": "all"}, "not supported: {'bias': 'all'}"),
+        ({"bias": "all"}, "unsupported fields that affect the result: {'bias': 'all'}"),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
@@ -123,7 +123,7 @@ def files(tmp_path):
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"some_day": {"a": 1}}, "some_day"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
-        ({"use_dora": True}, "lora_magnitude_vector must come together"),
+        ({"use_dora": True}, "lora_magnitude_vector require each other"),
         ({"r": 5}, "must have rank 5"),
         ({"rank_pattern": {"q_proj": 7}}, "q_proj: factors must have rank 7"),
     ],
@@ -147,9 +147,12 @@ def renamed(old, new):
         (renamed("lora_A", "lora_E"), "a kind of adapter that is not supported"),
         (lambda t: {n: v for n, v in t.items() if "lora_A" not in n}, "needs lora_A and lora_B"),
         (lambda t: {n: v[..., 1:] if "lora_A" in n else v for n, v in t.items()}, "inputs and"),
-        (lambda t: t | {"base_model.model.other.weight": np.zeros(3, np.float32)}, "no place for: ['other.weight']"),
+        (
+            lambda t: t | {"base_model.model.other.weight": np.zeros(3, np.float32)},
+            "without a counterpart in the model: ['other.weight']",
+        ),
         (lambda t: {n: v[0] if "lora_B" in n else v for n, v in t.items()}, "both matrices"),
-        (lambda t: {}, "holds no tensors, so the result would be the base model"),
+        (lambda t: {}, "has no tensors, so the result would be the base model"),
     ],
 )
 def test_tensors_without_a_place_are_refused(files, change, message):

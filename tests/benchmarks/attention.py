@@ -24,7 +24,7 @@ from maxlib.ops._attention import attention
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What to run. Causal, with `queries` at the end of `keys`; backward too, unless decoding."""
+    """One case. Causal, with `queries` at the end of `keys`; backward too, unless decoding."""
 
     about: str
     batch: int

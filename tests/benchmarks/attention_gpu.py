@@ -64,12 +64,12 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether causal or full is all there is to it, which everybody can."""
+        """Returns True if the mask is only causal or full, which every implementation supports."""
         return self.window is None and self.softcap is None and not self.sinks and self.documents == 1
 
     @property
     def mask(self) -> ops.MaskHint:
-        """What `nn.Attention` tells kernels that want a named mask."""
+        """Returns the mask hint that `nn.Attention` passes to kernels which need a named mask."""
         ids = jnp.asarray(np.arange(self.tokens) // (self.tokens // self.documents), jnp.int32)[None]
         static = ops.StaticMask("full" if self.full else "causal", self.window, self.documents > 1, aligned=True)
         return ops.MaskHint(static, (ids, ids) if self.documents > 1 else None)
@@ -281,7 +281,7 @@ def torch_runs(case: Case) -> dict | str:
 
 
 def attempt(make: Callable) -> Any:
-    """What `make` returns, or why it failed: one contender's failure must not end the run."""
+    """Returns the result of `make`, or its error: one contender's failure must not end the run."""
     try:
         return make()
     except Exception as error:
@@ -307,7 +307,7 @@ def measure(case: Case, rounds: int) -> Iterator[dict]:
 
 
 def table(rows: Sequence[dict]) -> Table:
-    """Shows what was timed."""
+    """Prints the timings."""
     columns = [name for name in ("op", "case", "rows", "phase", "contender") if any(name in row for row in rows)]
     shown = Table(*columns, "median ms", "TFLOP/s", "GB/s")
     for row in rows:
@@ -334,7 +334,7 @@ class Lines:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what all benches of kernels take."""
+    """Adds the arguments shared by all kernel benchmarks."""
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=9, help="begin no case after so many minutes")
     parser.add_argument("--json", type=Path, help="append the lines to this file")

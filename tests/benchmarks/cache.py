@@ -1,5 +1,4 @@
-"""What caches weigh: Gemma 3, five layers with a window to a global one, against full caches everywhere. Computes
-nothing.
+"""Cache sizes of Gemma 3 (five windowed layers per global one) compared with full caches everywhere. Runs no model.
 
 python -m tests.benchmarks.cache [--length 8192]
 """

@@ -74,7 +74,7 @@ def in_batches(generator: Generator, prompts: list, limits: list, rows: int) -> 
 
 
 def in_their_batches(model: transformers.LlamaForCausalLM, prompts: list, limits: list) -> list[list[int]]:
-    """What `generate_batch` does, with a limit for each prompt."""
+    """Generates as `generate_batch` does, with a limit for each prompt."""
     greedy, texts = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0), {}
     # Its own choice, steps of 8,192 tokens with padding, is a seventh as fast on a CPU.
     sizes = transformers.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)

@@ -1,4 +1,4 @@
-"""Tokenization ahead of time against `tokenizers` alone, and how long a step waits for data at a given speed.
+"""Pretokenization against `tokenizers` alone, and how long a step waits for data at a given speed.
 
     python -m tests.benchmarks.data [--megabytes 8 --rounds 3 --tokens-per-second 200000]
 

@@ -41,7 +41,7 @@ def target_of(device_kind: str) -> str | None:
 
 
 def roofline(cfg: Any, format: str, args: argparse.Namespace) -> dict[str, float] | str:
-    """Returns what a plan from shapes alone expects of this device, or why there is none."""
+    """Returns the prediction of a plan from shapes for this device, or the reason why there is none."""
     target = target_of(jax.devices()[0].device_kind)
     if target is None:
         return "plans do not know this device"

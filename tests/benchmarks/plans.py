@@ -1,5 +1,5 @@
-"""Memory and collectives of training steps on TPUs and GPUs that are not there, on TPUs beside MaxText's own
-ahead-of-time compile.
+"""Memory and collectives of training steps compiled for TPUs and GPUs without hardware; on TPUs compared with MaxText's
+ahead-of-time compilation.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
@@ -60,7 +60,7 @@ class Peer:
     moved: float = 0.0
 
     def excess(self, got: plan.Plan) -> list[str]:
-        """Of what `got` has more; nothing where the peer does not fit."""
+        """Returns the quantities of which `got` has more than the peer; nothing if the peer does not fit."""
         count, size = written(got), moved(got)
         wrong = [f"{count} collectives for {self.written}"] if count > self.written else []
         wrong += [f"{size:.2f} GiB moved for {self.moved}"] if size > 1.0001 * self.moved else []
@@ -173,7 +173,7 @@ def compare(names: list[str], out: Path | None, check: bool) -> None:
 
 
 def faults(peer: Peer | None, got: plan.Plan) -> list[str]:
-    """What a row of the first table falls short of."""
+    """Returns the bounds that a row of the first table misses."""
     most = peer.peak * GIB if peer and peer.peak else got.target.chip.memory
     wrong = [f"peak {got.peak / GIB:.2f} GiB for {most / GIB:.2f}"] if got.peak > most else []
     wrong += [f"analytic model {error(got):+.1%}"] if abs(error(got)) > 0.1 else []
@@ -261,7 +261,7 @@ def published_table(names: list[str], out: Path | None, check: bool) -> None:
 
 
 def beside(row: Row, got: plan.Plan) -> list[str]:
-    """What the compiler and the roofline say, and what was measured. again: arithmetic beyond the model's."""
+    """Results of the compiler and the roofline, and measurements. again: FLOPs beyond the model's."""
     assert got.costs and got.estimate, "the program's text could not be read"
     devices, guess = got.target.devices, got.estimate
     mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
@@ -354,7 +354,8 @@ def remat_table() -> None:
 
 def pipelines(names: list[str], check: bool) -> None:
     """idle: the theoretical share. Bytes are those of one device in a step, in GiB: activations to the next stage, all
-    else that goes over stages, weights that are gathered, and the rest, which is gradients but for what experts get."""
+    else sent over stages, gathered weights, and the rest: gradients and the experts' tokens.
+    """
     wrong = []
     print(
         "| plan | peak GiB | idle | FLOPs / the model's | to the next stage | over stages | gathered | other |", end=""

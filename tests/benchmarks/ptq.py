@@ -1,5 +1,4 @@
-"""What every format for inference does to the perplexity of held-out text, to bytes and to speed, against full
-precision.
+"""Perplexity, bytes and speed of every inference format, compared with full precision.
 
     python -m tests.benchmarks.ptq [DIR ...] [--tokens 2048] [--formats int8 ...] [--decode int8 ...] [--json out.json]
 

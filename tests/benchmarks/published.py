@@ -89,7 +89,7 @@ class Present:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published line: what ran, and its MFU, which counts FLOPs as ours does (causal attention half)."""
+    """A published row: the configuration and its MFU, which counts FLOPs as maxlib does (causal attention half)."""
 
     net: Net | Present
     target: str

@@ -1,4 +1,4 @@
-"""What a user waits for: the import, and the first training step of models of different depth.
+"""Startup times: the import, and the first training step of models of different depth.
 
     python -m tests.benchmarks.startup [--layers 2 8 32] [--rounds 3]
 
@@ -30,7 +30,7 @@ def import_seconds(rounds: int) -> float:
 
 
 def first_step_seconds(layers: int) -> float:
-    """Tiny layers, so that what is measured is tracing and compiling."""
+    """Tiny layers, so that tracing and compilation dominate."""
     jax.clear_caches()
     begin = time.perf_counter()
     cfg = llama.Config(

@@ -1,4 +1,4 @@
-"""Training steps of every preset, compiled for TPUs that are not there: arithmetic, memory and speed at the roofline.
+"""Training steps of every preset, compiled for TPUs without hardware: FLOPs, memory and speed at the roofline.
 
     python -m tests.benchmarks.sweep [NAME ...] [--targets v5p v6e] [--share 0/4] [--estimate] [--save] [--check]
     python -m tests.benchmarks.sweep --recorded [NAME ...] [--targets v5p v6e] [--check]
@@ -106,9 +106,7 @@ def distinct() -> list[str]:
 
 
 def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan) -> dict[str, Any]:
-    """Returns what the compiler and the roofline say of a preset on the smallest slice that fits; or why there is
-    none.
-    """
+    """Returns the compiler's and the roofline's results for a preset on the smallest slice that fits, or an error."""
     try:
         got = make(fitting(name, chip))
     except Exception as error:  # one that cannot be planned must not end the sweep
@@ -180,7 +178,7 @@ def shown(one: dict[str, Any]) -> str:
 
 
 def faults(one: dict[str, Any]) -> list[str]:
-    """What a row falls short of, for no reason that is known."""
+    """Returns the bounds that a row misses without a known reason."""
     if "error" in one:
         return [one["error"]]
     wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]

@@ -1,4 +1,4 @@
-"""What the `Trainer` costs over the bare loop, in a step of about 10 ms.
+"""Overhead of the `Trainer` over a bare loop, at about 10 ms per step.
 
     python -m tests.benchmarks.trainer [--steps 500 --rounds 7 --batch 8]
 

@@ -1,4 +1,4 @@
-"""Google's storage on this machine: `gcp-storage-emulator`, with what it lacks of the service, and its faults.
+"""A local emulator of Google Cloud Storage: `gcp-storage-emulator` with missing features added and injected faults.
 
 The service's clients find it by the environment of `clients(port)`. Every n-th request can be answered with 503 or be
 dropped, as the service does under load; the environment of the server's process says which and how often.

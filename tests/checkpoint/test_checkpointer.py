@@ -1,4 +1,4 @@
-"""Saving and restoring: everything comes back bit for bit wherever it is wanted, or an error says what does not fit."""
+"""Saving and restoring: all values are restored bit for bit with any sharding, or an error names the mismatch."""
 
 import logging
 
@@ -161,7 +161,7 @@ def test_another_model_is_refused_with_names_and_shapes(tmp_path):
         assert "nothing takes:\n  old float32[1]\n" in message
         assert "a: saved float32[2,3], wanted float32[3,2]\n  b: saved float32[4], wanted int32[4]\n" in message
         assert "cast=True" in message and str(tmp_path) in message
-        with pytest.raises(ValueError, match=r"items \['opt'\] are wanted, but .* has only \['params'\]"):
+        with pytest.raises(ValueError, match=r"items \['opt'\] were requested, but .* only has \['params'\]"):
             ck.restore(like={"opt": {}})
 
 
@@ -188,7 +188,7 @@ def test_good_steps_of_another_history_are_not_overwritten(tmp_path):
         ck.save(20, {"params": {"x": jnp.array(-1)}})  # the last save of a run may be the periodic one
     with Checkpointer(tmp_path) as ck:
         for step in (10, 15, 20):
-            with pytest.raises(ValueError, match=rf"Step {step} cannot be saved.*already holds the steps \[.*20\]"):
+            with pytest.raises(ValueError, match=rf"Step {step} cannot be saved.*already has the steps \[.*20\]"):
                 ck.save(step, {"params": {"x": jnp.array(-1)}})
         assert ck.restore()["params"]["x"] == 20
         ck.save(20, {"params": {"x": jnp.array(-1)}})
@@ -199,7 +199,7 @@ def test_good_steps_of_another_history_are_not_overwritten(tmp_path):
 
 def test_a_directory_without_checkpoints(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(FileNotFoundError, match=r"neither a complete step .* it holds \['notes.txt'\]"):
+    with pytest.raises(FileNotFoundError, match=r"neither a complete step .* it has \['notes.txt'\]"):
         checkpoint.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="no directory"):
         checkpoint.load(tmp_path / "nowhere")
@@ -208,7 +208,7 @@ def test_a_directory_without_checkpoints(tmp_path):
 @pytest.mark.parametrize("bad", [{"data": {"0": {1, 2}}}, {"meta": {"rng": np.arange(3)}}], ids=["data", "meta"])
 def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, bad):
     with Checkpointer(tmp_path) as ck:
-        with pytest.raises(ValueError, match=rf"{next(iter(bad))} must consist of JSON's types"):
+        with pytest.raises(ValueError, match=rf"{next(iter(bad))} must consist of JSON types"):
             ck.save(1, {"params": {"x": jnp.zeros(2)}}, **bad)
         ck.save(1, {"params": {"x": jnp.zeros(2)}})
     assert ck.steps() == [1]

@@ -1,4 +1,4 @@
-"""The checksum is that of the formula, the same on every mesh, and moves with every bit."""
+"""The checksum equals its formula on every mesh, and changes with every bit."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,11 @@ from maxlib.checkpoint import _checksum as checksum
 
 def checksum_of(x) -> str:
     return checksum.to_hex(checksum.digest(x))
+
+
+def compiled(x) -> str:
+    """By the program for arrays of many elements, and of other devices than CPUs."""
+    return checksum.to_hex(checksum._digest(jnp.asarray(x)))
 
 
 def by_formula(x: np.ndarray) -> str:
@@ -35,13 +40,13 @@ def by_formula(x: np.ndarray) -> str:
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)], ids=str)
 def test_it_is_the_formula(shape):
     x = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
-    assert checksum_of(jnp.asarray(x)) == checksum_of(x) == by_formula(x)
+    assert compiled(x) == checksum_of(jnp.asarray(x)) == checksum_of(x) == by_formula(x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16", "float16", "int8", "uint8", "bool", "float8_e4m3fn", "int4", "complex64"])  # fmt: skip
 def test_host_and_device_agree(dtype):
     x = np.random.default_rng(0).normal(size=(3, 5)).astype(jnp.dtype(dtype))
-    assert checksum_of(x) == checksum_of(jnp.asarray(x))
+    assert checksum_of(x) == compiled(x)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
@@ -55,7 +60,16 @@ def test_wide_host_arrays_are_not_cut(dtype):
     y.view(np.uint8).reshape(-1)[0] ^= 1  # the lowest bit
     assert checksum_of(x) != checksum_of(y)
     with jax.enable_x64(True):
-        assert checksum_of(jnp.asarray(x)) == checksum_of(x)
+        assert compiled(x) == checksum_of(jnp.asarray(x)) == checksum_of(x)
+
+
+def test_many_elements_are_summed_where_they_are(monkeypatch):
+    monkeypatch.setattr(checksum, "_FEW", 11)
+    x = np.arange(12, dtype=np.float32)
+    in_a_program, on_the_host = checksum.digest(x), checksum.digest(x[:11])
+    assert isinstance(in_a_program[0], jax.Array) and not isinstance(on_the_host[0], jax.Array)
+    monkeypatch.setattr(checksum, "_FEW", 12)
+    assert checksum.to_hex(in_a_program) == checksum_of(x)
 
 
 def test_every_single_bit_counts():
@@ -82,7 +96,7 @@ def test_every_mesh_computes_it_alike_without_gathering(spec):
     x = jax.random.normal(jax.random.key(0), (16, 64, 6))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
-    assert checksum_of(sharded) == checksum_of(x)
+    assert compiled(sharded) == checksum_of(sharded) == checksum_of(x)
     program = checksum._digest.lower(sharded).compile().as_text()
     assert f"f32[{x.size}]" not in program and "f32[16,64,6]" not in program
 

@@ -1,4 +1,4 @@
-"""What is broken is refused by name and never taken for good; what was good stays good."""
+"""Damaged checkpoints are detected and named; intact ones stay readable."""
 
 import logging
 import random
@@ -105,7 +105,7 @@ def test_when_nothing_is_left(run, caplog):
     for step in (1, 2, 3):
         shutil.rmtree(run / str(step) / "opt")
     with pytest.raises(
-        DamagedError, match="no undamaged step left:\n  Step 3(.|\n)*opt: all of it is missing(.|\n)*Step 1"
+        DamagedError, match="no undamaged step left:\n  Step 3(.|\n)*opt: missing entirely(.|\n)*Step 1"
     ):
         checkpoint.load(run)
     caplog.clear()

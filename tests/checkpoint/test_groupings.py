@@ -1,4 +1,4 @@
-"""A stack's layout is no part of a checkpoint's identity."""
+"""Checkpoints can be restored into stacks of another layout."""
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,9 @@ def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
     )
     assert_same(load("a", apart)["opt"], moments(apart, same))
     assert_same(load("b", stacked)["opt"], moments(stacked, same))
-    with pytest.raises(ValueError, match=r"v_row\.layers\.body\.0\.w: one for the layers .* different ones were saved"):
+    with pytest.raises(
+        ValueError, match=r"v_row\.layers\.body\.0\.w: a single value for the layers .* different values were saved"
+    ):
         load("c", stacked)
 
 

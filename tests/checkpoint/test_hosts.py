@@ -1,4 +1,4 @@
-"""Two hosts write one checkpoint; any number reads it, and what they share is read once."""
+"""Two hosts write one checkpoint; any number of hosts reads it, and replicated arrays are read once."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at any moment and resumed = uninterrupted, bit for bit."""
+"""A run killed with SIGKILL at any moment and resumed equals the uninterrupted run, bit for bit."""
 
 import random
 import signal
@@ -35,7 +35,7 @@ def start(directory: Path) -> subprocess.Popen:
 
 
 def kill(child: subprocess.Popen, when: str, delay: float) -> bool:
-    """Whether the child could be killed `delay` seconds after it said `when`, before it came to the end."""
+    """Kills the child `delay` seconds after it printed `when`; returns False if it finished first."""
     assert child.stdout is not None
     with child:
         for line in child.stdout:

@@ -1,4 +1,4 @@
-"""What a save takes it gives back: threads and file descriptors, whether it goes well or fails."""
+"""Saves leak no threads or file descriptors, whether they succeed or fail."""
 
 import gc
 import os
@@ -111,7 +111,7 @@ def test_a_trainer_says_failed_saves_in_a_line_each_and_ends(tmp_path, capsys, m
         checkpointer=checkpointer,
         callbacks=[(3, lambda trainer: full_disk(checkpointer, tmp_path))],
     )
-    with pytest.raises(checkpoint.UnsavedError, match="3 saves in a row have failed, the last with: .*Not a directory"):
+    with pytest.raises(checkpoint.UnsavedError, match="3 consecutive saves failed, the last with: .*Not a directory"):
         trainer.fit(100)
     assert trainer.step == 5
     said = [" ".join(part.split()) for part in capsys.readouterr().out.split("NOT SAVED: ")[1:]]

@@ -1,4 +1,4 @@
-"""When a step is saved, which steps stay, who may write, and in which places."""
+"""When steps are saved, which are kept, which process may write, and where."""
 
 import json
 import logging
@@ -184,7 +184,7 @@ def test_what_was_written_is_read_again_before_the_step_before_goes(tmp_path, mo
     with Checkpointer(tmp_path, keep=1) as ck:
         save(ck, 1)
         with pytest.raises(
-            SaveError, match=r"Step 2 could not.*\(read again it is not what was saved(.|\n)*params: w.*step 1 is"
+            SaveError, match=r"Step 2 could not.*\(its files differ from what was saved(.|\n)*params: w.*step 1 is"
         ) as e:
             save(ck, 2)
         assert e.value.step == 2 and ck.steps() == [1] and ck.verify(1) == []
@@ -330,7 +330,7 @@ def test_a_run_ends_after_too_many_failed_saves(tmp_path, monkeypatch, limits, f
             save(ck, 1 + i)
     error = ck.unsaved()
     assert isinstance(error, UnsavedError) and error.last_good == 1
-    assert f"{fails} saves in a row have failed, the last with: [Errno 28] No space left on device" in str(error)
+    assert f"{fails} consecutive saves failed, the last with: [Errno 28] No space left on device" in str(error)
     monkeypatch.undo()
     save(ck, 10)
     assert ck.unsaved() is None  # one that is good begins the count anew

@@ -1,4 +1,4 @@
-"""A bucket instead of a disk: gs:// and s3:// through tensorstore and etils, against emulators of the services."""
+"""Checkpoints in buckets: gs:// and s3:// through tensorstore and etils, against emulators of the services."""
 
 import os
 import socket

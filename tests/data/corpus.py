@@ -1,4 +1,4 @@
-"""A small corpus in which every token says where it comes from."""
+"""A small corpus whose tokens encode their document and position."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Chats: the loss stands on the chosen turns and nowhere else, and a chat that fails is named."""
+"""Chats: only the chosen turns have targets, and errors name the chat."""
 
 import json
 
@@ -87,5 +87,5 @@ def test_from_files_a_record_that_fails_is_named(tokenizer, tmp_path):
 
 
 def test_templates_that_cannot_tell_the_turns(tokenizer):
-    with pytest.raises(ValueError, match=r"chat 0: .*renders the messages up to 1 otherwise when more follow"):
+    with pytest.raises(ValueError, match=r"chat 0: .*renders the messages up to 1 differently when more follow"):
         tokenized(tokenizer, FORGETS)

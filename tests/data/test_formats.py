@@ -1,4 +1,4 @@
-"""Other formats give the documents that are in them, and name the record that is wrong."""
+"""Parquet, ArrayRecord and other formats yield their documents, and errors name the record."""
 
 import json
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Images of chats: patches like transformers', placeholders like its processor's, rows that keep both together."""
+"""Images of chats: patches and placeholders equal those of transformers, and packing keeps both together."""
 
 import importlib
 import json
@@ -177,7 +177,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(tmp_path):
     read = lambda settings, config=config: data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
     with pytest.raises(ValueError, match="spatial_merge_size must be 2, as the model's config.json says, got 1"):
         read({"preprocessor_config.json": named, "processor_config.json": {"spatial_merge_size": 1}})
-    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which stands among"):
+    with pytest.raises(ValueError, match=r"the tokenizer must have \[BREAK\], which is one of an"):
         read({"preprocessor_config.json": named, "processor_config.json": {"image_break_token": "[BREAK]"}})
     with pytest.raises(ValueError, match=r"size.longest_edge must be a number of pixels, got \{'height': 3\}"):
         read({"preprocessor_config.json": named | {"size": {"height": 3}}, "processor_config.json": {}})
@@ -257,7 +257,7 @@ def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
 
 def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
     read = lambda document, images=processor: tokenized([document], tokenizer, images)[0]
-    with pytest.raises(ValueError, match="the chat has 1 images: give images="):
+    with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
         read(chat(rgb(8, 8)), None)
     with pytest.raises(ValueError, match="wrote 1 image placeholders for 0 images"):
         read(chat(answer="<image>"))
@@ -357,8 +357,7 @@ def test_a_loader_goes_on_in_the_middle(tokenizer, processor):
             np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.full
-def test_a_batch_has_the_loss_of_its_chats(tokenizer, processor):
+def test_a_batch_has_the_loss_and_the_gradient_of_its_chats(tokenizer, processor):
     """Packed rows with images, and rows of padding, against every chat by itself."""
     vision = qwen3_vl.Vision(
         dim=16, mlp_dim=16, num_layers=1, num_heads=2, patch_size=4, frames=1, num_positions=16,
@@ -369,15 +368,25 @@ def test_a_batch_has_the_loss_of_its_chats(tokenizer, processor):
         rope=qwen3_vl.Rope(16, 10_000.0, max_length=64), sections=(4, 2, 2), vision=vision,
     )  # fmt: skip
     model = qwen3_vl.Qwen3VL(cfg, rngs=nnx.Rngs(0))
-    loss = jax.jit(lambda model, batch: training.next_token_loss(model, batch, dtype=jnp.float32)[0])
+    params, rest = nn.partition(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def step(params, batch):
+        return training.next_token_loss(nn.combine(params, rest), batch, dtype=jnp.float32, remat="full")[0]
+
+    def total(batches):
+        losses, gradients = zip(*(step(params, batch) for batch in batches), strict=True)
+        return float(sum(losses)), jax.tree.map(lambda *of: np.sum(of, axis=0), *gradients)
+
     documents = list(tokenized(chats(), tokenizer, processor))
     source = grain.MapDataset.source(documents)
     rows = lambda part: data.pack(source[part], length=32, images=processor.blank(40))
     batches = list(data.Loader(rows, batch_size=4, num_shards=1))
-    got = sum(float(loss(model, batch)) for batch in batches)
+    got, gradients = total(batches)
 
     def alone(document) -> dict:
-        """The chat in a row of its own, with three empty rows: one program for all."""
+        """Puts the chat into its own row, with three empty rows, so that all chats share one program."""
         images, size, blank = document["images"], len(document["tokens"]), processor.blank(40)
         blank.pixels[: len(images.pixels)], blank.grids[: len(images.grids)] = images.pixels, images.grids
         pad = lambda x, fill: np.pad([x], ((0, 3), (0, 32 - size)), constant_values=fill).astype(np.int32)
@@ -385,9 +394,12 @@ def test_a_batch_has_the_loss_of_its_chats(tokenizer, processor):
         row["segment_ids"] = pad(np.ones(size), 0)
         return row | {"images": jax.tree.map(lambda x: np.stack([x, *[0 * x] * 3]), blank)}
 
-    want = sum(float(loss(model, alone(document))) for document in documents)
+    want, expected = total(map(alone, documents))
     assert got == pytest.approx(want, rel=1e-5)
+    for path, value in expected.items():
+        np.testing.assert_allclose(gradients[path], value, atol=1e-5 * np.abs(value).max() + 1e-9, err_msg=path)
+    assert any(path.startswith("tower") and np.abs(value).max() > 1e-3 for path, value in gradients.items())
     blind = [{**batch, "images": jax.tree.map(np.array, batch["images"])} for batch in batches]
     for batch in blind:
         batch["images"].pixels[:] = 0
-    assert abs(sum(float(loss(model, batch)) for batch in blind) - want) > 1e-3 * want
+    assert abs(total(blind)[0] - want) > 1e-3 * want

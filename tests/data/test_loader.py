@@ -1,4 +1,4 @@
-"""Global batches depend on the data and the number of shards alone: not on hosts, interruptions or threads."""
+"""Global batches depend only on the data and the number of shards, not on hosts, interruptions or threads."""
 
 import json
 import socket
@@ -154,7 +154,7 @@ def test_a_loader_follows_a_sharding_unless_it_was_told_its_shards():
     one = data.Loader(rows, batch_size=BATCH, num_shards=SHARDS)
     one.follow(everything)
     np.testing.assert_array_equal(one.rows, np.arange(BATCH))
-    with pytest.raises(ValueError, match=r"hold the rows 0-11 .* hands out 2-3, 8-9: leave shards= out"):
+    with pytest.raises(ValueError, match=r"hold the rows 0-11 .* returns 2-3, 8-9: omit shards="):
         data.Loader(rows, batch_size=BATCH, num_shards=SHARDS, shards=[1, 4]).follow(everything)
     with pytest.raises(ValueError, match="batch_size=6 does not divide over the mesh"):
         data.Loader(rows, batch_size=6, num_shards=SHARDS).follow(everything)
@@ -166,7 +166,7 @@ def test_a_loader_follows_before_its_first_batch(monkeypatch):
     late, early = make(), make()
     want = next(late)["tokens"][6:]
     monkeypatch.setattr(_loader, "_rows_of_process", lambda *_: (np.arange(6, 12),) * 2)
-    with pytest.raises(ValueError, match="hold the rows 6-11 of each global batch, and its loader hands out 0-11"):
+    with pytest.raises(ValueError, match="hold the rows 6-11 of each global batch, but its loader returns 0-11"):
         late.follow(None)
     early.follow(None)
     np.testing.assert_array_equal(next(early)["tokens"], want)
@@ -266,7 +266,7 @@ def test_shards_that_run_out_give_padding():
 def test_one_hosts_end_is_not_the_runs():
     docs = data.in_memory(documents())
     with pytest.raises(
-        RuntimeError, match=r"shards \[3, 4, 5\] have run out .* repeat the documents, or give num_shards=1"
+        RuntimeError, match=r"shards \[3, 4, 5\] ended after .* repeat the documents, or pass num_shards=1"
     ):
         list(loader(docs, host=1, hosts=2))
     assert len(list(loader(docs, host=1, hosts=2, num_batches=30))) == 30
@@ -360,7 +360,7 @@ def test_bad_arguments():
         _rows([6])
     with pytest.raises(ValueError, match="prefetch must be at least 1"):
         loader(prefetch=0)
-    with pytest.raises(ValueError, match=r"The shards \[1, 2, 3, 4, 5\] of 6 hold no row"):
+    with pytest.raises(ValueError, match=r"The shards \[1, 2, 3, 4, 5\] of 6 have no rows"):
         next(
             data.Loader(
                 partial(shard_rows, docs=data.in_memory([[1, 2]])), batch_size=12, num_shards=6, shards=range(1, 6)
@@ -374,11 +374,11 @@ def test_states_that_do_not_fit():
     state = reading.get_state()
     with pytest.raises(ValueError, match=r"lacks the shards \[6, 7\] of 8"):
         loader(num_shards=8, batch_size=16).set_state(state)
-    with pytest.raises(ValueError, match=r"is one of num_shards=6, this loader has num_shards=3"):
+    with pytest.raises(ValueError, match=r"has num_shards=6, but this loader has num_shards=3"):
         loader(num_shards=3).set_state(state)
-    with pytest.raises(ValueError, match=r"is one of batch_size=12, this loader has batch_size=24"):
+    with pytest.raises(ValueError, match=r"has batch_size=12, but this loader has batch_size=24"):
         loader(batch_size=24).set_state(state)
-    with pytest.raises(ValueError, match=r"stand at different batches \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"are at different batches \[0, 2\]"):
         loader().set_state({**state, "3": loader().get_state()["3"]})
     other = loader(strategy="concat_then_split")
     other.set_state(state)

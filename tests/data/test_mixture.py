@@ -1,4 +1,4 @@
-"""Mixtures hold their shares, lose no token, and go on exactly on other hosts."""
+"""Mixtures keep their weights, lose no token, and resume exactly on other hosts."""
 
 import json
 import warnings
@@ -188,11 +188,11 @@ def test_what_does_not_fit_is_refused():
         mixture(weights={"web": 1, "code": 0, "wiki": 1})
     with pytest.raises(ValueError, match="need tokens_per_step="):
         mixture(weights=curriculum)
-    with pytest.raises(ValueError, match="repeats already"):
+    with pytest.raises(ValueError, match="already repeats"):
         mixture(sources={**SOURCES, "web": SOURCES["web"].repeat()})
     with pytest.raises(ValueError, match="at step 0 must name a non-negative number"):
         drawn(mixture(weights=lambda step: {"web": -1}, tokens_per_step=1), 1)
-    with pytest.raises(ValueError, match=r"used up after \d+ tokens of this shard, while \['code'\] have weight 0"):
+    with pytest.raises(ValueError, match=r"exhausted after \d+ tokens of this shard, while \['code'\] have weight 0"):
         list(mixture(weights=lambda step: {"web": 1, "code": 0, "wiki": 1}, tokens_per_step=1, epochs=1)[::1])
     state = loader(mixture()).get_state()
     first = loader(mixture())

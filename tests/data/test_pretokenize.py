@@ -1,4 +1,4 @@
-"""Tokens written ahead of time are those of tokenization on the fly, however often the writing was stopped."""
+"""Pretokenized data equal tokenization on the fly, however often the writing was interrupted."""
 
 import json
 import subprocess
@@ -57,13 +57,13 @@ def test_goes_on_where_it_was_stopped(tmp_path, tokenizer):
     assert (tmp_path / "tokens-00000.array_record").stat().st_mtime_ns == first
     write(tmp_path / "at once", tokenizer)
     assert tokens(tmp_path) == tokens(tmp_path / "at once")
-    with pytest.raises(ValueError, match="was begun otherwise: eos_id was 1 and is now None"):
+    with pytest.raises(ValueError, match="was started with other settings: eos_id was 1 and is now None"):
         write(tmp_path, tokenizer, eos_id=None)
 
 
 def test_bad_records_and_damage(tmp_path, tokenizer):
     documents = data.in_memory([*TEXTS[:10], [1, 2, 3]])
-    with pytest.raises(ValueError, match=r"1 bad records, more than limit=0; .*documents need 'text'"):
+    with pytest.raises(ValueError, match=r"1 bad records, more than limit=0; .*they need 'text'"):
         write(tmp_path / "a", tokenizer, documents)
     assert write(tmp_path / "a", tokenizer, documents, bad_records=1)["bad_records"] == 1
     assert len(tokens(tmp_path / "a")) == 10

@@ -1,4 +1,4 @@
-"""Sources give the documents that are in the files, and say which byte of which file is wrong."""
+"""Sources yield the documents of their files, and errors name the file and byte."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training run of any number of processes: `python -m tests.distributed.run DIRECTORY STEPS [DIE_AFTER
+"""Training run with any number of processes: `python -m tests.distributed.run DIRECTORY STEPS [DIE_AFTER
 PROCESS]`.
 
 It trains on a packed mixture, evaluates, saves every two steps, writes down which tokens were in each global batch, and

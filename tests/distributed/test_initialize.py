@@ -1,4 +1,4 @@
-"""Finding the other processes of a run, and noticing who does not come."""
+"""Process discovery, and detection of processes that do not start."""
 
 import concurrent.futures
 import os
@@ -126,7 +126,7 @@ def port() -> str:
 
 
 def call(address, count, numbers, timeout):
-    """What each of these processes gets from the roll call: None or its error."""
+    """Returns each process's result of the roll call: None or its error."""
 
     def one(number):
         try:
@@ -146,7 +146,7 @@ def test_roll_call_names_who_is_missing():
     address = port()
     first, second = call(address, 4, [0, 2], timeout=0.5)
     assert f"processes 1, 3 of 4 did not connect to {address} within 0.5 s" in first
-    assert "process 2 came" in second and "these did not: processes 1, 3" in second
+    assert "process 2 connected" in second and second.endswith(": processes 1, 3")
 
 
 def test_roll_call_turns_wrong_numbers_away():

@@ -1,4 +1,4 @@
-"""The launcher, with programs that need no jax."""
+"""The launcher, tested with programs that do not import jax."""
 
 import json
 import os

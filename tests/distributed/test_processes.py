@@ -1,4 +1,4 @@
-"""Several processes train as one does, and so does what is left of them after one was killed."""
+"""Training on several processes equals one process, also after one was killed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every set of flags is known to the installed compilers, and comes to them in time or not at all."""
+"""The installed compilers know every set of flags, and flags set too late raise an error."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def test_too_late_is_an_error(monkeypatch):
 
 
 def test_names_and_values_must_fit():
-    with pytest.raises(ValueError, match="no set of XLA flags is named 'gpu-fast'; there are cpu-quick-compile, "):
+    with pytest.raises(ValueError, match="no set of XLA flags is named 'gpu-fast'; known sets are cpu-quick-compile, "):
         xla_flags.options("gpu-fast")
     with pytest.raises(ValueError, match="xla_tpu_enable_async_collective_fusion_fuse_all_gather=False, another of"):
         xla_flags.options("tpu-overlap", "tpu-sparsecore")

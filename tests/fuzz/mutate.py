@@ -1,4 +1,4 @@
-"""Small damages to files: of their bytes, and of what JSON and templates are made of."""
+"""Mutations of files: of bytes, of JSON values and of template syntax."""
 
 import json
 import random

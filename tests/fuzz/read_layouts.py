@@ -1,4 +1,4 @@
-"""Degrees of meshes, and the strategies that use them, as commands take them."""
+"""Mesh degrees and strategies, as parsed by the commands."""
 
 from pathlib import Path
 

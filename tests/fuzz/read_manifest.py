@@ -1,4 +1,4 @@
-"""The records of a checkpoint, its arrays, and what says whose directory it is: damage is found, or changes nothing."""
+"""A checkpoint's records, arrays and owner file: damage is detected, or has no effect."""
 
 import logging
 from pathlib import Path

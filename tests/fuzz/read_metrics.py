@@ -1,4 +1,4 @@
-"""metrics.jsonl and goodput.jsonl, without the report that is made of them (`read_report`)."""
+"""metrics.jsonl and goodput.jsonl, without rendering the report (see `read_report`)."""
 
 import json
 from pathlib import Path

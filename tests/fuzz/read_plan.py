@@ -1,4 +1,4 @@
-"""The arguments of `python -m maxlib.plan`, up to the point where the model would be traced."""
+"""The arguments of `python -m maxlib.plan`, up to tracing the model."""
 
 import contextlib
 import io

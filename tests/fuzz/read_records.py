@@ -1,4 +1,4 @@
-"""Documents: JSON lines, chats, texts. Not ArrayRecord, whose reader waits for ever for some damaged files."""
+"""Documents: JSON lines, chats, texts. Not ArrayRecord, whose reader hangs on some damaged files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""metrics.jsonl, goodput.jsonl, samples and settings, and the report that is made of them."""
+"""metrics.jsonl, goodput.jsonl, samples and settings, and the report rendered from them."""
 
 from pathlib import Path
 

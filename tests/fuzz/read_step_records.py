@@ -1,4 +1,4 @@
-"""The records of a checkpoint's step alone, without its arrays: many inputs a second."""
+"""The records of a checkpoint's step, without its arrays, for many inputs per second."""
 
 from pathlib import Path
 

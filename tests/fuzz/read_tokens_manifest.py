@@ -1,4 +1,4 @@
-"""The manifest beside tokens on disk, and who owns a directory of checkpoints."""
+"""The manifest of pretokenized data, and the owner file of checkpoint directories."""
 
 import json
 from pathlib import Path

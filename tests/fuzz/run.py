@@ -1,4 +1,4 @@
-"""Feeds damaged files to what reads them, in a child process with limits.
+"""Feeds damaged files to maxlib's readers, in a child process with limits.
 
 `nox -s fuzz` or `python -m tests.fuzz.run [TARGET ...] --seconds 60 --inputs 1000000`. Each input must end as a result,
 or as an error of the class that the reader's documentation names, with a message that names the file; never as another
@@ -40,7 +40,7 @@ _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something that reads files.
+    """A reader of files.
 
     make: writes whole ones into a directory. read: reads them. errors: what it may raise. kinds: how each is damaged
     (`mutate`), those that are not named stay whole. names_file: its messages name the file. alone: one of the files is
@@ -71,7 +71,7 @@ class Slow(BaseException):
 
 
 def one(name: str, target: Target, number: int, whole: dict[str, bytes], directory: Path) -> str | None:
-    """Reads one damaged input; gives what is wrong with how it ended, None if nothing is."""
+    """Reads one damaged input; returns a description of a wrong outcome, or None."""
     rng = random.Random(f"{name} {number}")
     chosen = rng.choice(sorted(target.kinds))
     path = directory / (Path(chosen).name if target.alone else chosen)

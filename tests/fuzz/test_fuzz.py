@@ -1,4 +1,4 @@
-"""What `nox -s fuzz` has found, and some inputs of each of its targets."""
+"""Regression tests for the findings of `nox -s fuzz`, and a few inputs of each target."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Decoding with a drafter writes what plain decoding writes, whatever the drafts are worth."""
+"""Decoding with a drafter yields the same text as plain decoding, however good the drafts are."""
 
 import dataclasses
 import json
@@ -135,9 +135,9 @@ def test_pairs_that_do_not_fit_are_refused(generator, drafter):
         draft(generator, drafter=generator.model)
     with pytest.raises(ValueError, match="num_drafts must be at least 1, got 0"):
         draft(generator, num_drafts=0)
-    with pytest.raises(ValueError, match="Gemma4 does not draft: .* give drafter="):
+    with pytest.raises(ValueError, match="Gemma4 does not draft: .* pass drafter="):
         draft(generator, drafter=None)
-    with pytest.raises(ValueError, match="drafts for another model and writes no text itself"):
+    with pytest.raises(ValueError, match="drafts for another model and generates no text itself"):
         Generator(drafter)
     target = generator.model.cfg
     for changes, what in (

@@ -1,4 +1,4 @@
-"""Continuous batching against one prompt at a time, and what it says of its draws against a forward pass."""
+"""Continuous batching against one prompt at a time; its log-probabilities against a forward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def test_what_cannot_be_continued_is_refused(model, engine):
 
     odd = object.__new__(Shared)
     odd.__dict__.update(model.__dict__)
-    with pytest.raises(ValueError, match="must begin with the axis of rows, got"):
+    with pytest.raises(ValueError, match="must be rows, got"):
         continuous._check_rows(odd)
     assert isinstance(engine, inference.Engine)
 

@@ -1,4 +1,4 @@
-"""What the engine says of its draws is what the trainer says of them, for every family and kind of cache."""
+"""The engine's log-probabilities equal the trainer's, for every family and kind of cache."""
 
 import functools
 
@@ -28,7 +28,7 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     longest = min([LENGTH, *(rope.scaling.original_length for rope in model.ropes if rope.needs_length)])
     prompts = [case["tokens"][0][: min(n, longest - 3)].tolist() for n in PROMPT_LENGTHS]
     if (getattr(model, "recompute_cache_at", None) or LENGTH + 1) <= LENGTH:
-        with pytest.raises(ValueError, match="must not pass that length"):
+        with pytest.raises(ValueError, match="must not cross that length"):
             engine.generate(prompts, max_new_tokens=[LENGTH - len(prompt) for prompt in prompts])
     limits = [longest - len(prompt) for prompt in prompts]
     temperature = TEMPERATURES.get(family, 0.8)

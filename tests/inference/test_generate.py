@@ -28,9 +28,7 @@ def generator(model):
 
 
 def by_full_passes(model, prompt, count):
-    """Greedy decoding without a cache: every token from a forward pass over all before it (what follows cannot
-    matter).
-    """
+    """Decodes greedily without a cache: one forward pass over all previous tokens per new token."""
     ids = list(prompt)
     for _ in range(count):
         scores = full_pass(model, jnp.asarray([ids + [0] * (32 - len(ids))], jnp.int32))
@@ -90,7 +88,7 @@ def test_an_engine_and_a_generator_end_completions_alike(generator):
 def test_what_can_never_end_a_text_is_refused(wrong):
     """Texts and an eos_token_id of None would never match, and rows run to the limit."""
     unchecked = inspect.unwrap(check_stop)  # the types that the tests check would be first
-    with pytest.raises(ValueError, match="stop_token_ids must be a list of ids, whole numbers from 0 below the vocab"):
+    with pytest.raises(ValueError, match="stop_token_ids must be a list of ids, integers from 0 below the vocab"):
         unchecked(wrong, 48)
     assert unchecked([47, np.int32(3)], 48) == {47, 3} and unchecked([48]) == {48}  # a server's vocabulary is unknown
 

@@ -1,4 +1,4 @@
-"""Prompts with images: what transformers writes, and errors before anything runs."""
+"""Prompts with images: the text equals that of transformers, and bad inputs raise before anything is compiled."""
 
 import jax.numpy as jnp
 import numpy as np

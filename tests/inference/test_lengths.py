@@ -1,4 +1,4 @@
-"""Greedy text equals transformers', below, across and beyond the length that a rotary scaling begins at."""
+"""Greedy text equals transformers', below, across and beyond the length at which rotary scaling begins."""
 
 import copy
 

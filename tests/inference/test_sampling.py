@@ -1,4 +1,4 @@
-"""Filters against their definitions, draws against their distribution."""
+"""Filters against their definitions, samples against their distribution."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A client of OpenAI's HTTP against a small server of it, which answers as vLLM does."""
+"""The OpenAI HTTP client against a small server that responds as vLLM does."""
 
 import contextlib
 import http.server
@@ -147,10 +147,10 @@ def test_what_is_not_the_samplers_distribution_is_refused(local):
     raw, processed = (
         ServerEngine("http://127.0.0.1:9", "base", logprobs_mode=f"{m}_logprobs") for m in ("raw", "processed")
     )
-    with pytest.raises(ValueError, match="raw_logprobs are those of temperature 1, the sampler has 0.7"):
+    with pytest.raises(ValueError, match="raw_logprobs are at temperature 1, but the sampler has 0.7"):
         raw.generate(PROMPTS, max_new_tokens=1, sampler=Sampler(temperature=0.7))
     for sampler in (Sampler(temperature=0), Sampler(top_p=0.9)):
-        with pytest.raises(ValueError, match="those after filters, so there must be none"):
+        with pytest.raises(ValueError, match="computed after filters, so there must be no filters"):
             processed.generate(PROMPTS, max_new_tokens=1, sampler=sampler)
     with pytest.raises(ValueError, match="update needs save="):
         raw.update(None)

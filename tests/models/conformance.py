@@ -1,4 +1,4 @@
-"""What every family has to pass, with or without transformers at hand.
+"""Tests that every family must pass, with or without transformers installed.
 
     class TestMistral(Conformance):
         family = "mistral"
@@ -77,7 +77,7 @@ def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = Non
 
 
 def changed(case: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
-    """The case with another value of a field of its config; a dotted name lies in a nested object."""
+    """Returns the case with another value of a config field; a dotted name is in a nested object."""
 
     def put(config: dict[str, Any], field: str) -> dict[str, Any]:
         name, _, inner = field.partition(".")
@@ -136,7 +136,7 @@ class Conformance:
 
     @classmethod
     def transformers_cases(cls) -> dict[str, tuple[Any, np.ndarray, str]]:
-        """What `parity.write` and the live tests hand to transformers."""
+        """Returns the configuration for transformers, used by `parity.write` and the live tests."""
         transformers = pytest.importorskip("transformers")
         pytest.importorskip("torch")
         make = lambda changes: getattr(transformers, cls.config)(**cls.base | changes)
@@ -158,7 +158,7 @@ class Conformance:
 
     @pytest.fixture
     def exact(self, made):
-        """As `made`; in float64 where the reference computes in it, as recurrences amplify what float32 rounds."""
+        """As `made`; in float64 if the reference uses it, because recurrences amplify float32's rounding errors."""
         with jax.enable_x64(self.dtype == "float64"):
 
             def make(name: str) -> tuple[dict[str, Any], Path, Any]:

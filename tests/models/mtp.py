@@ -1,4 +1,4 @@
-"""Prediction modules of transformers, which it does not save, and directories as the releases have them."""
+"""Multi-token prediction modules, which transformers does not save, and directories in the released format."""
 
 from pathlib import Path
 from typing import Any

@@ -23,7 +23,7 @@ HEAD = "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, ("---", "---"
 
 
 def sections(page: str) -> dict[str, str]:
-    """What stands between the marks of each table."""
+    """Returns the contents between each table's markers."""
     return dict(re.findall(r"<!-- begin (\w+) -->\n\n(.*?)\n\n<!-- end \1 -->", page, re.DOTALL))
 
 

@@ -1,4 +1,4 @@
-"""Small models with weights that any Python can make again, what transformers makes of them, and what we do.
+"""Small models with reproducible weights, and their results in transformers and maxlib.
 
 A golden file holds, per case, the config, the names and shapes of the weights, tokens, transformers' logits, and of
 the gradient of every weight its norm and one projection. `python -m tests.models.parity [family ...]` writes them anew.
@@ -109,7 +109,7 @@ def projection(name: str, gradient: np.ndarray) -> np.ndarray:
 def theirs(
     config: Any, tokens: np.ndarray, dtype: str = "float32", grids: list[list[int]] | None = None
 ) -> dict[str, Any]:
-    """What transformers computes for `config` in `dtype`: everything that a golden file keeps.
+    """Computes the contents of a golden file with transformers, for `config` in `dtype`.
 
     `grids` are those of images, whose placeholders are among the tokens.
     """
@@ -136,7 +136,7 @@ def theirs(
         "shapes": shapes,
         "tokens": tokens,
         "logits": logits.detach().float().numpy(),
-        "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
+        "gradients": {name: projection(name, g.detach().numpy()) for name, g in gradients.items()},
     }
 
 
@@ -150,7 +150,7 @@ def auto(model_type: str, *, sees: bool = False) -> Any:
 
 
 def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
-    """What transformers' models take of the images of a case."""
+    """Returns the image arguments of transformers' models for a case."""
     import torch
 
     if (found := images(case)) is None:
@@ -211,6 +211,8 @@ def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     found = dict(revert_weight_conversion(model, tensors))
     if model.config.model_type == "qwen3_vl_moe":  # transformers reads experts either way; releases have the other one
         found = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in found.items()}
+    if model.config.model_type == "kimi_linear":  # transformers writes dense layers under the name of the experts
+        found = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): t for name, t in found.items()}
     return found
 
 

@@ -1,6 +1,4 @@
-"""The module that looks ahead of Qwen3-Next and Qwen3.5, which transformers leaves out: its formulas in float64, by
-the names of the files.
-"""
+"""Multi-token prediction of Qwen3-Next and Qwen3.5, which transformers lacks: float64 formulas on tensors of files."""
 
 import json
 from pathlib import Path
@@ -58,7 +56,7 @@ def fused(own: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
 def predicted(
     own: dict[str, np.ndarray], config: dict[str, Any], hidden: np.ndarray, embedded: np.ndarray
 ) -> np.ndarray:
-    """What the module makes of the model's output at places and the embeddings of the tokens behind them, `B T D`."""
+    """Computes the module's output from the model's output and the embeddings of the following tokens, `B T D`."""
     c, w = text_of(config), {name.removeprefix("mtp."): value.astype(np.float64) for name, value in own.items()}
     layer = lambda name: w[f"layers.0.{name}.weight"]
     norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * (1 + scale)

@@ -1,4 +1,4 @@
-"""What families that read images of any size have to pass: `Conformance`, with images in every row of tokens."""
+"""Tests that families with images of any size must pass: `Conformance`, with images in every row."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Apertus against transformers: an ungated MLP under an activation with trained numbers, norms on heads."""
+"""Apertus against transformers: an ungated MLP whose activation has trained parameters, norms on heads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Gemma 2 against transformers: windows in turn, both soft-caps, sandwich norms."""
+"""Gemma 2 against transformers: alternating windows, both soft-caps, sandwich norms."""
 
 from maxlib.models import gemma2
 from tests.models.conformance import BASE, Conformance

@@ -1,4 +1,4 @@
-"""Gemma 3 with images against transformers: tower, projector, and image tokens that see each other both ways."""
+"""Gemma 3 with images against transformers: tower, projector, and bidirectional attention among an image's tokens."""
 
 import dataclasses
 import functools
@@ -167,7 +167,7 @@ def test_every_spelling_of_names_is_read(theirs, model, tmp_path):
         again = maxlib.from_pretrained(tmp_path)
         jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, model)))
     save_file({**stored, **in_memory}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="another spelling of"):
+    with pytest.raises(ValueError, match="another name of"):
         maxlib.from_pretrained(tmp_path)
 
 

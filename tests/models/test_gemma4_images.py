@@ -1,4 +1,4 @@
-"""Gemma 4 with images against transformers: its tower, the 12B model without one, and who sees whom."""
+"""Gemma 4 with images against transformers: its tower, the 12B model without one, and the attention masks."""
 
 import dataclasses
 import itertools

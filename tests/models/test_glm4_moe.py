@@ -1,4 +1,6 @@
-"""GLM-4.5 against transformers: heads turned in part, groups of experts, a expert_bias, norms and biases or none."""
+"""GLM-4.5 against transformers: partial rotary embeddings, groups of experts, expert biases, with and without norms and
+biases.
+"""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""GPT-2 against transformers: both ways to scale scores, tied and not; names and fields as released; positions that
-end.
+"""GPT-2 against transformers: both ways to scale scores, tied and untied; names and fields as released; a limited
+number of positions.
 """
 
 import dataclasses
@@ -157,7 +157,7 @@ def test_positions_behind_the_table_are_errors():
     with pytest.raises(ValueError, match="learned 16 positions, which 17 tokens"):
         model.init_cache(1, 17)
     assert len(inference.generate(model, [[1]], max_new_tokens=15)[0]) == 15
-    with pytest.raises(ValueError, match="must fit the 16 positions that the model was made for, got 17"):
+    with pytest.raises(ValueError, match="must fit the 16 positions of the model, got 17"):
         inference.generate(model, [[1]], max_new_tokens=16)
     late = jnp.full((1, 20), 16, jnp.int32)
     with pytest.raises(ValueError, match="learned 16 positions, which 17 tokens"):

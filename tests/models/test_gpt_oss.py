@@ -1,4 +1,4 @@
-"""GPT-OSS against transformers: sinks, biases, windows in turn, YaRN between whole pairs, the clamp."""
+"""GPT-OSS against transformers: sinks, biases, alternating windows, YaRN with untruncated bounds, the clamp."""
 
 import json
 

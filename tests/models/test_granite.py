@@ -1,4 +1,4 @@
-"""Granite 3 against transformers: four factors, tied and not."""
+"""Granite 3 against transformers: four multipliers, tied and untied."""
 
 from tests.models import conformance
 from tests.models.conformance import Conformance

@@ -65,7 +65,7 @@ first = pytest.mark.parametrize(
 
 
 def transformers_cases():
-    """What `parity.write` and the live test hand to transformers."""
+    """Returns the configuration for transformers, used by `parity.write` and the live test."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     base = {

@@ -1,4 +1,4 @@
-"""MiniMax-M2 against transformers: norms over all heads, heads turned in part, a bias on the choice of experts."""
+"""MiniMax-M2 against transformers: norms over all heads, partial rotary embeddings, a bias on the choice of experts."""
 
 import pytest
 

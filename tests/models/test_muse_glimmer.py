@@ -1,4 +1,4 @@
-"""Muse Glimmer's text against transformers: gated attention, layers without positions, norms before and behind.
+"""Muse Glimmer's text against transformers: gated attention, layers without positions, norms before and after.
 
 transformers has the text only within a model that sees. A class around its text model, with the head of that one,
 stands for it here; a test compares with the whole.

@@ -1,4 +1,4 @@
-"""Nemotron 3 against transformers: one mixer to a layer, experts without gates in a latent width, groups of Mamba."""
+"""Nemotron 3 against transformers: one mixer per layer, experts without gates in a latent width, groups of Mamba."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 against transformers: norms behind the layers and over all heads, windows, scaling on full layers
+"""OLMo 2 and 3 against transformers: norms after the layers and over all heads, windows, scaling on full layers
 only.
 """
 

@@ -1,4 +1,4 @@
-"""OLMo Hybrid against transformers: steps up to 2, norms before linear attention and behind attention, no positions."""
+"""OLMo Hybrid against transformers: steps up to 2, norms before linear attention and after attention, no positions."""
 
 import json
 

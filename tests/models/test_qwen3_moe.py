@@ -1,5 +1,5 @@
-"""Qwen3 with experts against transformers: dense layers among sparse ones, weights of experts as they are or
-renormalised.
+"""Qwen3 with experts against transformers: dense layers among sparse ones, expert weights with and without
+renormalisation.
 """
 
 import pytest

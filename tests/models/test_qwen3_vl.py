@@ -53,6 +53,10 @@ class TestQwen3VL(Seeing):
         "qwen3-vl-235b-a22b": 235.670,
     }
 
+    @pytest.mark.full  # by default of Mistral and Gemma 4
+    def test_rows_of_patches_and_padding_change_nothing(self, made):
+        super().test_rows_of_patches_and_padding_change_nothing(made)
+
     def test_three_positions_of_text_are_one(self, made):
         case, _, model = made("two_added")
         text = np.minimum(case["tokens"], 50)

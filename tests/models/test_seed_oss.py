@@ -1,4 +1,4 @@
-"""Seed-OSS against transformers: biases of attention and output apart."""
+"""Seed-OSS against transformers: separate options for the biases of attention and output."""
 
 import pytest
 

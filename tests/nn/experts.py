@@ -1,4 +1,4 @@
-"""What the tests of mixtures of experts share: small layers with random values, their definition, and comparisons."""
+"""Helpers for tests of mixtures of experts: small random layers, a reference implementation, and comparisons."""
 
 import jax
 import jax.numpy as jnp

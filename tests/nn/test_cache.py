@@ -1,4 +1,4 @@
-"""What caches store and hand back: rounding by each token's and head's own scale, and where rows are put."""
+"""Caches: rounding with a scale per token and head, and the placement of rows."""
 
 import functools
 

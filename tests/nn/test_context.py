@@ -1,4 +1,4 @@
-"""Positions that are no count of tokens: three rows of them, and what a cache keeps."""
+"""Positions that do not count tokens: three rows of them, and their state in a cache."""
 
 import jax
 import jax.numpy as jnp

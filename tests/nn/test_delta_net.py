@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a layer: documents, caches, devices, and what it refuses. Families compare it with transformers."""
+"""Gated DeltaNet as a layer: documents, caches, devices, and errors. Families compare it with transformers."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""What is read off models, against what their files say; one of them maxlib does not know."""
+"""Descriptions of models against their files, including a model unknown to maxlib."""
 
 import dataclasses
 

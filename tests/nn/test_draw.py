@@ -1,4 +1,4 @@
-"""Pictures of models: every parameter is in them once, and alike layers are one block."""
+"""Diagrams of models: every parameter appears once, and equal layers are one block."""
 
 import xml.etree.ElementTree as ET
 

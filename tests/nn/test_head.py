@@ -1,4 +1,4 @@
-"""Log-probabilities of targets under every preset, against one device, and what a compiled step holds."""
+"""Log-probabilities of targets under every preset against one device, and the memory of a compiled step."""
 
 import functools
 

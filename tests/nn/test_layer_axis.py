@@ -1,4 +1,4 @@
-"""The axis of layers is named in metadata: nothing is read off a path or a rank."""
+"""The layer axis is named in metadata; nothing is inferred from a path or a rank."""
 
 import jax
 import jax.numpy as jnp

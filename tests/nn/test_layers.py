@@ -1,4 +1,4 @@
-"""Linear layers, norms and MLPs against float64 formulas; their initial scale; what a summary says."""
+"""Linear layers, norms and MLPs against float64 formulas; their initial scale; summaries."""
 
 import inspect
 import re
@@ -32,6 +32,23 @@ def test_einsum_and_its_bias():
     np.testing.assert_allclose(run(layer, X[0, 0]), want[0, 0], atol=1e-5)
     assert layer.b.axes == ("heads", "head_dim")
     assert jax.eval_shape(layer, X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"), [("...D,FD->...F", (6, 8)), ("...D,NHD->...NH", (2, 5, 8)), ("...D,D->...", (8,))]
+)
+def test_on_a_cpu_a_weights_gradient_sums_over_one_axis_of_rows(spec, shape):
+    weights, rest = nn.partition(
+        nn.Einsum(spec, shape, ("heads", "head_dim", "embed")[-len(shape) :], rngs=nnx.Rngs(0))
+    )
+    gradient = lambda multiply: jax.grad(lambda weights: jnp.sum(jnp.sin(multiply(weights))))
+    layer = gradient(lambda weights: nn.combine(weights, rest)(X))
+    plain = gradient(lambda weights: jnp.einsum(spec, X, weights["w"]))
+    np.testing.assert_allclose(layer(weights)["w"], plain(weights)["w"], rtol=1e-5, atol=1e-5)
+    # The plain product sums over two axes, batch and sequence: XLA transposes copies of its operands.
+    text = lambda gradient: jax.jit(gradient).lower(weights).as_text()
+    assert "contracting_dims = [0, 1]" in text(plain)
+    assert "contracting_dims = [0, 1]" not in text(layer)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Mixture of experts on eight devices: equal to one, and what moves between them."""
+"""Mixture of experts on eight devices: results equal one device, and the communication between devices."""
 
 import math
 import re
@@ -72,8 +72,8 @@ def test_experts_split_over_devices_equal_the_loop(name, capacity_factor):
 
 
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `jax.lax.ragged_all_to_all` says it does, which XLA has not for CPUs: everybody sees everything, and takes
-    the rows that are sent to it.
+    """Emulates `jax.lax.ragged_all_to_all`, which XLA lacks on CPUs: every device gathers everything and takes the rows
+    sent to it.
     """
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     slices = len(input_offsets) // devices

@@ -1,4 +1,4 @@
-"""Places of patches and positions of tokens against loops over images, buckets, and what is refused."""
+"""Coordinates of patches and positions of tokens against loops over images; buckets and errors."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What each policy keeps for the backward pass, by the shapes of what autodiff saves."""
+"""The arrays that each policy keeps for the backward pass, checked by the shapes of autodiff's residuals."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""A stack's layout is storage, nothing else."""
+"""A stack's layout only affects storage, not results."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Images among text: which token gets which vector, and which tokens see each other. Encoders are compared in
+"""Images among text: which token gets which vector, and which tokens attend to each other. Encoders are compared in
 tests/models.
 """
 

@@ -1,4 +1,4 @@
-"""Each diagnostic finds what it is for, and costs a run nothing else."""
+"""Each diagnostic detects its fault, and does not change the run otherwise."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Where metrics go, and what a resumed run finds there."""
+"""Metrics files, and how resumed runs continue them."""
 
 import io
 import json
@@ -147,4 +147,4 @@ def test_a_writer_that_raises_is_reported_once_and_the_others_go_on(tmp_path):
         writers.write(step, {"loss": 1.0})
     writers.close()
     assert [row["step"] for row in observability.read_jsonl(good.path)] == [1, 2]
-    assert said == ["METRICS LOST: Unreachable failed with ConnectionError('no route'); training goes on"]
+    assert said == ["METRICS LOST: Unreachable failed with ConnectionError('no route'); training continues"]

@@ -1,4 +1,4 @@
-"""Trackers with their real packages, offline: what was logged is on disk, under one id before and after a restart."""
+"""Trackers with their real packages, offline: logged values are on disk, under the same id after a restart."""
 
 import json
 import sqlite3
@@ -21,7 +21,7 @@ def log(make, steps):
 
 
 class Package:
-    """A tracker's package that keeps what it is asked for."""
+    """A fake tracker package that records its calls."""
 
     def __init__(self):
         self.runs = []

@@ -1,4 +1,4 @@
-"""Marks of tests for maxlib's kernels for Hopper: `gpu` for the chip, `no_gpu` for what stands for it elsewhere."""
+"""Pytest marks for maxlib's Hopper kernels: `gpu` for the hardware, `no_gpu` for the emulator."""
 
 from collections.abc import Callable
 from typing import Any

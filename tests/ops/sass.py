@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def _all(widths, grouped: bool):
-    """Yields every kernel's row with what it is about."""
+    """Yields the name and the row of every kernel."""
     for some in widths:
         for softcap in (None, 30.0):
             for row in compile_all(some, softcap):

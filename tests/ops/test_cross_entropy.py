@@ -1,4 +1,4 @@
-"""The loss against a float64 formula, optax, itself on one device, and its promises on memory and matmuls."""
+"""The loss against a float64 formula, optax, itself on one device, and its bounds on memory and matmuls."""
 
 import functools
 import inspect

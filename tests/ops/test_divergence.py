@@ -1,4 +1,4 @@
-"""Divergences of two models against float64 formulas, one device, and their promise on memory."""
+"""Divergences of two models against float64 formulas, one device, and their bound on memory."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of patches: a formula in float64, and what it depends on."""
+"""Rotary embedding of patches: against a float64 formula, and which inputs it depends on."""
 
 import jax
 import numpy as np

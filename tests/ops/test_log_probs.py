@@ -1,4 +1,4 @@
-"""Per-token log-probabilities against float64 formulas, one device, and their promise on memory."""
+"""Per-token log-probabilities against float64 formulas, one device, and their bound on memory."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the bench of plans counts and refuses."""
+"""What the plans benchmark counts and refuses."""
 
 import types
 

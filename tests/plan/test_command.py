@@ -1,4 +1,4 @@
-"""The command line of plans, and what a search and a plan say when something goes wrong."""
+"""The command line of plans, and the error messages of plans and searches."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ JOB = plan.Job(CONFIG, "h100x8", sequence=16)
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the command hands to `search`."""
+    """Returns the arguments that the command passes to `search`."""
     calls = []
 
     def search(job, **settings):

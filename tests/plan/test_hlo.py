@@ -1,4 +1,4 @@
-"""What is read from the text of programs, against counts by hand."""
+"""Statistics read from HLO text, against counts by hand."""
 
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""What is read from the text of programs for GPUs, against counts by hand."""
+"""Statistics read from the HLO text of GPU programs, against counts by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans of losses that are defined outside of maxlib, by value and by name."""
+"""Plans with losses defined outside of maxlib, passed by value and by name."""
 
 import dataclasses
 import functools

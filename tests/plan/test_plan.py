@@ -1,4 +1,4 @@
-"""Plans end to end, on this machine's devices and from shapes alone."""
+"""Plans end to end, on this machine's devices and from shapes only."""
 
 import dataclasses
 import functools

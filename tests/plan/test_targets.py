@@ -1,4 +1,4 @@
-"""Names of hardware, and what they stand for."""
+"""Hardware names and the targets they resolve to."""
 
 import dataclasses
 import subprocess

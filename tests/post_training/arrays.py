@@ -1,4 +1,4 @@
-"""Small random arrays that TRL's functions and ours are both given."""
+"""Small random arrays, passed both to TRL's functions and to maxlib's."""
 
 import numpy as np
 
@@ -10,7 +10,8 @@ TEMPERATURE = 0.7
 
 
 def arrays(seed: int = 0) -> dict[str, np.ndarray]:
-    """Logits `R T V` whose last axis is a vocabulary, ids `R T+1`, and what samplers and references say of them.
+    """Logits `R T V` whose last axis is a vocabulary, ids `R T+1`, and their log-probabilities under samplers and
+    references.
 
     Rows are chosen answers first, then rejected ones, as TRL has them.
     """

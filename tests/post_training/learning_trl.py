@@ -1,4 +1,4 @@
-"""TRL's trainers on the task of `learning`: the same weights, rows, steps and rates."""
+"""TRL's trainers on the task of `learning`, with the same weights, rows, steps and learning rates."""
 
 import itertools
 import statistics
@@ -28,7 +28,7 @@ NAMES = {**{str(i): i for i in range(10)}, ">": sorting.SEPARATOR, ".": sorting.
 
 
 def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows: int, group: int) -> dict[str, Any]:
-    """Seconds of `train`, and what the model then does."""
+    """Returns the seconds of `train`, and the trained model's score."""
     torch.manual_seed(seed)
     read = lambda name: AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
     model = read("model")

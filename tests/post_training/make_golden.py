@@ -38,7 +38,7 @@ KEPT = ("kl", "entropy", "rewards/", "logps/", "clip_ratio/low_mean", "clip_rati
 
 
 class Accelerator:
-    """One process: what is gathered is what was there."""
+    """A stub for one process: gathering returns the input."""
 
     device, num_processes, process_index, sync_gradients = torch.device("cpu"), 1, 0, True
     gather = gather_for_metrics = staticmethod(lambda x: x)
@@ -47,7 +47,7 @@ class Accelerator:
 
 
 def scores(logits, temperature=1.0):
-    """What TRL's patched models return: log-probabilities and entropies of the next ids."""
+    """The output of TRL's patched models: log-probabilities and entropies of the next ids."""
     log_p = torch.log_softmax(logits / temperature, -1)
     own = log_p.gather(-1, IDS[:, 1:, None])[..., 0]
     return own, -(log_p.exp() * log_p).sum(-1)

@@ -1,4 +1,4 @@
-"""Rewards that go wrong in every way."""
+"""Reward functions that fail in every way."""
 
 import os
 import time

@@ -25,7 +25,7 @@ def answer(digits: list[int], down: bool) -> list[int]:
 
 
 def rows(questions: list[list[int]], answers: list[list[int]]) -> dict[str, np.ndarray]:
-    """A batch of prompts and answers, of which the answers are learned."""
+    """Returns a batch of prompts and answers, with targets on the answers."""
     tokens = np.full((len(questions), LENGTH), PAD, np.int32)
     targets = np.full((len(questions), LENGTH), -1, np.int32)
     for i, (question, text) in enumerate(zip(questions, answers, strict=True)):

@@ -87,7 +87,7 @@ def test_templates_that_yield_no_mask_are_named(tokenizer):
     source = documents({"chosen": ASK + YES, "rejected": ASK + NO})
     silent = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}</s>{% endif %}{% endfor %}"
     shuffled = "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-    for text, message in ((silent, "the chosen turns hold no token"), (shuffled, "mark it in the template with")):
+    for text, message in ((silent, "the chosen turns have no tokens"), (shuffled, "mark it in the template with")):
         with pytest.raises(ValueError, match=f"document 0: ValueError: .*{message}"):
             pt.pairs(source, tokenizer, tokenization.ChatTemplate(text))[0]
 

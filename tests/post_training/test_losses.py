@@ -1,4 +1,4 @@
-"""Every loss on a small model: packed, in microbatches, on meshes and in a 1F1B pipeline as alone.
+"""Every loss on a small model: packed, in microbatches, on meshes and in a 1F1B pipeline, compared with the plain loss.
 
 All losses are computed from one forward pass (`everything`), so that a program is compiled once for all of them; each
 loss and each of its metrics is compared, and the gradient of a weighted sum.
@@ -420,7 +420,7 @@ def test_rows_of_pairs_in_one_array_are_refused():
     first, second = (jax.tree.map(jnp.asarray, half) for half in halves().values())
     stacked = {name: jnp.concatenate([first[name], second[name]]) for name in ("tokens", "targets")}
     run = lambda model: pt.preference_loss(model, stacked, dtype=jnp.float32, kind=pt.SimPO())
-    with pytest.raises(ValueError, match=r"finds no pair in a batch of \['targets', 'tokens'\].*chosen.*segment_ids"):
+    with pytest.raises(ValueError, match=r"finds no pairs in a batch of \['targets', 'tokens'\].*chosen.*segment_ids"):
         jax.eval_shape(run, _built())
 
 
@@ -440,7 +440,7 @@ def test_what_is_missing_is_named():
         shape(pt.kto_loss, without("kl_baseline"))
     with pytest.raises(ValueError, match="distillation needs a teacher"):
         shape(pt.distillation_loss, without("teacher_ids"))
-    with pytest.raises(ValueError, match="no trainable adapters to take off"):
+    with pytest.raises(ValueError, match="no trainable adapters to remove"):
         shape(pt.preference_loss, data, reference=adapters.base_model)
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
         pt.preference_loss(small, data, reference=small)

@@ -1,4 +1,4 @@
-"""Losses, gradients and metrics are TRL's, on stored arrays (`make_golden.py`): within 5e-5."""
+"""Losses, gradients and metrics equal TRL's on stored arrays (`make_golden.py`): within 5e-5."""
 
 import functools
 from pathlib import Path

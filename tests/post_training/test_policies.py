@@ -1,4 +1,4 @@
-"""Advantages against formulas, and what gradients of policy losses do, by enumeration."""
+"""Advantages against formulas, and gradients of policy losses by enumeration."""
 
 import contextlib
 import functools
@@ -109,7 +109,7 @@ def test_a_temperature_is_seen_through_losses_around_losses(name):
 
 
 def test_a_function_that_hides_its_options_is_no_policy_loss_to_check():
-    with pytest.raises(TypeError, match="does not show what it gives"):
+    with pytest.raises(TypeError, match="are not visible"):
         pt.check_sampler(lambda *args: WARM(*args), inference.Sampler())
 
 

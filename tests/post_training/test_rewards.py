@@ -1,4 +1,4 @@
-"""Rewards in processes: what goes wrong costs its deadline and a count, and nothing else."""
+"""Rewards in processes: a failure costs at most its timeout and is counted, without affecting other rewards."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Ten AdamW steps of an adapter: losses, gradients and factors are those of TRL and PEFT (`make_steps.py`)."""
+"""Ten AdamW steps of an adapter: losses, gradients and factors equal those of TRL and PEFT (`make_steps.py`)."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Rounding by blocks against numpy and float64, its products and their gradients, and what GPUs of Blackwell get."""
+"""Blockwise rounding against numpy and float64, products and gradients, and the programs for Blackwell GPUs."""
 
 import functools
 

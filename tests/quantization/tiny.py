@@ -1,4 +1,4 @@
-"""Models that are small enough to train in tests."""
+"""Models small enough to train in tests."""
 
 import functools
 

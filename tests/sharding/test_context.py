@@ -1,4 +1,4 @@
-"""The sequence split over devices: by gathered keys, around a ring, over heads; always what one device computes
+"""The sequence split over devices, by gathered keys, around a ring or over heads: results equal one device's
 (`test_covering` compares whole models).
 """
 

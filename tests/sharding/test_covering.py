@@ -1,5 +1,5 @@
-"""Every axis of a mesh alone and mixed, for four kinds of models on eight devices: the loss and gradients of one
-device, the bytes that a device holds, and which collectives the compiled program has.
+"""Every mesh axis alone and combined, for four kinds of models on eight devices: loss and gradients equal those of one
+device; the bytes per device and the collectives of the compiled program are as recorded.
 """
 
 import dataclasses

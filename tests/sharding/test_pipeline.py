@@ -1,4 +1,4 @@
-"""Layers over devices: what passes through stages is what one device computes, and only neighbours talk."""
+"""Pipelines: results equal one device's, and only neighbouring stages communicate."""
 
 import dataclasses
 import functools
@@ -130,7 +130,7 @@ def planned(num_layers, rules):
 
 
 def forward_costs(num_layers, rules):
-    """What the stages hand each other in a forward pass, by kind."""
+    """Counts the communication between stages in a forward pass, by kind."""
     layout, model = planned(num_layers, rules)
     with sharding.use(layout):
         hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
@@ -320,6 +320,6 @@ def test_one_f_one_b_says_what_it_cannot_do():
         jax.eval_shape(one_f_one_b, params, rest, rows(8))
     with (
         sharding.use(sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | PP)),
-        pytest.raises(ValueError, match="text only"),
+        pytest.raises(TypeError, match="images"),
     ):
         jax.eval_shape(one_f_one_b, params, rest, rows(8) | {"images": jnp.zeros((1, 3, 4, 4))})

@@ -1,4 +1,4 @@
-"""Where periods lie and when they are computed, against the rules of any pipeline; nothing here runs on devices."""
+"""Placement and schedule of periods against the rules of any pipeline; nothing here runs on devices."""
 
 import jax
 import jax.numpy as jnp

@@ -112,7 +112,7 @@ def test_a_weight_gathered_once_is_whole_where_the_batch_is_split():
 
 
 def placed(shape, *names, rules, **degrees):
-    """Where an activation lies."""
+    """Returns the sharding of an activation."""
     with sharding.use(sharding.Layout(sharding.make_mesh(**degrees), rules)):
         return jax.jit(lambda: sharding.constrain(jnp.zeros(shape), *names))().sharding.spec
 

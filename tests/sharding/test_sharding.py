@@ -1,4 +1,4 @@
-"""Placement by names: what goes where, what is refused, and that results do not change."""
+"""Placement by axis names, errors, and results that do not depend on the mesh."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, from every place where directories keep them, and nothing unsafe."""
+"""Chat templates: output equals that of transformers, from every file that may contain them; unsafe templates fail."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Any text comes back, and transformers opens what is saved."""
+"""Any text survives encoding and decoding, and transformers loads saved tokenizers."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_document_without_tokens():
         def encode(self, text, /, *, add_special_tokens):
             return []
 
-    with pytest.raises(ValueError, match="made no token of the document 'the fox'"):
+    with pytest.raises(ValueError, match="made no tokens from the document 'the fox'"):
         data.tokenize(data.in_memory(["the fox"]), Nothing())[0]
 
 

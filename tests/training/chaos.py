@@ -1,5 +1,5 @@
-"""Throws faults at a training of several processes, under the launcher that the docs recommend, and compares what it
-comes to with an untouched run.
+"""Injects faults into a training run of several processes, under the recommended launcher, and compares its end with an
+undisturbed run.
 
 `nox -s chaos` or `python -m tests.training.chaos --faults 60 --gap 20 --processes 4 --draw docs/chaos.png`. Nothing
 that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,
@@ -37,7 +37,7 @@ BRIEF = 2.5  # seconds that a fault lasts which the run may outlive
 
 
 class Run:
-    """A launcher with its processes, and what they say."""
+    """A launcher with its processes, and their output."""
 
     def __init__(self, directory: Path, processes: int, pause: float, paced: int = 1 << 30):
         self.directory, self.processes, self.said = directory, processes, []
@@ -236,7 +236,7 @@ def wait_for(done: Callable[[], bool], seconds: float, run: Run, what: str) -> N
 
 @dataclasses.dataclass
 class Result:
-    """What became of the run."""
+    """Result of the run."""
 
     faults: list[Fault]
     progress: list[tuple[float, int]]
@@ -260,9 +260,9 @@ class Result:
 def chaos(
     directory: Path, names: list[str], *, processes: int, gap: float, pause: float = 0.05, seed: int = 0
 ) -> Result:
-    """Throws the faults at a run, with `gap` seconds between one and the next.
+    """Injects the faults into a run, `gap` seconds apart.
 
-    Raises AssertionError where the run does not come to the untouched run's end.
+    Raises AssertionError if the run ends differently from the undisturbed one.
     """
     rng, progress, faults, begin = random.Random(seed), [], [], time.monotonic()
     with running(Run(directory / "chaos", processes, pause)) as run:
@@ -296,7 +296,7 @@ def running(run: Run) -> Iterator[Run]:
 
 
 def end_after(directory: Path, step: int) -> int:
-    """Tells the run where it ends: at the chunk of steps that holds `step`."""
+    """Writes the run's last step: the end of the chunk of steps that contains `step`."""
     last = -(-step // chaotic.CHUNK) * chaotic.CHUNK
     (directory / "faults").mkdir(parents=True, exist_ok=True)
     (directory / "faults" / "end").write_text(str(last))
@@ -304,7 +304,7 @@ def end_after(directory: Path, step: int) -> int:
 
 
 def compare(ours: Path, untouched: Path, processes: int, last: int) -> tuple[float, float]:
-    """Asserts that both runs came to the same end; gives the median time of a step of each, the untouched one first."""
+    """Asserts that both runs ended alike; returns their median step times, the undisturbed one first."""
     for process in range(processes):
         got, wanted = (json.loads((path / f"final-{process}.json").read_text()) for path in (ours, untouched))
         assert got == wanted, f"process {process} came to another end"

@@ -1,4 +1,4 @@
-"""A training run that faults are thrown at: `python -m tests.training.chaotic DIRECTORY PAUSE PACED`.
+"""A training run for fault injection: `python -m tests.training.chaotic DIRECTORY PAUSE PACED`.
 
 It trains on a packed mixture on all processes, saves every ten steps, and leaves `final-*.json`. PAUSE: seconds that
 each of the first PACED steps lasts longer. `DIRECTORY/faults` holds what nothing outside of a process can do, and the
@@ -30,8 +30,8 @@ EVERY, CHUNK, DEADLINE, SLOW = 10, 50, 15.0, 3.0
 
 
 class Faults:
-    """What is asked for in a directory: `clock` holds seconds to add to the time, `slow` delays records of saves, and
-    a reader of data that finds `data` takes it away and fails.
+    """Faults requested by files in a directory: `clock` holds seconds to add to the time, `slow` delays records of
+    saves, and a reader of data that finds `data` takes it away and fails.
     """
 
     def __init__(self, directory: Path):

@@ -1,5 +1,4 @@
-"""Kills a training again and again, at every kind of moment, and compares what it comes to with one that nobody
-touched.
+"""Kills a training run repeatedly, in every phase, and compares its end with an uninterrupted run.
 
 `nox -s kill -- --times 200` or `python -m tests.training.kill --times 200`. A run is killed until it is done; then its
 parameters and moments, its exports and its metrics must be those of the untouched run, bit for bit, its log must know
@@ -32,7 +31,7 @@ from tests.training.killable import MOMENTS, Plan
 
 
 def fork(directory: Path, plan: Plan | None) -> tuple[int, list[str] | None, str]:
-    """Runs on in a new process: how it ended, what it was at when it was killed, and what it said."""
+    """Runs on in a new process: returns its exit, the phase in which it was killed, and its output."""
     reading, writing = os.pipe()
     status, said = apart(directory, lambda: killable.run(directory, plan, writing))
     os.close(writing)
@@ -42,7 +41,7 @@ def fork(directory: Path, plan: Plan | None) -> tuple[int, list[str] | None, str
 
 
 def apart(directory: Path, call: Callable[[], Any]) -> tuple[int, str]:
-    """Calls in a new process, for this one must never start jax's threads: its status, and what it said into
+    """Calls in a new process, because this one must never start jax's threads; returns its status and the output in
     `log.txt`.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ def _exit_with(call: Callable[[], Any]) -> None:
 
 
 class Kills:
-    """Plans kills for all moments alike, and counts what was hit."""
+    """Plans kills evenly over all phases, and counts the kills of each."""
 
     def __init__(self, rng: random.Random, seconds: dict[str, list[float]], whole: float):
         self.rng, self.seconds, self.whole = rng, seconds, whole
@@ -132,7 +131,9 @@ def _stopped_at(said: str) -> str:
 
 
 def check(directory: Path, untouched: Path, begin: float, stops: set[str]) -> None:
-    """Whether a run came to the same end. stops: steps after which it was asked to end, which it saved in all tiers."""
+    """Compares the end of a run with the expected one. stops: steps after which it was asked to end, saved in all
+    tiers.
+    """
     final, wanted = (json.loads((path / "final.json").read_text()) for path in (directory, untouched))
     assert final["state"] == wanted["state"]
     for name in ("exports", "parameters"):
@@ -149,7 +150,7 @@ def check(directory: Path, untouched: Path, begin: float, stops: set[str]) -> No
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """What an export consists of; of a checkpoint's files only the names of the steps, as they hold times."""
+    """Returns the contents of an export; of checkpoints only the step names, because the files contain times."""
     weights_only = [
         p for p in directory.rglob("*") if p.suffix in (".safetensors", ".json") and "manifest" not in str(p)
     ]
@@ -196,7 +197,7 @@ def main() -> None:
 
 
 def prepare(directory: Path, rng: random.Random) -> tuple[Path, Kills]:
-    """The untouched run, after one that fills the cache of compiled programs, and how long things take."""
+    """Runs without kills, after a run that fills the compilation cache, and returns the durations."""
     for name in ("warm", "untouched"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name, plan in (("warm", Plan("step", nth=9)), ("warm", None), ("untouched", None)):

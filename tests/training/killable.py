@@ -1,5 +1,5 @@
-"""A small training with all that runs beside one, which kills itself at a chosen moment; `tests.training.kill` forks
-it.
+"""A small training run with all its background threads, which kills itself at a chosen moment; `tests.training.kill`
+forks it.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Plan:
 
 
 class Watch:
-    """Knows what all threads of this process are at, and carries the plan out."""
+    """Tracks the phase of every thread of this process, and executes the plan."""
 
     def __init__(self, plan: Plan | None, pipe: int):
         self._plan, self._pipe, self._lock = plan, pipe, threading.Lock()

@@ -1,5 +1,5 @@
-"""A training loop to be killed: `python -m tests.training.killed DIRECTORY` trains on from where the directory
-stands.
+"""A training loop to be killed: `python -m tests.training.killed DIRECTORY` resumes from the newest checkpoint of the
+directory.
 """
 
 import sys

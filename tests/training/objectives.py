@@ -1,4 +1,4 @@
-"""Losses as users write them: maxlib knows nothing of these, and they travel to other processes by name."""
+"""Losses as users write them: unknown to maxlib, and passed to other processes by name."""
 
 import functools
 
@@ -44,7 +44,7 @@ def contrast(model, batch, key, *, dtype=jnp.float32, remat=None):
 
 
 def pair_shapes(rows, sequence):
-    """What `preferred` reads beside tokens and targets, for a plan."""
+    """The arrays that `preferred` reads besides tokens and targets, for a plan."""
     by_token = lambda dtype: jax.ShapeDtypeStruct((rows, sequence), dtype)
     one = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return {"segment_ids": by_token(jnp.int32), "reference": by_token(jnp.float32), "weight": one}

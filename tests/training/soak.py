@@ -1,4 +1,4 @@
-"""Runs what a long run does again and again, and fits a line to all that a process holds: threads, open files, memory.
+"""Repeats the operations of long runs, and fits a line to the process's threads, open files and memory.
 
 `python -m tests.training.soak [trainer generator weights loader] [--share 0.05] [--draw docs/soak.png]`; the numbers of
 docs/reliability.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
@@ -56,7 +56,8 @@ class MallInfo(ctypes.Structure):
 def heap() -> Sample:
     """KiB that C and C++ have allocated and not freed, and what glibc's arenas hold above that, ready to be used again.
 
-    Resident memory rises with the arenas, of which every thread of a short life may open another one; a leak is in use.
+    Resident memory rises with the arenas, of which every short-lived thread may open another one; leaked memory counts
+    as allocated.
     """
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
@@ -65,7 +66,7 @@ def heap() -> Sample:
 
 
 def sample(directory: Path) -> Sample:
-    """What this process holds now."""
+    """Returns the resources of this process: threads, files, memory."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -137,7 +138,7 @@ class Beginner:
 
 
 class InTurn:
-    """What a `Beginner` does: as many repeats as a line of its input asks for, then their CPU seconds in a line."""
+    """The loop of a `Beginner`: as many repeats as a line of its input asks for, then their CPU seconds in a line."""
 
     def __init__(self) -> None:
         self._wait()
@@ -254,6 +255,8 @@ PARTS = {f.__name__: f for f in (trainer, generator, weights, loader, short)}
 def run(part: str, times: int, samples: int = SAMPLES) -> list[Sample]:
     """The samples of one part, up to its end or to Ctrl-C."""
     beginner = Beginner(part) if times >= LONG else None
+    gc.collect()
+    gc.freeze()  # each sample collects garbage, and need not look at what is imported
     with tempfile.TemporaryDirectory() as root:
         record = Recorder(Path(root), times, samples, beginner)
         with contextlib.suppress(KeyboardInterrupt, distributed.Interrupted):
@@ -285,7 +288,7 @@ def slower(samples: list[Sample]) -> float:
 
 
 def failures(samples: list[Sample], limits: Mapping[str, float] = LIMITS) -> list[str]:
-    """What grows that must not, after the first fifth."""
+    """Returns the resources that grow after the first fifth and must not."""
     late, grown = samples[len(samples) // 5 :], slopes(samples)
     bad = [
         f"{name} went from {late[0][name]:.0f} to {late[-1][name]:.0f}"

@@ -1,4 +1,4 @@
-"""Batches whose names no loss reads: masks and misspelt arrays must not be trained without."""
+"""Batch keys that no loss reads: masks and misspelt keys must raise an error."""
 
 import functools
 import warnings

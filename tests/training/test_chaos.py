@@ -1,17 +1,15 @@
-"""A fault of `tests.training.chaos`, which `nox -s chaos` throws all of."""
+"""One fault of `tests.training.chaos`; `nox -s chaos` injects all of them."""
 
 import pytest
 
 from tests.training import chaos
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [["flipped"], pytest.param(["full_disk", "clock", "flipped"], marks=pytest.mark.full)],
-    ids=["one", "three"],
-)
+# By default tests/checkpoint has kills (test_kill.py), and full disks and flipped bits (test_damage.py).
+@pytest.mark.full
+@pytest.mark.parametrize("faults", [["flipped"], ["full_disk", "clock", "flipped"]], ids=["one", "three"])
 def test_faults_of_one_process(tmp_path, monkeypatch, faults):
-    """A disk that is full for a while, a clock that jumps; by default a kill and a flipped bit in the newest step."""
+    """A kill and a flipped bit in the newest step; a disk that is full for a while, a clock that jumps."""
     monkeypatch.setattr(chaos, "BRIEF", 1.0)
     result = chaos.chaos(tmp_path, faults, processes=1, gap=0.0, pause=0.02)
     assert [fault.restarted for fault in result.faults] == [name in chaos.FATAL for name in faults]

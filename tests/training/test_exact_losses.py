@@ -1,4 +1,4 @@
-"""No digit of a CPU run's losses changes unless their file changes in the same commit."""
+"""The losses of a CPU run equal the stored ones in every digit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The training step moves the biases of trained routers as the paper says, whatever divides the batch."""
+"""The training step moves the biases of trained routers as the paper says, however the batch is divided."""
 
 import functools
 from typing import Any
@@ -71,10 +71,14 @@ def after_a_step(model, data, *, loss=tiny.loss, filter=None, optimizer=SGD, **o
     return step(state, data)
 
 
+@jax.jit
+def reported(model, tokens, valid):
+    return model(tokens, valid=valid, dtype=jnp.float32).aux
+
+
 def by_hand(model, data, rate=RATE):
     """Of the definition: counts of real tokens, and the sign of what is missing to the mean."""
-    run = jax.jit(lambda model, tokens, valid: model(tokens, valid=valid, dtype=jnp.float32).aux)
-    aux = run(model, data["tokens"], data["valid"])
+    aux = reported(model, data["tokens"], data["valid"])
     counts = np.asarray(aux["moe/load"], np.float64) * np.sum(data["valid"]) * 2
     counts = np.round(counts)
     return rate * np.sign(counts.mean(axis=1, keepdims=True) - counts)
@@ -87,10 +91,6 @@ def test_a_step_moves_the_biases_as_the_paper_says():
     state, metrics = after_a_step(model, data)
     np.testing.assert_allclose(biases(state.model), want, atol=1e-9)
     assert metrics["moe/load"].shape == (3, E) and "moe/counts" not in metrics
-    state, _ = after_a_step(model, data, router_bias_update_rate=0.25)
-    np.testing.assert_allclose(biases(state.model), 250 * want, rtol=1e-6)
-    state, _ = after_a_step(model, data, router_bias_update_rate=0)
-    assert not biases(state.model).any()
 
 
 def test_microbatches_move_what_the_whole_batch_moves():
@@ -108,13 +108,20 @@ def test_on_a_mesh_as_on_one_device():
     np.testing.assert_allclose(biases(state.model), want, atol=1e-9)
 
 
-def test_only_routers_that_are_trained_move():
+def test_routers_that_are_not_trained_stay():
+    state, _ = after_a_step(mixture(), padded(), filter=training.trainable_only("layers.moe.up.*"))
+    assert not biases(state.model).any()
+
+
+@pytest.mark.full
+def test_routers_under_adapters_stay():
+    adapted = adapters.add(mixture(), adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    state, _ = after_a_step(adapted, padded())
+    assert not biases(state.model).any()
+
+
+def test_routers_of_what_is_frozen_stay():
     model, data = mixture(), padded()
-    state, _ = after_a_step(model, data, filter=training.trainable_only("layers.moe.up.*"))
-    assert not biases(state.model).any()
-    adapted = adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
-    state, _ = after_a_step(adapted, data)
-    assert not biases(state.model).any()
     loss = lambda model, batch, key: tiny.loss(model.trained, batch, key)
     state, _ = after_a_step(pt.WithFrozen(model, model), data, loss=training.accumulate(loss, 2))
     np.testing.assert_allclose(biases(state.model.trained), by_hand(model, data), atol=1e-9)
@@ -138,11 +145,13 @@ def test_a_loss_without_counts_is_said():
         UserWarning, match=r"3 expert biases of trained routers.*reports none.*router_bias_update_rate=0"
     ):
         after_a_step(mixture(), padded(), loss=loss)
-    after_a_step(mixture(), padded(), loss=loss, router_bias_update_rate=0)
+    state, _ = after_a_step(mixture(), padded(), loss=loss, router_bias_update_rate=0)
+    assert not biases(state.model).any()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch):
     """Bit for bit, biases too."""
+    tiny.share_steps(monkeypatch)
     make = lambda name, **options: training.Trainer(
         mixture,
         SGD,
@@ -157,6 +166,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     second = make("run")
     second.fit(4)
     assert np.array_equal(biases(whole.model), biases(second.model)) and biases(whole.model).any()
+    np.testing.assert_allclose(biases(first.model) / 0.01, np.round(biases(first.model) / 0.01), atol=1e-5)
     for path, value in whole.state.trainable.items():
         np.testing.assert_array_equal(value, second.state.trainable[path])
     with pytest.raises(TypeError, match=r"no argument schedule; .* log_schedule="):

@@ -103,7 +103,7 @@ def test_an_outside_loss_is_its_formula(name):
 
 
 def few(chosen, *all_of):
-    """The product, of which only `chosen` is not `full`."""
+    """All combinations; those other than `chosen` are marked `full`."""
     product = set(itertools.product(*all_of))
     assert product.issuperset(chosen)
     return [*chosen, *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(product - set(chosen)))]
@@ -146,23 +146,23 @@ def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
 
 @pytest.mark.parametrize("name", [pytest.param("focal", marks=pytest.mark.full), "pairs in a row"])
 def test_microbatches_make_the_whole(name):
+    """A step of plain gradient descent at the rate 1 takes the gradient of the whole batch from the weights."""
     optimizer = optax.sgd(1.0)
-
-    def step(microbatches):
-        run = tiny.jit_step(training.make_train_step(training.accumulate(LOSSES[name], microbatches), optimizer))
-        state = training.make_state(jax.tree.map(jnp.copy, model()), optimizer)
-        return jax.device_get(run(state, jax.tree.map(jnp.asarray, batch())))
-
-    (whole, metrics), (cut, other) = step(1), step(4)
-    np.testing.assert_allclose(metrics["loss"], alone(name)[1], rtol=1e-5)
-    for key, value in metrics.items():
-        np.testing.assert_allclose(other[key], value, rtol=1e-5, err_msg=key)
-    for path, value in whole.trainable.items():
-        np.testing.assert_allclose(cut.trainable[path], value, atol=1e-5 * np.abs(value).max(), err_msg=path)
+    step = tiny.jit_step(training.make_train_step(training.accumulate(LOSSES[name], 4), optimizer))
+    state = training.make_state(model(), optimizer)
+    before, (gradients, loss, stats) = jax.device_get((state.trainable, alone(name)))
+    state, metrics = jax.device_get(step(state, jax.tree.map(jnp.asarray, batch())))
+    norm = np.sqrt(sum(np.sum(np.square(one)) for one in gradients.values()))
+    means = {key: value / stats.num_targets for key, value in stats.sums.items()}
+    for key, value in (means | {"loss": loss, "grad_norm": norm, "num_targets": stats.num_targets}).items():
+        np.testing.assert_allclose(metrics[key], value, rtol=1e-5, err_msg=key)
+    for path, value in before.items():
+        want = value - gradients[path]
+        np.testing.assert_allclose(state.trainable[path], want, atol=1e-5 * np.abs(want).max(), err_msg=path)
 
 
 class WithReference(nnx.Module):
-    """Two models in one: what is trained, and what it is compared with."""
+    """Two models in one: the trained one and its reference."""
 
     def __init__(self, policy, reference):
         self.policy, self.reference = policy, reference
@@ -213,7 +213,7 @@ def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, m
 
 
 def against_scores(model, batch):
-    """What `referenced` batches hold: log-probabilities of the targets."""
+    """Log-probabilities of the targets, for `referenced` batches."""
     out = model(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
     return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], temperature=0.8).log_prob
 

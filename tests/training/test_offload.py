@@ -1,4 +1,4 @@
-"""Moments and layers on the host: the same training, in another memory."""
+"""Moments and layers offloaded to the host: the training results do not change."""
 
 import dataclasses
 import functools

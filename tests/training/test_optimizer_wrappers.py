@@ -15,7 +15,7 @@ PARAMS = {"w": jnp.ones(3)}
 
 
 def run(optimizer, gradients, losses):
-    """Parameters and what was skipped, step by step."""
+    """Returns parameters and skipped updates, step by step."""
     update = jax.jit(optimizer.update)
     params, state, seen = PARAMS, optimizer.init(PARAMS), []
     for gradient, loss in zip(gradients, losses, strict=True):

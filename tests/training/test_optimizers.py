@@ -1,4 +1,4 @@
-"""Masks by logical rank, schedules by their corners."""
+"""Weight decay masks by logical rank, and schedules at their breakpoints."""
 
 import jax
 import jax.numpy as jnp

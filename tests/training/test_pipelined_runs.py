@@ -1,4 +1,4 @@
-"""A run that goes on in another pipeline, or in none: checkpoints know nothing of pipelines."""
+"""Runs resumed in another pipeline or without one: checkpoints do not depend on pipelines."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""A loader that is ahead of the loop, and whose state is not."""
+"""A loader that reads ahead of the loop, while its state does not."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""When checkpoints and exports of a trainer wait for each other, and what is exported when."""
+"""When a trainer's checkpoints and exports wait for each other, and which steps are exported."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from tests.training import tiny
 
 
 class Noted:
-    """An export that notes what is asked of it, and writes nothing."""
+    """An export that records its calls and writes nothing."""
 
     def __init__(self, calls, name, *, due=(), there=()):
         self.calls, self.name, self._due, self._there = calls, name, due, there
@@ -48,7 +48,7 @@ STATE = training.TrainState(trainable={}, rest={}, opt_state=(), step=jnp.int32(
 
 @pytest.fixture
 def saving(tmp_path, monkeypatch):
-    """Builds a `SaveManager` over parts, and the list of what they were asked."""
+    """Builds a `SaveManager` with fake parts, and the list of their calls."""
     calls: list[str] = []
     monkeypatch.setattr(_saving, "save", lambda checkpointer, state, step, data, numbers, base: calls.append(numbers))
 

@@ -1,4 +1,4 @@
-"""The short form of `tests.training.soak`: nothing that a process holds grows with what it repeats."""
+"""The short form of `tests.training.soak`: no resource of the process grows with repetition."""
 
 import os
 import subprocess

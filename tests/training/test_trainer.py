@@ -1,4 +1,4 @@
-"""The trainer does what the bare loop does, and what a long run needs besides."""
+"""The trainer equals the bare loop, and adds what long runs need."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""A server on this machine that speaks as much of the hub's protocol as huggingface_hub asks for."""
+"""A local server for the part of the hub's protocol that huggingface_hub uses."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ class Hub:
 
 @contextmanager
 def serve() -> Iterator[tuple[str, Hub]]:
-    """Yields the address, and what the server offers."""
+    """Yields the address, and the server's files."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

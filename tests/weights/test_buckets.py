@@ -1,4 +1,4 @@
-"""Model directories in buckets, without a bucket; tests/checkpoint/test_remote.py has emulators of the services."""
+"""Model directories in buckets, with a fake bucket; tests/checkpoint/test_remote.py has emulators of the services."""
 
 import pytest
 

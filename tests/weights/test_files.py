@@ -1,4 +1,4 @@
-"""safetensors files and their index: read and written as the safetensors library does, and refused when damaged."""
+"""safetensors files and their index: read and written as by the safetensors library, and refused if damaged."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def test_an_index_has_to_match_its_files(tmp_path):
         ({"b": None}, r"does not list: b \(one.safetensors\)"),
         ({"d": "two.safetensors"}, r"lists tensors that are not there: d \(two.safetensors\)"),
         ({"c": "one.safetensors"}, r"lists tensors that are not there: c \(one.safetensors\)"),
-        ({"c": "three.safetensors"}, r"three.safetensors is named by .* but is not there"),
+        ({"c": "three.safetensors"}, r"three.safetensors is listed in .* but does not exist"),
     ):
         changed = {k: v for k, v in (weight_map | change).items() if v}
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": changed}))
@@ -155,7 +155,7 @@ def test_an_index_has_to_match_its_files(tmp_path):
 def test_one_file_beside_an_index_is_ambiguous(tmp_path):
     sharded(tmp_path, one=["a"])
     save_file(TENSORS, tmp_path / SINGLE)
-    with pytest.raises(ValueError, match="has both .* keep the one that is meant"):
+    with pytest.raises(ValueError, match="has both .* keep only the intended one"):
         find_tensors(tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_paths_that_leave_the_directory_are_refused(way, tmp_path):
         (home / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
     (home / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(
-        ValueError, match="weights must lie inside the directory, but .* leads to .*outside.safetensors"
+        ValueError, match="weights must be inside the directory, but .* points to .*outside.safetensors"
     ):
         find_tensors(home)
 

@@ -1,4 +1,4 @@
-"""Scaled FP8 in a checkpoint as DeepSeek V3's or Ministral 3's: equal to the products of its parts, read as plain
+"""Scaled FP8 in a checkpoint as DeepSeek V3's or Ministral 3's: equal to values times scales, and loaded as plain
 weights.
 """
 

@@ -1,4 +1,4 @@
-"""Hugging Face configs: what is taken, what is refused, and rotary embeddings in both spellings, there and back."""
+"""Hugging Face configs: supported and refused fields, and round trips of rotary embeddings in both spellings."""
 
 import json
 
@@ -245,14 +245,14 @@ def test_layer_types_rotate_differently():
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r"factor must be of type float, got \"2\""),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": -2}},
-            "'linear' has impossible numbers: LinearScaling.fac",
+            "'linear' has invalid numbers: LinearScaling.fac",
         ),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 1e308}}, "'linear' has impossible numbers"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e308}}, "'linear' has invalid numbers"),
         ({"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor = 2.0"),  # the default type has no factor
         ({"rope_parameters": {"mrope_section": [1, 2]}}, r"rope_parameters.mrope_section = \[1, 2\]"),
         ({"rope_parameters": [1]}, "rope_parameters must be of type dict"),
         ({"rope_parameters": {"rope_theta": True}}, "rope_theta must be of type float, got true"),
-        ({"rope_parameters": {"rope_theta": 0}}, "impossible numbers: Rope.theta must be a positive number"),
+        ({"rope_parameters": {"rope_theta": 0}}, "invalid numbers: Rope.theta must be a positive number"),
         (
             {"rope_parameters": {"rope_type": "longrope", **LONGROPE, "short_factor": [1.0]}},
             "short_factor must have one number per rotary pair",
@@ -403,7 +403,7 @@ def test_config_file_names_code_that_is_not_run(tmp_path, caplog):
         (b"", "must be JSON in UTF-8"),
         (b'{"a": "\xff"}', "must be JSON in UTF-8"),
         (b"[" * 100_000, "must be JSON in UTF-8"),
-        (b"[1, 2]", r"must hold a JSON object of fields, got \[1, 2\]"),
+        (b"[1, 2]", r"must be a JSON object, got \[1, 2\]"),
         (b'{"a": {"b": 1, "b": 2}}', "the fields b are given more than once"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Configurations that declare where config.json has their fields: both directions, defaults, and what is refused."""
+"""Configurations that declare their fields' names in config.json: both directions, defaults, and errors."""
 
 from dataclasses import dataclass
 from typing import Any

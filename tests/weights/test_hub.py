@@ -1,4 +1,4 @@
-"""Models on the hub, against a server on this machine: no hub can be reached from a test."""
+"""Models on the hub, against a local server, because tests have no network."""
 
 import json
 import subprocess

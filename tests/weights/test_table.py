@@ -1,4 +1,4 @@
-"""Every kind of table entry, there and back, on one device and on eight, whatever the layout of the stack."""
+"""Round trips of every kind of table entry, on one device and on eight, with every layout of the stack."""
 
 import dataclasses
 
@@ -226,9 +226,7 @@ def test_another_spelling_is_read(model, exported, tmp_path):
     save_file(old, tmp_path / "model.safetensors")
     assert equal(maxlib.from_pretrained(tmp_path, family=FAMILY), model)
     save_file(old | files, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"tower.* is another spelling of vision.*keep one|vision.* is another spelling"
-    ):
+    with pytest.raises(ValueError, match=r"tower.* is another name of vision.*keep one|vision.* is another name"):
         maxlib.from_pretrained(tmp_path, family=FAMILY)
 
 

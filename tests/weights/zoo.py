@@ -1,4 +1,4 @@
-"""A model with every kind of weight that a table must describe; it computes nothing, and maxlib does not know it."""
+"""A model unknown to maxlib with every kind of weight that a table must describe; it computes nothing."""
 
 import dataclasses
 import math

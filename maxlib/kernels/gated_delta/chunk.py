@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What C tokens bring to one value head: q and k `C Hk`, v `C Hv`, rates `1 C`."""
+    """The inputs of C tokens for one value head: q and k `C Hk`, v `C Hv`, rates `1 C`."""
 
     q: Array
     k: Array
@@ -59,7 +59,7 @@ def advance(state: Array, x: Chunk, starts: Array, inverse: Array, spec: Spec) -
 
     Args:
       state: state before the chunk, `Hk Hv`, float32.
-      x: what the tokens bring, in any dtype.
+      x: inputs of the tokens, in any dtype.
       starts: `1 C`, 1.0 for first tokens of documents, else 0.0.
       inverse: inverse of the chunk's system, `C C`. Gradients take it as given: `_solve` knows them.
       spec: static parameters.
@@ -101,7 +101,7 @@ def _inverted_tiles(lower: Array) -> Array:
 
 
 def _units(x: Chunk, spec: Spec) -> tuple[Array, Array]:
-    """Returns scaled queries and keys in float32, of length one if they are to be."""
+    """Returns scaled queries and keys in float32, normalized to length one if the spec says so."""
     unit = lambda a: a * lax.rsqrt(jnp.sum(a * a, axis=1, keepdims=True) + EPS)
     q, k = (unit(a) if spec.l2_norm else a for a in (x.q.astype(jnp.float32), x.k.astype(jnp.float32)))
     return q * spec.scale, k
@@ -118,8 +118,8 @@ def _decays(log_decay: Array, starts: Array) -> _Decays:
     until = lambda row: jnp.sum(jnp.where(j <= i, row, 0.0), axis=1, keepdims=True)  # [1, C] -> [C, 1]
     after = jnp.sum(jnp.where(j > i, log_decay, 0.0), axis=1, keepdims=True)
     document, last, end = until(starts), *(jnp.sum(row, axis=1, keepdims=True) for row in (starts, log_decay))
-    # The sum over tokens t with j < t <= i: added up, not a difference of two running sums, whose rounding a fast decay
-    # makes large.
+    # The sum over tokens t with j < t <= i: summed directly, because a difference of two running sums has large
+    # rounding errors if the decay is fast.
     between = _dot(jnp.where(j <= i, 1.0, 0.0), jnp.where(i > j, log_decay.T, 0.0), (1, 3))
     exp_where = lambda keep, exponent: jnp.exp(jnp.where(keep, exponent, -jnp.inf))
     return _Decays(
@@ -162,7 +162,7 @@ def _dot(a: Array, b: Array, parts: tuple[int, int], axes: tuple[int, int] = (1,
     """Multiplies two float32 matrices over an axis of each, as sums of so many `parts` in bfloat16.
 
     The matmul unit takes these in half the time of float32. Two parts of each make three products, as `Precision.HIGH`
-    in XLA, three make six, as `Precision.HIGHEST`. One is enough for what bfloat16 holds.
+    in XLA, three make six, as `Precision.HIGHEST`. One is enough for numbers that are exact in bfloat16.
     """
     return cast(Array, _multiply(a, b, parts, axes))
 
@@ -178,7 +178,7 @@ def _multiply(a: Array, b: Array, parts: tuple[int, int], axes: tuple[int, int])
 
 
 def _split(a: Array, parts: int) -> list[Array]:
-    """Returns what is left of a matrix each time that it is rounded to bfloat16."""
+    """Splits a matrix into bfloat16 parts: each is the rounded rest of the previous ones."""
     found = []
     for _ in range(parts):
         found.append(a.astype(jnp.bfloat16))

@@ -22,7 +22,7 @@ from maxlib.kernels.gated_delta.chunk import TILE, Chunk, Spec, advance, inverte
 
 
 class Blocks(NamedTuple):
-    """What the tokens bring, cut into blocks: `B K n (r C) Hk` q and k, `B K G n (r C) Hv` v, `B K G n r C` rates,
+    """Inputs of the tokens, cut into blocks: `B K n (r C) Hk` q and k, `B K G n (r C) Hv` v, `B K G n r C` rates,
     `B n r C` starts, 1.0 for first tokens of documents.
     """
 
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 class _Products(NamedTuple):
     """Numbers of a chunk's matmuls: sums of decays, `C C` with `C C`; `C C` with `C Hk` and with `C Hv`; a state with
-    tokens. Its inverse comes once.
+    tokens. Its inverse is computed once.
     """
 
     sums: int
@@ -120,10 +120,10 @@ def backward(
     *,
     spec: Spec,
 ) -> tuple[Blocks, Float[Array, "B K G Hk Hv"]]:
-    """Computes the gradients of what the tokens bring (None for starts) and of the first state.
+    """Computes the gradients of the tokens' inputs (None for starts) and of the first state.
 
-    It walks the blocks from the last to the first. In each it computes the states before all chunks again, then takes
-    the chunks in reverse.
+    It walks the blocks from the last to the first. In each block it recomputes the states before all chunks, then
+    processes the chunks in reverse.
     """
     (*_, r, C), (Hk, Hv) = x.log_decay.shape, before.shape[4:]
     like = [_Part(_like(a), axes) for a, axes in zip(x[:5], _AXES, strict=False)]
@@ -230,12 +230,12 @@ def _launch(
     Args:
       name: name of the kernel, for profiles.
       kernel: the function that computes one block of one value head.
-      x: what the tokens bring.
+      x: inputs of the tokens.
       given: further inputs.
       results: shapes of the results.
       scratch: shapes of float32 buffers.
       products: matmuls of a chunk, for the compiler's estimate of time.
-      exps: how often the decays of a chunk are computed, likewise.
+      exps: how often the decays of a chunk are computed, for the same estimate.
       reverse: walk from the last block to the first.
     """
     B, K, G, n, r, C = x.log_decay.shape

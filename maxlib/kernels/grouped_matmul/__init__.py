@@ -1,1 +1,1 @@
-"""Grouped matmul kernels for Hopper GPUs (`mosaic_gpu`), and what all grouped matmuls know of their rows."""
+"""Grouped matmul kernels for Hopper GPUs (`mosaic_gpu`), and the row layout that all grouped matmuls share."""

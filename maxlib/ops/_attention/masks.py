@@ -123,7 +123,12 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
-    """Bidirectional mask: every key of the query's own document."""
+    """Bidirectional mask: every key of the query's own document.
+
+    An encoder has it:
+
+        encoder = nn.Attention(64, num_heads=4, head_dim=16, mask=ops.Full(), rngs=nnx.Rngs(0))
+    """
 
     @property
     def static(self) -> StaticMask:
@@ -135,7 +140,12 @@ class Full(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """Causal mask: the query itself and every earlier key of its document."""
+    """Causal mask: the query itself and every earlier key of its document.
+
+    Masks join with `&` and `|`:
+
+        mask = ops.Causal() & ops.SlidingWindow(256)
+    """
 
     @property
     def static(self) -> StaticMask:
@@ -151,6 +161,9 @@ class SlidingWindow(Mask):
 
     Use it as `Causal() & SlidingWindow(window)`: on its own it only limits the past. The window is computed in
     `interval`; every implementation of `ops.attention` gets the resulting first and last key of each query.
+
+        mask = ops.Causal() & ops.SlidingWindow(4096)
+        attn = nn.Attention(64, num_heads=4, head_dim=16, mask=mask, rngs=nnx.Rngs(0))
 
     Args:
       window: number of keys, including the query's own (Mistral's convention).

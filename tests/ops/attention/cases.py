@@ -1,4 +1,4 @@
-"""The features of attention as a product, a pairwise cover of it, and the inputs of one case."""
+"""All combinations of attention's features, a pairwise cover of them, and the inputs of each case."""
 
 import dataclasses
 import functools

@@ -114,7 +114,7 @@ class Ref:
         self.array[index] = value
 
     def read(self):
-        """What lies here, and zeros beyond the end."""
+        """Loads the elements, with zeros beyond the end."""
         if self.index is None:
             return self.array
         inside, sizes = self._clipped()
@@ -122,7 +122,7 @@ class Ref:
         return np.pad(part, [(0, size - have) for size, have in zip(sizes, part.shape, strict=True)])
 
     def write(self, value):
-        """Stores; what lies beyond the end is left out."""
+        """Stores the elements, except those beyond the end."""
         inside, _ = self._clipped()
         self.array[inside] = value[tuple(slice(n) for n in self.array[inside].shape)]
 

@@ -1,4 +1,4 @@
-"""The test that all kernels have in common: values and gradients against the reference in float64."""
+"""The test shared by all kernels: values and gradients against the float64 reference."""
 
 import itertools
 import zlib

@@ -1,4 +1,4 @@
-"""cuDNN: what it is given, seen in lowered programs and by a stand-in, as it does not run without a GPU."""
+"""The inputs of cuDNN, checked in lowered programs and with a mock, because it does not run without a GPU."""
 
 import sys
 

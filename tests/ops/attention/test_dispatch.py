@@ -1,4 +1,4 @@
-"""Which implementation runs, why, and what is refused."""
+"""Which implementation is chosen and why, and which calls are refused."""
 
 import jax
 import jax.numpy as jnp

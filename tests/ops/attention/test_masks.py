@@ -1,4 +1,4 @@
-"""Mask specs against the boolean masks that they stand for."""
+"""Mask specs against the boolean masks they represent."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ ALONE = {"prefix alone": Prefix(9), "spans alone": BidirectionalBlocks()}
 
 
 def boolean(mask: str, t, i: int, j: int) -> bool:
-    """Whether query `i` sees key `j`, from each mask's own definition. `t` is one row of Tokens, as lists."""
+    """Returns True if query `i` sees key `j`, by each mask's definition. `t` is one row of Tokens, as lists."""
     index, start, stop = t.index[i], t.start[i], t.stop[i]
     if not start <= j < stop:
         return False

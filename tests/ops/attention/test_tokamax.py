@@ -1,4 +1,4 @@
-"""What tokamax is given: its masks mean our intervals, values and gradients, odd lengths and rows that see nothing.
+"""The inputs of tokamax: its masks equal our intervals; values, gradients, odd lengths and fully masked rows.
 
 A stand-in reads the masks as tokamax documents them; where tokamax is installed, its own XLA code does, and its kernels
 are lowered for a Hopper GPU that is not here.
@@ -26,7 +26,12 @@ STATIC = {
     "packed": {"full": ops.StaticMask("full", segmented=True), "causal": ops.StaticMask("causal", segmented=True)},
     "padded": {"causal": ops.StaticMask("causal", segmented=True)},
 }
-NAMED = [(mask, documents) for documents, masks in STATIC.items() for mask in masks]
+BY_DEFAULT = {("full", "one"), ("window", "one"), ("causal", "packed")}  # each mask, and a mask with documents
+NAMED = [
+    pytest.param(mask, documents, marks=[pytest.mark.full] * ((mask, documents) not in BY_DEFAULT))
+    for documents, masks in STATIC.items()
+    for mask in masks
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,7 @@ def test_tiles_of_a_causal_mask_are_skipped_by_name():
 
 
 class Hopper:
-    """What tokamax asks of a device."""
+    """A mock of the device attributes that tokamax reads."""
 
     platform, compute_capability, device_kind, core_count, id = "gpu", "9.0", "NVIDIA H100", 132, 0
 

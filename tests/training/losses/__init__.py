@@ -34,7 +34,7 @@ def file() -> Path:
 
 
 def compute() -> str:
-    """Trains in a process of its own, which takes no setting of jax or XLA from this one, and returns the losses."""
+    """Trains in a separate process, which inherits no setting of jax or XLA, and returns the losses."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "MAXLIB_"))}
     env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT)}
     env |= X86 if platform.machine() in ("x86_64", "AMD64") else {}

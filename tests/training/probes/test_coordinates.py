@@ -1,4 +1,4 @@
-"""With muP's factors the size of activations does not depend on the width; without, it grows."""
+"""With muP's factors, the size of activations does not depend on the width; without them it grows."""
 
 import functools
 

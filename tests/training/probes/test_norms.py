@@ -1,4 +1,4 @@
-"""Norms of what a layer computes: of float32's largest numbers too."""
+"""Norms of layer outputs, also near float32's maximum."""
 
 import jax.numpy as jnp
 import numpy as np
