@@ -1,6 +1,10 @@
 """Kimi delta attention against its definition in float64: values, gradients, documents, padding, states, devices."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +121,42 @@ def test_gradients_are_those_of_the_definition(slow):
     got = gradients("chunked", jax.tree.map(jnp.asarray, x))
     for name in x:
         close(got[name], want[name], 1e-4)
+
+
+GRADIENTS = """
+import sys
+import jax, jax.numpy as jnp
+from maxlib import ops
+
+def gradients(implementation, x):
+    return jax.jit(jax.grad(lambda x: jnp.sum(ops.kimi_delta_attention(**x, implementation=implementation)[0] ** 2)))(x)
+
+q, k, v, decay = jax.random.normal(jax.random.key(0), (4, *map(int, sys.argv[1:])))
+x = {"q": q, "k": k, "v": v, "log_decay": -jax.nn.softplus(decay), "beta": jax.nn.sigmoid(v[..., 0])}
+got, want = gradients("chunked", x), gradients("sequential", x)
+for name in x:
+    assert jnp.abs(got[name] - want[name]).max() < 1e-4 * jnp.std(want[name]), name
+"""
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 128, 2, 8),
+        pytest.param((2, 150, 3, 8), marks=pytest.mark.full),
+        pytest.param((1, 256, 4, 32), marks=pytest.mark.full),
+        pytest.param((1, 512, 4, 128), marks=pytest.mark.full),
+    ],
+)
+def test_gradients_do_not_crash_xla(shape):
+    """For `B T N H`, in a process of its own without the options of tests/conftest.py.
+
+    XLA for CPUs (jax 0.10.2) crashes in `x y^T` of eight axes, which halves of chunks as axes of their own would have.
+    """
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", GRADIENTS, *map(str, shape)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_state_carries_a_sequence_over():

@@ -87,7 +87,6 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
     same = document[..., :, None] == document[..., None, :]
     into = jnp.where(first[..., None], jnp.exp(_up_to(x.log_decay)), 0)
     out_of = jnp.where(last[..., None], jnp.exp(_behind(x.log_decay)), 0)
-    # One by one: of both at once, with an axis of one on k, XLA for CPUs makes a gradient that crashes (jax 0.10.2).
     of_q, of_k = (jnp.where(same, _products(a, x.k, x.log_decay, dot), 0) for a in (x.q, x.k))
     beta = x.beta[..., None]
     inverse = unit_lower_inverse(beta * jnp.tril(of_k, -1))
@@ -97,7 +96,7 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
 
 
 def _products(a: Array, k: Array, log_decay: Array, dot) -> Array:
-    """Returns P(a), `... C C`, of `... C Hk`."""
+    """Returns P(a), `n B N C C`, of `n B N C Hk`."""
     size = a.shape[-2]
     if size <= SMALL:
         total = jnp.cumsum(log_decay, axis=-2)
@@ -107,8 +106,10 @@ def _products(a: Array, k: Array, log_decay: Array, dot) -> Array:
         return jnp.sum(a[..., :, None, :] * k[..., None, :, :] * between, axis=-1)
     (a1, a2), (k1, k2), (g1, g2) = (jnp.split(y, 2, axis=-2) for y in (a, k, log_decay))
     corner = dot("...id,...jd->...ij", a2 * jnp.exp(_up_to(g2)), k1 * jnp.exp(_behind(g1)))
-    # Both triangles at once.
-    above, below = _products(jnp.stack([a1, a2]), jnp.stack([k1, k2]), jnp.stack([g1, g2]), dot)
+    # Both triangles at once, as twice as many chunks of half the size, 2n B N C/2 Hk. An axis for the halves at each
+    # level makes eight axes, and XLA for CPUs (jax 0.10.2) crashes where both sides of x y^T have eight.
+    halves = (jnp.concatenate(y) for y in ((a1, a2), (k1, k2), (g1, g2)))
+    above, below = jnp.split(_products(*halves, dot), 2)
     return jnp.block([[above, jnp.zeros_like(corner)], [corner, below]])
 
 
