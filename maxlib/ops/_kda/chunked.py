@@ -27,7 +27,7 @@ from maxlib.ops._kda.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
-BLOCK = 1024  # tokens of a block
+BLOCK = 256  # tokens of a block, whose intermediates fit into the cache of a CPU
 SMALL = 4  # tokens of the triangles whose decays are computed for each pair
 _HEADS = (1, 1, 1, 1, 1, 0)  # axes of heads in each of `Inputs`
 
