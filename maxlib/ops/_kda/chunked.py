@@ -85,9 +85,12 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
     document = jnp.cumsum(x.is_start, axis=-1)[:, :, None]  # n B 1 C: 0 for the one that began before
     first, last = document == 0, document == document[..., -1:]
     same = document[..., :, None] == document[..., None, :]
-    into = jnp.where(first[..., None], jnp.exp(_up_to(x.log_decay)), 0)
-    out_of = jnp.where(last[..., None], jnp.exp(_behind(x.log_decay)), 0)
-    of_q, of_k = (jnp.where(same, _products(a, x.k, x.log_decay, dot), 0) for a in (x.q, x.k))
+    # The chunks of a head in a row, for a chunk is two of half the size: n B N C Hk -> B N n C Hk.
+    by_head = (jnp.moveaxis(a, 0, 2) for a in (x.q, x.k, x.log_decay))
+    of_q, of_k, up_to, behind = (jnp.moveaxis(y, 2, 0) for y in _products(*by_head, dot))
+    of_q, of_k = jnp.where(same, of_q, 0), jnp.where(same, of_k, 0)
+    into = jnp.where(first[..., None], jnp.exp(up_to), 0)
+    out_of = jnp.where(last[..., None], jnp.exp(behind), 0)
     beta = x.beta[..., None]
     inverse = unit_lower_inverse(beta * jnp.tril(of_k, -1))
     solve = functools.partial(dot, "cbnij,cbnjd->cbnid", inverse)
@@ -95,30 +98,43 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
     return (readers, solve(beta * x.v), out_of * x.k, into[..., -1, :]), of_q
 
 
-def _products(a: Array, k: Array, log_decay: Array, dot) -> Array:
-    """Returns P(a), `n B N C C`, of `n B N C Hk`."""
-    size = a.shape[-2]
+def _products(q: Array, k: Array, log_decay: Array, dot) -> tuple[Array, Array, Array, Array]:
+    """Computes P(q) and P(k) of `B N n C Hk`, and sums of log decays.
+
+    Returns:
+      P(q) and P(k), `B N n C C`; the sums from the first token to each, itself included, and those of the tokens behind
+      each, `B N n C Hk`. None is a difference of large sums, which would round.
+    """
+    B, N, n, size, width = q.shape
     if size <= SMALL:
-        total = jnp.cumsum(log_decay, axis=-2)
-        # Masked before the exponential: above the diagonal differences are positive and would overflow.
-        earlier = jnp.tril(jnp.ones((size, size), bool))[..., None]
-        between = jnp.exp(jnp.where(earlier, total[..., :, None, :] - total[..., None, :, :], -jnp.inf))
-        return jnp.sum(a[..., :, None, :] * k[..., None, :, :] * between, axis=-1)
-    (a1, a2), (k1, k2), (g1, g2) = (jnp.split(y, 2, axis=-2) for y in (a, k, log_decay))
-    corner = dot("...id,...jd->...ij", a2 * jnp.exp(_up_to(g2)), k1 * jnp.exp(_behind(g1)))
-    # Both triangles at once, as twice as many chunks of half the size, 2n B N C/2 Hk. An axis for the halves at each
-    # level makes eight axes, and XLA for CPUs (jax 0.10.2) crashes where both sides of x y^T have eight.
-    halves = (jnp.concatenate(y) for y in ((a1, a2), (k1, k2), (g1, g2)))
-    above, below = jnp.split(_products(*halves, dot), 2)
-    return jnp.block([[above, jnp.zeros_like(corner)], [corner, below]])
+        return _products_of_pairs(q, k, log_decay)
+    # Both triangles at once, as chunks of half the size. An axis for the halves at each level makes eight axes, and
+    # XLA for CPUs (jax 0.10.2) crashes where both sides of x y^T have eight.
+    halves = (a.reshape(B, N, 2 * n, size // 2, width) for a in (q, k, log_decay))
+    pair = lambda a: (a[:, :, ::2], a[:, :, 1::2])
+    *triangles, up_to, behind = _products(*halves, dot)
+    (up_to1, up_to2), (behind1, behind2) = pair(up_to), pair(behind)
+    columns = k[..., : size // 2, :] * jnp.exp(behind1)
+
+    def whole(a, triangles):
+        above, below = pair(triangles)
+        corner = dot("...id,...jd->...ij", a[..., size // 2 :, :] * jnp.exp(up_to2), columns)
+        return jnp.block([[above, jnp.zeros_like(corner)], [corner, below]])
+
+    up_to = jnp.concatenate([up_to1, up_to1[..., -1:, :] + up_to2], axis=-2)
+    behind = jnp.concatenate([behind1 + up_to2[..., -1:, :], behind2], axis=-2)
+    return whole(q, triangles[0]), whole(k, triangles[1]), up_to, behind
 
 
-def _up_to(log_decay: Array) -> Array:
-    """Sums log decays from the first token to each, itself included."""
-    return jnp.cumsum(log_decay, axis=-2)
-
-
-def _behind(log_decay: Array) -> Array:
-    """Sums log decays of the tokens behind each; no difference of large sums, which would round."""
-    behind = jnp.concatenate([log_decay[..., 1:, :], jnp.zeros_like(log_decay[..., :1, :])], axis=-2)
-    return jax.lax.cumsum(behind, axis=behind.ndim - 2, reverse=True)
+def _products_of_pairs(q: Array, k: Array, log_decay: Array) -> tuple[Array, Array, Array, Array]:
+    """Computes what `_products` does, with the decay of each pair of tokens."""
+    size = q.shape[-2]
+    up_to = jnp.cumsum(log_decay, axis=-2)
+    rest = jnp.concatenate([log_decay[..., 1:, :], jnp.zeros_like(log_decay[..., :1, :])], axis=-2)
+    behind = jax.lax.cumsum(rest, axis=rest.ndim - 2, reverse=True)
+    # Masked before the exponential: above the diagonal differences are positive and would overflow.
+    earlier = jnp.tril(jnp.ones((size, size), bool))[..., None]
+    between = jnp.exp(jnp.where(earlier, up_to[..., :, None, :] - up_to[..., None, :, :], -jnp.inf))
+    columns = k[..., None, :, :] * between
+    product = lambda a: jnp.sum(a[..., :, None, :] * columns, axis=-1)
+    return product(q), product(k), up_to, behind
