@@ -10,7 +10,8 @@ rule:
 
 P is no product of `exp(G) a` and `exp(-G) k`: the second overflows. Of two halves of a chunk, the later rows and the
 earlier columns meet at the border between them, `exp(G[i] - border) exp(border - G[j])`, and both factors are at most
-1; what is left are the two triangles of half the size. Blocks and memory are those of the gated delta rule.
+1; what is left are the two triangles of half the size, down to single tokens. Blocks and memory are those of the gated
+delta rule.
 
 Shapes: B rows, n chunks of a block, C tokens of a chunk, N heads, Hk and Hv wide.
 """
@@ -28,7 +29,6 @@ from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
 BLOCK = 256  # tokens of a block, whose intermediates fit into the cache of a CPU
-SMALL = 4  # tokens of the triangles whose decays are computed for each pair
 _HEADS = (1, 1, 1, 1, 1, 0)  # axes of heads in each of `Inputs`
 
 
@@ -44,7 +44,7 @@ def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[A
       The outputs, `B T N Hv`, and the state after the last token.
     """
     tokens = x.q.shape[1]
-    size = min(CHUNK, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
+    size = min(CHUNK, 1 << (tokens - 1).bit_length())  # a power of two
     count = -(-tokens // size)
     per_block = min(count, max(1, BLOCK // size))
     blocks = -(-count // per_block)
@@ -85,7 +85,8 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
     document = jnp.cumsum(x.is_start, axis=-1)[:, :, None]  # n B 1 C: 0 for the one that began before
     first, last = document == 0, document == document[..., -1:]
     same = document[..., :, None] == document[..., None, :]
-    # The chunks of a head in a row, for a chunk is two of half the size: n B N C Hk -> B N n C Hk.
+    # The chunks of a head one after the other, so that each can be taken for two of half the size:
+    # n B N C Hk -> B N n C Hk.
     by_head = (jnp.moveaxis(a, 0, 2) for a in (x.q, x.k, x.log_decay))
     of_q, of_k, up_to, behind = (jnp.moveaxis(y, 2, 0) for y in _products(*by_head, dot))
     of_q, of_k = jnp.where(same, of_q, 0), jnp.where(same, of_k, 0)
@@ -106,10 +107,11 @@ def _products(q: Array, k: Array, log_decay: Array, dot) -> tuple[Array, Array, 
       each, `B N n C Hk`. None is a difference of large sums, which would round.
     """
     B, N, n, size, width = q.shape
-    if size <= SMALL:
-        return _products_of_pairs(q, k, log_decay)
-    # Both triangles at once, as chunks of half the size. An axis for the halves at each level makes eight axes, and
-    # XLA for CPUs (jax 0.10.2) crashes where both sides of x y^T have eight.
+    if size == 1:
+        scores = lambda a: jnp.sum(a * k, axis=-1, keepdims=True)
+        return scores(q), scores(k), log_decay, jnp.zeros_like(log_decay)
+    # Both triangles at once, as chunks of half the size. An axis for the halves at each level would make eight axes,
+    # and XLA for CPUs (jax 0.10.2) crashes in x y^T of eight axes.
     halves = (a.reshape(B, N, 2 * n, size // 2, width) for a in (q, k, log_decay))
     pair = lambda a: (a[:, :, ::2], a[:, :, 1::2])
     *triangles, up_to, behind = _products(*halves, dot)
@@ -124,17 +126,3 @@ def _products(q: Array, k: Array, log_decay: Array, dot) -> tuple[Array, Array, 
     up_to = jnp.concatenate([up_to1, up_to1[..., -1:, :] + up_to2], axis=-2)
     behind = jnp.concatenate([behind1 + up_to2[..., -1:, :], behind2], axis=-2)
     return whole(q, triangles[0]), whole(k, triangles[1]), up_to, behind
-
-
-def _products_of_pairs(q: Array, k: Array, log_decay: Array) -> tuple[Array, Array, Array, Array]:
-    """Computes what `_products` does, with the decay of each pair of tokens."""
-    size = q.shape[-2]
-    up_to = jnp.cumsum(log_decay, axis=-2)
-    rest = jnp.concatenate([log_decay[..., 1:, :], jnp.zeros_like(log_decay[..., :1, :])], axis=-2)
-    behind = jax.lax.cumsum(rest, axis=rest.ndim - 2, reverse=True)
-    # Masked before the exponential: above the diagonal differences are positive and would overflow.
-    earlier = jnp.tril(jnp.ones((size, size), bool))[..., None]
-    between = jnp.exp(jnp.where(earlier, up_to[..., :, None, :] - up_to[..., None, :, :], -jnp.inf))
-    columns = k[..., None, :, :] * between
-    product = lambda a: jnp.sum(a[..., :, None, :] * columns, axis=-1)
-    return product(q), product(k), up_to, behind
