@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_an_error_or_left_out(documents, processor, tokeniz
         pt.pad(documents, length=8, images=processor.blank(PATCHES), long="truncate")[1]
     kept = pt.pad(documents, length=LENGTH, images=processor.blank(8), long="drop")
     assert len(list(kept.to_iter_dataset())) == 3
-    with pytest.raises(ValueError, match="the chat has 1 images: give images="):
+    with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
         pt.pairs(records(), tokenizer, ChatTemplate(TEMPLATE))[0]
 
 
