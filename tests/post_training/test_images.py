@@ -94,11 +94,16 @@ def seeing(processor):  # noqa: F811
     return filled(lambda: qwen3_vl.Qwen3VL(cfg, rngs=nnx.Rngs(0)))
 
 
+@jax.jit
+def log_probs(model, tokens, images):
+    """Log-probabilities `B T V` of a model in float32."""
+    return jax.nn.log_softmax(model.logits(model(tokens, images=images, dtype=jnp.float32).hidden))
+
+
 def alone(model, document) -> float:
-    """The log-probability of an answer, in a row without padding, of a model in float32."""
+    """The log-probability of an answer, in a row without padding."""
     images = document["images"] if len(document["images"].grids) else None
-    hidden = model(jnp.asarray(document["tokens"])[None], images=images, dtype=jnp.float32).hidden
-    scores, targets = np.asarray(jax.nn.log_softmax(model.logits(hidden)))[0], document["targets"]
+    scores, targets = np.asarray(log_probs(model, document["tokens"][None], images))[0], document["targets"]
     return float(sum(scores[i, t] for i, t in enumerate(targets) if t >= 0))
 
 
