@@ -31,6 +31,7 @@ class RMSNorm(nnx.Module):
         # float32, because a mean of squares in bfloat16 would have only 8 significant bits.
         x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
+        # [D] -> [..., D]
         return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
 
 
@@ -66,6 +67,7 @@ class GroupRMSNorm(RMSNorm):
         # [..., D] -> [..., groups, D / groups] and back
         x32 = _to_unit(x.reshape(*x.shape[:-1], self.groups, -1), self.eps).reshape(x.shape)
         scale = jnp.asarray(self.scale[...], x32.dtype)
+        # [D] -> [..., D]
         return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
 
 

@@ -76,8 +76,9 @@ def _convolve_backward(saved: tuple[Array, Array, Array | None], gradient: Array
     around = lambda a, fill: jnp.pad(a, [(0, 0), (kept, kept)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
     # Through the tap `back`, input s reaches token t = s + back - (W - 1), which is at s + back in `spread`.
     spread, ages = around(gradient, 0), None if age is None else around(age, -1)
-    window = lambda a, back: None if a is None else _shifted(a, back, seq + kept)
-    parts = (_masked(window(spread, back), window(ages, back), back) for back in range(len(taps)))
+    window = lambda a, back: _shifted(a, back, seq + kept)
+    age_at = lambda back: None if ages is None else window(ages, back)
+    parts = (_masked(window(spread, back), age_at(back), back) for back in range(len(taps)))
     own = (_masked(_shifted(inputs, kept - back, seq), age, back) * gradient for back in range(len(taps)))
     of_taps = jnp.stack([jnp.sum(part, axis=(0, 1)) for part in own][::-1], axis=-1)
     return _weighted_sum(taps, parts).astype(inputs.dtype), of_taps.astype(weight.dtype), None

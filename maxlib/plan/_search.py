@@ -157,7 +157,8 @@ def _divisors(job: Job) -> tuple[int, int]:
     model = jax.eval_shape(job.plain)
     axes, found = nn.tree.axes(model), nn.tree.variables(model)
     named = [(name, n) for path, x in found.items() for name, n in zip(axes[path], x.get_value().shape, strict=False)]
-    return tuple(math.gcd(*(n for name, n in named if name == wanted)) for wanted in ("embed", "expert"))
+    divisor = lambda wanted: math.gcd(*(n for name, n in named if name == wanted))
+    return divisor("embed"), divisor("expert")
 
 
 def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:

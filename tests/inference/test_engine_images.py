@@ -51,7 +51,7 @@ def test_images_of_any_size(name):
     other = nn.vision.Patches(picture(2).pixels[::-1].copy(), picture(2).grids)
     want, got, engine = texts(model, prompts, [picture(0, 1), None, picture(2), other])
     assert got == want and want[2][:7] != want[3]
-    with pytest.raises(ValueError, match="image placeholders, but the images given make 0"):
+    with pytest.raises(ValueError, match="image placeholders, but the given images make 0"):
         engine.generate(prompts, max_new_tokens=2)
     with pytest.raises(ValueError, match="a list with the images of each of the 4 prompts .*, got 1 of them"):
         engine.generate(prompts, images=[picture(0, 1)], max_new_tokens=2)

@@ -144,7 +144,6 @@ def test_another_width_is_refused(layer, ends):
         layer(NARROW)
 
 
-@pytest.mark.parametrize("decoder", [nn.Decoder, nn.VisionDecoder])
 @pytest.mark.parametrize(
     ("tokens", "got"),
     [
@@ -154,10 +153,10 @@ def test_another_width_is_refused(layer, ends):
     ],
     ids=["one row", "floats", "list"],
 )
-def test_tokens_that_are_no_rows_of_ids_are_refused(decoder, tokens, got):
-    call = inspect.unwrap(decoder.__call__)  # without the annotations' check, which users do not have
+def test_tokens_that_are_no_rows_of_ids_are_refused(tokens, got):
+    embed = inspect.unwrap(nn.Decoder.embed_inputs)  # without the annotations' check, which users do not have
     with pytest.raises(ValueError, match=f"tokens must be an array of integers.*got {got}"):
-        call(None, tokens)
+        embed(None, tokens, dtype=jnp.float32)
 
 
 def test_inputs_of_another_shape_than_the_tokens_are_refused():

@@ -183,7 +183,7 @@ MISTAKES = {
     "too many hosts": (dict(layout=layout(dcn={"data": 3}), target="h100x16"), "needs 3 hosts, but there are 2"),
     "microbatches": (
         dict(layout=layout("fsdp+pp:3", stage=4, fsdp=2)),
-        "cannot be cut into the pipeline's 3 micro",
+        "cannot be split into the pipeline's 3 micro",
     ),
     "around": (dict(layout=layout("fsdp+pp:2x2", stage=4, fsdp=2)), "groups of 4 stages"),
     "no pipeline": (dict(loss=training.one_f_one_b()), "give --strategy fsdp.pp:8 --mesh stage=4"),

@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_an_error_or_left_out(documents, processor, tokeniz
         pt.pad(documents, length=8, images=processor.blank(PATCHES), long="truncate")[1]
     kept = pt.pad(documents, length=LENGTH, images=processor.blank(8), long="drop")
     assert len(list(kept.to_iter_dataset())) == 3
-    with pytest.raises(ValueError, match="the chat has 1 images: give images="):
+    with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
         pt.pairs(records(), tokenizer, ChatTemplate(TEMPLATE))[0]
 
 
@@ -94,11 +94,16 @@ def seeing(processor):  # noqa: F811
     return filled(lambda: qwen3_vl.Qwen3VL(cfg, rngs=nnx.Rngs(0)))
 
 
+@jax.jit
+def log_probs(model, tokens, images):
+    """Log-probabilities `B T V` of a model in float32."""
+    return jax.nn.log_softmax(model.logits(model(tokens, images=images, dtype=jnp.float32).hidden))
+
+
 def alone(model, document) -> float:
-    """The log-probability of an answer, in a row without padding, of a model in float32."""
+    """The log-probability of an answer, in a row without padding."""
     images = document["images"] if len(document["images"].grids) else None
-    hidden = model(jnp.asarray(document["tokens"])[None], images=images, dtype=jnp.float32).hidden
-    scores, targets = np.asarray(jax.nn.log_softmax(model.logits(hidden)))[0], document["targets"]
+    scores, targets = np.asarray(log_probs(model, document["tokens"][None], images))[0], document["targets"]
     return float(sum(scores[i, t] for i, t in enumerate(targets) if t >= 0))
 
 

@@ -178,7 +178,7 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
             r"match no matmul .*: \[Rule.*layers.mpl.*layers.attn.q",
         ),
         ([quant.Rule(FP8), quant.high(0)], "an earlier rule has not matched"),
-        ([quant.high(0, 1, 7)], r"names the layers \[7\], the largest stack has 2"),
+        ([quant.high(0, 1, 7)], r"names the layers \[7\], but the largest stack has 2"),
         (quant.Format("int4", group=32), "training rounds activations too"),
         ([quant.Rule(FP8, kinds=("embedding",))], "embed: embeddings and heads"),
     ],
