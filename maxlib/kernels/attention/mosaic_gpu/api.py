@@ -96,7 +96,7 @@ def _attend_bwd(logits, T: int, residuals, cotangents):
     start, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), mode="edge") for x in (start, end))
     given = backward.Given(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
     sizes = q.shape[3], v.shape[3], logits.softcap is not None
-    # dq and dk, dv have kernels of their own: each sums over the other's axis in registers, without atomics.
+    # Separate kernels for dq and for dk and dv: each sums over the other's axis in registers, without atomics.
     dq = backward.queries(given, logits=logits, tiles=config.query_gradient_tiles(*sizes))
     parts = [
         x
