@@ -1,7 +1,7 @@
 """Finetune a Hugging Face model on your text and export it. Fork me.
 
 The default text is Python's own documentation (help topics and docstrings); pass text or .jsonl files to use yours.
-own. With --chats each line of a .jsonl file is a chat, with images if the model sees, and only its answers are learned.
+With --chats each line of a .jsonl file is a chat, with images for a vision model, and only its answers are trained on.
 Run the same command again to resume. Ctrl-C saves first.
 """
 

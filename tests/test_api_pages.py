@@ -43,6 +43,11 @@ def test_a_page_has_its_entry_and_its_neighbours(api):
     assert "See also: :py:obj:`MLA <maxlib.nn.MLA>`\n" in page
 
 
+def test_a_value_says_what_the_string_below_it_says(api):
+    assert api.summary("maxlib.post_training", "grpo") == "GRPO (arXiv:2402.03300)."
+    assert ".. code-block:: python" in api.page("maxlib.post_training", "grpo", ["grpo"])
+
+
 def test_a_text_for_programs_has_signatures_and_what_they_say(api):
     pages = [page.read_text() for page in GROUPS if "{api}" in page.read_text()]
     assert all(len(api.as_text(page)) > len(page) for page in pages)

@@ -201,7 +201,7 @@ def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
     target = tmp_path / "mine.py"
     assert main(["new-trainer", str(tmp_path / "mine"), "--from", "finetune"]) == 0
     compile(target.read_text(), str(target), "exec")
-    assert "Trains a Hugging Face model further" in target.read_text()
+    assert "Finetune a Hugging Face model" in target.read_text()
     assert main(["new-trainer", str(target)]) == 2
     assert "mine.py" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import types
 from pathlib import Path
@@ -47,7 +48,8 @@ def examples() -> list[tuple[str, str, str]]:
     found = []
     for path in sorted((ROOT / "maxlib").rglob("*.py")):
         text = path.read_text()
-        if not any(blocks(inspect.cleandoc(string)) for string in STRING.findall(text)):
+        strings = STRING.findall(text)
+        if not any(blocks(inspect.cleandoc(string)) or blocks(string.strip()) for string in strings):
             continue  # parsing all files would take a second in each process of a run
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(text)):
@@ -55,7 +57,19 @@ def examples() -> list[tuple[str, str, str]]:
                 docstring = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
                 found += [(module, name, block) for block in blocks(docstring)]
+        found += [(module, name, block) for name, below in documented_values(text) for block in blocks(below)]
     return found
+
+
+def documented_values(source: str) -> list[tuple[str, str]]:
+    """Names of a module that are assigned, and the string below each."""
+    body = ast.parse(source).body
+    pairs = [(one, below.value) for one, below in itertools.pairwise(body) if isinstance(below, ast.Expr)]
+    return [
+        (ast.unparse(one.targets[0]), text.value)
+        for one, text in pairs
+        if isinstance(one, ast.Assign) and isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
 
 
 def blocks(text: str) -> list[str]:
@@ -89,6 +103,7 @@ def trained() -> dict[str, Any]:
     return {
         "batch": {name: jnp.stack([one] * 8) for name, one in row.items()},
         "cfg": CONFIG,
+        "optimizer": training.adamw(1e-3),
         "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),
         "model": model,
         "tokens": jnp.stack([row["tokens"]] * 8),

@@ -76,7 +76,7 @@ def test_the_commands_and_finetuning(capsys, directory, tmp_path):
         tokens.append(int(model.logits(model(jnp.asarray([tokens]), dtype=jnp.float32).hidden)[0, -1].argmax()))
     assert status == 0 and json.loads(said.out)["text"].split() == [f"w{i}" for i in tokens[3:]]
     status, said = run("generate", directory, f"w3 w{IMAGE}", "--raw", "--tokens", 4)
-    assert status == 2 and "hold 1 image placeholders, but the given images make 0" in said.err
+    assert status == 2 and "have 1 image placeholders, but the given images make 0" in said.err
     # Everything is counted, the encoder too, and converted with what prepares images.
     status, said = run("inspect", directory, "--json")
     assert status == 0 and json.loads(said.out)["total"]["numbers"] == nn.num_parameters(model)

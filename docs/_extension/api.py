@@ -5,9 +5,12 @@ A star stands for the public names of the module that the page does not list els
 left out.
 """
 
+import ast
 import dataclasses
+import functools
 import importlib
 import inspect
+import itertools
 import re
 import types
 from pathlib import Path
@@ -174,7 +177,25 @@ def documentation(module: str, name: str) -> str:
     own = inspect.getdoc(wrapped) if inspect.isfunction(wrapped) else None
     if not own and "__doc__" in getattr(value, "__dict__", {}):
         own = inspect.cleandoc(value.__doc__)
-    return own or comment(module, name) or KNOWN.get(name) or f"A `{type(value).__name__}`."
+    said = own or below(module).get(name) or comment(module, name) or KNOWN.get(name)
+    return said or _of_its_class(value) or f"A `{type(value).__name__}`."
+
+
+def _of_its_class(value: Any) -> str:
+    """Returns the first paragraph about the class of a value, if that is one of maxlib's."""
+    is_ours = type(value).__module__.startswith("maxlib.")
+    return (inspect.getdoc(type(value)) or "").split("\n\n")[0] if is_ours else ""
+
+
+@functools.cache
+def below(module: str) -> dict[str, str]:
+    """Returns the strings below values that a subpackage assigns, by the values' names."""
+    found = {}
+    for path in sorted(Path(inspect.getfile(importlib.import_module(module))).parent.rglob("*.py")):
+        for one, after in itertools.pairwise(ast.parse(path.read_text()).body):
+            if isinstance(one, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                found[ast.unparse(one.targets[0])] = str(after.value.value).strip()
+    return found
 
 
 def comment(module: str, name: str) -> str:
@@ -196,14 +217,14 @@ def _entry(module: str, name: str) -> str:
     if inspect.isfunction(value):
         return f".. autofunction:: {full}"
     kind = f"   :type: {type(value).__name__}\n" if type(value).__module__ != "typing" else ""
-    if isinstance(value, tuple | dict) and len(text := _literal_value(value)) < 400:
+    if len(text := _literal_value(value)) < 400 and "<" not in text and not callable(value):
         kind += f"   :value: {text}\n"
     body = "\n".join(f"   {line}" if line else "" for line in prepared(documentation(module, name).split("\n")))
     return f".. py:data:: {full}\n{kind}\n{_napoleon(body)}"
 
 
 def _literal_value(value: Any) -> str:
-    return repr(value) if isinstance(value, tuple) else "{" + ", ".join(map(repr, value)) + "}"
+    return "{" + ", ".join(map(repr, value)) + "}" if isinstance(value, dict) else repr(value)
 
 
 def _napoleon(text: str) -> str:

@@ -179,9 +179,11 @@ def memory(found) -> str:
 
     number, layout = found.target.devices, found.job.layout
     axes = " and ".join(f"`{axis}`" for axis, _ in layout.mesh.degrees)
+    many = number > 1
+    split = f", and the weights split over {axes}" if many else ""
     return (
-        f"Training all of `{found.job.model}` with AdamW and float32 weights fits on {number} H100{'s' if number > 1 else ''} "
-        f"({found.peak / GIB:.1f} GiB on each), with rows of {found.job.sequence} tokens, full remat, and the weights split over {axes}. "
+        f"Training all of `{found.job.model}` with AdamW and float32 weights fits on {f'{number} H100s' if many else 'one H100'} "
+        f"({found.peak / GIB:.1f} GiB{' on each' * many}), with rows of {found.job.sequence} tokens and full remat{split}. "
         "That is an estimate; [a plan](../guides/plan.md) compiles the program."
     )
 

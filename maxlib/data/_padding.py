@@ -1,55 +1,90 @@
 """Pads documents to rows of one length, one document per row; documents may be nested, like pairs."""
 
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grain
 import numpy as np
 
 from maxlib._utils.choices import check_choice
 
+if TYPE_CHECKING:
+    from maxlib.nn.vision import Patches
+
 Row = dict[str, Any]
 Long = Literal["error", "truncate", "drop"]
 
 
-def pad(documents: grain.MapDataset[Any], *, length: int, long: Long = "error") -> grain.MapDataset[Any]:
+def pad(
+    documents: grain.MapDataset[Any], *, length: int, long: Long = "error", images: "Patches | None" = None
+) -> grain.MapDataset[Any]:
     """Pads documents with `tokens` and `targets`, including nested ones, to rows `tokens targets segment_ids` of one
     length.
 
-    Other numpy arrays and numbers are kept, such as `desirable` of `kto_examples`; other values, such as messages, are
-    dropped.
+    With `images` rows also have `"images"`, the `nn.vision.Patches` of their document. Other numpy arrays and numbers
+    are kept, such as `desirable` of `kto_examples`; other values, such as messages, are dropped.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
         length: Tokens of a row.
-        long: Policy for longer documents: "error", "truncate" (keeps the beginning) or "drop".
+        long: Policy for longer documents: "error", "truncate" (keeps the beginning) or "drop". Documents with images
+            are never truncated.
+        images: An empty row with the capacity for images that every row has (`ImageProcessor.blank`); None for text.
 
     Raises:
-        ValueError: when reading a document that is too long, has no `targets`, or has images (use `pack` for those).
+        ValueError: when reading a document that is too long, has no `targets`, or has more images than a row holds.
     """
     check_choice("long", long, get_args(Long))
     if long == "drop":
-        documents = documents.filter(lambda document: _longest(document) <= length)
-    return documents.map(lambda document: padded(document, length, long))
+        documents = documents.filter(lambda document: _fits(document, length, images))
+    return documents.map(lambda document: padded(document, length, long, images))
 
 
-def padded(document: Row, length: int, long: Long = "error") -> Row:
+def padded(document: Row, length: int, long: Long = "error", images: "Patches | None" = None) -> Row:
     """Returns a document and its nested documents as rows."""
-    inner = {name: padded(x, length, long) for name, x in document.items() if isinstance(x, dict) and "tokens" in x}
+    inner = {
+        name: padded(x, length, long, images) for name, x in document.items() if isinstance(x, dict) and "tokens" in x
+    }
     out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
     if "tokens" not in document:
         return out
-    if "images" in document:
-        raise ValueError("a document with images is put into rows by data.pack(..., images=)")
     if "targets" not in document:
         raise ValueError("pad needs 'targets' in a document: use data.tokenize_chats, or set them to the next tokens")
-    size = len(document["tokens"])
-    if size > length and long == "error":
+    size, has_images = len(document["tokens"]), len(_grids(document)) > 0
+    if size > length and (long == "error" or has_images):
         raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")
     fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
     rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
-    return out | rows | {"segment_ids": (np.arange(length) < size).astype(np.int32)}
+    rows |= {"segment_ids": (np.arange(length) < size).astype(np.int32)}
+    return out | rows | _images(document, images)
 
 
-def _longest(document: Row) -> int:
-    nested = [_longest(value) for value in document.values() if isinstance(value, dict)]
-    return max([*nested, len(document.get("tokens", ()))])
+def _fits(document: Row, length: int, images: "Patches | None") -> bool:
+    """Tells whether a document, and those inside it, fit a row."""
+    nested = all(_fits(value, length, images) for value in document.values() if isinstance(value, dict))
+    return nested and len(document.get("tokens", ())) <= length and (images is None or _has_room(document, images))
+
+
+def _grids(document: Row) -> np.ndarray:
+    return document["images"].grids if "images" in document else np.zeros((0, 3), np.int32)
+
+
+def _has_room(document: Row, blank: "Patches") -> bool:
+    grids = _grids(document)
+    return int(grids.prod(axis=1).sum()) <= len(blank.pixels) and len(grids) <= len(blank.grids)
+
+
+def _images(document: Row, blank: "Patches | None") -> Row:
+    """Returns the images of a document as a row of patches, of the size of `blank`."""
+    if blank is None:
+        if len(_grids(document)):
+            raise ValueError("a document has images: pad it with images=, such as ImageProcessor.blank(patches)")
+        return {}
+    if not _has_room(document, blank):
+        found = document["images"]
+        raise ValueError(
+            f"a document with images must fit {len(blank.pixels)} patches and {len(blank.grids)} images of a row, got "
+            f'{len(found.pixels)} and {len(found.grids)}: give images= more room, or long="drop"'
+        )
+    found = document.get("images", blank)
+    put = lambda a, b: np.concatenate([np.asarray(a, b.dtype), b[len(a) :]])
+    return {"images": type(blank)(put(found.pixels, blank.pixels), put(found.grids, blank.grids))}

@@ -7,6 +7,7 @@ import grain
 import numpy as np
 
 from maxlib.data._chats import map_named, with_targets
+from maxlib.data._images import ImageProcessor
 from maxlib.data._sources import Document
 from maxlib.tokenization import ChatTemplate
 
@@ -15,7 +16,9 @@ Row = dict[str, Any]
 Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
 
-def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[dict[str, Row]]:
+def pairs(
+    documents: Documents, tokenizer: Any, template: ChatTemplate, *, images: ImageProcessor | None = None
+) -> grain.MapDataset[dict[str, Row]]:
     """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
 
     Both chats end with the compared answer; everything before it must be the same. Targets are -1 outside of that
@@ -26,18 +29,22 @@ def pairs(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain
             Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
+        images: How images are cut into patches, for models that see; each half then has `"images"`, as in
+            `tokenize_chats`. Give `pad` a row that has room for them.
 
     Returns:
         Documents `{"chosen": {"tokens", "targets"}, "rejected": ...}`.
 
     Raises:
-        ValueError: when reading a document whose answers are equal, or whose prompts differ; `data.SkipBadRecords`
-            skips such documents.
+        ValueError: when reading a document whose answers are equal, whose prompts differ, or that has images without a
+            processor; `data.SkipBadRecords` skips such documents.
     """
-    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template))
+    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images))
 
 
-def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -> grain.MapDataset[Row]:
+def kto_examples(
+    documents: Documents, tokenizer: Any, template: ChatTemplate, *, images: ImageProcessor | None = None
+) -> grain.MapDataset[Row]:
     """Tokenizes chats that are `desirable` or not, for KTO, each paired with an answer to another prompt.
 
     That is the answer of the next document with a different prompt, so the pairs depend on the order of documents. From
@@ -47,6 +54,7 @@ def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -
         documents: Records with `messages` and `desirable`, a boolean; as for `pairs`.
         tokenizer: As for `pairs`.
         template: The chat template.
+        images: As for `pairs`.
 
     Returns:
         Documents `{"tokens", "targets", "desirable", "mismatched": {"tokens", "targets"}}`.
@@ -58,7 +66,7 @@ def kto_examples(documents: Documents, tokenizer: Any, template: ChatTemplate) -
     def one(document: Document, index: int) -> Row:
         prompt = document["messages"][:-1]
         other = [*prompt, _answer_to_another(documents, index, prompt)]
-        tokenize = lambda messages: _answered(document, messages, tokenizer, template)
+        tokenize = lambda messages: _answered(document, messages, tokenizer, template, images)
         return tokenize(document["messages"]) | {
             "desirable": np.bool_(document["desirable"]),
             "mismatched": tokenize(other),
@@ -85,12 +93,16 @@ def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> g
     return map_named(documents, function, "document")
 
 
-def _answered(document: Document, messages: Sequence[Any], tokenizer: Any, template: ChatTemplate) -> Row:
-    """Returns tokens and targets of a chat with the document's tools; only the last answer has targets."""
-    return with_targets({**document, "messages": messages}, tokenizer, template, "last")
+def _answered(document: Document, messages: Sequence[Any], *how: Any) -> Row:
+    """Returns tokens, targets and images of a chat with the document's tools; only the last answer has targets.
+
+    `how` holds the tokenizer, the template and the image processor.
+    """
+    tokenizer, template, images = how
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images)
 
 
-def _pair(document: Document, tokenizer: Any, template: ChatTemplate) -> dict[str, Row]:
+def _pair(document: Document, *how: Any) -> dict[str, Row]:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
@@ -99,7 +111,7 @@ def _pair(document: Document, tokenizer: Any, template: ChatTemplate) -> dict[st
             "chosen and rejected must answer the same prompt, but the messages before their last turns differ"
         )
     halves = {"chosen": chosen, "rejected": rejected}
-    out = {half: _answered(document, messages, tokenizer, template) for half, messages in halves.items()}
+    out = {half: _answered(document, messages, *how) for half, messages in halves.items()}
     if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
     return out

@@ -19,6 +19,7 @@ from maxlib import nn
 from maxlib.inference._engine import Completion, FinishReason, limits
 from maxlib.inference._generate import (
     Generator,
+    Images,
     Prompts,
     check_inputs,
     check_length,
@@ -77,6 +78,7 @@ class LocalEngine:
         prompts: Prompts,
         *,
         max_new_tokens: int | Sequence[int],
+        images: Sequence[Images | None] | None = None,
         count: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
@@ -84,7 +86,13 @@ class LocalEngine:
     ) -> list[list[Completion]]:
         """Returns `count` completions of each prompt; the arguments are those of `stream`."""
         found: list[list[Any]] = [[None] * count for _ in prompts]
-        options: Any = {"count": count, "sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
+        options: Any = {
+            "images": images,
+            "count": count,
+            "sampler": sampler,
+            "stop_token_ids": stop_token_ids,
+            "key": key,
+        }
         for prompt, number, completion in self.stream(prompts, max_new_tokens=max_new_tokens, **options):
             found[prompt][number] = completion
         return found
@@ -94,6 +102,7 @@ class LocalEngine:
         prompts: Prompts,
         *,
         max_new_tokens: int | Sequence[int],
+        images: Sequence[Images | None] | None = None,
         count: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
@@ -104,6 +113,8 @@ class LocalEngine:
         Args:
             prompts: Token ids of each prompt, of any length.
             max_new_tokens: Maximum number of new tokens, for all prompts or for each.
+            images: For vision models: the images of each prompt in the order of their placeholders, None for a prompt
+                without. `nn.vision.patches` pads images of any size, so that similar prompts share a program.
             count: Number of completions of each prompt.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a completion and are its last token.
@@ -112,19 +123,20 @@ class LocalEngine:
                 its samples.
 
         Raises:
-            ValueError: when a prompt is empty, has an image or does not fit with its new tokens, or when ids are
-                outside the vocabulary.
+            ValueError: when a prompt is empty or does not fit with its new tokens, when ids are outside the vocabulary,
+                when the model does not read images, or when images and placeholders do not match.
         """
         most = limits(max_new_tokens, prompts)
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         stop = check_stop(stop_token_ids, self.generator.vocab)
+        seen = self._checked_images(prompts, images)
         capacity = self._checked_capacity(prompts, most)
         key = self._keys(key)
         # The same keys as `Generator.generate` with each prompt repeated `count` times.
         keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * count)))
         rows = [
-            _Row(n, i, list(prompt), most[n], keys[n * count + i])
+            _Row(n, i, list(prompt), seen[n], most[n], keys[n * count + i])
             for n, prompt in enumerate(prompts)
             for i in range(count)
         ]
@@ -133,10 +145,21 @@ class LocalEngine:
         options = {"sampler": sampler, "impl": str(jax.random.key_impl(key))}
         return _Run(self.generator, self.slots, capacity, options, stop).completions(rows)
 
+    def _checked_images(self, prompts: Prompts, images: Sequence[Images | None] | None) -> list[dict[str, Images]]:
+        """Returns each prompt's inputs besides its tokens; raises ValueError for images that do not match."""
+        images = [None] * len(prompts) if images is None else images
+        if not isinstance(images, Sequence) or len(images) != len(prompts):
+            got = f"{len(images)} of them" if isinstance(images, Sequence) else type(images).__name__
+            raise ValueError(
+                f"images must be a list with the images of each of the {len(prompts)} prompts (None for a prompt without), "
+                f"got {got}"
+            )
+        tokens, _ = right_padded(prompts, self.generator.vocab)
+        return [check_inputs(self.generator.model, ids[None], own) for ids, own in zip(tokens, images, strict=True)]
+
     def _checked_capacity(self, prompts: Prompts, most: list[int]) -> int:
         """Returns the required capacity of a slot; raises ValueError for prompts that the model cannot continue."""
-        model, vocab = self.generator.model, self.generator.vocab
-        check_inputs(model, right_padded(prompts, vocab)[0], None)
+        model = self.generator.model
         lengths = [len(prompt) + n for prompt, n in zip(prompts, most, strict=True)]
         check_length(model, max(lengths))
         switch = getattr(model, "recompute_cache_at", None)
@@ -159,6 +182,7 @@ class _Row:
     prompt: int
     number: int
     ids: list[int]
+    seen: dict[str, Images]  # inputs besides the tokens
     limit: int
     key: np.ndarray
     issued: int = 0  # number of steps started for it; their tokens arrive later
@@ -225,7 +249,7 @@ class _Run:
             tokens[0, : len(row.ids)], valid[0, : len(row.ids)] = row.ids, True
             make = self.generator
             options = {"capacity": self.capacity, "dtype": make.dtype, "cache_dtype": make.cache_dtype}
-            self.prefilled = row.prompt, _prefill(make.model, tokens, valid, **options)
+            self.prefilled = row.prompt, _prefill(make.model, tokens, valid, row.seen, **options)
         return self.prefilled[1]
 
     def _step(self) -> tuple[list[_Row | None], Array, Array]:
@@ -251,10 +275,10 @@ class _Run:
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
-def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, capacity, dtype, cache_dtype):
+def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], seen, *, capacity, dtype, cache_dtype):
     """Runs one prompt, and returns its cache and the hidden state of its last token, `1 1 D`."""
     cache = model.init_cache(1, capacity, dtype=cache_dtype)
-    out = model(tokens, valid=valid, cache=cache, dtype=dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     last = jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
     return out.cache, last
 

@@ -196,7 +196,9 @@ class QwenVision(nnx.Module):
         # Images are documents of a packed row, and rotate by their own rows and columns.
         places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
         ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
-        x, _, aux = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
+        x = constrain(x, "batch", "seq", "act_embed")
+        # What layers keep has rows.
+        x, _, aux = self.layers(x, ctx, remat=remat, pipelined=not self.mergers)
         later = [merger(kept) for merger, kept in zip(self.mergers, aux.get("kept", ()), strict=True)]
         return self.merger(x), jnp.stack(later, axis=2) if later else None
 

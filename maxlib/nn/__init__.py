@@ -32,6 +32,7 @@ from maxlib.nn._draw import draw as draw
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
+from maxlib.nn._kda import KimiDeltaAttention as KimiDeltaAttention
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
@@ -50,6 +51,7 @@ from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
 from maxlib.nn._shared_kv import SharedKVAttention as SharedKVAttention
 from maxlib.nn._short_conv import ShortConvolution as ShortConvolution
+from maxlib.nn._sparse_mla import SparseMLA as SparseMLA
 from maxlib.nn._stack_grouping import grouping_for as grouping_for
 from maxlib.nn._summary import summary as summary
 from maxlib.nn.cache import Cache as Cache

@@ -286,6 +286,7 @@ def attend(
     k_end,
     sinks: Float[Array, " N"] | None = None,
     *,
+    bias: Float[Array, "B 1 T S"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mask_hint: MaskHint | None = None,
@@ -305,6 +306,7 @@ def attend(
         k_start: First key of each query, `B T`.
         k_end: One past each query's last key, `B T`.
         sinks: One logit per query head that takes part in the softmax, or None.
+        bias: Added to the scores of all heads; tokens in order.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
         mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that do not take intervals.
@@ -312,38 +314,55 @@ def attend(
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
 
     Raises:
-        ValueError: if Ulysses' all-to-all cannot divide the heads over the devices.
+        ValueError: if Ulysses' all-to-all cannot divide the heads over the devices; for a bias whose keys travel around
+            a ring.
     """
     # Reshard from sequence to heads (Ulysses' all-to-all) only here; otherwise XLA would gather the tokens, and project
     # and rotate all of them on every device.
     by_tokens = lambda x: constrain(x, "batch", "seq", "act_heads", None)  # [B, T, N, H]
     if q.shape[1] == k.shape[1]:
         q, k, v = by_tokens(q), by_tokens(k), by_tokens(v)
-    shards = axis_size("attn_heads")
-    if q.shape[2] % shards == 0 and shards > k.shape[2] and shards % k.shape[2] == 0:
-        # With fewer key heads than devices, repeat them: [B, S, K, H] -> [B, S, shards, H]. If heads do not divide over
-        # the devices, `shard_map_by_name` replicates them (or `_check_exchange` raises).
-        k, v = (jnp.repeat(x, shards // x.shape[2], axis=2) for x in (k, v))
+    k, v = _a_copy_for_each(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
     # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     static, segments = (None, None) if mask_hint is None else mask_hint
     if static is not None and axis_size("q_seq") > 1:
         static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
-    names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",)]
+    of_bias = ("batch", None, "q_seq", None)
+    names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",), None if bias is None else of_bias]
     names += [] if segments is None else [queries[:2], keys[:2]]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
+    ring = _ring(k, bias, zigzag=zigzag)
+    op = _on_one_device(ring, static, options, zigzag=zigzag)
+    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
+
+
+def _a_copy_for_each(shards: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns keys and values with a head for each device that splits heads, if there are fewer."""
+    if q.shape[2] % shards or shards <= k.shape[2] or shards % k.shape[2]:
+        # If heads do not divide over the devices, `shard_map_by_name` replicates them (or `_check_exchange` raises).
+        return k, v
+    # [B, S, K, H] -> [B, S, shards, H]
+    return jnp.repeat(k, shards // k.shape[2], axis=2), jnp.repeat(v, shards // v.shape[2], axis=2)
+
+
+def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
+    """Returns the mesh axis around which keys travel, None if none; raises ValueError where a bias forbids it."""
     # A ring needs equal pieces; if the number of keys does not divide, gather them instead.
-    divides = k.shape[1] % axis_size("kv_seq") == 0
-    op = _on_one_device(axis_of("kv_seq") if divides else None, static, options, zigzag=zigzag)
-    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, *segments or ()))
+    ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
+    if bias is not None and (ring is not None or zigzag):
+        raise ValueError(
+            "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
+        )
+    return ring
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
     """Returns the function for one device's part; it passes keys around a ring or gathers them."""
     parts = axis_size("q_seq") if zigzag else 1
 
-    def op(q, k, v, k_start, k_end, sinks, *segments):
+    def op(q, k, v, k_start, k_end, sinks, bias, *segments):
         # Queries [B, T / parts, N, H]; keys [B, S, K, H], or in a ring this device's part of them.
         if ring is None and zigzag:
             # Bounds index keys in natural order, so restore it for the gathered keys; queries may stay reordered.
@@ -352,7 +371,7 @@ def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[st
         hint = None if static is None else MaskHint(static, cast(Any, segments or None))
         shared = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "mask_hint": hint, **options}
         if ring is None:
-            return ops.attention(q, k, v, **shared)
+            return ops.attention(q, k, v, bias=bias, **shared)
         return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **shared)
 
     return op

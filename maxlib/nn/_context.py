@@ -136,9 +136,6 @@ def context(
         masks: Masks to compute in advance; others are computed when a layer asks for them.
         ropes: Rotary embeddings to compute in advance.
 
-    Returns:
-        The context, with intervals and tables.
-
     Raises:
         ValueError: when an input has a wrong shape, or a cache is combined with segment_ids, left padding or too many
             tokens.

@@ -95,9 +95,20 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: when `tokens` is not an integer array of shape `B T`.
         """
+        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
+        x, inputs = self.embed_inputs(tokens, dtype=dtype, cache=cache, remat=remat, **inputs)
+        return self.run(x, **inputs, cache=cache, remat=remat)
+
+    def embed_inputs(
+        self, tokens: Int[Array, "B T"], *, dtype: Any, cache: Cache | None = None, remat: Policy = None, **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Returns the vectors of what a model reads, and the arguments of `enter`; it takes those of `__call__`.
+
+        Raises:
+            ValueError: as `__call__` does.
+        """
         check_tokens(tokens)
-        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid} | self.ids_for_layers(tokens)
-        return self.run(self.embed_tokens(tokens, dtype), **inputs, cache=cache, remat=remat)
+        return self.embed_tokens(tokens, dtype), inputs | self.ids_for_layers(tokens)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of token ids, `B T D`, in `dtype`."""
@@ -215,17 +226,31 @@ class VisionDecoder(Decoder):
             ValueError: when images are given to a text model, or the number of placeholders is not `num_tokens` per
                 image. Inside jit, where ids are not known, the placeholders become NaN instead.
         """
-        check_tokens(tokens)
+        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "images": images}
+        x, inputs = self.embed_inputs(tokens, dtype=dtype, cache=cache, remat=remat, **inputs)
+        return self.run(x, **inputs, cache=cache, remat=remat)
+
+    def embed_inputs(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        dtype: Any,
+        cache: Cache | None = None,
+        remat: Policy = None,
+        images: Float[Array, "I C H W"] | None = None,
+        **inputs: Any,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Returns the vectors of tokens and images, and the arguments of `enter`; see `Decoder.embed_inputs`."""
+        x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
         self.check_images(tokens, images)
-        x, sees = self.embed_tokens(tokens, dtype), None
-        if images is not None:
-            is_image = tokens == self.cfg.vision.image_token
-            # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
-            x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
-            # Start and stop of each image, [B, T], for masks with `ops.BidirectionalBlocks`.
-            sees = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
-        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "bidirectional_blocks": sees}
-        return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
+        if images is None:
+            return x, inputs
+        is_image = tokens == self.cfg.vision.image_token
+        # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
+        x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
+        # Start and stop of each image, [B, T], for masks with `ops.BidirectionalBlocks`.
+        blocks = bidirectional_blocks(is_image, segment_ids=inputs.get("segment_ids"), cache=cache)
+        return x, inputs | {"bidirectional_blocks": blocks}
 
     def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
         """Raises ValueError as `__call__` does; generators call it before they enter jit."""

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import ops
+from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
@@ -148,7 +149,7 @@ class GatedDeltaNet(SequenceMixer):
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         a, b = wide(self.a(x)), wide(self.b(x))
         # [N] -> [B, T, N]
-        a_log, dt_bias = (jnp.broadcast_to(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
+        a_log, dt_bias = (for_each_token(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
         return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
 
     def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import ops
+from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._context import Context, context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
@@ -164,7 +165,7 @@ class Mamba2(SequenceMixer):
         # The step is in the exponent of the decay: rounding it to bfloat16 would be an error of about a percent.
         wide = jnp.promote_types(dt.dtype, jnp.float32)
         # [N] -> [B, T, N]
-        bias = jnp.broadcast_to(self.dt_bias[...].astype(wide), dt.shape)
+        bias = for_each_token(self.dt_bias[...].astype(wide), dt.shape)
         return jnp.clip(jax.nn.softplus(dt.astype(wide) + bias), *self.dt_limit)
 
     def _gated_norm(self, y: Array, gate: Array) -> Array:

@@ -23,11 +23,21 @@ from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import constrain
 
 
+def _shared_dim(rope: Rope | None, given: int | None) -> int:
+    """Returns the size of the part of keys that heads share."""
+    size = rope.dim if given is None and rope is not None else given
+    if not size or (rope is not None and size != rope.dim):
+        raise ValueError(
+            f"shared_dim must be positive, and the rope's dim where there is a rope, got {given} and {rope}"
+        )
+    return size
+
+
 class MLA(SequenceMixer):
     """Multi-head latent attention: keys and values of all heads are projections of one small latent per token.
 
-    Each head's key has `nope_dim` numbers computed from the latent and `rope.dim` rotated ones that all heads share.
-    The cache stores only the latent and the rotated part.
+    Each head's key has `nope_dim` numbers computed from the latent and `shared_dim` rotated ones that all heads share.
+    The cache stores only the latent and the shared part.
 
         mla = nn.MLA(64, num_heads=4, kv_rank=32, nope_dim=16, v_dim=16, rope=ops.Rope(8), rngs=nnx.Rngs(0))
         y, _ = mla(jnp.ones((2, 8, 64)))  # B T D, causal
@@ -38,11 +48,12 @@ class MLA(SequenceMixer):
         kv_rank: Size of the latent.
         nope_dim: Numbers of a head's key and query that are not rotated.
         v_dim: Width of a head's value.
-        rope: Rotation of the shared part of keys, and of `rope.dim` numbers of each query.
+        rope: Rotation of the shared part of keys, and of as many numbers of each query; None rotates nothing.
+        shared_dim: Size of the shared part; by default, and wherever something is rotated, `rope.dim`.
         q_rank: Size of the latent of queries; None projects them directly.
         mask: Which keys a query attends to, a mask of `maxlib.ops`.
-        scale: Factor on the scores, by default `(nope_dim + rope.dim) ** -0.5`. YaRN models multiply it by the square
-            of their mscale.
+        scale: Factor on the scores, by default `(nope_dim + shared_dim) ** -0.5`. YaRN models multiply it by the
+            square of their mscale.
         norm_eps: Epsilon of the norms of both latents.
         temperature: Maps a token's index in its document to a factor on its query, such as `TemperatureTuning`.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one. Decoding one token has
@@ -51,7 +62,7 @@ class MLA(SequenceMixer):
 
     Raises:
         TypeError: when `mask` is not a mask.
-        ValueError: when `mask` has a sliding window that is not causal.
+        ValueError: when `mask` has a sliding window that is not causal, or `shared_dim` is not that of the rope.
     """
 
     op: ClassVar[str | None] = "attention"
@@ -67,7 +78,8 @@ class MLA(SequenceMixer):
         kv_rank: int,
         nope_dim: int,
         v_dim: int,
-        rope: Rope,
+        rope: Rope | None,
+        shared_dim: int | None = None,
         q_rank: int | None = None,
         mask: Mask = Causal(),
         scale: float | None = None,
@@ -77,7 +89,8 @@ class MLA(SequenceMixer):
         rngs: nnx.Rngs,
     ):
         check_mask(mask)
-        D, N, R, H = dim, num_heads, kv_rank, nope_dim + rope.dim
+        shared = _shared_dim(rope, shared_dim)
+        D, N, R, H = dim, num_heads, kv_rank, nope_dim + shared
         wide, heads = ("heads", "head_dim", "embed"), ("heads", "head_dim", "rank")
         # In large models queries have a latent of their own: q_up(norm(q_down(x))).
         if q_rank is None:
@@ -87,15 +100,15 @@ class MLA(SequenceMixer):
             self.q_down = Einsum("...D,RD->...R", (q_rank, D), ("rank", "embed"), gather_once=True, rngs=rngs)
             self.q_norm = RMSNorm(q_rank, eps=norm_eps)
             self.q_up = Einsum("...R,NHR->...NH", (N, H, q_rank), heads, gather_once=True, rngs=rngs)
-        # [B, T, D] -> [B, T, R + rope.dim]: the latent, followed by the rotated key part that all heads share.
-        self.kv_down = Einsum("...D,RD->...R", (R + rope.dim, D), ("rank", "embed"), gather_once=True, rngs=rngs)
+        # [B, T, D] -> [B, T, R + shared]: the latent, followed by the rotated key part that all heads share.
+        self.kv_down = Einsum("...D,RD->...R", (R + shared, D), ("rank", "embed"), gather_once=True, rngs=rngs)
         self.kv_norm = RMSNorm(R, eps=norm_eps)
         # [B, S, R] -> [B, S, N, nope_dim] and [B, S, N, v_dim]
         self.k_up = Einsum("...R,NHR->...NH", (N, nope_dim, R), heads, gather_once=True, rngs=rngs)
         self.v_up = Einsum("...R,NHR->...NH", (N, v_dim, R), heads, gather_once=True, rngs=rngs)
         self.o = Einsum("...NH,DNH->...D", (D, N, v_dim), ("embed", "heads", "head_dim"), rngs=rngs)
         self.mask, self.rope, self.scale = mask, rope, H**-0.5 if scale is None else scale
-        self.num_heads, self.v_dim, self.kv_rank, self.nope_dim = N, v_dim, R, nope_dim
+        self.num_heads, self.v_dim, self.kv_rank, self.nope_dim, self.shared_dim = N, v_dim, R, nope_dim, shared
         self.temperature, self.implementation = temperature, implementation
 
     def __call__(
@@ -136,7 +149,7 @@ class MLA(SequenceMixer):
         # Indexed by position within the document, so packing does not change it. [B, T] -> [B, T, 1, 1]
         if self.temperature is not None:
             q = (q * self.temperature(ctx.index - ctx.start)[:, :, None, None]).astype(q.dtype)
-        # H = nope_dim + rope.dim
+        # H = nope_dim + shared_dim
         nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
         return jnp.concatenate([nope, self._rotate(turned, ctx)], axis=-1)
 
@@ -147,10 +160,12 @@ class MLA(SequenceMixer):
         return jnp.concatenate([self.kv_norm(latent), self._rotate(key[:, :, None], ctx)[:, :, 0]], axis=-1)
 
     def _rotate(self, x, ctx):
-        """Rotates the last axis by each token's position."""
+        """Rotates the last axis by each token's position, if there is a rope."""
+        if self.rope is None:
+            return x
         return apply_rope(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
-    def _naive(self, q, latent, ctx, mask_hint):
+    def _naive(self, q, latent, ctx, mask_hint, bias=None):
         """Computes keys and values of all heads from the latents, then attends as multi-head attention does."""
         # [B, S, R] -> [B, S, N, H] and [B, S, N, v_dim]
         k, v = self._keys(latent), self.v_up(latent[..., : self.kv_rank])
@@ -161,6 +176,7 @@ class MLA(SequenceMixer):
             "implementation": self.implementation,
             "zigzag": ctx.zigzag,
             "mask_hint": mask_hint,
+            "bias": bias,
         }
         return attend(q, k, v, *ctx.key_intervals(self.mask), **options)
 
@@ -171,7 +187,7 @@ class MLA(SequenceMixer):
         key = jnp.broadcast_to(key[:, :, None], (*k_nope.shape[:3], key.shape[-1]))  # B S R -> B S N R: shared by heads
         return constrain(jnp.concatenate([k_nope, key], axis=-1), "batch", "seq", "act_heads", None)
 
-    def _absorbed(self, q, latent, ctx, mask_hint):
+    def _absorbed(self, q, latent, ctx, mask_hint, bias=None):
         """Attends to the latents as one shared key head, with the up-projections moved to queries and outputs.
 
         `q . (k_up @ latent) = (q @ k_up) . latent`, and values likewise, so keys and values never exist per head.
@@ -182,12 +198,13 @@ class MLA(SequenceMixer):
         # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
         q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
         # The values are the latents without the rotated part: [B, T, N, R].
-        out = attend(q, k, k[..., : self.kv_rank], *ctx.key_intervals(self.mask), scale=self.scale, mask_hint=mask_hint)
+        options = {"scale": self.scale, "mask_hint": mask_hint, "bias": bias}
+        out = attend(q, k, k[..., : self.kv_rank], *ctx.key_intervals(self.mask), **options)
         return self.v_up.product("BTNR,NHR->BTNH", out)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens; int8 and float8 round the latents."""
-        values = jnp.zeros((batch, capacity, self.kv_rank + self.rope.dim), dtype)
+        values = jnp.zeros((batch, capacity, self.kv_rank + self.shared_dim), dtype)
         if not is_quantized(dtype):
             return LatentCache(values)
         return QuantizedLatentCache(values, jnp.zeros((batch, capacity, 2)), self.kv_rank)
@@ -195,7 +212,7 @@ class MLA(SequenceMixer):
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes that attention sends in a training step (`SplitSequence.attention`)."""
         # In training, keys and values are computed for every head, so they are as large as queries and outputs.
-        both = self.num_heads * (self.nope_dim + self.rope.dim + self.v_dim)
+        both = self.num_heads * (self.nope_dim + self.shared_dim + self.v_dim)
         return split.attention(queries=both, keys=both)
 
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._context import Context, bidirectional_blocks
-from maxlib.nn._decoder import Decoder, check_tokens
+from maxlib.nn._decoder import Decoder
 from maxlib.nn._model import Output
 from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
 from maxlib.nn.cache import Cache
@@ -61,27 +61,44 @@ class NativeVisionDecoder(Decoder):
             ValueError: when images are given to a text model, when patches, grids and placeholders do not fit (inside
                 jit, where ids are hidden, placeholders become NaN instead), or positions lack rows and columns.
         """
-        check_tokens(tokens)
+        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "images": images}
+        x, inputs = self.embed_inputs(tokens, dtype=dtype, cache=cache, remat=remat, **inputs)
+        return self.run(x, **inputs, cache=cache, remat=remat)
+
+    def embed_inputs(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        dtype: Any,
+        cache: Cache | None = None,
+        remat: Policy = None,
+        images: Patches | None = None,
+        **inputs: Any,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Returns the vectors of tokens and images, and the arguments of `enter`; see `Decoder.embed_inputs`."""
+        x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
         self.check_images(tokens, images)
-        inputs: dict[str, Any] = {"segment_ids": segment_ids, "valid": valid}
-        x = self.embed_tokens(tokens, dtype)
-        if images is not None:
-            images = images.in_rows
-            is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
-            if positions is None and self._turns_by_axes:
-                start = None if cache is None else cache.length + _offset(cache)
-                positions = mrope_positions(
-                    is_image, jnp.asarray(images.grids), self.cfg.vision.merge, start=start, **inputs
-                )
-            if self._turns_by_axes and positions is not None:
-                _check_positions(positions)
-            if any(mask != mask.without_blocks for mask in self.masks):
-                blocks = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
-                inputs["bidirectional_blocks"] = blocks
-            x, features = self._see(x, is_image, images, dtype=dtype, remat=remat)
-            inputs["features"] = features
-        inputs["positions"] = positions
-        return self.run(x, **inputs, **self.ids_for_layers(tokens), cache=cache, remat=remat)
+        if images is None:
+            return x, inputs
+        images, segment_ids, valid = images.in_rows, inputs.get("segment_ids"), inputs.get("valid")
+        is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
+        if self._turns_by_axes:
+            inputs["positions"] = self._positions(is_image, images, cache, **inputs)
+        if any(mask != mask.without_blocks for mask in self.masks):
+            inputs["bidirectional_blocks"] = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
+        x, inputs["features"] = self._see(x, is_image, images, dtype=dtype, remat=remat)
+        return x, inputs
+
+    def _positions(
+        self, is_image, images: Patches, cache: Cache | None, *, positions=None, segment_ids=None, valid=None, **_
+    ):
+        """Returns the given positions, if they have rows and columns, or those by the grids of images."""
+        if positions is not None:
+            _check_positions(positions)
+            return positions
+        start = None if cache is None else cache.length + _offset(cache)
+        inputs: dict[str, Any] = {"segment_ids": segment_ids, "valid": valid, "start": start}
+        return mrope_positions(is_image, jnp.asarray(images.grids), self.cfg.vision.merge, **inputs)
 
     def _see(self, x, is_image, images: Patches, *, dtype, remat) -> tuple[Array, Array | None]:
         """Returns `x` with the vectors of images in place of placeholders, and the vectors that later layers add."""

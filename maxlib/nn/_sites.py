@@ -132,7 +132,9 @@ def outputs(site: Any) -> tuple[int, ...]:
 
 
 def unknown(model: Any) -> dict[str, nnx.Variable]:
-    """Returns the floating matrices of layers of unknown types by path, without position tables."""
+    """Returns the floating matrices of layers of unknown types by path, without position tables and filters of
+    convolutions.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
     found = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
     return {path: x for path, x in found.items() if _is_matrix(x)}
@@ -144,7 +146,7 @@ def _is_matrix(x: nnx.Variable) -> bool:
     """
     axes, value = x.get_metadata().get("axes"), x.get_value()
     rank = value.ndim if axes is None else len(axes) - num_layer_axes(axes)
-    return rank >= 2 and "position" not in (axes or ()) and jnp.issubdtype(value.dtype, jnp.floating)
+    return rank >= 2 and not {"position", "tap"} & {*(axes or ())} and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 Decide = Callable[[Where], Hashable]

@@ -139,7 +139,7 @@ class KVCache(LayerCache):
         Raises:
             ValueError: when there are more new tokens than slots.
         """
-        new_k, new_v = _put_rows(self.k, k, ctx), _put_rows(self.v, v, ctx)
+        new_k, new_v = put_rows(self.k, k, ctx), put_rows(self.v, v, ctx)
         return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
 
     def in_order(self, length: Int[Array, " B"]) -> Ordered:
@@ -274,7 +274,7 @@ class LatentCache(LayerCache):
 
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
         """Stores the latents of the new tokens."""
-        return LatentCache(_put_rows(self.latent, latent, ctx))
+        return LatentCache(put_rows(self.latent, latent, ctx))
 
 
 @pytree
@@ -307,7 +307,7 @@ class QuantizedLatentCache(LayerCache):
             jnp.concatenate(both, axis=-1) for both in zip(*((q.qvalue, q.scale) for q in low), strict=True)
         )
         return QuantizedLatentCache(
-            _put_rows(self.values, values, ctx), _put_rows(self.scales, scales, ctx), self.kv_rank
+            put_rows(self.values, values, ctx), put_rows(self.scales, scales, ctx), self.kv_rank
         )
 
     @property
@@ -319,7 +319,7 @@ class QuantizedLatentCache(LayerCache):
         return self.values.astype(jnp.float32) * scales
 
 
-def _put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context) -> Num[Array, "B S *R"]:
+def put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context) -> Num[Array, "B S *R"]:
     """Writes the new tokens of each row after its cached ones, and drops those after the last slot.
 
     Raises:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._linear import check_ends
 
 
@@ -30,7 +31,8 @@ class RMSNorm(nnx.Module):
         # float32, because a mean of squares in bfloat16 would have only 8 significant bits.
         x32 = _to_unit(x, self.eps)
         scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
-        return (x32 * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+        # [D] -> [..., D]
+        return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
 
 
 class HeadsRMSNorm(RMSNorm):
@@ -65,7 +67,8 @@ class GroupRMSNorm(RMSNorm):
         # [..., D] -> [..., groups, D / groups] and back
         x32 = _to_unit(x.reshape(*x.shape[:-1], self.groups, -1), self.eps).reshape(x.shape)
         scale = jnp.asarray(self.scale[...], x32.dtype)
-        return (x32 * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+        # [D] -> [..., D]
+        return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,6 @@ class LayerNorm(nnx.Module):
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         # [D] -> [..., D]: explicit, because `jax_numpy_rank_promotion="raise"` forbids implicit rank promotion.
-        wide = lambda w: jnp.broadcast_to(jnp.asarray(w[...], x32.dtype), x.shape)
+        wide = lambda w: for_each_token(jnp.asarray(w[...], x32.dtype), x.shape)
         x32 = x32 * wide(self.scale)
         return (x32 if self.bias is None else x32 + wide(self.bias)).astype(x.dtype)

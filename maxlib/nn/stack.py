@@ -52,10 +52,18 @@ class SupportsPipelining(Model, Protocol):
 
     layers: Any  # an `nn.Stack`
 
-    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]: ...
+    def embed_inputs(
+        self, tokens: Int[Array, "B T"], *, dtype: Any, remat: Policy = None, **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Returns the vectors of tokens and images, and the arguments of `enter`."""
+        ...
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the input of the first layer: `x`, sharded over the mesh, and the context."""
+        ...
+
+    def layer_inputs(self, x: Float[Array, "B T D"], ctx: Any) -> Any:
+        """Returns what each layer gets for itself, as arrays with a leading axis of layers; None for nothing."""
         ...
 
     def leave(self, x: Float[Array, "B T D"], ctx: Any) -> Float[Array, "B T D"]:
@@ -205,7 +213,14 @@ class Stack(StackedLayers):
         return (self[i] for i in range(self.num_layers))
 
     def __call__(
-        self, x: Any, ctx: Any = None, cache: Any = None, *, remat: Policy = None, layer_inputs: Any = None
+        self,
+        x: Any,
+        ctx: Any = None,
+        cache: Any = None,
+        *,
+        remat: Policy = None,
+        layer_inputs: Any = None,
+        pipelined: bool = True,
     ) -> tuple[Any, Any, Aux]:
         """Applies all layers.
 
@@ -217,6 +232,7 @@ class Stack(StackedLayers):
             layer_inputs: Arrays with a leading axis of `num_layers`. Layer `i` gets row `i` as a fourth argument. If
                 they have fewer rows, later layers get none; such layers must not be scanned together with layers that
                 get one.
+            pipelined: False if layers report rows, which a pipeline would average over microbatches: no pipeline then.
 
         Returns:
             The last layer's `x`, the new cache (None without one), and the layers' `aux` entries by name, with a row
@@ -228,26 +244,25 @@ class Stack(StackedLayers):
         """
         check_order(self, ctx)
         new_caches, auxes = [], []
-        runners = {"lead": scan_group, "prefix": run_group, "body": self._run_body, "suffix": run_group}
+        body = self._run_body if pipelined else scan_group
+        runners = {"lead": scan_group, "prefix": run_group, "body": body, "suffix": run_group}
         # Groups run in the order lead, prefix, body, suffix; the cache is a tuple in the same order.
-        for i, (name, group) in enumerate(self.layer_groups.items()):
-            run = runners[name]
-            inputs = _inputs_of(group, layer_inputs)
+        for i, (name, inputs) in enumerate(self.inputs_by_group(layer_inputs).items()):
             layers, caches = getattr(self, name), None if cache is None else cache[i]
-            x, new, aux = run(layers, x, ctx, caches, remat=remat, inputs=inputs)
+            x, new, aux = runners[name](layers, x, ctx, caches, remat=remat, inputs=inputs)
             new_caches.append(new)
             auxes.append(aux)
         return x, None if cache is None else tuple(new_caches), _in_layer_order(self.layer_groups.values(), auxes)
+
+    def inputs_by_group(self, layer_inputs: Any) -> dict[str, list[Any] | None]:
+        """Returns for each group its rows of `layer_inputs` by slot; None without them."""
+        return {name: _inputs_of(group, layer_inputs) for name, group in self.layer_groups.items()}
 
     def _run_body(self, body, x, ctx, caches, *, remat, inputs):
         """Scans the body, or runs it as a pipeline if the grouping splits it into stages."""
         if caches is not None or stages() == 1 or not len(body):
             return scan_group(body, x, ctx, caches, remat=remat, inputs=inputs)
-        if jax.tree.leaves(inputs):
-            raise ValueError(
-                "layer_inputs are not supported in a pipeline; put the values in x or ctx, or use a strategy without "
-                "Pipeline"
-            )
+        check_no_inputs(inputs)
 
         # `active` is False for repeats that pad a stage with fewer layers than the others.
         def stage(body, active, x, ctx):
@@ -352,6 +367,14 @@ def run_group(
 ) -> tuple[Any, Any, list[Aux]]:
     """Applies the `prefix` or `suffix` of a stack one by one; arguments and results are those of `scan_group`."""
     return _run(x, ctx, layers, caches, inputs, remat_policy(remat))
+
+
+def check_no_inputs(inputs: Any) -> None:
+    """Raises ValueError if layers of a pipeline get inputs of their own."""
+    if jax.tree.leaves(inputs):
+        raise ValueError(
+            "layer_inputs are not supported in a pipeline; put the values in x or ctx, or use a strategy without Pipeline"
+        )
 
 
 def _inputs_of(group: LayerGroup, layer_inputs: Any) -> list[Any] | None:

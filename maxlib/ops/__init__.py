@@ -1,5 +1,6 @@
 """Pure functions on arrays: no modules, no configuration."""
 
+from maxlib.ops import tiles as tiles
 from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention import Causal as Causal
 from maxlib.ops._attention import Chunked as Chunked
@@ -38,6 +39,7 @@ from maxlib.ops._grouped_matmul import explain_grouped_matmul as explain_grouped
 from maxlib.ops._grouped_matmul import grouped_glu as grouped_glu
 from maxlib.ops._grouped_matmul import grouped_matmul as grouped_matmul
 from maxlib.ops._grouped_matmul import grouped_outer as grouped_outer
+from maxlib.ops._kda import kimi_delta_attention as kimi_delta_attention
 from maxlib.ops._rope import DynamicNTK as DynamicNTK
 from maxlib.ops._rope import LinearScaling as LinearScaling
 from maxlib.ops._rope import Llama3Scaling as Llama3Scaling
@@ -49,3 +51,4 @@ from maxlib.ops._rope import apply_rope as apply_rope
 from maxlib.ops._rope import yarn_mscale as yarn_mscale
 from maxlib.ops._short_convolution import short_convolution as short_convolution
 from maxlib.ops._ssd import ssd as ssd
+from maxlib.ops._tuning import tuned as tuned

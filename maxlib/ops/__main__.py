@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         if arguments.command == "tune":
-            parent.tune(deadline=arguments.deadline, rounds=arguments.rounds)
+            parent.tune(arguments.implementation or None, deadline=arguments.deadline, rounds=arguments.rounds)
             return 0
         options = {"deadline": arguments.deadline, "rounds": arguments.rounds, "write": not arguments.dry}
         rows = parent.check(arguments.implementation or None, **options)
@@ -35,7 +35,7 @@ def _worker(arguments: argparse.Namespace) -> int:
     if arguments.describe:
         worker.say(iter([worker.describe()]))
     elif arguments.tune:
-        worker.say(worker.tune(json.loads(arguments.skip), arguments.rounds))
+        worker.say(worker.tune(arguments.names, json.loads(arguments.skip), arguments.rounds))
     else:
         worker.say(worker.check(arguments.names[0], arguments.names[1], json.loads(arguments.skip), arguments.rounds))
     return 0
@@ -45,11 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m maxlib.ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="compare every implementation with float32 and time it")
-    check.add_argument("implementation", nargs="*", help="names of the implementations to check; default: all")
     check.add_argument("--dry", action="store_true", help="do not write the results to this device's table")
     check.add_argument("--json", type=Path, help="also write one line of JSON per case to this file")
-    tune = commands.add_parser("tune", help="time block sizes of splash attention on a TPU and save the best")
+    tune = commands.add_parser(
+        "tune", help="try every kernel's tile sizes and write the fastest to this device's table"
+    )
     for command in (check, tune):
+        command.add_argument("implementation", nargs="*", help="names of the implementations; default: all")
         command.add_argument("--deadline", type=float, default=120.0, help="time limit per case in seconds")
         command.add_argument("--rounds", type=int, default=5, help="number of rounds of ten timed calls")
     worker = commands.add_parser("worker", help=argparse.SUPPRESS)

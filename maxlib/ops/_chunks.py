@@ -3,12 +3,33 @@
 Shapes: B rows, n chunks, C tokens of a chunk, K key heads (groups), G heads of each.
 """
 
+import dataclasses
 import functools
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+from maxlib.kernels.tile_sizes import TileSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTiles(TileSizes):
+    """Tokens of a chunk, whose pairs are computed in matmuls, and of a block, whose chunks are computed at once."""
+
+    chunk: int = 64
+    block: int = 256  # whose intermediates fit into the cache of a CPU
+
+    def __post_init__(self):
+        self.require()
+
+    def count(self, tokens: int, chunk: int) -> tuple[int, int]:
+        """Returns the number of blocks of T tokens in chunks of this length, and of chunks of a block."""
+        # 2000 tokens in chunks of 64 are 32 chunks: two blocks of 1024 tokens, 16 chunks each.
+        count = -(-tokens // chunk)
+        per_block = min(count, max(1, self.block // chunk))
+        return -(-count // per_block), per_block
 
 
 def split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array:
@@ -55,15 +76,26 @@ def decays(log_decay: Array, is_start: Array) -> tuple[Array, Array, Array, Arra
       Four factors: D, `n B K G C C`; from the incoming state to each token, `n B K G C`; from each token to the
       outgoing state, `n B K G C`; from the incoming to the outgoing state, `n B K G`.
     """
-    total = jnp.cumsum(log_decay, axis=-1)
+    total, between = jnp.cumsum(log_decay, axis=-1), _between(log_decay)
     # n B 1 1 C: 0 for the document that began in an earlier chunk
     document = jnp.cumsum(is_start, axis=-1)[:, :, None, None]
     last = document[..., -1:]
     documents = document[..., :, None], document[..., None, :]
     same = jnp.tril(documents[0] == documents[1])
-    # Mask before the exponential: above the diagonal the differences are positive and would overflow.
     exp_where = lambda keep, exponent: jnp.exp(jnp.where(keep, exponent, -jnp.inf))
-    decay = exp_where(same, total[..., :, None] - total[..., None, :])
+    decay = exp_where(same, between)
     into = exp_where(document == 0, total)
-    out_of = exp_where(document == last, total[..., -1:] - total)
+    out_of = exp_where(document == last, between[..., -1, :])
     return decay, into, out_of, exp_where(last == 0, total[..., -1:])[..., 0]
+
+
+def _between(log_decay: Array) -> Array:
+    """Sums the log decays after token j up to token i: `... C` to `... C C`, 0 above the diagonal.
+
+    Differences of running sums would lose the digits of slow decays after fast ones, and leave rounding errors in the
+    gradients of fast decays, which are nearly zero.
+    """
+    token = jnp.arange(log_decay.shape[-1])
+    # l, i, j: True where j < l <= i.
+    inside = (token[None, None, :] < token[:, None, None]) & (token[:, None, None] <= token[None, :, None])
+    return jnp.einsum("...l,lij->...ij", log_decay, inside.astype(log_decay.dtype), precision="highest")

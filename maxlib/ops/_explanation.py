@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from maxlib.ops._tuning import Tuned
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -14,6 +16,7 @@ class Explanation:
       chosen: name of the implementation; None if the requested one cannot run the call.
       reason: why it was chosen.
       refused: why each of the others cannot run the call, or is not chosen.
+      tiles: `sizes` of the chosen one's tiles, a class of `ops.tiles`, and their `source`; None if it has none.
     """
 
     op: str
@@ -21,7 +24,9 @@ class Explanation:
     chosen: str | None
     reason: str
     refused: dict[str, str]
+    tiles: Tuned | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.op} {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
+        lines += [] if self.tiles is None else [f"   tiles: {self.tiles}"]
         return "\n".join(lines + [f"   {name}: {why}" for name, why in self.refused.items()])

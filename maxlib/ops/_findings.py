@@ -59,8 +59,8 @@ def refused(op: str, implementation: str, device_kind: str) -> str | None:
     return why and f"failed `python -m maxlib.ops check` here ({why}); {file_of(device_kind)} says so"
 
 
-def tiles(key: str, device_kind: str) -> list | None:
-    """Returns the fastest sizes that `tune` measured for a key, or None."""
+def tiles(key: str, device_kind: str) -> dict[str, Any] | None:
+    """Returns the fastest tile sizes that `tune` measured for a key, a kernel and a shape, or None."""
     return findings(device_kind)["tiles"].get(key)
 
 
@@ -86,10 +86,3 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
     partial.replace(path)
     findings.cache_clear()
     return path
-
-
-def tiles_key(kernel: str, T: int, S: int, key_dim: int, value_dim: int) -> str:
-    """Returns the key of a kernel's tiles, with lengths rounded up to powers of two."""
-    # 3000 and 4096 tokens share sizes, because they have about the same number of blocks.
-    up = lambda n: 1 << max(n - 1, 0).bit_length()
-    return f"{kernel} T={up(T)} S={up(S)} Hk={key_dim} Hv={value_dim}"

@@ -1,11 +1,14 @@
 """Short causal depthwise convolution, as recurrent layers apply it before their state."""
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib._xla_workarounds import for_each_token
 from maxlib.ops._varying import vary_alike
 
 AxisName = str | tuple[str, ...]
@@ -51,15 +54,56 @@ def short_convolution(
         before, tail = tail, _next_tail(x, tail, is_start, valid)
     # [B, W - 1 + T, *C], token t at t + W - 1.
     inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     # Number of earlier tokens of the same document within this call.
     age = _age(is_start, width) if is_start is not None else None
-    y = jnp.zeros((), wide) if bias is None else jnp.broadcast_to(jnp.asarray(bias, wide), x.shape)
-    for back in range(width):
-        part = inputs[:, width - 1 - back : inputs.shape[1] - back].astype(wide)
-        part = part if age is None or back == 0 else jnp.where(_wide(age >= back, x), part, 0)
-        y = y + jnp.broadcast_to(jnp.asarray(weight[..., width - 1 - back], wide), x.shape) * part
+    y = _convolve(*vary_alike((inputs, weight, age)))
+    y = y if bias is None else y + for_each_token(jnp.asarray(bias, y.dtype), y.shape)
     return y.astype(x.dtype), tail
+
+
+@jax.custom_vjp
+def _convolve(inputs: Array, weight: Array, age: Array | None) -> Array:
+    """Sums the taps on `B W-1+T *C`, masked by `age`, `B T`; returns `B T *C`, float32 or wider."""
+    taps, seq = _taps(weight, inputs.dtype), inputs.shape[1] - weight.shape[-1] + 1
+    parts = (_masked(_shifted(inputs, len(taps) - 1 - back, seq), age, back) for back in range(len(taps)))
+    return _weighted_sum(taps, parts)
+
+
+def _convolve_backward(saved: tuple[Array, Array, Array | None], gradient: Array):
+    # Written out because XLA for CPUs is many times slower on the pads and sums that autodiff makes of slices.
+    inputs, weight, age = saved
+    taps, seq, kept = _taps(weight, inputs.dtype), gradient.shape[1], weight.shape[-1] - 1
+    around = lambda a, fill: jnp.pad(a, [(0, 0), (kept, kept)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
+    # Through the tap `back`, input s reaches token t = s + back - (W - 1), which is at s + back in `spread`.
+    spread, ages = around(gradient, 0), None if age is None else around(age, -1)
+    window = lambda a, back: None if a is None else _shifted(a, back, seq + kept)
+    parts = (_masked(window(spread, back), window(ages, back), back) for back in range(len(taps)))
+    own = (_masked(_shifted(inputs, kept - back, seq), age, back) * gradient for back in range(len(taps)))
+    of_taps = jnp.stack([jnp.sum(part, axis=(0, 1)) for part in own][::-1], axis=-1)
+    return _weighted_sum(taps, parts).astype(inputs.dtype), of_taps.astype(weight.dtype), None
+
+
+_convolve.defvjp(lambda *args: (_convolve(*args), args), _convolve_backward)
+
+
+def _taps(weight: Array, dtype: Any) -> list[Array]:
+    """Returns the taps, `*C` each, in float32 or wider: first the one on the token itself, then those before."""
+    wide = weight.astype(jnp.promote_types(dtype, jnp.float32))
+    return [wide[..., i] for i in reversed(range(weight.shape[-1]))]
+
+
+def _shifted(a: Array, begin: int, size: int) -> Array:
+    return jax.lax.slice_in_dim(a, begin, begin + size, axis=1)
+
+
+def _masked(part: Array, age: Array | None, back: int) -> Array:
+    """Sets what would come from another document to zero."""
+    return part if age is None or back == 0 else jnp.where(_wide(age >= back, part), part, 0)
+
+
+def _weighted_sum(taps: list[Array], parts: Iterable[Array]) -> Array:
+    weighted = (for_each_token(tap, part.shape) * part for tap, part in zip(taps, parts, strict=True))
+    return functools.reduce(jnp.add, weighted)
 
 
 def _wide(mask: Array, x: Array) -> Array:

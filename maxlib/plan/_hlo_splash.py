@@ -8,7 +8,7 @@ import math
 import re
 
 from maxlib.kernels.attention.tiles import causal_tiles
-from maxlib.ops._attention.splash import LANES, Blocks, Passes, choose_blocks
+from maxlib.ops._attention.splash import LANES, Blocks, SplashTiles, splash_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 # `maxlib.ops` names what the mask leaves, JAX names the kernel.
@@ -31,18 +31,18 @@ class _Kernel:
     marks: int  # numbers of 32 bits beside each query: its index, its segment
 
     @property
-    def passes(self) -> Passes:
-        return choose_blocks(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
+    def tiles(self) -> SplashTiles:
+        return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
 
     @property
     def block(self) -> Blocks:
         # dq has the blocks of dk and dv.
-        return self.passes.forward if self.phase == "fwd" else self.passes.dkv
+        return self.tiles.forward if self.phase == "fwd" else self.tiles.dkv
 
     @property
     def fused(self) -> bool:
         """Tells whether the kernel for dk and dv makes dq too, in parts."""
-        return self.phase == "dkv" and self.passes.dq is None
+        return self.phase == "dkv" and self.tiles.dq is None
 
     @property
     def heads(self) -> int:

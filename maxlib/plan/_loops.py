@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from maxlib.ops._grouped_matmul.tiled import tile_sizes
+from maxlib.ops._grouped_matmul.tiled import tiled_tiles
 
 Trips = Mapping[str, float]
 
@@ -24,7 +24,7 @@ def expert_trips(text: str, room: float = 1) -> dict[str, float]:
     if (found := _GROUPED.search(text)) is None:
         return {}
     rows, experts = map(int, found.groups())
-    sizes = tile_sizes(rows, experts)
+    sizes = tiled_tiles(rows, experts).fit(rows)
     return {"experts": experts, "tiles": (rows / room / experts + sizes[-1] / 2) / sum(sizes)}
 
 

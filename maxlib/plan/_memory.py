@@ -115,6 +115,10 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
     return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
 
 
+# Layers of a period that libtpu recomputes at once: of 4 in Qwen3.5-397B and of 11 in Nemotron 3 Super about as many.
+_AT_ONCE = 2
+
+
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     """Returns bytes kept on the device for the backward pass, made when a layer is recomputed, and kept on the host."""
     job, plain = program.job, lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -128,10 +132,11 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
-    stacked = nn.tree.stacked_paths(program.state.rest)
-    layers = max([x.shape[0] for path, x in shapes.items() if path in stacked], default=1)
-    # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest.
-    again = 0.0 if remat is None else 0.5 * all_ / layers
+    # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest. The
+    # layers of a period can be recomputed independently, and some are.
+    stacks = [(g["num_layers"], g["period"]) for g in nn.tree.groupings(program.state.rest).values()] or [(1, 1)]
+    layers, period = max(stacks)
+    again = 0.0 if remat is None else 0.5 * all_ * min(period, _AT_ONCE) / layers
     return saved, again, offloaded
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
 from maxlib.observability._flops import flops_by_dtype
-from maxlib.ops._attention.chunked import choose_blocks
+from maxlib.ops._attention.chunked import chunked_tiles
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, check_names
 from maxlib.plan._targets import (
@@ -336,8 +336,8 @@ def causal_trips(text: str, platform: str = "cpu") -> float:
     if found is None:
         return 1.0
     # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
-    q, k = (jax.ShapeDtypeStruct(tuple(map(int, sizes[:-1].split("x")))[-4:], jnp.bfloat16) for sizes in found.groups())
-    return (k.shape[1] / choose_blocks(q, k, 1.0, platform=platform).block_k + 1) / 2
+    q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in found.groups())
+    return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

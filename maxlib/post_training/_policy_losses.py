@@ -49,9 +49,6 @@ def policy_loss(
     `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if they exist. The value of the
     loss itself is not informative: for an on-policy step it is 0.
 
-        loss = functools.partial(post_training.grpo, temperature=1.0)  # policy_loss with GRPO's options
-        trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
-
     Args:
         head: The model.
         hidden: Its last hidden states.
@@ -131,7 +128,11 @@ def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Arra
 
 
 grpo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean="sequence")
-"""GRPO (arXiv:2402.03300). Its mean favors long answers among wrong ones."""
+"""GRPO (arXiv:2402.03300). Its mean favors long answers among wrong ones.
+
+    loss = functools.partial(post_training.grpo, temperature=1.0)
+    trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
+"""
 dapo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.28), mean="token")
 """DAPO (arXiv:2503.14476): a higher upper clip, and an average over all tokens of the batch."""
 gspo = functools.partial(policy_loss, surrogate=Clip(3e-4, 4e-4), ratio="sequence", mean="sequence")

@@ -36,14 +36,17 @@ def interleaved(batch: Batch) -> Batch:
     Rows do not move between devices.
     """
     chosen, rejected = batch["chosen"], batch["rejected"]
-    if chosen.keys() != rejected.keys() or chosen["tokens"].shape != rejected["tokens"].shape:
-        shapes = [{name: x.shape for name, x in half.items()} for half in (chosen, rejected)]
+    shapes = [
+        {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (chosen, rejected))
+    ]
+    if shapes[0] != shapes[1]:
         raise ValueError(
             f"chosen and rejected must have the same arrays of the same shapes, got {shapes[0]} and {shapes[1]}"
         )
     # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
     join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
-    joined = {name: join(chosen[name], rejected[name]) for name in chosen}
+    joined = jax.tree.map(join, chosen, rejected)
     return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 

@@ -162,7 +162,8 @@ def planned(layers: Tree, x: Tree) -> PipelineSpec:
     cut = chunks(periods, number, pipeline.repeats)
     if rows % pipeline.microbatches:
         raise ValueError(
-            f"a batch of {rows} rows cannot be split into {pipeline.microbatches} microbatches; change one of them"
+            f"a batch of {rows} rows cannot be split into {pipeline.microbatches} microbatches; change one of them. Images need a "
+            "row of patches for each row of tokens, as data.pack makes them"
         )
     _check_shared(rows // pipeline.microbatches, pipeline.microbatches)
     if pipeline.repeats > 1 and pipeline.microbatches % number:

@@ -13,12 +13,12 @@ from maxlib.sharding._tensor import SequenceParallel, TensorParallel
 
 DP: Strategy = DataParallel()
 FSDP: Strategy = FullyShard()
-TP: Strategy = DP | TensorParallel()
-FSDP_TP: Strategy = FSDP | TensorParallel()
-EP: Strategy = FSDP | ExpertParallel()
+TP: Strategy = DP | TensorParallel()  # heads, MLP and vocabulary over the tensor axis, rows over the others
+FSDP_TP: Strategy = FSDP | TensorParallel()  # FSDP, with heads, MLP and vocabulary over the tensor axis
+EP: Strategy = FSDP | ExpertParallel()  # FSDP, with whole experts over the expert axis
 FSDP_BY_EXPERT: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
 # Combine these with any of the above: `FSDP | CP_RING | PP`.
-SP: Strategy = SequenceParallel()
+SP: Strategy = SequenceParallel()  # between the matmuls of tensor parallelism, the sequence over the tensor axis
 ZERO1: Strategy = ShardOptimizer()
 CP_GATHER: Strategy = AllGatherAttention()
 CP_RING: Strategy = RingAttention()

@@ -17,6 +17,7 @@ from maxlib.nn._head import head_gradient
 from maxlib.nn.stack import _in_layer_order as in_layer_order
 from maxlib.sharding import pipelining
 from maxlib.training._gradients import divisor
+from maxlib.training._objectives.batch_names import INPUTS
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss, Stats, own_losses, split_options, with_reports
 
@@ -53,7 +54,7 @@ class OneFOneB:
             rest.layers.body,
             outer,
             x,
-            (ctx, targets, batch),
+            (ctx, targets, _without_images(batch)),
             sums_over_rows=sums_over_rows,
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
@@ -73,7 +74,7 @@ class _Parts:
 
     Attributes:
       rest: the model without the trained arrays.
-      batch: the whole batch for `before`; `after` gets a microbatch.
+      batch: the whole batch, with its images, for `before`; `after` gets a microbatch without.
       from_hidden: `(model, hidden, batch) -> (loss, Stats)`.
       dtype: dtype of the computation.
       remat: policy of the layers before and after the pipeline.
@@ -88,10 +89,15 @@ class _Parts:
     def before(self, outer: dict[str, Any]) -> Any:
         """Embeds the tokens, runs the layers before the pipeline, and sums their own losses."""
         model, batch = nn.combine(outer, self.rest), self.batch
-        x, ctx = model.enter(model.embed_tokens(batch["tokens"], self.dtype), **_inputs(batch))
-        x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=self.remat)
-        x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=self.remat)
-        targets = _targets_by_row(self.from_hidden, model, x.x if isinstance(x, nn.stack.WithShared) else x, batch)
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        x, inputs = model.embed_inputs(batch["tokens"], dtype=self.dtype, remat=self.remat, **inputs)
+        x, ctx = model.enter(x, **inputs)
+        added = model.layers.inputs_by_group(model.layer_inputs(_activations(x), ctx))
+        nn.stack.check_no_inputs([added["body"], added["suffix"]])
+        ctx = dataclasses.replace(ctx, features=None)  # layers that use them have them as inputs
+        x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=self.remat, inputs=added["lead"])
+        x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=self.remat, inputs=added["prefix"])
+        targets = _targets_by_row(self.from_hidden, model, _activations(x), _without_images(batch))
         return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
 
     def stage(self, layers: dict[str, Any], fixed: Any, active: Any, x: Any, data: Any) -> Any:
@@ -145,25 +151,26 @@ def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:
     Raises:
         TypeError: for another function; when called, if the model is not a `nn.stack.SupportsPipelining` with repeated
             layers.
-        ValueError: when called, for images, for an array without the batch's rows, or without a pipeline.
+        ValueError: when called, for an array without the batch's rows, or without a pipeline.
     """
     split_options(loss)  # raises for a loss that cannot be split
     return OneFOneB(loss)
 
 
-def _inputs(batch: Batch) -> dict[str, Any]:
-    if "images" in batch:
-        raise ValueError(
-            "a 1F1B pipeline supports text only, but this batch has images: pass the loss without one_f_one_b, for "
-            "GPipe by autodiff"
-        )
-    return {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
+def _activations(x: Any) -> Float[Array, "B T D"]:
+    """Returns the residual stream among what passes from layer to layer."""
+    return x.x if isinstance(x, nn.stack.WithShared) else x
+
+
+def _without_images(batch: Batch) -> Batch:
+    """Returns what microbatches get: images are used up before the pipeline, but a loss sees that there were some."""
+    return batch | {"images": None} if "images" in batch else batch
 
 
 def _check_rows(batch: Batch) -> None:
     rows = batch["tokens"].shape[0]
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        if x.shape[:1] != (rows,) and "images" not in batch:
+    for path, x in jax.tree_util.tree_leaves_with_path(_without_images(batch)):
+        if x.shape[:1] != (rows,):
             raise ValueError(
                 f"a pipeline splits the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have "
                 "the "

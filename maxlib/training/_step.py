@@ -5,7 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -184,10 +184,8 @@ def make_train_step(
     `finite` (False if the loss or the gradient norm is NaN or infinite; the new state is then invalid), `skipped` (with
     `skip_spikes`), and the means of the loss's own sums.
 
-        optimizer = training.adamw(1e-3)
-        state = training.make_state(model, optimizer)
         step = training.jit_step(training.make_train_step(training.next_token_loss, optimizer))
-        state, metrics = step(state, batch)  # the old state is gone
+        state, metrics = step(training.make_state(model, optimizer), batch)
 
     Args:
       loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
@@ -200,9 +198,8 @@ def make_train_step(
           have them (`nn.Router(expert_bias=True)`). 0 freezes them. The default is that of DeepSeek V3.
 
     Raises:
-      ValueError: in a step, for a metric of the loss that has one of these names; for a batch whose row count (per
-        microbatch) or sequence length is not divisible under the active layout; or for a name in `remat` that no layer
-        marks.
+      ValueError: in a step, for a metric of the loss that has one of these names; for a batch whose rows (of a
+        microbatch) or sequence the layout does not divide; or for a name in `remat` that no layer marks.
     """
     optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
 
@@ -217,10 +214,7 @@ def make_train_step(
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {
-            "value": loss,
-            "stacked": nn.tree.stacked_paths(state.rest),
-        }  # for weight decay and offloading layer by layer
+        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # for decay, and offloading by layer
         updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
         trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
         opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
@@ -231,10 +225,9 @@ def make_train_step(
             metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
         if log_schedule is not None:
             metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
-        rest = state.rest
+        rest, options = state.rest, {"rate": router_bias_update_rate, "skipped": skipped}
         if router_bias_update_rate:
-            options: Any = {"rate": router_bias_update_rate, "skipped": skipped}
-            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, **options)
+            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, **cast(Any, options))
         return TrainState(trainable, rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
 
     return step

@@ -254,9 +254,12 @@ def save_pretrained(
             about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
             write_card(model_card, part / "README.md", **about)
     if tokenizer is not None and ids["eos_token_id"] is None:  # an export with a tokenizer is meant for generation
-        warnings.warn(
-            f"{directory} has a tokenizer, but no id that ends a text: generation will run to its limit. Pass like= a "
-            "directory "
-            'that has one, or generation={"eos_token_id": ...}',
-            stacklevel=2,
-        )
+        _warn_of_no_end(directory)
+
+
+def _warn_of_no_end(directory: str | Path) -> None:
+    warnings.warn(
+        f"{directory} has a tokenizer, but no id that ends a text: generation will run to its limit. Pass like= a "
+        'directory that has one, or generation={"eos_token_id": ...}',
+        stacklevel=3,
+    )

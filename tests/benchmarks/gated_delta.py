@@ -1,7 +1,7 @@
-"""Gated delta rule or state-space duality: chunks against the definition, in turn on one machine, and the memory of a
-training step.
+"""Gated delta rule, Kimi delta attention or state-space duality: chunks against the definition, in turn on one machine,
+and the memory of a training step.
 
-    python -m tests.benchmarks.gated_delta [--op ssd] [--tokens 8192] [--rounds 3]
+    python -m tests.benchmarks.gated_delta [--op ssd|kimi_delta_attention] [--tokens 8192] [--rounds 3]
 
 Times are medians of rounds in which each contender runs once. Memory is what XLA allocates beside arguments and results
 for the forward and backward pass.
@@ -23,7 +23,8 @@ OP = "gated_delta_rule"
 
 
 def arrays(tokens: int, width: int, key_width: int | None = None) -> dict[str, jax.Array]:
-    return (ssd_arrays if OP == "ssd" else delta_arrays)(tokens, width, key_width or width)
+    made = {"ssd": ssd_arrays, "kimi_delta_attention": kimi_arrays}.get(OP, delta_arrays)
+    return made(tokens, width, key_width or width)
 
 
 def ssd_arrays(tokens: int, width: int, state_width: int) -> dict[str, jax.Array]:
@@ -45,6 +46,17 @@ def delta_arrays(tokens: int, width: int, key_width: int) -> dict[str, jax.Array
         "v": normal(2, HEADS, width),
         "log_decay": -0.05 * jax.nn.softplus(normal(3, HEADS)),
         "beta": jax.nn.sigmoid(normal(4, HEADS)),
+    }
+
+
+def kimi_arrays(tokens: int, width: int, key_width: int) -> dict[str, jax.Array]:
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, tokens, HEADS, *shape))
+    return {
+        "q": normal(0, key_width),
+        "k": normal(1, key_width),
+        "v": normal(2, width),
+        "log_decay": -0.05 * jax.nn.softplus(normal(3, key_width)),
+        "beta": jax.nn.sigmoid(normal(4)),
     }
 
 
@@ -98,7 +110,7 @@ def memory(width: int) -> Table:
 def main() -> None:
     global OP
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", default=OP, choices=("gated_delta_rule", "ssd"))
+    parser.add_argument("--op", default=OP, choices=("gated_delta_rule", "kimi_delta_attention", "ssd"))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)

@@ -6,9 +6,9 @@ batches of real text.
 
 Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
 FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean training
-loss of every tenth of the steps; `--draw` draws these. `--steps 360 --dim
-448 --layers 4 --vocab 4096 --batch 4 --length 256` is the main job. What quantization after training does:
-`tests/benchmarks/ptq.py`.
+loss of every tenth of the steps; `--draw` draws these. Runs that `--json` already holds are not repeated, so one call
+for each model and format, and a last one for both, give the same table and picture. `--steps 360 --dim 448 --layers 4
+--vocab 4096 --batch 4 --length 256` is the main job. What quantization after training does: `tests/benchmarks/ptq.py`.
 """
 
 import argparse
@@ -120,15 +120,28 @@ def covered_by(build, preset, step, state, batch):
     return low / sum(matmuls.values())
 
 
+def kept(args, settings):
+    """Returns the results of earlier calls with the same settings, from the file `--json`."""
+    machine = f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}"
+    if not (args.json and args.json.exists()):
+        return {"machine": machine, "settings": settings}
+    results = json.loads(args.json.read_text())
+    if results["settings"] != settings:
+        raise SystemExit(f"{args.json} has results of other settings, {results['settings']}: name another file")
+    return results
+
+
 def draw(results, path):
     """Draws the training losses, and how far each format is from full precision."""
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(name.split()[0] for name in results if name != "machine"))
+    results = {name: one for name, one in results.items() if name not in ("machine", "settings")}
+    names = list(dict.fromkeys(name.split()[0] for name in results))
     figure, rows = plt.subplots(2, len(names), figsize=(5 * len(names), 5), sharex=True, squeeze=False)
     for (top, bottom), name in zip(zip(*rows, strict=True), names, strict=True):
         found = {key.split()[1]: np.array(one["curve"]) for key, one in results.items() if key.split()[0] == name}
-        full, ends = next(iter(found.values())), np.arange(1, len(next(iter(found.values()))) + 1) / len(full)
+        full = found.get("full", next(iter(found.values())))
+        ends = np.arange(1, len(full) + 1) / len(full)
         for format, curve in found.items():
             top.plot(ends, curve, label=format)
             bottom.plot(ends, 100 * (curve / full - 1), label=format)
@@ -152,14 +165,16 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--draw", type=Path, help="a picture of the curves")
     args = parser.parse_args()
+    results = kept(args, {name: getattr(args, name) for name in (*sizes, "learning_rate", "dtype")})
     train, held_out = batches(args)
-    results = {"machine": f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}"}
     columns = ("validation loss", "difference", "bytes", "training FLOPs quantized", "CPU time of a step")
     table = Table("model", "format", *columns)
     for name in args.models:
         for preset in args.formats:
-            found = results[f"{name} {preset}"] = run(builders(args)[name], preset, args, train, held_out)
-            full = results[f"{name} {args.formats[0]}"]
+            if f"{name} {preset}" not in results:
+                results[f"{name} {preset}"] = run(builders(args)[name], preset, args, train, held_out)
+            found = results[f"{name} {preset}"]
+            full = results.get(f"{name} full", results[f"{name} {args.formats[0]}"])
             change, time_ = found["loss"] / full["loss"] - 1, found["seconds"] / full["seconds"]
             numbers = f"{found['loss']:.4f}", f"{change:+.2%}", f"{found['bytes']:,}"
             table.add_row(name, preset, *numbers, f"{found['covered']:.1%}", f"{time_:.2f}")

@@ -52,7 +52,7 @@ def test_greedy_continuation_is_that_of_transformers(theirs, generator):
 
 
 def test_images_and_placeholders_have_to_match(generator):
-    with pytest.raises(ValueError, match="hold 12 image placeholders, but the given images make 8 vectors"):
+    with pytest.raises(ValueError, match="have 12 image placeholders, but the given images make 8 vectors"):
         generator.generate(PROMPTS, images=IMAGES[:2], max_new_tokens=2)
-    with pytest.raises(ValueError, match="hold 12 image placeholders, but the given images make 0 vectors"):
+    with pytest.raises(ValueError, match="have 12 image placeholders, but the given images make 0 vectors"):
         generator.generate(PROMPTS, max_new_tokens=2)

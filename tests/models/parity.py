@@ -136,7 +136,7 @@ def theirs(
         "shapes": shapes,
         "tokens": tokens,
         "logits": logits.detach().float().numpy(),
-        "gradients": {name: projection(name, g.numpy()) for name, g in gradients.items()},
+        "gradients": {name: projection(name, g.detach().numpy()) for name, g in gradients.items()},
     }
 
 
@@ -211,6 +211,8 @@ def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     found = dict(revert_weight_conversion(model, tensors))
     if model.config.model_type == "qwen3_vl_moe":  # transformers reads experts either way; releases have the other one
         found = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in found.items()}
+    if model.config.model_type == "kimi_linear":  # transformers writes dense layers under the name of the experts
+        found = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): t for name, t in found.items()}
     return found
 
 

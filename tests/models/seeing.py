@@ -213,13 +213,13 @@ class Seeing(Conformance):
         changed = lambda **new: dataclasses.replace(images, **new)
         with pytest.raises(ValueError, match=r"hold \[13\] image placeholders .* make \[12\] vectors"):
             model(rows, images=changed(grids=np.array([[1, 4, 6], [0, 0, 0], [1, 6, 4]], np.int32)))
-        with pytest.raises(ValueError, match="hold 13 image placeholders, but the given images make 0"):
+        with pytest.raises(ValueError, match="have 13 image placeholders, but the given images make 0"):
             model(rows)
         with pytest.raises(ValueError, match="multiples of 2"):
             model(rows, images=changed(grids=np.array([[1, 8, 3], [1, 2, 2], [1, 6, 4]], np.int32)))
         with pytest.raises(ValueError, match="1 frame"):
             model(rows, images=changed(grids=np.array([[2, 2, 6], [1, 2, 2], [1, 6, 4]], np.int32)))
-        with pytest.raises(ValueError, match="only 40 are given"):
+        with pytest.raises(ValueError, match="only 40 were given"):
             model(rows, images=changed(pixels=images.pixels[:40]))
         with pytest.raises(ValueError, match=f"patches of {self.patch_dim} numbers"):
             model(rows, images=changed(pixels=images.pixels[:, :-6]))

@@ -152,15 +152,15 @@ def test_positions_behind_the_table_are_errors():
     """Wherever their number is known; a packed row may be longer than the table, its documents may not."""
     model, tokens = filled(lambda: gpt2.GPT2(TINY, rngs=nnx.Rngs(0))), jnp.zeros((1, 20), jnp.int32)
     hidden = jax.jit(lambda model, tokens, **inputs: model(tokens, dtype=jnp.float32, **inputs).hidden)
-    with pytest.raises(ValueError, match="learned 16 positions, which 20 tokens"):
+    with pytest.raises(ValueError, match="16 learned positions, but 20 tokens"):
         hidden(model, tokens)
-    with pytest.raises(ValueError, match="learned 16 positions, which 17 tokens"):
+    with pytest.raises(ValueError, match="16 learned positions, but 17 tokens"):
         model.init_cache(1, 17)
     assert len(inference.generate(model, [[1]], max_new_tokens=15)[0]) == 15
     with pytest.raises(ValueError, match="must fit the 16 positions of the model, got 17"):
         inference.generate(model, [[1]], max_new_tokens=16)
     late = jnp.full((1, 20), 16, jnp.int32)
-    with pytest.raises(ValueError, match="learned 16 positions, which 17 tokens"):
+    with pytest.raises(ValueError, match="16 learned positions, but 17 tokens"):
         model(tokens, positions=late)
     assert np.isnan(hidden(model, tokens, positions=late)).all()
     assert np.isfinite(hidden(model, tokens, segment_ids=1 + jnp.arange(20)[None] // 10)).all()

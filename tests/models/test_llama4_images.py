@@ -210,9 +210,9 @@ def test_eight_devices_equal_one(theirs, model):
 
 def test_wrong_images_are_refused(model):
     tokens, images = map(jnp.asarray, inputs())
-    with pytest.raises(ValueError, match="hold 16 image placeholders, but the given images make 12 vectors"):
+    with pytest.raises(ValueError, match="have 16 image placeholders, but the given images make 12 vectors"):
         model(tokens, images=images[:3])
-    with pytest.raises(ValueError, match="hold 16 image placeholders, but the given images make 0 vectors"):
+    with pytest.raises(ValueError, match="have 16 image placeholders, but the given images make 0 vectors"):
         model(tokens)
     with pytest.raises(ValueError, match=r"images must have the shape \(number, 3, 12, 12\), got \(4, 3, 12, 9\)"):
         logits_of(model, tokens, images[..., :9])

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(counts):
         ([[2, 2, 4]], "must be 1 frame"),
         ([[1, 0, 4]], "must be 1 frame"),
         ([[1, 3, 4]], "multiples of 2"),
-        ([[1, 4, 4]], "up to 16 patches in a row, but only 8 are given"),
+        ([[1, 4, 4]], "up to 16 patches in a row, but only 8 were given"),
     ],
 )
 def test_a_grid_that_is_none_is_refused(grids, message):

@@ -325,7 +325,7 @@ def test_what_layers_share_is_stored_once_for_the_backward_pass():
 
 def test_a_scanned_layer_may_not_share():
     stack = nn.Stack(lambda i, rngs: Shares(2, rngs=rngs), 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="scanned shares twice"):
+    with pytest.raises(ValueError, match="scanned layer shares twice"):
         stack(nn.stack.WithShared(jnp.ones(3), {}))
 
 

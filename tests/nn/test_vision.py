@@ -25,7 +25,7 @@ def test_too_few_or_too_many_features_show(count):
     placed = jax.jit(nn.vision.place_features)(jnp.zeros((2, 6, 3)), INSIDE, jnp.ones((count, 1, 3)))
     np.testing.assert_array_equal(jnp.isnan(placed[..., 0]), INSIDE)
     nn.vision.check_placeholders(INSIDE, 7)
-    with pytest.raises(ValueError, match=f"hold 7 image placeholders, but the given images make {count} vectors"):
+    with pytest.raises(ValueError, match=f"have 7 image placeholders, but the given images make {count} vectors"):
         nn.vision.check_placeholders(INSIDE, count)
 
 

@@ -27,7 +27,7 @@ LLAMA = llama.Config(
 
 def filled(make: Callable[[], Any], seed: int = 0) -> Any:
     """Builds `make()` with random parameters without compiling: matrices, and vectors near one. Other variables are
-    zero.
+    zero, but factors (Gemma 4 has one for each layer) are one.
     """
     rng = np.random.default_rng(seed)
     model = jax.eval_shape(make)
@@ -35,7 +35,8 @@ def filled(make: Callable[[], Any], seed: int = 0) -> Any:
     for path, variable in nn.variables(model).items():
         x, is_matrix = variable.get_value(), len(nn.tree.own_axes(axes[path])) > 1
         value = rng.normal(size=x.shape) * (0.15 if is_matrix else 0.1) + (not is_matrix)
-        variable.set_value(jnp.asarray(value if isinstance(variable, nnx.Param) else np.zeros(x.shape), x.dtype))
+        fixed = np.full(x.shape, float("norm" in nn.tree.own_axes(axes[path])))
+        variable.set_value(jnp.asarray(value if isinstance(variable, nnx.Param) else fixed, x.dtype))
     return model
 
 

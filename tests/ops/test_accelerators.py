@@ -19,7 +19,11 @@ KERNELS = [(name, one) for name, case in CASES.items() for one in worker.names(c
 def compare(case, implementation, dtype):
     given = case.arrays(dtype)
     run, how = worker._runner(case, implementation, given)
-    return {"status": "refused", "why": how} if run is None else worker._compared(case, run, given)
+    return (
+        {"status": "refused", "why": how}
+        if run is None
+        else worker._compared(case, run, given, worker._truth(case, given))
+    )
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 the findings.
 """
 
+import dataclasses
 import json
 import sys
 
@@ -13,7 +14,7 @@ from maxlib import ops
 from maxlib.ops import __main__ as command
 from maxlib.ops import _findings
 from maxlib.ops._attention import dispatch
-from maxlib.ops._attention.splash import Blocks, Passes, tuned_blocks
+from maxlib.ops._attention.splash import Blocks, SplashTiles
 from maxlib.ops._check import cases, parent, worker
 
 H100 = ("gpu", "NVIDIA H100 80GB HBM3")
@@ -104,26 +105,47 @@ def test_a_damaged_table_counts_as_none(tables, text):
     assert _findings.findings(H100[1]) == {"refused": {}, "tiles": {}}
 
 
-def test_tuned_blocks_are_taken_where_they_were_measured(tables, monkeypatch):
-    sizes = Passes(Blocks(256, 512, 512), None, Blocks(512, 1024, 512))
-    key = _findings.tiles_key("splash", 4096, 4096, 128, 128)
-    _findings.write("TPU v5p", tiles={key: worker.sizes(sizes)})
-    monkeypatch.setattr("maxlib.ops._attention.splash.current_device", lambda: ("tpu", "TPU v5p"))
-    assert tuned_blocks(4096, 4096, 128, 128) == sizes
-    assert tuned_blocks(4000, 4096, 128, 128) == Passes(*(one and one.fit(4000, 4096) for one in sizes))
-    assert tuned_blocks(8192, 8192, 128, 128) is None
+def test_measured_tiles_are_taken_where_they_were_measured(tables):
+    sizes = SplashTiles(Blocks(256, 512, 512), None, Blocks(512, 1024, 512))
+    explain = lambda T, kind="TPU v5p": splash_tiles(T, ("tpu", kind))
+    _findings.write("TPU v5p", tiles={explain(4096).key: sizes.to_json()})
+    assert (explain(4096).sizes, explain(4096).source) == (sizes, "measured")
+    assert explain(3000).sizes == sizes  # the same power of two
+    assert {explain(8192).source, explain(4096, "TPU v6e").source} == {"default"}
 
 
-def test_tune_begins_where_it_was_ended(monkeypatch):
-    """Block sizes that ended a process before are left out, and so are cases that splash does not run."""
-    monkeypatch.setattr(worker, "_refusal", lambda case, name, given: None if case is kept else "no")
-    monkeypatch.setattr(worker, "_tried", lambda case, passes, given, rounds: {"status": "right", "both_s": 1.0})
-    small = {name: case for name, case in cases.CASES.items() if isinstance(case, cases.Attention)}
-    kept = next(case for case in small.values() if case.gradients and not case.sinks and not case.softcap)
-    monkeypatch.setattr(cases.Attention, "arrays", lambda case, dtype: {})
-    every = [line["begins"] for line in worker.tune([], 1) if "begins" in line]
-    assert len(every) == len(worker.candidates(kept)) > 1
-    assert [line["begins"] for line in worker.tune(every[:1], 1) if "begins" in line] == every[1:]
+def splash_tiles(T: int, device):
+    q, causal = jax.ShapeDtypeStruct((1, T, 8, 128), jnp.bfloat16), ops.StaticMask("causal", aligned=True)
+    return ops.explain_attention(q, q, q, mask_hint=causal, device=device).tiles
+
+
+@pytest.mark.parametrize("name", sorted({name for op in worker.OPS for name in worker.names(op)}))
+def test_tune_tries_every_kernel_that_runs_here(name, monkeypatch):
+    """On a CPU in an interpreter; what ended a process before is left out."""
+    monkeypatch.setattr(worker, "_tried", lambda case, run, given, truth, rounds: {"status": "right"})
+    monkeypatch.setattr(worker, "_truth", lambda case, given: {})
+    every = [line["begins"] for line in worker.tune([name], [], 1) if "begins" in line]
+    here = {"splash", "mosaic_tpu", "chunked", "tiled"}
+    assert bool(every) == (name in here)
+    assert [line["begins"] for line in worker.tune([name], every[:1], 1) if "begins" in line] == every[1:]
+
+
+def test_tiles_that_are_wrong_are_found(monkeypatch):
+    """A kernel that gives something else with one of its sizes."""
+    right = dispatch.by_name("chunked").run
+
+    def run(*args, tiles, **options):
+        out, lse = right(*args, tiles=tiles, **options)
+        return out * (1 + (tiles.queries == 25)), lse
+
+    small = cases.Attention(50, heads=2, kv_heads=2, key_dim=16, value_dim=16)
+    monkeypatch.setattr(worker, "cases", lambda op: {"small": small} if op == "attention" else {})
+    broken = [
+        dataclasses.replace(one, run=run if one.name == "chunked" else one.run) for one in dispatch._implementations
+    ]
+    monkeypatch.setattr(dispatch, "_implementations", broken)
+    rows = {row["tiles"]["queries"]: row["status"] for row in worker.tune(["chunked"], [], 1) if "tiles" in row}
+    assert rows == {50: "right", 25: "wrong", 100: "right"}
 
 
 def test_tune_keeps_the_fastest_blocks(tables, workers):
@@ -135,11 +157,11 @@ for case, seconds in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
         say(begins=case)
         if case == "c":
             os._exit(1)
-        say(case=case, shape="x", key="k", tiles=[case], status="right", both_s=seconds)
+        say(case=case, key="k", tiles={"x": case}, status="right", seconds=seconds)
 """
     )
-    assert parent.tune(deadline=30) == {"k": ["b"]}
-    assert json.loads(_findings.file_of("TPU v5p").read_text())["tiles"] == {"k": ["b"]}
+    assert parent.tune(deadline=30) == {"k": {"x": "b"}}
+    assert json.loads(_findings.file_of("TPU v5p").read_text())["tiles"] == {"k": {"x": "b"}}
 
 
 def test_an_implementation_that_is_wrong_is_found(monkeypatch):
@@ -158,8 +180,18 @@ def test_the_command_says_what_is_wrong(capsys, workers):
     workers(DESCRIBED)
     assert command.main(["check", "cudnnn"]) == 2
     assert "unknown implementations ['cudnnn']" in capsys.readouterr().err
-    assert command.main(["tune"]) == 2
-    assert "measures splash attention's blocks on TPUs" in capsys.readouterr().err
+    assert command.main(["tune", "splash "]) == 2
+    assert "unknown implementations ['splash ']" in capsys.readouterr().err
+
+
+def test_without_an_accelerator_tune_writes_nothing(tables, workers, capsys):
+    workers(
+        DESCRIBED.replace('"gpu"', '"cpu"').replace("NVIDIA H100 80GB HBM3", "cpu")
+        + 'say(begins="a")\nsay(case="a", key="k", tiles={}, status="right")\n'
+    )
+    assert parent.tune(deadline=30) == {}
+    assert "tiles are checked, not timed" in capsys.readouterr().out
+    assert not _findings.file_of("cpu").exists()
 
 
 @pytest.mark.full
@@ -170,8 +202,10 @@ def test_everything_that_runs_on_a_cpu_passes(capsys):
     assert right == {"splash", "mosaic_tpu", "chunked", "tiled", "ragged_dot"}
 
 
-@pytest.mark.parametrize("sizes", [[1], [[1, 2, 3, 4], None, None], ["a", "b", "c"], [[0, 0, 0]] * 3])
-def test_damaged_tiles_count_as_none(sizes, tables, monkeypatch):
-    _findings.write("TPU v5p", tiles={_findings.tiles_key("splash", 128, 128, 64, 64): sizes})
-    monkeypatch.setattr("maxlib.ops._attention.splash.current_device", lambda: ("tpu", "TPU v5p"))
-    assert tuned_blocks(128, 128, 64, 64) is None
+@pytest.mark.parametrize(
+    "sizes", [[1], {"forward": [1]}, {"forward": 3, "dq": None, "dkv": 3}, {"forward": {"queries": 0, "keys": 0}}, "x"]
+)
+def test_damaged_tiles_count_as_none(sizes, tables):
+    device = ("tpu", "TPU v5p")
+    _findings.write(device[1], tiles={splash_tiles(128, device).key: sizes})
+    assert splash_tiles(128, device).source == "default"

@@ -82,6 +82,21 @@ def test_fast_and_slow_decays(slow):
     close(run(x)[0], definition(**x)[0], 5e-5)
 
 
+def test_slow_decays_between_fast_ones():
+    """Values and gradients: running sums of hundreds must leave no error in the small differences of a chunk."""
+    x = inputs()
+    x["log_decay"] = np.where(np.random.default_rng(4).random((B, T, N)) < 0.5, 600 * x["log_decay"], x["log_decay"])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(implementation, x):
+        rule = lambda x: ops.gated_delta_rule(**x, implementation=implementation)[0]
+        return rule(x), jax.grad(lambda x: jnp.sum(rule(x) ** 2))(x)
+
+    with jax.enable_x64(True):
+        want = jax.device_get(both("sequential", jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), x)))
+    jax.tree.map(close, both("chunked", jax.tree.map(jnp.asarray, x)), want)
+
+
 def test_documents_in_a_row_are_those_documents_alone():
     x = inputs()
     whole, _ = run(x, STARTS)

@@ -1,5 +1,6 @@
 """The TPU kernels of the gated delta rule: interpreted and lowered without a TPU, and run where there is one."""
 
+import contextlib
 import functools
 import re
 
@@ -25,15 +26,16 @@ DEFAULT = {"tokens": 330, "heads": (2, 4), "widths": (16, 12), "slow": SLOW}
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs the kernels here, by default in small chunks, so that a short text has several blocks of several chunks."""
+    stack = contextlib.ExitStack()
 
-    def install(chunk: int = 32, most: int = 3):
+    def install(tiles: kernel.DeltaTPUTiles = kernel.DeltaTPUTiles(32, 3)):
         monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         monkeypatch.setattr(api, "current_device", lambda: V5P)
-        monkeypatch.setattr(kernel, "CHUNK", chunk)
-        monkeypatch.setattr(kernel, "MOST", most)
+        stack.enter_context(ops.tuned(tiles))
         api._gated_delta_rule.clear_cache()
 
-    yield install
+    with stack:
+        yield install
     api._gated_delta_rule.clear_cache()
 
 
@@ -94,7 +96,7 @@ def test_values_and_gradients_are_those_of_the_definition(interpreted):
 @no_tpu
 def test_narrow_inputs_are_summed_in_float32(interpreted):
     """What leaves in bfloat16 is rounded once; states and the gradients of rates are not."""
-    interpreted(chunk=16)
+    interpreted(kernel.DeltaTPUTiles(16, 3))
     got = compare(5e-4, DEFAULT | {"tokens": 70}, dtype=jnp.bfloat16)
     assert [got[name].dtype for name in ("out", "q", "k", "v")] == [jnp.bfloat16] * 4
     assert {got[name].dtype for name in ("state", "log_decay", "beta", "initial_state")} == {np.dtype("float32")}
@@ -114,7 +116,7 @@ def test_narrow_inputs_are_summed_in_float32(interpreted):
     ids=str,
 )
 def test_every_shape_as_on_a_tpu(change, interpreted):
-    interpreted(kernel.CHUNK, kernel.MOST)
+    interpreted(kernel.DeltaTPUTiles())
     compare(2e-4, DEFAULT | change)  # the gradient of a unit key cancels: `sequential` in float32 is off by as much
 
 
@@ -132,7 +134,7 @@ def test_without_norm_state_and_masks(interpreted):
 @no_tpu
 @pytest.mark.full
 def test_devices_that_share_a_sequence_are_one(interpreted):
-    interpreted(chunk=16)
+    interpreted(kernel.DeltaTPUTiles(16, 3))
     x, options = arrays(160, (1, 2), (8, 6), SLOW), masks(160)
     split, state = dict.fromkeys(x, P(None, "context")) | {"initial_state": P()}, P()
     rule = lambda name, x, masks, **more: ops.gated_delta_rule(**x, **masks, implementation=name, **more)
@@ -192,7 +194,7 @@ def test_blocks_fit_into_vector_memory():
         assert kernel.refuses(groups, width, width, dtype) is None
         k = jax.ShapeDtypeStruct((1, 8192, 1, width), jnp.float32)
         v = jax.ShapeDtypeStruct((1, 8192, 1, groups, width), dtype)
-        cut = kernel._Cut.of(k, v)
+        cut = kernel._Cut.of(k, v, kernel.DeltaTPUTiles())
         assert kernel._vmem(cut.chunks, cut.chunk, groups, width, width, v.dtype.itemsize) <= kernel.VMEM
         assert cut.count * cut.chunks * cut.chunk < 8192 + cut.count * cut.chunk
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
-from maxlib.ops._grouped_matmul.tiled import _for_each_expert, _for_each_tile, tile_sizes
+from maxlib.ops._grouped_matmul.tiled import _for_each_expert, _for_each_tile, tiled_tiles
 
 IMPLEMENTATIONS = ["tiled", "ragged_dot", "reference"]
 TILED_FIRST = ["tiled", *(pytest.param(name, marks=pytest.mark.full) for name in IMPLEMENTATIONS[1:])]
@@ -123,12 +123,13 @@ def test_bfloat16_accumulates_in_float32(implementation):
 )
 def test_tiles_grow_with_the_rows_of_an_expert(rows_per_expert, unit):
     """Up to 64 rows small tiles waste least; beyond, the four sizes are multiples of a unit."""
-    assert tile_sizes(16 * rows_per_expert, 16) == ([64, 16] if unit is None else [8 * unit, 4 * unit, 2 * unit, unit])
+    sizes = (64, 16) if unit is None else (8 * unit, 4 * unit, 2 * unit, unit)
+    assert tiled_tiles(16 * rows_per_expert, 16).sizes == sizes
 
 
 @pytest.mark.parametrize("counts", [[256] * 16, [4000, *[6] * 15], [1] * 16])
 def test_cost_follows_the_rows(counts):
-    sizes = tile_sizes(4096, 16)
+    sizes = tiled_tiles(4096, 16).sizes
     add = lambda tile, total: total + jnp.array([tile.size, 1])
     one = lambda expert, start, stop, total: _for_each_tile(add, start, stop, 4096, sizes, total)
     rows, tiles = jax.jit(lambda counts: _for_each_expert(one, counts, jnp.zeros(2, int)))(np.array(counts))

@@ -2,6 +2,7 @@
 one.
 """
 
+import functools
 import re
 
 import jax
@@ -27,8 +28,9 @@ COUNTS = {
 M, I, O = 308, 128, 192  # neither a multiple of the tiles, nor of one another
 
 
-def both(rows, weights, counts, d_out, weight_order="EOI"):
-    out, pull = jax.vjp(lambda rows, weights: mosaic_gpu(rows, weights, counts, weight_order), rows, weights)
+def both(rows, weights, counts, d_out, weight_order="EOI", tiles=None):
+    run = lambda rows, weights: mosaic_gpu(rows, weights, counts, weight_order, tiles=tiles)
+    out, pull = jax.vjp(run, rows, weights)
     return out, *pull(d_out)
 
 
@@ -95,12 +97,13 @@ def test_every_kernel_lowers(dtype):
 
 @no_gpu
 @pytest.mark.full
-def test_wide_tiles(emulated, monkeypatch):
+def test_wide_tiles(emulated):
     """Of 256 columns, of which the last ones have 128 or none at all."""
     rows, weights, d_out = arrays(M, I, 384, 4)
-    monkeypatch.setattr(config, "row_tiles", lambda width, products: config.Tiles(columns=256, stages=3))
+    wide = config.Tiles(columns=256, stages=3)
+    run = jax.jit(functools.partial(both, tiles=config.HopperGroupedTiles(wide, wide, wide)))
     for name in ("uneven", "nothing"):
-        got = jax.jit(both)(rows, weights, jnp.array(COUNTS[name]), d_out)
+        got = run(rows, weights, jnp.array(COUNTS[name]), d_out)
         close(got, loop(rows, weights, COUNTS[name], d_out))
 
 

@@ -11,10 +11,9 @@ from jax.experimental.pallas.ops.tpu.megablox import ops as _  # noqa: F401  loa
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
-from maxlib.ops._grouped_matmul import api, tiling
-from maxlib.ops._grouped_matmul import megablox as module
+from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops._grouped_matmul.tiling import VMEM, Sizes, choose_tiles
+from maxlib.ops._grouped_matmul.tiling import VMEM, MegabloxTiles, Sizes, Tiles, choose_tiles
 from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
 
 KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -26,9 +25,10 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(KERNELS, name, functools.partial(getattr(KERNELS, name), interpret=True))
 
 
-@functools.partial(jax.jit, static_argnames="weight_order")
-def value_and_gradients(rows, weights, counts, d_out, weight_order="EOI"):
-    out, pull = jax.vjp(lambda rows, weights: megablox(rows, weights, counts, weight_order), rows, weights)
+@functools.partial(jax.jit, static_argnames=("weight_order", "tiles"))
+def value_and_gradients(rows, weights, counts, d_out, weight_order="EOI", tiles=None):
+    run = lambda rows, weights: megablox(rows, weights, counts, weight_order, tiles=tiles)
+    out, pull = jax.vjp(run, rows, weights)
     return out, *pull(d_out)
 
 
@@ -44,14 +44,11 @@ def test_equals_a_loop_over_experts(weight_order, interpreted):
 
 
 @pytest.mark.full
-def test_several_tiles_along_every_dimension(interpreted, monkeypatch):
-    monkeypatch.setattr(tiling, "VMEM", 2**20)
-    tiles = choose_tiles.__wrapped__(Sizes(400, 1100, 900, 3, 4, 4, transposed=False))
-    assert tiles.rows < 400 and tiles.summed < 1100 and tiles.out < 900
-    monkeypatch.setattr(module, "choose_tiles", choose_tiles.__wrapped__)
+def test_several_tiles_along_every_dimension(interpreted):
+    tiles = MegabloxTiles(Tiles(128, 384, 256), Tiles(128, 256, 384), Tiles(128, 512, 128))
     rows, weights, d_out = arrays(400, 1100, 900, 3)
     counts = [130, 0, 200]
-    got = value_and_gradients(rows, weights, jnp.array(counts), d_out)
+    got = value_and_gradients(rows, weights, jnp.array(counts), d_out, tiles=tiles)
     close(got, loop(rows, weights, counts, d_out))
 
 

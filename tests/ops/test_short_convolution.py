@@ -88,3 +88,21 @@ def test_channels_may_have_several_axes():
     x, weight = jnp.asarray(X), jnp.asarray(WEIGHT)
     heads = ops.short_convolution(x.reshape(B, T, 5, 1), weight.reshape(5, 1, W))[0]
     np.testing.assert_array_equal(heads.reshape(B, T, C), ops.short_convolution(x, weight)[0])
+
+
+def test_gradients_are_those_of_sums():
+    """Against numpy in float64; the last tap first, documents and the tail included."""
+    weights = RNG.normal(size=X.shape).astype(np.float32)
+    loss = lambda x, taps, bias, tail: jnp.sum(
+        weights * ops.short_convolution(x, taps, bias=bias, tail=tail, is_start=jnp.asarray(STARTS))[0]
+    )
+    got = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(X, WEIGHT, BIAS, TAIL)
+    of_x, of_taps, of_tail = (np.zeros(a.shape) for a in (X, WEIGHT, TAIL))
+    for b, t, back in np.ndindex(B, T, W):
+        if STARTS[b, max(0, t - back + 1) : t + 1].any():
+            continue  # its input is of another document
+        source, gradient, at = (X, of_x, t - back) if t >= back else (TAIL, of_tail, W - 1 + t - back)
+        gradient[b, at] += WEIGHT[:, W - 1 - back] * weights[b, t]
+        of_taps[:, W - 1 - back] += source[b, at] * weights[b, t].astype(np.float64)
+    for ours, theirs in zip(got, (of_x, of_taps, weights.sum((0, 1)), of_tail), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
 from maxlib.observability import forward_flops
-from maxlib.ops._ssd.chunked import CHUNK
+from maxlib.ops._ssd.chunked import SSDTiles
 
 B, T, G, N, WIDTH, SIZE = 2, 150, 2, 6, 5, 7  # chunks and a part of one; three heads to a group
 SLOW = 0.05  # rates: a state that is not reset shows hundreds of tokens later
@@ -184,7 +184,8 @@ def test_flops_are_those_of_the_matmuls():
     """By the formula of the op."""
     x = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in inputs(tokens=1024).items()}
     counted = forward_flops(lambda x: ops.ssd(**x)[0], x)
-    assert counted == 2 * 1024 * B * (G * CHUNK * SIZE + N * (CHUNK * WIDTH + 2 * WIDTH * SIZE))
+    chunk = SSDTiles().chunk
+    assert counted == 2 * 1024 * B * (G * chunk * SIZE + N * (chunk * WIDTH + 2 * WIDTH * SIZE))
 
 
 def test_bad_input():

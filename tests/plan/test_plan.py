@@ -183,7 +183,7 @@ MISTAKES = {
     "too many hosts": (dict(layout=layout(dcn={"data": 3}), target="h100x16"), "needs 3 hosts, but there are 2"),
     "microbatches": (
         dict(layout=layout("fsdp+pp:3", stage=4, fsdp=2)),
-        "cannot be cut into the pipeline's 3 micro",
+        "cannot be split into the pipeline's 3 micro",
     ),
     "around": (dict(layout=layout("fsdp+pp:2x2", stage=4, fsdp=2)), "groups of 4 stages"),
     "no pipeline": (dict(loss=training.one_f_one_b()), "give --strategy fsdp.pp:8 --mesh stage=4"),
@@ -318,6 +318,18 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
     assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
     assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("preset", "target", "expert", "batch", "peak"),
+    [("nemotron-3-super-120b-a12b", "v5p-128", 64, 1, 36.47), ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 74.01)],
+)
+def test_the_memory_of_layers_in_long_periods_is_that_of_the_compiler(preset, target, expert, batch, peak):
+    """GiB as compiled by libtpu 0.0.51."""
+    where = layout("ep", fsdp=-1, expert=expert)
+    got = plan.estimated(plan.Job(preset, target, layout=where, sequence=4096, per_device_batch_size=batch))
+    assert got.peak / 2**30 == pytest.approx(peak, rel=0.1)
 
 
 def test_rows_of_experts_are_estimated_to_pass_through_memory():

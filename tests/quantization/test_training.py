@@ -178,7 +178,7 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
             r"match no matmul .*: \[Rule.*layers.mpl.*layers.attn.q",
         ),
         ([quant.Rule(FP8), quant.high(0)], "an earlier rule has not matched"),
-        ([quant.high(0, 1, 7)], r"names the layers \[7\], the largest stack has 2"),
+        ([quant.high(0, 1, 7)], r"names the layers \[7\], but the largest stack has 2"),
         (quant.Format("int4", group=32), "training rounds activations too"),
         ([quant.Rule(FP8, kinds=("embedding",))], "embed: embeddings and heads"),
     ],
@@ -219,6 +219,12 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
     assert low([quant.high(match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).left == ("other.kernel",)
     with pytest.raises(ValueError, match="other.kernel.* do not belong to layers that can be quantized"):
         low([quant.Rule(FP8, kinds=("dense", "unknown"))])
+
+
+def test_filters_of_a_short_convolution_are_no_matrices():
+    """They multiply nothing, and a warning of each hybrid would tell nobody anything."""
+    layer = lambda: nn.GatedDeltaNet(16, num_heads=2, key_dim=8, value_dim=8, rngs=nnx.Rngs(0))
+    assert quant.report(jax.eval_shape(lambda: quant.for_training(layer(), "int8"))).left == ()
 
 
 def test_dtypes_that_the_backend_lacks(monkeypatch):

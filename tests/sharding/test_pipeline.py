@@ -183,12 +183,12 @@ def test_going_around_takes_no_more_memory(remat):
 def test_what_does_not_fit_is_said():
     mesh = sharding.make_mesh(stage=4, data=2)
     layout = sharding.Layout(mesh, PP)
-    with pytest.raises(ValueError, match="3 repeats of layers cannot be cut into 4 stages"):
+    with pytest.raises(ValueError, match="3 repeats of layers cannot be split into 4 stages"):
         sharding.create(lambda: llama(3), layout)
-    with pytest.raises(ValueError, match=r"up to 3 of 9 repeats .* repeats=2 .* take one of \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"up to 3 of 9 repeats .* repeats=2 .* use one of \[1, 3\]"):
         sharding.create(lambda: llama(9), sharding.Layout(mesh, AROUND))
     trace = lambda num_layers, rows: jax.eval_shape(lambda: llama(num_layers)(jnp.zeros((rows, 8), jnp.int32)))
-    with sharding.use(layout), pytest.raises(ValueError, match="6 rows cannot be cut into 4 microbatches"):
+    with sharding.use(layout), pytest.raises(ValueError, match="6 rows cannot be split into 4 microbatches"):
         trace(4, 6)
     message = r"each of the 2 devices of \('data',\) that share it, got 1 rows: use a batch of at least 8 rows"
     with sharding.use(sharding.Layout(mesh, sharding.DP | PP)), pytest.raises(ValueError, match=message):
@@ -320,6 +320,6 @@ def test_one_f_one_b_says_what_it_cannot_do():
         jax.eval_shape(one_f_one_b, params, rest, rows(8))
     with (
         sharding.use(sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | PP)),
-        pytest.raises(ValueError, match="text only"),
+        pytest.raises(TypeError, match="images"),
     ):
         jax.eval_shape(one_f_one_b, params, rest, rows(8) | {"images": jnp.zeros((1, 3, 4, 4))})

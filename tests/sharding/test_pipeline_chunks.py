@@ -30,9 +30,9 @@ def test_61_layers_on_4_stages():
 
 
 def test_what_does_not_fit_is_said():
-    with pytest.raises(ValueError, match="3 repeats of layers cannot be cut into 4 stages"):
+    with pytest.raises(ValueError, match="3 repeats of layers cannot be split into 4 stages"):
         chunks(3, 4, 1)
-    with pytest.raises(ValueError, match=r"up to 16 of 61 .* repeats=3 .* take one of \[1, 2, 4, 8, 16\]"):
+    with pytest.raises(ValueError, match=r"up to 16 of 61 .* repeats=3 .* use one of \[1, 2, 4, 8, 16\]"):
         chunks(61, 4, 3)
 
 

@@ -3,8 +3,9 @@
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import einops
 import jax
@@ -12,11 +13,38 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxlib.kernels.gated_delta.chunk import Spec
+from maxlib.kernels.tile_sizes import TileSizes
 
-CHUNK = 128  # tokens: matrices of 128 fill the lanes and the matmul unit
-SMALLEST = 16  # rows below 128 tokens are one chunk of 16, 32, 64 or 128
-MOST = 8  # chunks of a block
+SMALLEST = 16  # rows shorter than a chunk are one chunk of 16, 32, 64 ... tokens
 VMEM = 12 * 2**20  # bytes available to buffers, of the 16 MiB that every generation gives a kernel by default
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaTPUTiles(TileSizes):
+    """Tiles of maxlib's gated delta rule on TPUs.
+
+    Args:
+      chunk: tokens of a chunk, a power of two. Matrices of 128 fill the lanes and the matmul unit.
+      chunks: maximum number of chunks of a block; fewer if they do not fit into vector memory.
+    """
+
+    chunk: int = 128
+    chunks: int = 8
+
+    kernel: ClassVar[str] = "gated_delta_rule/mosaic_tpu"
+
+    def __post_init__(self):
+        self.require(SMALLEST, "chunk")
+        self.require(1, "chunks")
+        if self.chunk & (self.chunk - 1):
+            raise ValueError(f"DeltaTPUTiles: chunk must be a power of two, got {self.chunk}")
+
+
+class _Static(NamedTuple):
+    """Static parameters: the maths and the tiles."""
+
+    spec: Spec
+    tiles: DeltaTPUTiles
 
 
 def mosaic_tpu(
@@ -30,6 +58,7 @@ def mosaic_tpu(
     *,
     scale: float,
     l2_norm: bool,
+    tiles: DeltaTPUTiles = DeltaTPUTiles(),
 ) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B K G Hk Hv"]]:
     """Returns the outputs, in the dtype of `v`, and the state after the last token.
 
@@ -37,10 +66,12 @@ def mosaic_tpu(
     the state before a token is zero.
     """
     spec = Spec(scale, l2_norm, parts=(2, 2) if v.dtype.itemsize < 4 else (3, 3))
-    return _apply(spec, q, k, v, log_decay, beta, is_start.astype(jnp.float32), state)
+    return _apply(_Static(spec, tiles), q, k, v, log_decay, beta, is_start.astype(jnp.float32), state)
 
 
-def refuses(groups: int, key_dim: int, value_dim: int, dtype: Any) -> str | None:
+def refuses(
+    groups: int, key_dim: int, value_dim: int, dtype: Any, tiles: DeltaTPUTiles = DeltaTPUTiles()
+) -> str | None:
     """Returns the reason why the kernels cannot run a call, or None.
 
     Args:
@@ -48,10 +79,11 @@ def refuses(groups: int, key_dim: int, value_dim: int, dtype: Any) -> str | None
       key_dim: width of keys.
       value_dim: width of values.
       dtype: dtype of the values.
+      tiles: sizes of a chunk.
     """
     if str(dtype) not in ("bfloat16", "float32"):
         return f"takes values in bfloat16 or float32, not in {dtype}"
-    if (least := _vmem(1, CHUNK, groups, key_dim, value_dim, jnp.dtype(dtype).itemsize)) > VMEM:
+    if (least := _vmem(1, tiles.chunk, groups, key_dim, value_dim, jnp.dtype(dtype).itemsize)) > VMEM:
         return (
             f"needs {least / 2**20:.0f} MiB of vector memory for {groups} states of {key_dim} x {value_dim} and one chunk, "
             f"of which there are {VMEM >> 20}"
@@ -63,30 +95,30 @@ def refuses(groups: int, key_dim: int, value_dim: int, dtype: Any) -> str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(spec: Spec, q, k, v, log_decay, beta, starts, state):
-    return _forward(spec, q, k, v, log_decay, beta, starts, state, keep=False)[0]
+def _apply(static: _Static, q, k, v, log_decay, beta, starts, state):
+    return _forward(static, q, k, v, log_decay, beta, starts, state, keep=False)[0]
 
 
-def _forward(spec: Spec, *args, keep: bool):
+def _forward(static: _Static, *args, keep: bool):
     from maxlib.kernels.gated_delta.kernels import forward
 
     *tokens, state = args
-    cut = _Cut.of(*tokens[1:3])
-    out, last, before = forward(cut.blocks(*tokens), state, spec=spec, keep=keep)
+    cut = _Cut.of(*tokens[1:3], tiles=static.tiles)
+    out, last, before = forward(cut.blocks(*tokens), state, spec=static.spec, keep=keep)
     return (cut.joined(out), last), before
 
 
-def _apply_forward(spec: Spec, *args):
-    results, before = _forward(spec, *args, keep=True)
+def _apply_forward(static: _Static, *args):
+    results, before = _forward(static, *args, keep=True)
     return results, (args[:-1], before)
 
 
-def _apply_backward(spec: Spec, kept, cotangents):
+def _apply_backward(static: _Static, kept, cotangents):
     from maxlib.kernels.gated_delta.kernels import backward
 
     (tokens, before), (d_out, d_last) = kept, cotangents
-    cut = _Cut.of(*tokens[1:3])
-    d, d_state = backward(cut.blocks(*tokens), before, cut.by_head(d_out), d_last, spec=spec)
+    cut = _Cut.of(*tokens[1:3], tiles=static.tiles)
+    d, d_state = backward(cut.blocks(*tokens), before, cut.by_head(d_out), d_last, spec=static.spec)
     return *(cut.joined(a) for a in (d.q, d.k, d.v)), cut.rates(d.log_decay), cut.rates(d.beta), None, d_state
 
 
@@ -114,14 +146,14 @@ class _Cut(NamedTuple):
     chunk: int
 
     @classmethod
-    def of(cls, k, v) -> "_Cut":
+    def of(cls, k, v, tiles: DeltaTPUTiles) -> "_Cut":
         """Returns the sizes for keys `B T K Hk` and values `B T K G Hv`."""
         T, (groups, value_dim) = k.shape[1], v.shape[3:]
-        chunk = min(CHUNK, max(SMALLEST, 1 << (T - 1).bit_length()))
+        chunk = min(tiles.chunk, max(SMALLEST, 1 << (T - 1).bit_length()))
         vmem = functools.partial(
             _vmem, chunk=chunk, groups=groups, key_dim=k.shape[3], value_dim=value_dim, width=v.dtype.itemsize
         )
-        fitting = max(n for n in range(1, MOST + 1) if n == 1 or vmem(n) <= VMEM)
+        fitting = max(n for n in range(1, tiles.chunks + 1) if n == 1 or vmem(n) <= VMEM)
         total = -(-T // chunk)
         count = -(-total // fitting)
         return cls(T, count, -(-total // count), chunk)  # blocks of equal length, so that little is padded

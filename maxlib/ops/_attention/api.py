@@ -102,20 +102,12 @@ def attention(
     """
     hint = _hint(mask_hint, k_start, k_end)
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint)
-    out, lse = _attention(
-        q,
-        k,
-        v,
-        jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start,
-        jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end,
-        sinks,
-        bias,
-        hint and hint.segment_ids,
-        static=hint and hint.static,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        implementation=dispatch.choose(call, implementation).name,
-    )
+    start = jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start
+    end = jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = dispatch.choose(call, implementation).sized(call)
+    arrays = q, k, v, start, end, sinks, bias, hint and hint.segment_ids
+    out, lse = _attention(*arrays, static=hint and hint.static, scale=scale, softcap=softcap, run=run)
     return (out, lse) if return_lse else out
 
 
@@ -136,10 +128,12 @@ def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint |
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
 
 
-@register_flops(_flops, static=("static", "scale", "softcap", "implementation"))
-def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, implementation):
+@register_flops(_flops, static=("static", "scale", "softcap", "run"))
+def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, run):
+    implementation, tiles = run
     one = dispatch.by_name(implementation)
     more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}
+    more |= {} if tiles is None else {"tiles": tiles}
     if static is not None and not (static.aligned or one.takes_mask_hint):
         # In a ring, bounds may be outside of this part of the keys, and windows count from there. Other kernels skip
         # more tiles with clipped bounds.

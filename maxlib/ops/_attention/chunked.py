@@ -9,7 +9,8 @@ Letters inside this file: Q query blocks, R the rows of one block (the G query h
 queries: grouped heads share a matmul and keys are never repeated), c the keys of one block.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import einops
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._varying import vary_alike
 
 
@@ -53,8 +55,7 @@ def chunked(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
-    block_q: int | None = None,
-    block_k: int | None = None,
+    tiles: "ChunkedTiles | None" = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
@@ -70,11 +71,10 @@ def chunked(
       softcap: bound of the logits, or None.
       sinks: an extra logit per head, without a value.
       bias: added to the logits.
-      block_q: queries per block; by default chosen from the shapes.
-      block_k: keys per block; by default chosen from the shapes.
+      tiles: sizes of a block; default: `chunked_tiles`.
     """
-    given = {"softcap": softcap, "block_q": block_q, "block_k": block_k, "whole_batch": bias is not None}
-    spec = choose_blocks(q, k, scale, **given, platform=current_device()[0])
+    tiles = tiles or chunked_tiles(q.shape[1], q.shape[2], k.shape[1], current_device()[0])
+    spec = tiles.spec(q.shape, k.shape[1], scale, softcap, whole_batch=bias is not None)
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
     # Under shard_map, make all operands vary over the same axes; the transpose sums the gradients of replicated ones.
     arrays = vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
@@ -98,19 +98,42 @@ class _Device(NamedTuple):
 _DEVICES = {"cpu": _Device(256, 128, 2**19), "gpu": _Device(512, 512, 2**25), "tpu": _Device(512, 512, 2**25)}
 
 
-def choose_blocks(
-    q, k, scale, *, softcap=None, block_q=None, block_k=None, whole_batch=False, platform: str = "cpu"
-) -> Spec:
-    """Chooses block sizes from the shapes and the kind of device."""
+@dataclasses.dataclass(frozen=True)
+class ChunkedTiles(TileSizes):
+    """Blocks of `chunked`.
+
+    Args:
+      queries: queries of a block; at most all.
+      keys: keys of a block; at most all.
+      logits: most numbers of a tile, of all heads and as many rows of the batch as fit, at least one.
+    """
+
+    queries: int
+    keys: int
+    logits: int = 2**19
+
+    kernel: ClassVar[str] = "attention/chunked"
+
+    def __post_init__(self):
+        self.require()
+
+    def spec(self, q_shape, S: int, scale: float, softcap: float | None = None, *, whole_batch: bool = False) -> Spec:
+        """Returns the static parameters of a call with queries `B T N H` and S keys."""
+        B, T, N, _ = q_shape
+        queries, keys = min(self.queries, T), min(self.keys, S)
+        # Rows of the batch share a tile as far as its logits, B N T S numbers, fit; as many at a time as divide B.
+        fitting = max(1, self.logits // (N * queries * keys))
+        rows = B if whole_batch else max(r for r in range(1, B + 1) if B % r == 0 and r <= fitting)
+        return Spec(scale, softcap, queries, keys, rows)
+
+
+def chunked_tiles(T: int, N: int, S: int, platform: str = "cpu") -> ChunkedTiles:
+    """Chooses blocks from the shapes, T queries of N heads and S keys, and the kind of device."""
     device = _DEVICES.get(platform, _DEVICES["cpu"])
-    (B, T, N, _), S, budget = q.shape, k.shape[1], device.logits
-    block = device.long if T >= 2048 and budget >= N * device.long**2 else device.short
+    block = device.long if T >= 2048 and device.logits >= N * device.long**2 else device.short
     # With few queries, use longer blocks of keys.
-    block_q = _even(T, block, 1) if block_q is None else min(block_q, T)
-    block_k = _even(S, block if T > 32 else max(block, 256), 16) if block_k is None else min(block_k, S)
-    fitting = max(1, budget // (N * block_q * block_k))
-    rows = B if whole_batch else max(r for r in range(1, B + 1) if B % r == 0 and r <= fitting)
-    return Spec(scale, softcap, block_q, block_k, rows)
+    keys = _even(S, block if T > 32 else max(block, 256), 16)
+    return ChunkedTiles(_even(T, block, 1), keys, device.logits)
 
 
 def _even(length: int, block: int, multiple: int) -> int:

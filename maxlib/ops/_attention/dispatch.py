@@ -4,6 +4,8 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
+from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops import _tuning
 from maxlib.ops._attention.masks import StaticMask
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._findings import refused as failed_check
@@ -42,6 +44,13 @@ class Call:
     device_kind: str
     mask: StaticMask | None = None
 
+    @property
+    def key(self) -> str:
+        """Returns the key of its shape in tables of tile sizes; a soft-cap needs registers, so it has its own."""
+        # Lengths count by powers of two, widths exactly: they decide what fits into registers.
+        widths = {"Hk": self.key_dim, "Hv": self.value_dim} | ({"softcap": 1} if "softcap" in self.features else {})
+        return _tuning.key_of({"T": self.queries, "S": self.keys}, widths)
+
     def __str__(self) -> str:
         uses = ", ".join(sorted(self.features)) or "no extra features"
         uses = f"{uses}; mask: {self.mask or 'intervals'}"
@@ -64,6 +73,7 @@ class Implementation:
       accepts: function that checks further conditions; it returns the reason why a call cannot run, or None.
       by_name: reason why it only runs when selected by name; None if it may be chosen automatically.
       takes_mask_hint: True if `run` also takes `mask_hint`, a `MaskHint` that describes the intervals.
+      tiles: function that returns the tile sizes it chooses for a call; `run` then also takes `tiles`.
     """
 
     name: str
@@ -74,6 +84,17 @@ class Implementation:
     accepts: Callable[[Call], str | None] | None = None
     by_name: str | None = None
     takes_mask_hint: bool = False
+    tiles: Callable[[Call], TileSizes] | None = None
+
+    def sizes(self, call: Call) -> _tuning.Tuned | None:
+        """Returns the tile sizes that it runs a call with: those of code and tables come before its own."""
+        return None if self.tiles is None else _tuning.choose(self.tiles(call), call.key, call.device_kind)
+
+    def sized(self, call: Call) -> tuple[str, TileSizes | None]:
+        """Returns its name and the tile sizes of a call."""
+        # Chosen once, and static from then on: the backward pass may be traced later, outside of `ops.tuned`.
+        sizes = self.sizes(call)
+        return self.name, sizes and sizes.sizes
 
     def refusal(self, call: Call) -> str | None:
         """Returns the reason why it cannot run this call; None if it can."""
@@ -128,12 +149,17 @@ def explain(call: Call, name: str | None = None) -> Explanation:
     best = next((one for one, why in refusals.items() if why is None and one not in unasked), None)
     if name is None:
         refused = unasked | refused
-        return Explanation("attention", call, best, "" if best is None else by_name(best).about, refused)
+        return _chosen(call, best, "" if best is None else by_name(best).about, refused)
     if name in refused:
         return Explanation(
             "attention", call, None, f"{name} was requested, but it {refused[name]}; {best} can run it", refused
         )
-    return Explanation("attention", call, name, "requested by name", refused)
+    return _chosen(call, name, "requested by name", refused)
+
+
+def _chosen(call: Call, name: str | None, reason: str, refused: dict[str, str]) -> Explanation:
+    sizes = None if name is None else by_name(name).sizes(call)
+    return Explanation("attention", call, name, reason, refused, sizes)
 
 
 def choose(call: Call, name: str | None = None) -> Implementation:

@@ -12,7 +12,7 @@ Letters: N heads, T queries and S keys padded to whole blocks, Q blocks of queri
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._xla_workarounds import together
-from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
-from maxlib.kernels.attention.tiles import tiles
-from maxlib.ops import _findings
+from maxlib.kernels.attention.tiles import tiles as find_tiles
+from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
 LANES = 128  # lanes of a vector register; blocks are multiples of it
@@ -32,12 +31,15 @@ MOST_BLOCKS = 2**16  # entries in a table of blocks: two int32 tables take half 
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(TileSizes):
     """Sizes of a block: `queries` times `keys`, computed `compute` keys at a time (by the kernels that can)."""
 
     queries: int
     keys: int
     compute: int = 512
+
+    def __post_init__(self):
+        self.require(LANES)
 
     def fit(self, T: int, S: int) -> "Blocks":
         """Shrinks the block to minimize padding while T queries and S keys are split into as many pieces."""
@@ -56,15 +58,22 @@ def _even(length: int, block: int) -> int:
     return -(-length // (pieces * LANES)) * LANES
 
 
-class Passes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SplashTiles(TileSizes):
     """Blocks of the kernels. Without `dq`, one backward kernel computes all gradients, with partial sums of dq."""
 
     forward: Blocks
     dq: Blocks | None
     dkv: Blocks
 
+    kernel: ClassVar[str] = "attention/splash"
 
-def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
+    def fit(self, T: int, S: int) -> "SplashTiles":
+        """Shrinks all blocks to T queries and S keys."""
+        return SplashTiles(self.forward.fit(T, S), self.dq and self.dq.fit(T, S), self.dkv.fit(T, S))
+
+
+def splash_tiles(T: int, S: int, key_dim: int, value_dim: int) -> SplashTiles:
     """Chooses blocks that fit in 16 MiB of vector memory, as every TPU since v4 has; the choice has not been timed.
 
     For up to eight blocks of keys and heads of at most 128 (up to 8192 tokens) the backward pass is one kernel with
@@ -80,17 +89,7 @@ def choose_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes:
     forward = Blocks(512 if wide else size, size).fit(T, S)
     backward = Blocks(512, 512 if wide else size).fit(T, S)
     fused = not wide and backward.count(backward.queries, S) <= MOST_PARTS
-    return Passes(forward, None if fused else backward, backward)
-
-
-def tuned_blocks(T: int, S: int, key_dim: int, value_dim: int) -> Passes | None:
-    """Returns the fastest blocks that `python -m maxlib.ops tune` measured on this kind of device, or None."""
-    sizes = _findings.tiles(_findings.tiles_key("splash", T, S, key_dim, value_dim), current_device()[1])
-    try:
-        fitted: list[Any] = [size and Blocks(*size).fit(T, S) for size in sizes or ()]
-        return Passes(*fitted) if fitted else None
-    except (TypeError, ValueError, ArithmeticError):  # ignore a damaged table
-        return None
+    return SplashTiles(forward, None if fused else backward, backward)
 
 
 class Spec(NamedTuple):
@@ -98,7 +97,7 @@ class Spec(NamedTuple):
 
     softcap: float | None
     mask: StaticMask
-    passes: Passes
+    tiles: SplashTiles
     interpret: bool
 
 
@@ -114,7 +113,7 @@ def splash(
     sinks: Float[Array, " N"] | None = None,
     bias: None = None,
     mask_hint: MaskHint,
-    passes: Passes | None = None,
+    tiles: SplashTiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
@@ -132,14 +131,13 @@ def splash(
       sinks: an extra logit per head, without a value.
       bias: not supported.
       mask_hint: static description of the intervals, with segments if it is segmented.
-      passes: block sizes; by default `tuned_blocks`, or else `choose_blocks`.
+      tiles: block sizes, shrunk to the lengths; default: `splash_tiles`.
       interpret: True runs the kernels in Pallas's interpreter, on any device.
     """
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
-    spec = Spec(
-        softcap, mask_hint.static, passes or tuned_blocks(T, S, Hk, Hv) or choose_blocks(T, S, Hk, Hv), interpret
-    )
+    tiles = (tiles or splash_tiles(T, S, Hk, Hv)).fit(T, S)
+    spec = Spec(softcap, mask_hint.static, tiles, interpret)
     ids = mask_hint.segment_ids if mask_hint.static.segmented else None
     # The kernels have no scale: multiply the queries by it, which rounds them once more.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
@@ -154,7 +152,7 @@ def splash(
 def _attend(spec: Spec, q, k, v, k_start, k_end, ids):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    own = _Call.of(spec, spec.passes.forward, q, k, v, k_start, k_end, ids)
+    own = _Call.of(spec, spec.tiles.forward, q, k, v, k_start, k_end, ids)
     block = own.block
     sizes = kernels.BlockSizes(block_q=block.queries, block_kv=block.keys, block_kv_compute=block.compute)
 
@@ -213,13 +211,13 @@ def _backward(spec: Spec, residuals, cotangents):
         with jax.named_scope(own.name):
             return own.over_rows(run, *given)
 
-    passes, dkv = spec.passes, kernels._splash_attention_bwd_dkv
-    fused = passes.dq is None
-    options = {"bkv_compute": passes.dkv.compute, "use_fused_bwd_kernel": fused}
-    dq, dk, dv = gradients(passes.dkv, dkv, by_keys=True, whole=fused, **options)
-    if passes.dq is not None:
+    tiles, dkv = spec.tiles, kernels._splash_attention_bwd_dkv
+    fused = tiles.dq is None
+    options = {"bkv_compute": tiles.dkv.compute, "use_fused_bwd_kernel": fused}
+    dq, dk, dv = gradients(tiles.dkv, dkv, by_keys=True, whole=fused, **options)
+    if tiles.dq is not None:
         # Two kernels sum over keys and over queries in vector memory, so there are no partial sums in main memory.
-        dq = gradients(passes.dq, kernels._splash_attention_bwd_dq, by_keys=False)
+        dq = gradients(tiles.dq, kernels._splash_attention_bwd_dq, by_keys=False)
     natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
     return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
 
@@ -318,7 +316,7 @@ def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bo
     """Finds the blocks to which some query of the batch attends."""
     pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
     # [B, Q, C] -> [Q, C]: one table for all rows; the mask function masks the keys of a single row.
-    visited, _ = tiles(pad(k_start), pad(k_end), S, block.queries, block.keys)
+    visited, _ = find_tiles(pad(k_start), pad(k_end), S, block.queries, block.keys)
     return visited.any(axis=0)
 
 

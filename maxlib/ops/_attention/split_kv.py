@@ -7,7 +7,8 @@ proportional to the filled length of a cache, not its capacity.
 Letters inside this file: P parts of a wave, c keys of a part, G query heads of a key head.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import einops
 import jax
@@ -17,10 +18,23 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.attention.merge import merge_parts
 from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import chunked
 
 MAX_QUERIES = 16
-WAVE, PART = 4096, 256  # keys
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitTiles(TileSizes):
+    """Keys of a wave, which is computed at once, and of a part of it, rounded up to a divisor of the wave."""
+
+    wave: int = 4096
+    part: int = 256
+
+    kernel: ClassVar[str] = "attention/split_kv"
+
+    def __post_init__(self):
+        self.require()
 
 
 class Spec(NamedTuple):
@@ -43,16 +57,15 @@ def split_kv(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: None = None,
-    wave: int = WAVE,
-    part: int = PART,
+    tiles: SplitTiles | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    The arguments are those of `reference` and two more: `wave`, the number of keys computed at once, and `part`, the
-    number of keys in a part, which is rounded up to a divisor of `wave`. The gradient is computed by `chunked`.
+    All arguments but `tiles` are those of `reference`. The gradient is computed by `chunked`.
     """
-    wave = min(wave, k.shape[1])
-    spec = Spec(scale, softcap, wave, _divisor(wave, part))
+    tiles = tiles or SplitTiles()
+    wave = min(tiles.wave, k.shape[1])
+    spec = Spec(scale, softcap, wave, _divisor(wave, tiles.part))
     out, lse = _attend(spec, q, k, v, k_start.astype(jnp.int32), k_end.astype(jnp.int32))
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 

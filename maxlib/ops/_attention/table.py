@@ -20,12 +20,13 @@ from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.attention.mosaic_tpu import config as tpu
 from maxlib.kernels.attention.mosaic_tpu import count_tiles, mosaic_tpu
-from maxlib.ops._attention.chunked import chunked
+from maxlib.ops import _tuning
+from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
 from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
 from maxlib.ops._attention.reference import reference
-from maxlib.ops._attention.splash import MOST_BLOCKS, choose_blocks, splash
-from maxlib.ops._attention.split_kv import MAX_QUERIES, split_kv
+from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
+from maxlib.ops._attention.split_kv import MAX_QUERIES, SplitTiles, split_kv
 from maxlib.ops._attention.tokamax_gpu import INSTALL, is_installed, tokamax
 
 HALF = ("bfloat16", "float16")
@@ -45,10 +46,14 @@ def splash_refuses(call: Call) -> str | None:
         return "needs to know where intervals begin: pass mask_hint= (ops.StaticMask), or no k_start"
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
-    block = choose_blocks(call.queries, call.keys, call.key_dim, call.value_dim).forward
+    block = _tuning.choose(_splash_tiles(call), call.key, call.device_kind).sizes.forward
     if (count := block.count(call.queries, call.keys)) > MOST_BLOCKS:
         return f"takes at most {MOST_BLOCKS} blocks of {block.queries} x {block.keys}, not {count}: split the sequence"
     return None
+
+
+def _splash_tiles(call: Call) -> SplashTiles:
+    return splash_tiles(call.queries, call.keys, call.key_dim, call.value_dim)
 
 
 def _names_no_mask(call: Call) -> str | None:
@@ -110,14 +115,17 @@ def mosaic_tpu_refuses(call: Call) -> str | None:
     if call.dtype not in ("bfloat16", "float32"):
         return f"takes queries in bfloat16 or float32, not in {call.dtype}"
     # The kernels' tables of tiles are in scalar memory.
-    count = count_tiles(
-        tpu.generation(call.device_kind), call.batch, call.queries, call.keys, call.heads // call.kv_heads
-    )
+    sizes = _tuning.choose(_mosaic_tpu_tiles(call), call.key, call.device_kind).sizes
+    count = count_tiles(sizes, call.batch, call.queries, call.keys, call.heads // call.kv_heads)
     return (
         None
         if count <= tpu.MOST_TILES
         else f"takes at most {tpu.MOST_TILES} tiles, not {count}: split batch or sequence"
     )
+
+
+def _mosaic_tpu_tiles(call: Call) -> tpu.TPUAttentionTiles:
+    return tpu.attention_tiles(tpu.generation(call.device_kind), call.keys, call.kv_heads, call.key_dim)
 
 
 GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
@@ -134,6 +142,7 @@ ROWS = (
         ALL - {"bias", "float64"},
         mosaic_gpu_refuses,
         by_name=UNPROVEN.format("GPU", "cuDNN"),
+        tiles=lambda call: gpu.attention_tiles(call.key_dim, call.value_dim, "softcap" in call.features),
     ),
     Implementation(
         "mosaic_tpu",
@@ -143,6 +152,7 @@ ROWS = (
         ALL - {"bias", "float64"},
         mosaic_tpu_refuses,
         by_name=UNPROVEN.format("TPU", "splash"),
+        tiles=_mosaic_tpu_tiles,
     ),
     # Decoding: the kernels above pad a single query to a whole block.
     # On a CPU one block keeps all cores busy, so chunked is faster.
@@ -153,6 +163,7 @@ ROWS = (
         GPU | TPU,
         ALL - {"bias"},
         split_refuses,
+        tiles=lambda call: SplitTiles(),
     ),
     # Proven kernels: the default where they support the call.
     Implementation(
@@ -181,9 +192,15 @@ ROWS = (
         ALL - {"bias", "float64"},
         splash_refuses,
         takes_mask_hint=True,
+        tiles=_splash_tiles,
     ),
     # The fallback, which supports every call.
-    Implementation("chunked", chunked, "blockwise XLA, memory linear in the sequence"),
+    Implementation(
+        "chunked",
+        chunked,
+        "blockwise XLA, memory linear in the sequence",
+        tiles=lambda call: chunked_tiles(call.queries, call.heads, call.keys, call.platform),
+    ),
     Implementation("reference", reference, "the definition, memory T x S"),
 )
 

@@ -171,7 +171,7 @@ class GatedDelta:
         keys = jax.random.split(jax.random.key(0), 6)
         draw = lambda i, *shape: jax.random.normal(keys[i], (B, T, *shape), dtype)
         # Heads forget at different rates, over ten to thousands of tokens.
-        rates = jnp.logspace(-4, -1, N) * jax.nn.softplus(jax.random.normal(keys[3], (B, T, N)))
+        rates = jnp.logspace(-4, -1, N)[None, None] * jax.nn.softplus(jax.random.normal(keys[3], (B, T, N)))
         return {
             "q": draw(0, self.key_heads, self.key_dim),
             "k": draw(1, self.key_heads, self.key_dim),

@@ -44,11 +44,8 @@ def check(
     _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
     if about["platform"] == "cpu":
         _say("No accelerator: sizes are small, TPU kernels run in an interpreter, GPU kernels are skipped, no times.")
-    known = [(op, name) for op, names in about["implementations"].items() for name in names]
-    if unknown := set(implementations or ()) - {name for _, name in known}:
-        raise ValueError(f"unknown implementations {sorted(unknown)}; known are {sorted({name for _, name in known})}")
     rows = []
-    for op, name in known:
+    for op, name in _known(about, implementations):
         if implementations is None or name in implementations:
             found = [{"op": op, "implementation": name} | row for row in _cases([op, name], deadline, rounds)]
             rows += found
@@ -58,30 +55,50 @@ def check(
     return rows
 
 
-def tune(*, deadline: float = 120.0, rounds: int = 3) -> dict[str, Any]:
-    """Times block sizes of splash attention on this machine and writes the fastest to the device kind's table.
+def tune(
+    implementations: list[str] | None = None, *, deadline: float = 120.0, rounds: int = 3
+) -> dict[str, dict[str, Any]]:
+    """Tries tile sizes of every kernel that runs on this machine and writes the fastest to the device kind's table.
+
+    Sizes whose result is not that of float32 are left out. Without an accelerator nothing is timed or written: kernels
+    for TPUs run in an interpreter, which shows only that their sizes give the right result.
 
     Args:
+      implementations: names of those to try; default: all of them.
       deadline: time limit per choice of sizes in seconds, including compilation.
-      rounds: number of rounds of ten timed calls.
+      rounds: rounds of ten timed calls.
 
     Returns:
-      The fastest sizes by key: kernel, lengths (as powers of two) and widths of the heads.
+      The fastest sizes by key: kernel, lengths (as powers of two) and widths.
 
     Raises:
-      RuntimeError: when the machine has no TPU; only splash attention has tunable sizes.
+      ValueError: when a name is not that of an implementation.
     """
     (about,) = _lines(["--describe"], deadline)
-    if about["platform"] != "tpu":
-        raise RuntimeError(f"tune measures splash attention's blocks on TPUs; this is {about['device']}")
+    _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
+    _known(about, implementations)
+    timed = about["platform"] != "cpu"
+    if not timed:
+        _say(
+            "No accelerator: kernels for TPUs run in an interpreter; tiles are checked, not timed, and none is written."
+        )
     best: dict[str, Any] = {}
-    for row in _cases(["--tune"], deadline, rounds):
-        _say(f"{row['case']}: {row.get('both_s', row.get('why'))}")
-        if row["status"] == "right" and row["both_s"] < best.get(row["key"], {"both_s": float("inf")})["both_s"]:
+    for row in _cases(["--tune", *(implementations or ())], deadline, rounds):
+        _say(f"{row['case']}: {row['status']} {row.get('seconds', row.get('why', ''))}")
+        if "seconds" in row and row["seconds"] < best.get(row["key"], row | {"seconds": float("inf")})["seconds"]:
             best[row["key"]] = row
     found = {key: row["tiles"] for key, row in best.items()}
-    _say(f"written to {machine.write(about['device'], tiles=found)}")
+    if timed:
+        _say(f"written to {machine.write(about['device'], tiles=found)}")
     return found
+
+
+def _known(about: dict[str, Any], wanted: list[str] | None) -> list[tuple[str, str]]:
+    """Returns every operation and implementation; raises ValueError when a wanted one is not among them."""
+    known = [(op, name) for op, names in about["implementations"].items() for name in names]
+    if unknown := set(wanted or ()) - {name for _, name in known}:
+        raise ValueError(f"unknown implementations {sorted(unknown)}; known are {sorted({name for _, name in known})}")
+    return known
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, str | None]:

@@ -4,7 +4,8 @@ It is a separate process, because a kernel that hangs or crashes ends its proces
 """
 
 import contextlib
-import dataclasses
+import functools
+import itertools
 import json
 import statistics
 import time
@@ -17,10 +18,11 @@ import numpy as np
 
 from maxlib.hardware import chip_of
 from maxlib.kernels.attention.mosaic_tpu import mosaic_tpu
-from maxlib.ops import _attention, _gated_delta, _grouped_matmul
+from maxlib.kernels.gated_delta import DeltaTPUTiles
+from maxlib.ops import _attention, _gated_delta, _grouped_matmul, _tuning
 from maxlib.ops._attention import dispatch, splash
 from maxlib.ops._check.cases import CASES, TOLERANCE, Attention, Case, GatedDelta, functions
-from maxlib.ops._findings import tiles_key
+from maxlib.ops._explanation import Explanation
 from maxlib.ops._gated_delta import dispatch as gated_delta
 from maxlib.ops._gated_delta.api import _gated_delta_rule
 from maxlib.ops._grouped_matmul.dispatch import TABLE
@@ -70,12 +72,17 @@ def _checked(case: Case, implementation: str, rounds: int) -> dict[str, Any]:
     if run is None:
         return {"status": "refused", "why": how}
     try:
-        with _interpreter() if implementation == "mosaic_tpu" and how == "interpreted" else contextlib.nullcontext():
-            return {"how": how} | _compared(case, run, given) | ({} if on_a_cpu else _timed(case, run, given, rounds))
+        with _interpreter(implementation, how):
+            row = _compared(case, run, given, _truth(case, given), REPEATS)
+            return {"how": how} | row | ({} if on_a_cpu else _timed(case, run, given, rounds))
     except Exception as error:  # any error: a failing kernel is a result, and the other cases continue
-        message = str(error).strip().split("\n")[0][:200]
-        full = "RESOURCE_EXHAUSTED" in str(error)
-        return {"status": "out of memory" if full else "failed", "why": f"{type(error).__name__}: {message}"}
+        return _failed(error)
+
+
+def _failed(error: Exception) -> dict[str, str]:
+    message = str(error).strip().split("\n")[0][:200]
+    full = "RESOURCE_EXHAUSTED" in str(error)
+    return {"status": "out of memory" if full else "failed", "why": f"{type(error).__name__}: {message}"}
 
 
 def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tuple[Callable | None, str]:
@@ -89,18 +96,23 @@ def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tup
 
 
 def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> str | None:
-    options: dict[str, Any] = {"implementation": implementation}
+    answer = _explained(case, implementation, given)
+    return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
+
+
+def _explained(
+    case: Case, implementation: str, given: dict[str, jax.Array], device: tuple[str, str] | None = None
+) -> Explanation:
+    options: dict[str, Any] = {"implementation": implementation, "device": device}
     if isinstance(case, Attention):
         hint = case.intervals()[2]
         options |= {"mask_hint": hint and hint.static, "softcap": case.softcap, "sinks": given.get("sinks")}
         args = [given[name] for name in "qkv"]
         # Pass the same arguments as a layer: interval ends and the mask hint.
-        answer = _attention.explain_attention(*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
-    elif isinstance(case, GatedDelta):
-        answer = _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
-    else:
-        answer = _grouped_matmul.explain_grouped_matmul(given["rows"], given["weights"], **options)
-    return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
+        return _attention.explain_attention(*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
+    if isinstance(case, GatedDelta):
+        return _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
+    return _grouped_matmul.explain_grouped_matmul(given["rows"], given["weights"], **options)
 
 
 def _splash(q, k, v, *, mask_hint, softcap, **more):
@@ -113,8 +125,8 @@ def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
 
 
 # Call the kernel directly, because the public function refuses to run it on a CPU.
-def _delta_tpu(q, k, v, log_decay, beta, *, is_start, initial_state=None):
-    options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "implementation": "mosaic_tpu"}
+def _delta_tpu(q, k, v, log_decay, beta, *, is_start, initial_state=None, tiles=DeltaTPUTiles()):
+    options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "run": ("mosaic_tpu", tiles)}
     return _gated_delta_rule(q, k, v, log_decay, beta, is_start, None, initial_state, **options)
 
 
@@ -125,8 +137,10 @@ INTERPRETED = {
 }
 
 
-def _interpreter() -> contextlib.AbstractContextManager:
-    """Returns a context in which Pallas kernels for TPUs, including their gradients, run on a CPU."""
+def _interpreter(implementation: str, how: str) -> contextlib.AbstractContextManager:
+    """Returns a context in which maxlib's Pallas kernels for TPUs, including their gradients, run on a CPU."""
+    if implementation != "mosaic_tpu" or how != "interpreted":
+        return contextlib.nullcontext()
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.force_tpu_interpret_mode()
@@ -145,15 +159,21 @@ def _results(case: Case, run: Callable) -> Callable:
     return jax.jit(results)
 
 
-def _compared(case: Case, run: Callable, given: dict[str, jax.Array]) -> dict[str, Any]:
-    """Compares the results with float32 results, and on an accelerator with repeated runs."""
+def _truth(case: Case, given: dict[str, jax.Array]) -> dict[str, Any]:
+    """Returns the results in float32."""
     with jax.default_matmul_precision("float32"):
         wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-        truth = _results(case, functions(case.op, case.truth))(wide)
+        return jax.device_get(_results(case, functions(case.op, case.truth))(wide))
+
+
+def _compared(
+    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], repeats: int = 0
+) -> dict[str, Any]:
+    """Compares the results with the truth, and on an accelerator with those of further runs."""
     compiled = _results(case, run)
     # One error per array: a wrong tile changes the norm of the difference, rounding does not.
     got = jax.device_get(compiled(given))
-    errors = {name: _error(got[name], x) for name, x in jax.device_get(truth).items()}
+    errors = {name: _error(got[name], x) for name, x in truth.items()}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else np.inf)
     row = {"error": errors[worst], "of": worst}
     bound = TOLERANCE[str(given["d"].dtype)]
@@ -164,9 +184,9 @@ def _compared(case: Case, run: Callable, given: dict[str, jax.Array]) -> dict[st
         }
     if jax.default_backend() != "cpu":
         # A kernel with a missing wait sometimes reads data too early.
-        again = (jax.device_get(compiled(given)) for _ in range(REPEATS))
+        again = (jax.device_get(compiled(given)) for _ in range(repeats))
         if any(not np.array_equal(one[name], got[name]) for one in again for name in got):
-            return row | {"status": "varies", "why": f"{REPEATS} runs differ in some bit"}
+            return row | {"status": "varies", "why": f"{repeats} runs differ in some bit"}
     return row | {"status": "right"}
 
 
@@ -203,56 +223,51 @@ def seconds(compiled: Callable, argument: Any, rounds: int) -> float:
 # ---------------------------------------------------------------------------------------------- tiles
 
 
-def candidates(case: Attention) -> list[splash.Passes]:
-    """Returns block sizes of splash attention to try, its default first."""
-    # Vary forward and backward sizes separately: all pairs would take hours, and the passes are independent.
-    T, S = case.tokens, case.tokens + case.cache
-    own = splash.choose_blocks(T, S, case.key_dim, case.value_dim)
-    found = [own]
-    for queries in (256, 512, 1024, 2048):
-        for keys in (512, 1024, 2048):
-            block = splash.Blocks(queries, keys).fit(T, S)
-            found += [own._replace(forward=block), own._replace(dkv=block, dq=own.dq and block)]
-    return list(dict.fromkeys(found))
+def tune(implementations: list[str], skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Tries tile sizes of every kernel that runs here, a line for each; on a CPU one small case of each, without times.
+
+    Args:
+      implementations: names of those to try; none for all.
+      skip: labels of tries that ended a process.
+      rounds: rounds of ten timed calls.
+    """
+    few = 1 if jax.default_backend() == "cpu" else None
+    for op in OPS:
+        wanted = [name for name in names(op) if name in implementations or not implementations]
+        for implementation, (name, case) in itertools.product(wanted, [*cases(op).items()][:few]):
+            yield from _tries(name, case, implementation, skip, rounds)
 
 
-def tune(skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Times block sizes of splash attention for every case that it can run, and prints a line for each."""
-    for name, case in CASES.items():
-        if not isinstance(case, Attention) or not case.gradients or case.sinks or case.softcap:
-            continue
-        given = case.arrays(jnp.bfloat16)
-        if _refusal(case, "splash", given) is not None:
-            continue
-        for passes in candidates(case):
-            label = f"{name} {passes}"
-            if label in skip:
-                continue
+def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    given = case.arrays(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    run, how = _runner(case, implementation, given)
+    # Sizes that an interpreted kernel would have where it is not interpreted.
+    tiles = _explained(case, implementation, given, ("tpu", "TPU v5p") if how == "interpreted" else None).tiles
+    if run is None or tiles is None:
+        return
+    truth = None  # computed once, and only if something is left to try
+    for sizes in tiles.sizes.neighbours():
+        label = f"{case.op}/{implementation} {name} {sizes}"
+        if label not in skip:
             yield {"begins": label}
-            yield {"case": label, "shape": name, "key": key_of(case), "tiles": sizes(passes)} | _tried(
-                case, passes, given, rounds
-            )
+            truth = _truth(case, given) if truth is None else truth
+            own = functools.partial(run, tiles=sizes) if how == "interpreted" else run
+            with _tuning.tuned(sizes), _interpreter(implementation, how):
+                row = _tried(case, own, given, truth, rounds)
+            yield {"case": label, "key": tiles.key, "tiles": sizes.to_json(), "how": how} | row
 
 
-def key_of(case: Attention) -> str:
-    """Returns the key of a case's tiles in a device's table."""
-    return tiles_key("splash", case.tokens, case.tokens + case.cache, case.key_dim, case.value_dim)
-
-
-def sizes(passes: splash.Passes) -> list[list[int] | None]:
-    """Returns block sizes as JSON: queries, keys and computed keys of each kernel."""
-    return [None if block is None else list(dataclasses.astuple(block)) for block in passes]
-
-
-def _tried(case: Attention, passes: splash.Passes, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
-    def run(q, k, v, *, k_start, k_end, mask_hint, softcap):
-        bounds = {"k_start": k_start, "k_end": k_end, "scale": q.shape[-1] ** -0.5}
-        return splash.splash(q, k, v, **bounds, mask_hint=mask_hint, softcap=softcap, passes=passes)[0]
-
+def _tried(
+    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], rounds: int
+) -> dict[str, Any]:
     try:
-        return {"status": "right", "both_s": seconds(_results(case, run), given, rounds)}
+        # First right, then fast: a tile that leaves something out is faster than one that does not.
+        row = _compared(case, run, given, truth)
+        if row["status"] != "right" or jax.default_backend() == "cpu":
+            return row
+        return row | {"seconds": seconds(_results(case, run), given, rounds)}
     except Exception as error:  # any error: sizes that do not fit are skipped
-        return {"status": "failed", "why": str(error).strip().split("\n")[0][:200]}
+        return _failed(error)
 
 
 def say(lines: Iterator[dict[str, Any]]) -> None:

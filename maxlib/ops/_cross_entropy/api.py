@@ -51,10 +51,8 @@ def linear_cross_entropy(
     Matmuls run in the dtype of `hidden`. Logits and the gradient of `weight` accumulate in float32; gradients have the
     dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
 
-        hidden, weight = jnp.ones((2, 8, 64)), jnp.ones((1000, 64))
-        targets = jnp.zeros((2, 8), jnp.int32)
-        found = ops.linear_cross_entropy(hidden, weight, targets, weights=jnp.full((2, 8), 1 / 16))
-        found.loss  # a mean over the 16 tokens
+        hidden, weight, targets = jnp.ones((2, 8, 64)), jnp.ones((1000, 64)), jnp.zeros((2, 8), jnp.int32)
+        loss = ops.linear_cross_entropy(hidden, weight, targets, weights=jnp.full((2, 8), 1 / 16)).loss  # a mean
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.
@@ -87,14 +85,8 @@ def linear_cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that a NaN in them does not reach a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
-    loss, terms = run(
-        rows,
-        weight,
-        jnp.where(valid, targets, 0).astype(jnp.int32).reshape(-1),
-        jnp.where(valid, weights, 0).reshape(-1),
-        chunk,
-        options,
-    )
+    ids, weights = jnp.where(valid, targets, 0).astype(jnp.int32), jnp.where(valid, weights, 0)
+    loss, terms = run(rows, weight, ids.reshape(-1), weights.reshape(-1), chunk, options)
     per_token = terms.token_loss, terms.log_prob, terms.lse, terms.correct
     return CrossEntropy(loss, *(where_valid(x, valid) for x in per_token))
 

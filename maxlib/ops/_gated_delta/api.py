@@ -13,7 +13,7 @@ from maxlib.kernels.gated_delta import mosaic_tpu
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._gated_delta import dispatch
-from maxlib.ops._gated_delta.chunked import CHUNK, chunked
+from maxlib.ops._gated_delta.chunked import DeltaTiles, chunked
 from maxlib.ops._gated_delta.inputs import grouped, widened
 from maxlib.ops._gated_delta.parallel import AxisName, across
 from maxlib.ops._gated_delta.sequential import sequential
@@ -64,9 +64,14 @@ def gated_delta_rule(
       ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    name = dispatch.choose(_describe(q, v, axis_name), implementation)
+    found = dispatch.choose(_describe(q, v, axis_name), implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": name}
+    options = {
+        "scale": scale,
+        "l2_norm": l2_norm,
+        "axis_name": axis_name,
+        "run": (found.chosen, found.tiles and found.tiles.sizes),
+    }
     return _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
 
 
@@ -107,40 +112,39 @@ def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> dispatc
 def _flops(q, k, v, *_) -> float:
     """Counts the FLOPs of the chunked form's matmuls, including masked halves, for every implementation."""
     (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    size = min(CHUNK, T)
-    # Per token: scores of keys and queries, per key head; the solutions U and W, and outputs within the chunk; reads of
-    # the state by W and by queries, and its update.
+    size = min(DeltaTiles().chunk, T)
+    # Per token: scores of keys and queries, per key head; the solutions U and W, and outputs within the chunk; reads
+    # of the state by W and by queries, and its update.
     return 2.0 * B * T * (K * 2 * size * Hk + N * (size * (Hk + 2 * Hv) + 3 * Hk * Hv))
 
 
-@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "implementation"))
-def _gated_delta_rule(
-    q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, implementation
-):
+@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "run"))
+def _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, run):
     (B, _, K, Hk), (N, Hv) = q.shape, v.shape[2:]
     x = grouped(q, k, v, log_decay, beta, is_start, valid)
     shape, wide = (B, K, N // K, Hk, Hv), x.beta.dtype
     state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
-    run = _run(implementation, v.dtype, scale=scale, l2_norm=l2_norm)
+    run = _run(*run, v.dtype, scale=scale, l2_norm=l2_norm)
     out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
     out = out.reshape(v.shape).astype(v.dtype)
     out = out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
     return out, state.reshape(B, N, Hk, Hv)
 
 
-def _run(implementation: str, dtype: Any, **norm: Any) -> Callable:
+def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     # The kernels take inputs in their own dtype, which halves memory traffic compared with float32, and normalize
-    # queries and keys on chip. The other two forms get everything in float32 or wider.
+    # queries and keys on chip.
     if implementation == "mosaic_tpu":
-        return lambda x, state: mosaic_tpu(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state, **norm)
+        kernels = functools.partial(mosaic_tpu, **norm, tiles=tiles)
+        return lambda x, state: kernels(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state)
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
     # need more than one pass.
     narrow = jnp.dtype(dtype).itemsize < 4
-    run = functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
-    return lambda x, state: run(widened(x, **norm), state)
+    precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
+    return functools.partial(chunked, precision=precision, tiles=tiles, **norm)
 
 
 def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:

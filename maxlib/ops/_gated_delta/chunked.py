@@ -13,19 +13,18 @@ each block and recomputes the rest, so memory per token does not depend on the s
 Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value heads of each, Hk and Hv wide.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib.ops._chunks import decays, for_each_head, split
-from maxlib.ops._gated_delta.inputs import Inputs
+from maxlib.ops._chunks import ChunkTiles, decays, for_each_head, split
+from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._varying import vary_alike
 
-CHUNK = 64
-BLOCK = 1024  # tokens of a block
 SMALL = 16  # largest triangle that is inverted by doubling
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
 
@@ -46,26 +45,50 @@ class _Chunks(NamedTuple):
     kept: Array
 
 
-def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True)
+class DeltaTiles(ChunkTiles):
+    """Tokens of a chunk, a power of two as its triangle is inverted by doubling, and of a block of `chunked`."""
+
+    kernel: ClassVar[str] = "gated_delta_rule/chunked"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(SMALL, "chunk")
+        if self.chunk & (self.chunk - 1):
+            raise ValueError(f"DeltaTiles: chunk must be a power of two, got {self.chunk}")
+
+
+def chunked(
+    x: Inputs,
+    state: Array,
+    *,
+    scale: float,
+    l2_norm: bool,
+    precision: jax.lax.Precision,
+    tiles: ChunkTiles = DeltaTiles(),
+) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: inputs of each token, float32 or float64.
+      x: inputs of each token; queries and keys not yet scaled or normalized.
       state: state before the first token, `B K G Hk Hv`.
+      scale: factor on the queries.
+      l2_norm: True if queries and keys are to have length one.
       precision: precision of the matmuls; the triangular system is solved in the highest precision.
+      tiles: tokens of a chunk and of a block.
 
     Returns:
       The outputs, `B T K G Hv`, and the state after the last token.
     """
     tokens = x.q.shape[1]
-    size = min(CHUNK, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
-    count = -(-tokens // size)
-    per_block = min(count, max(1, BLOCK // size))
-    blocks = -(-count // per_block)
+    size = min(tiles.chunk, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
+    blocks, per_block = tiles.count(tokens, size)
     # Transpose once to the order in which the matmuls read them, instead of in every block.
     xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
     xs, state = vary_alike((xs, state))
-    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
+    # Each block widens and normalizes its own queries and keys; for all tokens at once, XLA would make several copies.
+    run = lambda state, x: _block(state, widened(x, scale=scale, l2_norm=l2_norm), precision=precision)
+    block = jax.checkpoint(run, prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
     # [blocks, n, B, K, G, C, Hv] -> [B, blocks, n, C, K, G, Hv] -> [B, T, K, G, Hv]
     out = jnp.moveaxis(out, (2, 5), (0, 3))

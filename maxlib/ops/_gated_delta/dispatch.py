@@ -1,10 +1,14 @@
 """The table of implementations of the gated delta rule, in order of preference, and the choice between them."""
 
 import dataclasses
+from typing import Any
 
-from maxlib.kernels.gated_delta import refuses
+from maxlib.kernels.gated_delta import DeltaTPUTiles, refuses
+from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops import _tuning
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._findings import refused as failed_check
+from maxlib.ops._gated_delta.chunked import DeltaTiles
 
 FEW = 8  # tokens up to which the recurrence is faster than a chunk
 
@@ -17,19 +21,21 @@ class Implementation:
       about: description in one line.
       platforms: platforms on which it runs; None for all.
       by_name: why it runs only by name; None if it may be chosen.
+      tiles: the tile sizes that it chooses; None if it has none.
     """
 
     about: str
     platforms: frozenset[str] | None = None
     by_name: str | None = None
+    tiles: TileSizes | None = None
 
 
 # In order of speed as far as known. Kernels only run by name until they have been tested on hardware (decision 24).
 TABLE = {
     "mosaic_tpu": Implementation(
-        "kernels for TPUs in both passes", frozenset({"tpu"}), by_name="it has not run on a TPU yet"
+        "kernels for TPUs in both passes", frozenset({"tpu"}), "it has not run on a TPU yet", DeltaTPUTiles()
     ),
-    "chunked": Implementation("chunks of 64 tokens in matmuls, by XLA"),
+    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=DeltaTiles()),
     "sequential": Implementation(f"the reference, token by token: the fastest form for up to {FEW} tokens"),
 }
 
@@ -54,6 +60,14 @@ class Call:
             f"{self.dtype} on {self.platform} ({self.device_kind})"
         )
 
+    def sizes(self, name: str | None) -> _tuning.Tuned | None:
+        """Returns the tile sizes that an implementation runs this call with; None if it has none."""
+        if name is None or (default := TABLE[name].tiles) is None:
+            return None
+        # The states of G value heads share vector memory with their key head's tokens.
+        widths = {"G": self.heads // self.key_heads, "Hk": self.key_dim, "Hv": self.value_dim}
+        return _tuning.choose(default, _tuning.key_of({"T": self.tokens}, widths), self.device_kind)
+
     def refusals(self) -> dict[str, str | None]:
         """Returns for each implementation why it cannot run this call, or None."""
         return {name: self._refusal(name) or failed_check(OP, name, self.device_kind) for name in TABLE}
@@ -64,7 +78,8 @@ class Call:
             return f"runs on {' and '.join(sorted(platforms))}, not on {self.platform}"
         if name != "mosaic_tpu":
             return None
-        return refuses(self.heads // self.key_heads, self.key_dim, self.value_dim, self.dtype)
+        tuned: Any = self.sizes(name)
+        return refuses(self.heads // self.key_heads, self.key_dim, self.value_dim, self.dtype, tuned.sizes)
 
 
 OP = "gated_delta_rule"
@@ -86,18 +101,22 @@ def explain(call: Call, name: str | None = None) -> Explanation:
     if name in refused:
         return Explanation(OP, call, None, f"{name} was requested, but it {refused[name]}", refused)
     if name is not None:
-        return Explanation(OP, call, name, "requested by name", refused)
+        return _chosen(call, name, "requested by name", refused)
     # A failure of `check` takes precedence over `by_name` as the reason.
     refused = {one: f"runs only by name: {row.by_name}" for one, row in TABLE.items() if row.by_name} | refused
     # Decoding has one or a few tokens at a time, so a chunk would be mostly padding.
     order = ("sequential", *TABLE) if call.tokens <= FEW else tuple(TABLE)
     best = next((one for one in order if one not in refused), None)
     reason = "no implementation can run it" if best is None else TABLE[best].about
-    return Explanation(OP, call, best, reason, refused)
+    return _chosen(call, best, reason, refused)
 
 
-def choose(call: Call, name: str | None) -> str:
-    """Returns the implementation to run. A named one is never replaced by another.
+def _chosen(call: Call, name: str | None, reason: str, refused: dict[str, str]) -> Explanation:
+    return Explanation(OP, call, name, reason, refused, call.sizes(name))
+
+
+def choose(call: Call, name: str | None) -> Explanation:
+    """Returns the implementation to run, and its tile sizes. A named one is never replaced by another.
 
     Raises:
       ValueError: when the named implementation cannot run the call, or does not exist.
@@ -105,4 +124,4 @@ def choose(call: Call, name: str | None) -> str:
     found = explain(call, name)
     if found.chosen is None:
         raise ValueError(f"{OP}: {found.reason}. Pass implementation=None for the best one that can.")
-    return found.chosen
+    return found

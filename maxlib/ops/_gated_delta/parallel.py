@@ -1,17 +1,16 @@
-"""Gated delta rule of a sequence that is split over devices, each with consecutive tokens."""
+"""Delta rules (also Kimi's) of a sequence that is split over devices, each with consecutive tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib.ops._gated_delta.inputs import Inputs
-
 AxisName = str | tuple[str, ...]
 
 
-def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tuple[Array, Array]:
+def across(run: Callable, x: Any, state: Array, *, axis_name: AxisName) -> tuple[Array, Array]:
     """Applies the recurrence to this device's tokens, after those of the devices before it.
 
     A part updates a state by an affine map, `S -> M S + L`. Each device computes M and L from its tokens, all devices
@@ -19,7 +18,7 @@ def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tu
 
     Args:
       run: an implementation.
-      x: inputs of this device's tokens.
+      x: inputs of this device's tokens, a named tuple with the values as `v`.
       state: state before the first token of the first device.
       axis_name: mesh axis over which the sequence is split.
 
@@ -31,14 +30,14 @@ def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tu
 
     def join(state, part):
         local, transition = part
-        return jnp.einsum("bkgde,bkgev->bkgdv", transition, state, precision="highest") + local, state
+        return jnp.einsum("...de,...ev->...dv", transition, state, precision="highest") + local, state
 
     last, before = jax.lax.scan(join, state, parts)  # before: [devices, B, K, G, Hk, Hv]
     own = jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axis_name), keepdims=False)
     return run(x, own)[0], last
 
 
-def _effect(run: Callable, x: Inputs, like: Array) -> tuple[Array, Array]:
+def _effect(run: Callable, x: Any, like: Array) -> tuple[Array, Array]:
     """Returns the state `L` after this device's tokens from a zero state, and their transition `M`.
 
     One run gives both: for a second set of values, all zero, the state starts as the identity and ends as `M`.

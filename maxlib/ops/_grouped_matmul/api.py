@@ -1,5 +1,6 @@
 """The public grouped matmul and its transpose: they check their arguments and choose an implementation."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -8,6 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.hardware import current_device
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
+from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._grouped_matmul import dispatch
@@ -70,7 +72,8 @@ def grouped_matmul(
     if name != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
-    return _grouped_matmul(rows, weights, counts, implementation=name, weight_order=weight_order, out_dtype=out_dtype)
+    how = {"implementation": name, "weight_order": weight_order, "out_dtype": out_dtype}
+    return _grouped_matmul(rows, weights, counts, **how, tiles=tiles_of(name, rows, weights, weight_order))
 
 
 def grouped_outer(
@@ -99,7 +102,10 @@ def grouped_outer(
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
     name = choose("grouped_outer", rows, None, "EOI", None, implementation)
-    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), implementation=name)
+    # [M, O] and [M, I] -> [E, O, I]: the gradient of weights of this shape.
+    weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), jnp.float32)
+    how = {"implementation": name, "tiles": tiles_of(name, rows, weights, "EOI")}
+    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), **how)
 
 
 def explain_grouped_matmul(
@@ -130,7 +136,9 @@ def explain_grouped_matmul(
     device = device or current_device()
     shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {weight_order}"
     reasons = dispatch.refusals(rows, weights, weight_order, out_dtype, device)
-    return dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)
+    found = dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)
+    sizes = dispatch.sizes(found.chosen, rows, weights, weight_order, device)
+    return dataclasses.replace(found, tiles=sizes)
 
 
 def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, implementation: str | None) -> str:
@@ -147,23 +155,30 @@ def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
     return found.chosen
 
 
+def tiles_of(name: str, rows: Any, weights: Any, weight_order: str) -> TileSizes | None:
+    """Returns the tile sizes that an implementation runs a call with on this device; None if it has none."""
+    found = dispatch.sizes(name, rows, weights, weight_order, current_device())
+    return found and found.sizes
+
+
 def _flops(rows, weights, *rest) -> float:
     """Counts FLOPs as if every row had an expert."""
     return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
-@register_flops(_flops, static=("implementation", "weight_order", "out_dtype"))
-def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, weight_order, out_dtype):
-    return _RUN[implementation](rows, weights, rows_per_expert, weight_order, out_dtype)
+@register_flops(_flops, static=("implementation", "weight_order", "out_dtype", "tiles"))
+def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, weight_order, out_dtype, tiles):
+    more = {} if tiles is None else {"tiles": tiles}
+    return _RUN[implementation](rows, weights, rows_per_expert, weight_order, out_dtype, **more)
 
 
 def _outer_flops(d_out, rows, *rest) -> float:
     return 2.0 * d_out.size * rows.shape[1]
 
 
-@register_flops(_outer_flops, static=("implementation",))
-def _grouped_outer(d_out, rows, rows_per_expert, *, implementation):
-    return _OUTER[implementation](d_out, rows, rows_per_expert)
+@register_flops(_outer_flops, static=("implementation", "tiles"))
+def _grouped_outer(d_out, rows, rows_per_expert, *, implementation, tiles):
+    return _OUTER[implementation](d_out, rows, rows_per_expert, **({} if tiles is None else {"tiles": tiles}))
 
 
 def check(op: str, rows, weights, rows_per_expert, weight_order) -> None:

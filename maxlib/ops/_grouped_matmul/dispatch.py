@@ -4,8 +4,12 @@ import dataclasses
 from typing import Any
 
 from maxlib.hardware import is_hopper
+from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
+from maxlib.ops import _tuning
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._findings import refused as failed_check
+from maxlib.ops._grouped_matmul.megablox import DTYPES, matmuls
+from maxlib.ops._grouped_matmul.tiled import tiled_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,22 @@ def _hopper_refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
         if name != "E" and width % 64:
             return f"takes widths that are multiples of 64, not {name}={width}"
     return None
+
+
+def sizes(
+    name: str | None, rows: Any, weights: Any, weight_order: str, device: tuple[str, str]
+) -> _tuning.Tuned | None:
+    """Returns the tile sizes that an implementation runs a call with; None if it has none."""
+    M, (E, O, I) = rows.shape[0], (weights.shape[weight_order.index(axis)] for axis in "EOI")
+    if name == "megablox" and str(rows.dtype) in DTYPES:
+        default: Any = matmuls(rows, weights, weight_order).tiles()
+    elif name == "mosaic_gpu":
+        default = grouped_tiles(I, O)
+    elif name == "tiled":
+        default = tiled_tiles(M, E)
+    else:
+        return None
+    return _tuning.choose(default, _tuning.key_of({"M": M}, {"E": E, "I": I, "O": O}), device[1])
 
 
 def explain(call: str, reasons: dict[str, str | None], name: str | None = None) -> Explanation:

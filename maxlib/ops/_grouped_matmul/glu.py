@@ -12,7 +12,7 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, owners
 from maxlib.ops._cost import register_flops
 from maxlib.ops._glu import swiglu
-from maxlib.ops._grouped_matmul.api import ExpertWeightOrder, Implementation, check, choose, grouped_matmul
+from maxlib.ops._grouped_matmul.api import ExpertWeightOrder, Implementation, check, choose, grouped_matmul, tiles_of
 
 
 def grouped_glu(
@@ -60,7 +60,8 @@ def grouped_glu(
         return _unfused(rows, gate, up, rows_per_expert, biases, activation=activation, **how)
     gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
     counts = rows_per_expert.astype(jnp.int32)
-    return _grouped_glu(rows, gate, up, counts, *biases, weight_order=weight_order, activation=activation)
+    how = {"weight_order": weight_order, "tiles": tiles_of("mosaic_gpu", rows, gate, weight_order)}
+    return _grouped_glu(rows, gate, up, counts, *biases, activation=activation, **how)
 
 
 def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
@@ -82,9 +83,9 @@ def _flops(rows, gate, *rest) -> float:
     return 4.0 * rows.shape[0] * gate.shape[1] * gate.shape[2]
 
 
-@register_flops(_flops, static=("weight_order", "activation"))
-def _grouped_glu(rows, gate, up, rows_per_expert, *biases, weight_order, activation):
-    return glu(rows, gate, up, rows_per_expert, biases, weight_order, activation)
+@register_flops(_flops, static=("weight_order", "activation", "tiles"))
+def _grouped_glu(rows, gate, up, rows_per_expert, *biases, weight_order, activation, tiles):
+    return glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles)
 
 
 def _check(rows, gate, up, rows_per_expert, biases, weight_order) -> None:

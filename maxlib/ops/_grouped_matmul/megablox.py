@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops._grouped_matmul.reference import summed_in
-from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
+from maxlib.ops._grouped_matmul.tiling import Matmuls, MegabloxTiles, Tiles
 from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 DTYPES = ("bfloat16", "float32")
@@ -29,50 +29,65 @@ def megablox(
     rows_per_expert: Int[Array, " E"],
     weight_order: str = "EOI",
     out_dtype: Any = None,
+    tiles: MegabloxTiles | None = None,
 ) -> Num[Array, "M O"]:
-    """Computes `grouped_matmul` with JAX's kernel; operands narrower than bfloat16 use XLA's, without a gradient."""
+    """Computes `grouped_matmul` with JAX's kernel; operands narrower than bfloat16 use XLA's, without a gradient.
+
+    Tiles are shrunk to the call; by default they are `Matmuls.tiles`.
+    """
     if out_dtype is not None or str(rows.dtype) not in DTYPES:
         return ragged_dot(rows, weights, rows_per_expert, weight_order, out_dtype)
-    return _multiply(rows, weights, rows_per_expert, weight_order)
+    of = matmuls(rows, weights, weight_order)
+    return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of))
+
+
+def matmuls(rows: Any, weights: Any, weight_order: str) -> Matmuls:
+    """Returns the matmuls of a call, from arrays or their shapes and dtypes."""
+    width, weight_width = rows.dtype.itemsize, jnp.dtype(getattr(weights, "dtype", rows.dtype)).itemsize
+    return Matmuls.of(rows.shape[0], tuple(weights.shape), weight_order, width, weight_width)
 
 
 def megablox_outer(
-    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+    d_out: Num[Array, "M O"],
+    rows: Num[Array, "M I"],
+    rows_per_expert: Int[Array, " E"],
+    tiles: MegabloxTiles | None = None,
 ) -> Float[Array, "E O I"]:
     """Computes `grouped_outer` with JAX's kernel; narrower operands are widened to bfloat16 without loss."""
     exact = summed_in(rows.dtype)
     d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
-    return _outer(d_out, rows, rows_per_expert, exact)
+    weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
+    of = matmuls(rows, weights, "EOI")
+    own = (tiles or of.tiles()).d_weights.fit(of.d_weights)
+    return _outer(d_out, rows, rows_per_expert, exact, own)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply(rows, weights, rows_per_expert, weight_order: str):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _multiply(rows, weights, rows_per_expert, weight_order: str, tiles: MegabloxTiles):
     """Multiplies each row by its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
-    return _rows(rows, weights.astype(rows.dtype), rows_per_expert, transpose=weight_order == "EOI")
+    return _rows(rows, weights.astype(rows.dtype), rows_per_expert, tiles.forward, transpose=weight_order == "EOI")
 
 
-def _forward(rows, weights, rows_per_expert, weight_order):
-    return _multiply(rows, weights, rows_per_expert, weight_order), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, weight_order, tiles):
+    return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
 
 
-def _backward(weight_order, kept, d):
+def _backward(weight_order, tiles, kept, d):
     rows, weights, rows_per_expert = kept
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
-    d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, transpose=weight_order == "EIO")
+    d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, tiles.d_rows, transpose=weight_order == "EIO")
     pair = (d, rows) if weight_order == "EOI" else (rows, d)
-    return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
+    return d_rows, _outer(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-def _rows(rows, weights, rows_per_expert, *, transpose: bool):
+def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool):
     """Multiplies `M K` by `E K N`, or by `E N K` if `transpose`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    (M, K), N = rows.shape, weights.shape[1 if transpose else 2]
-    width = rows.dtype.itemsize
-    tiles = choose_tiles(Sizes(M, K, N, len(weights), width, width, transposed=False))
+    M = len(rows)
 
     def one(rows, weights, rows_per_expert):
         kernel = functools.partial(
@@ -84,13 +99,9 @@ def _rows(rows, weights, rows_per_expert, *, transpose: bool):
     return unbatched(one)(rows, weights, rows_per_expert)
 
 
-def _outer(left, right, rows_per_expert, dtype: Any):
+def _outer(left, right, rows_per_expert, dtype: Any, tiles: Tiles):
     """Computes `left[start:end].T @ right[start:end]` for each expert: `M K` and `M N` to `E K N`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-    (M, K), N, E = left.shape, right.shape[1], len(rows_per_expert)
-    widths = left.dtype.itemsize, jnp.dtype(dtype).itemsize
-    tiles = choose_tiles(Sizes(M, K, N, E, *widths, transposed=True))
 
     def one(left, right, rows_per_expert):
         left, right = (_padded(x, tiles) for x in (left, right))

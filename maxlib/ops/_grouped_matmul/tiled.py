@@ -5,16 +5,36 @@ up. One loop per size runs over the tiles that exist. (A `switch` over the sizes
 branch.)
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
 from maxlib.ops._varying import vary_alike
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledTiles(TileSizes):
+    """Rows of the tiles of `tiled`, largest first: the rest that one leaves is cut by the next. At most all rows."""
+
+    sizes: tuple[int, ...]
+
+    kernel: ClassVar[str] = "grouped_matmul/tiled"
+
+    def __post_init__(self):
+        self.require()
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes), reverse=True):
+            raise ValueError(f"TiledTiles: sizes must fall from one to the next, got {self.sizes}")
+
+    def fit(self, M: int) -> list[int]:
+        """Returns the sizes that M rows fill, or M."""
+        return [size for size in self.sizes if size <= M] or [M]
 
 
 class Tile(NamedTuple):
@@ -35,50 +55,59 @@ def tiled(
     rows_per_expert: Int[Array, " E"],
     weight_order: str = "EOI",
     out_dtype: Any = None,
+    tiles: TiledTiles | None = None,
 ) -> Num[Array, "M O"]:
-    """Computes `grouped_matmul` tile by tile."""
+    """Computes `grouped_matmul` tile by tile, by default those of `tiled_tiles`."""
     contract = weight_order.index("I")  # 2 for "EOI", 1 for "EIO"; 3 - contract is the other one
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
-        return _by_expert(rows, weights, rows_per_expert, contract=contract, out_dtype=out_dtype)
-    return _tiled(*vary_alike((rows, weights, rows_per_expert)), contract)
+        how = {"contract": contract, "out_dtype": out_dtype}
+        return _by_expert(rows, weights, rows_per_expert, _sizes(tiles, rows, rows_per_expert), **how)
+    sizes = tuple(_sizes(tiles, rows, rows_per_expert))
+    return _tiled(*vary_alike((rows, weights, rows_per_expert)), contract, sizes)
+
+
+def _sizes(tiles: TiledTiles | None, rows, rows_per_expert) -> list[int]:
+    return (tiles or tiled_tiles(len(rows), len(rows_per_expert))).fit(len(rows))
 
 
 def tiled_outer(
-    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
+    d_out: Num[Array, "M O"],
+    rows: Num[Array, "M I"],
+    rows_per_expert: Int[Array, " E"],
+    tiles: TiledTiles | None = None,
 ) -> Float[Array, "E O I"]:
     """Computes `grouped_outer` tile by tile."""
     exact = summed_in(rows.dtype)
     if rows.shape[0] == 0:
         return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
     d_out, rows, rows_per_expert = vary_alike((d_out, rows, rows_per_expert))
-    return _outer(d_out, rows, rows_per_expert, exact)
+    return _outer(d_out, rows, rows_per_expert, exact, _sizes(tiles, rows, rows_per_expert))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _tiled(rows, weights, rows_per_expert, contract):
-    return _by_expert(rows, weights, rows_per_expert, contract=contract)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _tiled(rows, weights, rows_per_expert, contract, sizes):
+    return _by_expert(rows, weights, rows_per_expert, sizes, contract=contract)
 
 
-def _forward(rows, weights, rows_per_expert, contract):
-    return _tiled(rows, weights, rows_per_expert, contract), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, contract, sizes):
+    return _tiled(rows, weights, rows_per_expert, contract, sizes), (rows, weights, rows_per_expert)
 
 
-def _backward(contract, residuals, d_out):
+def _backward(contract, sizes, residuals, d_out):
     rows, weights, rows_per_expert = residuals
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
-    d_rows = _by_expert(d_out, weights, rows_per_expert, contract=3 - contract)
+    d_rows = _by_expert(d_out, weights, rows_per_expert, sizes, contract=3 - contract)
     pair = (d_out, rows) if contract == 2 else (rows, d_out)
-    return d_rows, _outer(*pair, rows_per_expert, weights.dtype), None
+    return d_rows, _outer(*pair, rows_per_expert, weights.dtype, sizes), None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
-def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any = None):
+def _by_expert(rows, weights, rows_per_expert, sizes, *, contract: int, out_dtype: Any = None):
     """Multiplies rows by their expert's matrix, over the axis `contract` of `weights`."""
-    sizes = tile_sizes(len(rows), weights.shape[0])
     dtype = out_dtype or rows.dtype
 
     def step(expert, start, stop, out):
@@ -96,9 +125,9 @@ def _by_expert(rows, weights, rows_per_expert, *, contract: int, out_dtype: Any 
     return _for_each_expert(step, rows_per_expert, out)
 
 
-def _outer(d_out, rows, rows_per_expert, dtype):
+def _outer(d_out, rows, rows_per_expert, dtype, sizes):
     """Computes the sum of outer products of each expert: the gradient of the weights, `E O I`."""
-    sizes, exact = tile_sizes(len(rows), len(rows_per_expert)), summed_in(rows.dtype)
+    exact = summed_in(rows.dtype)
     shape = (len(rows_per_expert), d_out.shape[1], rows.shape[1])
 
     def add(tile: Tile, total):
@@ -128,7 +157,7 @@ def _for_each_expert(step: Callable, rows_per_expert: Int[Array, " E"], out: Arr
     return jax.lax.fori_loop(0, used.sum(), body, out)
 
 
-def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int], out: Array) -> Array:
+def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: Sequence[int], out: Array) -> Array:
     """Repeats `out = step(tile, out)` over tiles of the rows `[start, stop)`, one loop for each size."""
     for size in sizes:
         left = stop - start
@@ -145,12 +174,10 @@ def _for_each_tile(step: Callable, start, stop, num_rows: int, sizes: list[int],
     return out
 
 
-def tile_sizes(M: int, E: int) -> list[int]:
-    """Returns the tile sizes for M rows and E experts, largest first."""
+def tiled_tiles(M: int, E: int) -> TiledTiles:
+    """Chooses tiles for M rows and E experts."""
     # Reading an expert's matrix costs as much as about 30 rows, so having few tiles matters as much as little padding.
     if M <= 64 * E:
-        sizes = [64, 16]
-    else:
-        unit = 16 if M <= 128 * E else 32 if M <= 256 * E else 64
-        sizes = [8 * unit, 4 * unit, 2 * unit, unit]
-    return [size for size in sizes if size <= M] or [M]
+        return TiledTiles((64, 16))
+    unit = 16 if M <= 128 * E else 32 if M <= 256 * E else 64
+    return TiledTiles((8 * unit, 4 * unit, 2 * unit, unit))

@@ -4,9 +4,13 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import ClassVar
+
+from maxlib.kernels.tile_sizes import TileSizes
 
 LANES = 128  # lanes of a vector register
-VMEM = 15 * 2**20  # bytes; every TPU since v4 gives a kernel 16 MiB by default
+MOST_VMEM = 16 * 2**20  # bytes that every TPU since v4 gives a kernel by default
+VMEM = 15 * 2**20  # of which so many are taken here
 # A v5p's figures, rounded. Only their ratios matter, and v4, v5e and v6e have about the same.
 FLOPS, BANDWIDTH, STEP = 4e14, 2.5e12, 3.5e-7  # a second, bytes a second, seconds of a grid step
 
@@ -37,12 +41,31 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """The sizes of a tile along M, K and N."""
+class Tiles(TileSizes):
+    """The sizes of a tile along M, K and N; K and N may be shorter than the tile."""
 
     rows: int
     summed: int
     out: int
+
+    def __post_init__(self):
+        self.require(1)
+        self.require(16, "rows")
+
+    def fit(self, of: Sizes) -> "Tiles":
+        """Shrinks the tile to the matmul.
+
+        Raises:
+          ValueError: when what is left is no whole register, or does not fit into vector memory.
+        """
+        # Rows are padded to whole tiles; K and N are not, so a tile never reaches beyond them.
+        tiles = Tiles(self.rows, min(self.summed, of.summed), min(self.out, of.out))
+        for name, size in (("summed", of.summed), ("out", of.out)):
+            if (found := getattr(tiles, name)) < size and found % LANES:
+                raise ValueError(f"MegabloxTiles: {name} must be a multiple of {LANES}, or all {size}, got {found}")
+        if (needed := tiles.vmem(of)) > MOST_VMEM:
+            raise ValueError(f"MegabloxTiles: tiles must fit in {MOST_VMEM:,} bytes, {tiles} of {of} takes {needed:,}")
+        return tiles
 
     def vmem(self, of: Sizes) -> int:
         """Returns the bytes of vector memory: two buffers of each block, to overlap copies, and the accumulator."""
@@ -87,3 +110,46 @@ def choose_tiles(of: Sizes) -> Tiles:
 def _lengths(size: int) -> list[int]:
     """Returns the candidate lengths of a tile along a dimension: the whole dimension, or multiples of a register."""
     return [size] + [length for length in range(LANES, 4096, LANES) if length < size]
+
+
+@dataclasses.dataclass(frozen=True)
+class MegabloxTiles(TileSizes):
+    """Tiles of JAX's grouped matmuls: of the forward pass, and of the gradients of rows and of weights."""
+
+    forward: Tiles
+    d_rows: Tiles
+    d_weights: Tiles
+
+    kernel: ClassVar[str] = "grouped_matmul/megablox"
+
+    def fit(self, of: "Matmuls") -> "MegabloxTiles":
+        """Shrinks the tiles to a call's matmuls, as `Tiles.fit` does."""
+        return MegabloxTiles(*(getattr(self, one.name).fit(getattr(of, one.name)) for one in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmuls:
+    """The three matmuls of a call and of its gradients."""
+
+    forward: Sizes
+    d_rows: Sizes
+    d_weights: Sizes
+
+    @classmethod
+    def of(
+        cls, rows: int, weights: tuple[int, int, int], weight_order: str, width: int, weight_width: int
+    ) -> "Matmuls":
+        """Returns the matmuls of so many rows with weights of this shape; widths are bytes of an element."""
+        E, O, I = (weights[weight_order.index(axis)] for axis in "EOI")
+        # The gradient of the weights has their order: the left operand's width comes first.
+        left, right = (O, I) if weight_order == "EOI" else (I, O)
+        # y = x w^T sums over I, dx = dy w over O, and dw = dy^T x over the rows.
+        return cls(
+            Sizes(rows, I, O, E, width, width, transposed=False),
+            Sizes(rows, O, I, E, width, width, transposed=False),
+            Sizes(rows, left, right, E, width, weight_width, transposed=True),
+        )
+
+    def tiles(self) -> MegabloxTiles:
+        """Chooses tiles for each."""
+        return MegabloxTiles(*map(choose_tiles, (self.forward, self.d_rows, self.d_weights)))

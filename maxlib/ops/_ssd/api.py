@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib.hardware import current_device
+from maxlib.ops import _tuning
 from maxlib.ops._cost import register_flops
-from maxlib.ops._ssd.chunked import CHUNK, chunked
+from maxlib.ops._ssd.chunked import SSDTiles, chunked
 from maxlib.ops._ssd.inputs import prepare
 from maxlib.ops._ssd.parallel import AxisName, across
 from maxlib.ops._ssd.sequential import sequential
@@ -61,25 +63,27 @@ def ssd(
         implementation = "sequential" if x.shape[1] <= FEW else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None, got {implementation!r}")
-    options = {"axis_name": axis_name, "implementation": implementation}
+    key = _tuning.key_of({"T": x.shape[1]}, {"P": x.shape[3], "S": b.shape[3]})
+    tiles = _tuning.choose(SSDTiles(), key, current_device()[1]).sizes
+    options = {"axis_name": axis_name, "implementation": implementation, "tiles": tiles}
     return _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, **options)
 
 
 def _flops(x, b, *_) -> float:
     """Counts the FLOPs of the chunked form's matmuls, including masked halves, for every implementation."""
     (B, T, N, P), (G, S) = x.shape, b.shape[2:]
-    size = min(CHUNK, T)
+    size = min(SSDTiles().chunk, T)
     # Per token: scores, per group; outputs within the chunk; reads of the state, and its update.
     return 2.0 * B * T * (G * size * S + N * (size * P + 2 * P * S))
 
 
-@register_flops(_flops, static=("axis_name", "implementation"))
-def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implementation):
+@register_flops(_flops, static=("axis_name", "implementation", "tiles"))
+def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implementation, tiles):
     (B, _, N, P), (G, S) = x.shape, b.shape[2:]
     inputs = prepare(x, b, c, dt, a, is_start, valid)
     shape, wide = (B, G, N // G, P, S), inputs.x.dtype
     state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
-    run = _run(implementation, x.dtype)
+    run = _run(implementation, x.dtype, tiles)
     out, state = run(inputs, state) if axis_name is None else across(run, inputs, state, axis_name=axis_name)
     out = out.reshape(x.shape)
     if d is not None:
@@ -89,13 +93,14 @@ def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implem
     return out, state.reshape(B, N, P, S)
 
 
-def _run(implementation: str, dtype: Any):
+def _run(implementation: str, dtype: Any, tiles: SSDTiles):
     if implementation == "sequential":
         return sequential
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
     # need more than one pass.
     narrow = jnp.dtype(dtype).itemsize < 4
-    return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
+    precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
+    return functools.partial(chunked, precision=precision, tiles=tiles)
 
 
 def _check(x, dt, a, b, c, d, is_start, valid, initial_state) -> None:

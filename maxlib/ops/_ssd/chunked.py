@@ -13,37 +13,45 @@ depend on the size of the state.
 Shapes: n chunks of a block, B rows, C tokens of a chunk, G groups, R heads of each, P wide, S the size of b and c.
 """
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib.ops._chunks import decays, for_each_head, split
+from maxlib.ops._chunks import ChunkTiles, decays, for_each_head, split
 from maxlib.ops._ssd.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
-CHUNK = 64
-BLOCK = 1024  # tokens of a block
 _HEADS = (2, 1, 1, 2, 0)  # axes of heads in each of `Inputs`
 
 
-def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True)
+class SSDTiles(ChunkTiles):
+    """Tokens of a chunk and of a block of `chunked`."""
+
+    kernel: ClassVar[str] = "ssd/chunked"
+
+
+def chunked(
+    x: Inputs, state: Array, *, precision: jax.lax.Precision, tiles: ChunkTiles = SSDTiles()
+) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
     Args:
       x: inputs of each token, float32 or float64.
       state: state before the first token, `B G R P S`.
       precision: precision of the matmuls.
+      tiles: tokens of a chunk and of a block.
 
     Returns:
       The outputs, `B T G R P`, and the state after the last token.
     """
     tokens = x.x.shape[1]
-    size = min(CHUNK, tokens)
-    count = -(-tokens // size)
-    per_block = min(count, max(1, BLOCK // size))
-    blocks = -(-count // per_block)
+    size = min(tiles.chunk, tokens)
+    blocks, per_block = tiles.count(tokens, size)
     xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
     xs, state = vary_alike((xs, state))
     block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)

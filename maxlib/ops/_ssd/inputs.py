@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._xla_workarounds import for_each_token
+
 
 class Inputs(NamedTuple):
     """Inputs of the recurrence for each token, in float32 or float64.
@@ -33,4 +35,4 @@ def prepare(x, b, c, dt, a, is_start, valid) -> Inputs:
         dt = jnp.where(valid[:, :, None], dt, 0.0)
     by_group = lambda y: y.reshape(*y.shape[:2], b.shape[2], -1, *y.shape[3:])  # [B, T, N, ...] -> [B, T, G, R, ...]
     starts = jnp.zeros(x.shape[:2], bool) if is_start is None else is_start
-    return Inputs(by_group(dt[..., None] * x), b, c, by_group(dt * jnp.broadcast_to(a, dt.shape)), starts)
+    return Inputs(by_group(dt[..., None] * x), b, c, by_group(dt * for_each_token(a, dt.shape)), starts)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib.ops._attention import attention
-from maxlib.ops._attention.chunked import _attend, _attend_bwd, choose_blocks, chunked
+from maxlib.ops._attention.chunked import ChunkedTiles, _attend, _attend_bwd, chunked, chunked_tiles
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 
@@ -22,7 +22,7 @@ def visited(mask: str, documents: str, block_q: int, block_k: int):
     """Which tiles the forward and the backward pass touch: those where poisoned values show up in the block's rows."""
     start, end = (x[:1] for x in cases.bounds(mask, documents, (T, T)))
     q, k, v = (jnp.ones((1, T, 1, 4)) for _ in range(3))
-    spec = choose_blocks(q, k, 1.0, block_q=block_q, block_k=block_k)
+    spec = ChunkedTiles(block_q, block_k).spec(q.shape, T, 1.0)
     out, lse = jax.jit(_attend, static_argnums=0)(spec, q, k, v, None, start, end)
 
     @jax.jit
@@ -86,8 +86,8 @@ def test_memory_is_linear_in_the_length():
 
 def test_many_heads_and_rows_share_no_tile():
     for shape in [(64, 4096, 32, 128), (6, 1000, 12, 64), (1, 1, 8, 64), (1, 129, 1, 8)]:
-        x = jax.ShapeDtypeStruct(shape, jnp.float32)
-        spec = choose_blocks(x, x, 1.0)
+        _, T, N, _ = shape
+        spec = chunked_tiles(T, N, T).spec(shape, T, 1.0)
         assert shape[0] % spec.rows == 0
         assert spec.rows == 1 or spec.rows * shape[2] * spec.block_q * spec.block_k <= 2**19
 
@@ -95,7 +95,7 @@ def test_many_heads_and_rows_share_no_tile():
 # ------------------------------------------------------------------------------------------------ transformations
 
 CASE = cases.Case((4, 2), (8, 8), (37, 37), 2.0, True, (False, True))
-RUNS = [reference, functools.partial(chunked, block_q=16, block_k=16)]
+RUNS = [reference, functools.partial(chunked, tiles=ChunkedTiles(16, 16))]
 
 
 @pytest.fixture

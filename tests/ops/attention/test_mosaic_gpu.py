@@ -1,5 +1,6 @@
 """The Hopper kernels: run by an emulator, lowered for CUDA (both without a GPU), and run where there is one."""
 
+import functools
 import itertools
 import re
 
@@ -125,6 +126,16 @@ def test_decoding_equals_the_reference_with_every_mask(case, emulated):
 def test_low_precision(dtype, emulated):
     case = cases.Case((4, 2), (64, 64), (137, 137), None, True, None)
     check(mosaic_gpu, case, MASKS[3:6], dtype, 4 * jnp.finfo(dtype).eps)
+
+
+@no_gpu
+@pytest.mark.full
+def test_other_tiles_than_its_own(emulated):
+    """One warpgroup, three stages, and kernels of their own for dk and dv."""
+    one = config.Tiles(1, 64, 3)
+    run = functools.partial(mosaic_gpu, tiles=config.HopperAttentionTiles(one, one, one, one, one))
+    case = cases.Case((2, 1), (64, 64), (150, 200), None, True, None)
+    check(run, case, some_masks(case, 1), jnp.float32, 1e-5)
 
 
 @no_gpu

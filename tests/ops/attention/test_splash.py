@@ -15,9 +15,9 @@ from tests.ops.attention import cases
 from tests.ops.attention.kernels import check
 
 # Many blocks in a small test, and partial ones at every edge. Fused: a block computed at once, and in two halves.
-SMALL = splash.Passes(*[splash.Blocks(128, 128, 128)] * 3)
-FUSED = splash.Passes(splash.Blocks(128, 128, 128), None, splash.Blocks(128, 128, 128))
-HALVES = splash.Passes(splash.Blocks(128, 256, 128), None, splash.Blocks(128, 256, 128))
+SMALL = splash.SplashTiles(*[splash.Blocks(128, 128, 128)] * 3)
+FUSED = splash.SplashTiles(splash.Blocks(128, 128, 128), None, splash.Blocks(128, 128, 128))
+HALVES = splash.SplashTiles(splash.Blocks(128, 256, 128), None, splash.Blocks(128, 256, 128))
 KNOWN = [name for name, mask in cases.MASKS.items() if mask.static is not None and name != "both sides"]
 CASES = [
     cases.Case((4, 2), (64, 64), (200, 330), 2.0, True, None),
@@ -43,18 +43,18 @@ def test_all_masks_but_two_are_known():
 # By default each kernel once.
 SOME = [(CASES[0], SMALL, "packed", ("window",)), (CASES[1], FUSED, "padded", ("chunk",))]
 PRODUCT = [
-    pytest.param(case, passes, documents, tuple(KNOWN), marks=pytest.mark.full)
+    pytest.param(case, tiles, documents, tuple(KNOWN), marks=pytest.mark.full)
     for case, *kernels in zip(CASES, [SMALL] * 3, (HALVES, FUSED, FUSED), strict=True)
-    for passes in kernels
+    for tiles in kernels
     for documents in cases.DOCUMENTS
 ]
 
 
-@pytest.mark.parametrize(("case", "passes", "documents", "masks"), [*SOME, *PRODUCT], ids=str)
-def test_the_kernels_equal_the_reference(case, passes, documents, masks):
+@pytest.mark.parametrize(("case", "tiles", "documents", "masks"), [*SOME, *PRODUCT], ids=str)
+def test_the_kernels_equal_the_reference(case, tiles, documents, masks):
     for mask in masks:
         about = known(mask, documents, *case.lengths)
-        run = functools.partial(splash.splash, mask_hint=about, passes=passes, interpret=True)
+        run = functools.partial(splash.splash, mask_hint=about, tiles=tiles, interpret=True)
         check(run, case, [(mask, documents)], jnp.float32, 1e-5)
 
 
@@ -65,7 +65,7 @@ def test_the_kernels_equal_the_reference(case, passes, documents, masks):
 def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeypatch):
     """Two devices with two pieces each, in zigzag order, and packed documents: bounds lie outside of a piece's keys."""
     monkeypatch.setattr(dispatch, "_implementations", list(dispatch._implementations))
-    small = functools.partial(splash.splash, passes=SMALL, interpret=True)
+    small = functools.partial(splash.splash, tiles=SMALL, interpret=True)
     dispatch.register(dispatch.Implementation("small", small, "for tests", takes_mask_hint=True))
     T, case = 260, cases.Case((2, 1), (16, 16), (260, 260), None, False, None)
     start, end = cases.bounds(name, "packed", (T, T))
@@ -115,7 +115,8 @@ def test_a_window_lists_only_its_blocks():
 
 def test_blocks_pad_little_and_divide():
     for T, S in ((1, 33), (130, 130), (1300, 4096), (4096, 1300), (131072, 131072)):
-        for block in filter(None, splash.choose_blocks(T, S, 128, 128)):
+        tiles = splash.splash_tiles(T, S, 128, 128)
+        for block in filter(None, (tiles.forward, tiles.dq, tiles.dkv)):
             assert block.queries % 128 == block.keys % block.compute == block.compute % 128 == 0
             assert -T % block.queries < 128 * -(-T // 1024) and -S % block.keys < 128 * -(-S // 1024)
 
@@ -125,7 +126,8 @@ def test_blocks_pad_little_and_divide():
     [(1, 128, 128, 1), (4096, 64, 64, 8), (8192, 128, 128, 8), (8193, 128, 128, None), (1024, 192, 128, None)],
 )
 def test_one_backward_kernel_where_its_parts_are_few(T, Hk, Hv, parts):
-    _, dq, dkv = splash.choose_blocks(T, T, Hk, Hv)
+    tiles = splash.splash_tiles(T, T, Hk, Hv)
+    dq, dkv = tiles.dq, tiles.dkv
     assert (dq is None) == (parts is not None)
     assert parts in (None, dkv.count(dkv.queries, T))
 

@@ -3,6 +3,8 @@
 The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -11,6 +13,14 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels.attention.logits import LOG2_E, Logits
 from maxlib.kernels.attention.mosaic_gpu import config
 from maxlib.kernels.attention.sinks import merge_sinks
+
+
+class Spec(NamedTuple):
+    """Static parameters: the maths, the tiles, and the number of real queries."""
+
+    logits: Logits
+    tiles: config.HopperAttentionTiles
+    T: int
 
 
 def mosaic_gpu(
@@ -24,10 +34,12 @@ def mosaic_gpu(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: None = None,
+    tiles: config.HopperAttentionTiles | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    Differentiable once (reverse mode) in q, k, v and sinks; the gradients are the same in every run.
+    Differentiable once (reverse mode) in q, k, v and sinks; the gradients are the same in every run. `tiles` are those
+    of `config.attention_tiles` by default.
     """
     if scale <= 0:  # the kernels take the maximum before they scale, which needs scale > 0
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
@@ -37,7 +49,8 @@ def mosaic_gpu(
     q, k, v = (_to_eights(x) for x in (q, k, v))
     ends = (jnp.clip(x.astype(jnp.int32), 0, S) for x in (k_start, k_end))
     ends = (jnp.pad(x, ((0, 0), (0, q.shape[1] - T)), mode="edge") for x in ends)
-    out, lse = _attend(Logits(scale, softcap), T, q, k, v, sinks.astype(jnp.float32), *ends)
+    tiles = tiles or config.attention_tiles(q.shape[3], v.shape[3], softcap is not None)
+    out, lse = _attend(Spec(Logits(scale, softcap), tiles, T), q, k, v, sinks.astype(jnp.float32), *ends)
     return out[:, :T], lse[:, :T]
 
 
@@ -46,37 +59,38 @@ def _to_eights(x):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), *[(0, 0)] * (x.ndim - 2)))
 
 
-def _attend(logits, T: int, q, k, v, sinks, start, end):
-    """Computes attention without a gradient; only the first T queries are real.
+def _attend(spec: Spec, q, k, v, sinks, start, end):
+    """Computes attention without a gradient.
 
     For few queries the decode kernel is used, in which more blocks of threads share the keys.
     """
+    T = spec.T
     if not config.decodes(T, q.shape[2] // k.shape[2]):
-        return _forward(logits, q, k, v, sinks, start, end)
+        return _forward(spec, q, k, v, sinks, start, end)
     from maxlib.kernels.attention.mosaic_gpu.decode import decode
 
-    out, lse = decode(q[:, :T], k, v, start[:, :T], end[:, :T], logits=logits)
+    out, lse = decode(q[:, :T], k, v, start[:, :T], end[:, :T], logits=spec.logits, tiles=spec.tiles.decode)
     return tuple(_to_eights(x) for x in merge_sinks(out, lse, sinks))
 
 
-def _forward(logits, q, k, v, sinks, start, end):
+def _forward(spec: Spec, q, k, v, sinks, start, end):
     from maxlib.kernels.attention.mosaic_gpu import forward
 
-    tiles = config.forward_tiles(q.shape[3], v.shape[3])
+    tiles = spec.tiles.forward
     pad = ((0, 0), (0, -q.shape[1] % tiles.rows))
     # Queries added at the end repeat the last one, so that they neither widen a tile's range nor make it partial.
     start, end = (jnp.pad(x, pad, mode="edge") for x in (start, end))
-    out, lse = forward.forward(q, k, v, start, end, sinks * LOG2_E, logits=logits, tiles=tiles)
+    out, lse = forward.forward(q, k, v, start, end, sinks * LOG2_E, logits=spec.logits, tiles=tiles)
     return out, jnp.swapaxes(lse, 1, 2)[:, : q.shape[1]] / LOG2_E  # [B, N, P] -> [B, T, N], base 2 -> natural
 
 
-def _attend_fwd(logits, T: int, *args):
-    out, lse = _forward(logits, *args)
+def _attend_fwd(spec: Spec, *args):
+    out, lse = _forward(spec, *args)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (out, lse), (args, out, lse)
 
 
-def _attend_bwd(logits, T: int, residuals, cotangents):
+def _attend_bwd(spec: Spec, residuals, cotangents):
     from maxlib.kernels.attention.mosaic_gpu import backward
 
     (q, k, v, sinks, start, end), out, lse = residuals
@@ -95,16 +109,15 @@ def _attend_bwd(logits, T: int, residuals, cotangents):
     lse, delta = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.inf), by_head(delta, 0.0)
     start, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), mode="edge") for x in (start, end))
     given = backward.Given(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
-    sizes = q.shape[3], v.shape[3], logits.softcap is not None
     # Separate kernels for dq and for dk and dv: each sums over the other's axis in registers, without atomics.
-    dq = backward.queries(given, logits=logits, tiles=config.query_gradient_tiles(*sizes))
+    dq = backward.queries(given, logits=spec.logits, tiles=spec.tiles.dq)
     parts = [
         x
-        for wanted, tiles in config.key_gradient_tiles(*sizes).items()
-        for x in backward.keys(given, wanted, logits=logits, tiles=tiles)
+        for wanted, tiles in spec.tiles.keys.items()
+        for x in backward.keys(given, wanted, logits=spec.logits, tiles=tiles)
     ]
     return dq, *parts, d_sinks, None, None
 
 
-_attend = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
 _attend.defvjp(_attend_fwd, _attend_bwd)

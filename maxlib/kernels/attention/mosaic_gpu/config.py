@@ -5,26 +5,36 @@ yet.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
+
+from maxlib.kernels.tile_sizes import TileSizes
 
 ROWS = 64  # rows of a tile per warpgroup: the M dimension of one wgmma instruction
 WIDEST = 256  # largest head width
 
 
 def processors() -> int:
-    """Returns the number of streaming multiprocessors of this machine's GPU (an H20 has 78); without one, an H100's 132."""
+    """Returns the number of streaming multiprocessors of this GPU (an H20 has 78); without a GPU, an H100's 132."""
     device, *_ = jax.devices()
     return device.core_count if device.platform == "gpu" else 132
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class Tiles(TileSizes):
     """Sizes of a tile: `warpgroups` times 64 rows stay in shared memory, `columns` stream through `stages` buffers."""
 
     warpgroups: int
     columns: int
     stages: int = 2
+
+    def __post_init__(self):
+        self.require(1, "warpgroups")
+        self.require(16, "columns")
+        self.require(1, "stages", least=2)  # one buffer is filled while another one is read
+        if self.warpgroups > 3:
+            raise ValueError(f"Tiles: warpgroups must be at most 3, whose registers fit, got {self.warpgroups}")
 
     @property
     def rows(self) -> int:
@@ -97,3 +107,47 @@ def key_gradient_parts(num_blocks: int, num_groups: int) -> int:
 def _is_wide(key_dim: int, value_dim: int, softcap: bool) -> bool:
     """Tells whether the gradients fill the registers; a soft-cap needs some of them for its derivative."""
     return key_dim + value_dim > (192 if softcap else 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperAttentionTiles(TileSizes):
+    """Tiles of maxlib's attention on Hopper.
+
+    Args:
+      forward: queries stay, keys and values stream.
+      decode: few queries stay, keys and values stream.
+      dq: queries and output gradients stay, keys and values stream.
+      dk: keys and values stay, queries and output gradients stream.
+      dv: the same; None if the kernel for dk makes dv too, which saves a matmul and takes more registers.
+    """
+
+    forward: Tiles
+    decode: Tiles
+    dq: Tiles
+    dk: Tiles
+    dv: Tiles | None = None
+
+    kernel: ClassVar[str] = "attention/mosaic_gpu"
+
+    def __post_init__(self):
+        if self.decode.warpgroups != 1:
+            raise ValueError(f"HopperAttentionTiles: decode must have 1 warpgroup, got {self.decode.warpgroups}")
+        # Queries and their statistics come to the gradients in whole blocks of 128.
+        for name, size in [("dq", self.dq.rows), *(("/".join(one), x.columns) for one, x in self.keys.items())]:
+            if 128 % size:
+                raise ValueError(
+                    f"HopperAttentionTiles: {name} must take a divisor of 128 queries at a time, got {size}"
+                )
+
+    @property
+    def keys(self) -> dict[tuple[str, ...], Tiles]:
+        """Returns the kernels for the gradients of keys and values, and their tiles."""
+        return {("dk", "dv"): self.dk} if self.dv is None else {("dk",): self.dk, ("dv",): self.dv}
+
+
+def attention_tiles(key_dim: int, value_dim: int, softcap: bool) -> HopperAttentionTiles:
+    """Chooses tiles of all kernels by the widths of the heads, the largest that do not spill."""
+    sizes = key_dim, value_dim, softcap
+    dk, *dv = key_gradient_tiles(*sizes).values()
+    forward, decode = forward_tiles(key_dim, value_dim), decode_tiles(key_dim, value_dim)
+    return HopperAttentionTiles(forward, decode, query_gradient_tiles(*sizes), dk, *dv)

@@ -23,10 +23,11 @@ def decode(
     end: Int[Array, "B T"],
     *,
     logits: Logits,
+    tiles: config.Tiles,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes the output and the log-sum-exp of every row, without sinks."""
-    (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
-    tiles, P = config.decode_tiles(Hk, Hv), config.decode_parts(B * K, S)
+    (B, T, N, _), (S, K) = q.shape, v.shape[1:3]
+    P = config.decode_parts(B * K, S)
     # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B, R, K, Hk] with R = T * G.
     rows = einops.rearrange(q, "B T (K G) H -> B (T G) K H", K=K)
     R = rows.shape[1]

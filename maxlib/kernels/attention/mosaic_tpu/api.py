@@ -4,6 +4,7 @@ The kernels are imported when they are first called: importing Pallas takes long
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import einops
@@ -19,18 +20,19 @@ from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.attention.tiles import tiles
 
 
-def count_tiles(chip: config.Generation, batch: int, queries: int, keys: int, groups: int) -> int:
+def count_tiles(sizes: config.TPUAttentionTiles, batch: int, queries: int, keys: int, groups: int) -> int:
     """Counts the tiles of the pass that has more of them; the table holds `config.MOST_TILES`."""
-    cuts = (_Cut.of(blocks, queries, keys, groups) for blocks in (chip.forward, chip.backward))
+    cuts = (_Cut.of(blocks, queries, keys, groups) for blocks in (sizes.forward, sizes.backward))
     return max(batch * -(-queries // cut.queries) * -(-keys // cut.keys) for cut in cuts)
 
 
 class Spec(NamedTuple):
-    """Static parameters: the maths, and the TPU generation that sets the block sizes."""
+    """Static parameters: the maths, the tiles, and the TPU generation."""
 
     scale: float
     softcap: float | None
     chip: config.Generation
+    tiles: config.TPUAttentionTiles
 
 
 def mosaic_tpu(
@@ -45,15 +47,17 @@ def mosaic_tpu(
     sinks: Float[Array, " N"] | None = None,
     bias: None = None,
     chip: config.Generation | None = None,
+    tiles: config.TPUAttentionTiles | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    Block sizes are those of `chip`, by default the device in use. Differentiable once (reverse mode) in q, k, v and
-    sinks.
+    `chip` is by default the device in use, and `tiles` are those of `config.attention_tiles`. Differentiable once
+    (reverse mode) in q, k, v and sinks.
     """
     if scale <= 0:  # the kernels take the maximum before they scale, which needs scale > 0
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
-    spec = Spec(scale, softcap, chip or config.generation(current_device()[1]))
+    chip = chip or config.generation(current_device()[1])
+    spec = Spec(scale, softcap, chip, tiles or config.attention_tiles(chip, *k.shape[1:]))
     start, end = (jnp.clip(x.astype(jnp.int32), 0, k.shape[1]) for x in (k_start, k_end))
     out, lse = _attend(spec, q, k, v, start, end)
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
@@ -68,15 +72,24 @@ def _attend(spec: Spec, q, k, v, start, end):
         return _forward(spec, q, k, v, start, end)
     from maxlib.kernels.attention.mosaic_tpu.decode import decode
 
-    block = config.decode_keys(*k.shape[1:])
-    options = {"block": block, "parts": spec.chip.cores, "vmem": spec.chip.vmem}
+    options = {
+        "block": _decode_block(spec.tiles.decode, *k.shape[1:3]),
+        "parts": spec.chip.cores,
+        "vmem": spec.chip.vmem,
+    }
     return decode(q, k, v, start, end, logits=Logits(spec.scale, spec.softcap), **options)
+
+
+def _decode_block(keys: int, num_keys: int, num_kv_heads: int) -> int:
+    """Rounds the keys of a block to whole registers of keys times heads, or takes all keys."""
+    unit = config.LANES // math.gcd(config.LANES, num_kv_heads)
+    return min(-(-keys // unit) * unit, num_keys)
 
 
 def _forward(spec: Spec, q, k, v, start, end):
     from maxlib.kernels.attention.mosaic_tpu.forward import forward
 
-    cut = _Cut.of(spec.chip.forward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
+    cut = _Cut.of(spec.tiles.forward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
     keys, values = (cut.blocks(x.astype(q.dtype)) for x in (k, v))
     given = cut.rows(q, k.shape[2]), keys, values, cut.ends(start), cut.ends(end)
     logits, table = Logits(spec.scale, spec.softcap), visits.table(*cut.tiles(start, end))
@@ -101,7 +114,7 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     delta = jnp.where(seen, delta, 0.0)
     lse = jnp.where(seen, lse * LOG2_E, jnp.inf)  # empty rows get probabilities exp(-inf) = 0
 
-    cut = _Cut.of(spec.chip.backward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
+    cut = _Cut.of(spec.tiles.backward, q.shape[1], k.shape[1], q.shape[2] // k.shape[2])
     # [B, T, N] -> [B, K, Q, 1, R]: one number per row of a tile, along the lanes.
     vector = lambda x, fill: jnp.swapaxes(cut.rows(x[..., None], k.shape[2], fill), -1, -2)
     rows = backward.Rows(

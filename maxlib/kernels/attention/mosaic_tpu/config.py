@@ -2,17 +2,44 @@
 
 import dataclasses
 import math
+from typing import ClassVar
+
+from maxlib.kernels.tile_sizes import TileSizes
 
 LANES = 128  # a vector register has 128 lanes and 8 sublanes
 MOST_TILES = 2**17  # entries of the table of tiles, which then takes half of a core's scalar memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(TileSizes):
     """Size of a tile: `rows` counts queries times the heads that share a key head, `keys` counts keys."""
 
     rows: int
     keys: int
+
+    def __post_init__(self):
+        self.require(16, "rows")
+        self.require(LANES, "keys")
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUAttentionTiles(TileSizes):
+    """Tiles of maxlib's attention on TPUs.
+
+    Args:
+      forward: tile of the forward pass.
+      backward: tile of both kernels of the backward pass.
+      decode: keys that the kernel for few queries reads at a time, of all key heads.
+    """
+
+    forward: Blocks
+    backward: Blocks
+    decode: int
+
+    kernel: ClassVar[str] = "attention/mosaic_tpu"
+
+    def __post_init__(self):
+        self.require(1, "decode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +72,11 @@ GENERATIONS = {
     "TPU v6e": V6E,
     "TPU7x": V7X,
 }
+
+
+def attention_tiles(chip: Generation, num_keys: int, num_kv_heads: int, width: int) -> TPUAttentionTiles:
+    """Chooses tiles for a generation and the keys `S K H` of a call."""
+    return TPUAttentionTiles(chip.forward, chip.backward, decode_keys(num_keys, num_kv_heads, width))
 
 
 def generation(device_kind: str) -> Generation:

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles, grouped_tiles
 from maxlib.kernels.grouped_matmul.rows import NAMES, only_used
 
 
@@ -21,9 +22,15 @@ def mosaic_gpu(
     rows_per_expert: Int[Array, " E"],
     weight_order: str = "EOI",
     out_dtype: None = None,
+    tiles: HopperGroupedTiles | None = None,
 ) -> Num[Array, "M O"]:
-    """Computes `grouped_matmul`, as `tiled` does."""
-    return _on_whole_tiles(lambda rows: _multiply(rows, weights, rows_per_expert, weight_order), rows)
+    """Computes `grouped_matmul`, as `tiled` does, by default with `grouped_tiles`."""
+    tiles = tiles or _tiles(weights, weight_order)
+    return _on_whole_tiles(lambda rows: _multiply(rows, weights, rows_per_expert, weight_order, tiles), rows)
+
+
+def _tiles(weights, weight_order: str) -> HopperGroupedTiles:
+    return grouped_tiles(*(weights.shape[weight_order.index(axis)] for axis in "IO"))
 
 
 def glu(
@@ -34,13 +41,15 @@ def glu(
     biases: tuple[Float[Array, "E O"], ...],
     weight_order: str,
     activation: Callable[[Array, Array], Array],
+    tiles: HopperGroupedTiles | None = None,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_glu` in one kernel, which reads rows once and joins both products before they are rounded.
 
     If a gradient is needed, the kernel writes gate and up instead, and XLA joins them: the gradient needs them, and
     both have names, so that `jax.checkpoint` can keep them or run the kernel again.
     """
-    ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation)
+    tiles = tiles or _tiles(gate, weight_order)
+    ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles)
     return _on_whole_tiles(ours, rows)
 
 
@@ -56,33 +65,34 @@ def _on_whole_tiles(multiply, rows):
 # ---------------------------------------------------------------------------------------------- one matrix
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply(rows, weights, rows_per_expert, weight_order):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _multiply(rows, weights, rows_per_expert, weight_order, tiles):
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrix, turned = weights.astype(rows.dtype), weight_order == "EOI"
-    return by_rows([rows], [[matrix]], rows_per_expert, turned=turned, name="forward")[0]
+    return by_rows([rows], [[matrix]], rows_per_expert, turned=turned, name="forward", sizes=tiles.forward)[0]
 
 
-def _forward(rows, weights, rows_per_expert, weight_order):
-    return _multiply(rows, weights, rows_per_expert, weight_order), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, weight_order, tiles):
+    return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
 
 
-def _backward(weight_order, residuals, d_out):
+def _backward(weight_order, tiles, residuals, d_out):
     rows, weights, rows_per_expert = residuals
-    d_rows, (d_weights,) = _gradients(weight_order, rows, [weights], rows_per_expert, [d_out])
+    d_rows, (d_weights,) = _gradients(weight_order, tiles, rows, [weights], rows_per_expert, [d_out])
     return d_rows, d_weights, None
 
 
-def _gradients(weight_order, rows, weights, rows_per_expert, d_out):
+def _gradients(weight_order, tiles, rows, weights, rows_per_expert, d_out):
     """Computes the gradient of the rows, summed over their products, and that of each product's weights."""
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_experts import by_experts
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrices, turned = [[w.astype(rows.dtype)] for w in weights], weight_order == "EIO"
-    (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows")
+    (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows", sizes=tiles.d_rows)
     pairs = [(d, rows) if weight_order == "EOI" else (rows, d) for d in d_out]
-    d_weights = [by_experts(*pair, rows_per_expert, w.dtype) for pair, w in zip(pairs, weights, strict=True)]
+    outer = lambda pair, w: by_experts(pair[0], pair[1], rows_per_expert, w.dtype, tiles.d_weights)
+    d_weights = [outer(pair, w) for pair, w in zip(pairs, weights, strict=True)]
     return d_rows, d_weights
 
 
@@ -92,9 +102,10 @@ _multiply.defvjp(_forward, _backward)
 # ---------------------------------------------------------------------------------------------- gate and up
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation):
-    return _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, activation=activation, name="glu")[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles):
+    how = {"activation": activation, "name": "glu", "sizes": tiles.glu}
+    return _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how)[0]
 
 
 def _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how):
@@ -104,8 +115,9 @@ def _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how):
     return by_rows([rows], [matrices], rows_per_expert, turned=weight_order == "EOI", biases=biases, **how)
 
 
-def _glu_forward(rows, gate, up, rows_per_expert, biases, weight_order, activation):
-    found = _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, name="gate_up")
+def _glu_forward(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles):
+    how = {"name": "gate_up", "sizes": tiles.glu}
+    found = _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how)
     found = [checkpoint_name(x, name) for x, name in zip(found, NAMES, strict=True)]
     return _joined(activation, rows.dtype)(*found), (rows, gate, up, rows_per_expert, biases, *found)
 
@@ -115,10 +127,10 @@ def _joined(activation, dtype):
     return lambda *products: activation(*(x.astype(jnp.float32) for x in products)).astype(dtype)
 
 
-def _glu_backward(weight_order, activation, residuals, d_out):
+def _glu_backward(weight_order, activation, tiles, residuals, d_out):
     rows, gate, up, rows_per_expert, biases, *found = residuals
     d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
-    d_rows, d_weights = _gradients(weight_order, rows, (gate, up), rows_per_expert, d_found)
+    d_rows, d_weights = _gradients(weight_order, tiles, rows, (gate, up), rows_per_expert, d_found)
     return (
         d_rows,
         *d_weights,

@@ -5,7 +5,7 @@ need not be finite, are set to zero in shared memory, in both operands, before t
 64 rows of the tile each; one more only asks for the next blocks. An expert without rows gets zeros. Blocks of the same
 expert follow each other, so that its rows stay in the L2 cache.
 
-Letters: o 64 outputs of a warpgroup, i 128 inputs, s 64 rows that are summed in one step.
+Letters: o 64 outputs of a warpgroup, i the inputs of a tile, s 64 rows that are summed in one step.
 """
 
 import functools
@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels.grouped_matmul.mosaic_gpu.config import Tiles
 
-WARPGROUPS, OUTPUTS, INPUTS, SUMMED, STAGES = 2, 64, 128, 64, 4
+WARPGROUPS, OUTPUTS, SUMMED = 2, 64, 64
 REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
 
 
@@ -38,24 +39,24 @@ class Scratch(NamedTuple):
 
 
 def by_experts(
-    d_out: Float[Array, "M O"], rows: Float[Array, "M I"], rows_per_expert: Int[Array, " E"], dtype: Any
+    d_out: Float[Array, "M O"], rows: Float[Array, "M I"], rows_per_expert: Int[Array, " E"], dtype: Any, sizes: Tiles
 ) -> Float[Array, "E O I"]:
-    """Computes `d_out[mine].T @ rows[mine]` for every expert, in `dtype`."""
+    """Computes `d_out[mine].T @ rows[mine]` for every expert, in `dtype`; a tile has `sizes.columns` inputs."""
     (O, I), E = (d_out.shape[1], rows.shape[1]), len(rows_per_expert)
-    shared = memory.matrices(rows.dtype, SUMMED)
+    columns, stages, shared = sizes.columns, sizes.stages, memory.matrices(rows.dtype, SUMMED)
     scratch = Scratch(
-        d_out=shared(STAGES, WARPGROUPS, SUMMED, OUTPUTS),
-        rows=shared(STAGES, SUMMED, INPUTS),
-        ready=memory.barrier(STAGES, WARPGROUPS + 1),
-        free=memory.barrier(STAGES, WARPGROUPS),
+        d_out=shared(stages, WARPGROUPS, SUMMED, OUTPUTS),
+        rows=shared(stages, SUMMED, columns),
+        ready=memory.barrier(stages, WARPGROUPS + 1),
+        free=memory.barrier(stages, WARPGROUPS),
         cleared=memory.barrier(1, WARPGROUPS),
-        out=memory.matrices(dtype, INPUTS)(WARPGROUPS, OUTPUTS, INPUTS),
+        out=memory.matrices(dtype, columns)(WARPGROUPS, OUTPUTS, columns),
     )
     call = _compat.kernel(
-        _kernel,
+        functools.partial(_kernel, sizes=sizes),
         out_type=jax.ShapeDtypeStruct((E, O, I), dtype),
         scratch_types=(scratch,),
-        grid=(E, -(-O // (WARPGROUPS * OUTPUTS)), -(-I // INPUTS)),
+        grid=(E, -(-O // (WARPGROUPS * OUTPUTS)), -(-I // columns)),
         grid_names=("expert", "output", "input"),  # the last one varies fastest
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -66,20 +67,20 @@ def by_experts(
     return call(d_out, rows, groups.bounds(rows_per_expert))
 
 
-def _kernel(d_out, rows, bounds, out, scratch):
+def _kernel(d_out, rows, bounds, out, scratch, *, sizes: Tiles):
     warpgroup, expert = lax.axis_index("warpgroup"), lax.axis_index("expert")
     first, last = bounds[expert, 0], bounds[expert, 1]
     begin = lax.div(first, jnp.int32(groups.ALIGNED)) * groups.ALIGNED
     output = lambda w: pl.ds((lax.axis_index("output") * WARPGROUPS + w) * OUTPUTS, OUTPUTS)
-    inputs = pl.ds(lax.axis_index("input") * INPUTS, INPUTS)
+    inputs = pl.ds(lax.axis_index("input") * sizes.columns, sizes.columns)
     steps = jnp.where(first < last, lax.div(last - begin + SUMMED - 1, jnp.int32(SUMMED)), 0)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         total = pl.run_scoped(
-            functools.partial(_sum, scratch, warpgroup, begin, first, last, steps),
-            plgpu.WGMMAAccumulatorRef((OUTPUTS, INPUTS), jnp.float32),
+            functools.partial(_sum, scratch, warpgroup, begin, first, last, steps, sizes.stages),
+            plgpu.WGMMAAccumulatorRef((OUTPUTS, sizes.columns), jnp.float32),
         )
         place = scratch.out.at[warpgroup]
         place[...] = total.astype(out.dtype)
@@ -91,19 +92,19 @@ def _kernel(d_out, rows, bounds, out, scratch):
 
         @pl.loop(0, steps)
         def _(i):
-            slot, summed = lax.rem(i, jnp.int32(STAGES)), pl.ds(begin + i * SUMMED, SUMMED)
-            pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(scratch.free.at[slot]))
+            slot, summed = lax.rem(i, jnp.int32(sizes.stages)), pl.ds(begin + i * SUMMED, SUMMED)
+            pl.when(i >= sizes.stages)(lambda: plgpu.barrier_wait(scratch.free.at[slot]))
             for w in range(WARPGROUPS):
                 plgpu.copy_gmem_to_smem(d_out.at[summed, output(w)], scratch.d_out.at[slot, w], scratch.ready.at[slot])
             plgpu.copy_gmem_to_smem(rows.at[summed, inputs], scratch.rows.at[slot], scratch.ready.at[slot])
 
 
-def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
+def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, stages, acc):
     """Adds up `d_out^T rows` over all steps: [s, o]^T [s, i] -> [o, i]."""
 
     @pl.loop(0, steps)
     def _(i):
-        slot = lax.rem(i, jnp.int32(STAGES))
+        slot = lax.rem(i, jnp.int32(stages))
         plgpu.barrier_wait(scratch.ready.at[slot])
         a = scratch.d_out.at[slot, warpgroup]
 
@@ -119,7 +120,7 @@ def _sum(scratch: Scratch, warpgroup, begin, first, last, steps, acc):
         plgpu.wgmma(acc, _compat.transpose(a), scratch.rows.at[slot])
         # One matmul stays in flight; the one before it is done, so its slot is free for the next copy.
         plgpu.wgmma_wait(1)
-        pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.free.at[lax.rem(i - 1, jnp.int32(STAGES))]))
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.free.at[lax.rem(i - 1, jnp.int32(stages))]))
 
     return acc[...]
 

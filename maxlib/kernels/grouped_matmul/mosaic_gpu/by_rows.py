@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import processors
-from maxlib.kernels.grouped_matmul.mosaic_gpu import config, groups
+from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import REGISTERS, ROWS, SUMMED, WARPGROUPS, Tiles
 
 STORED = 64  # columns of a copy out of shared memory: rows of 128 bytes
@@ -54,6 +54,7 @@ def by_rows(
     biases: Sequence[Float[Array, "E C"]] = (),
     activation: Callable | None = None,
     name: str,
+    sizes: Tiles,
 ) -> tuple[Float[Array, "M C"], ...]:
     """Computes the products `sum_j rows[j] @ weights[j][k][e] + biases[k][e]` for k = 0, 1, ...
 
@@ -65,12 +66,13 @@ def by_rows(
       biases: one array for each product, or none.
       activation: function that joins the products to a single result, in float32; None to return all products.
       name: end of the kernel's name, for profiles.
+      sizes: tiles of each product.
 
     Returns:
       The products, or the one joined result; zeros in rows of no expert.
     """
     (M, _), dtype, width = rows[0].shape, rows[0].dtype, weights[0][0].shape[1 if turned else 2]
-    products, sizes = len(weights[0]), config.row_tiles(width, len(weights[0]))
+    products = len(weights[0])
     tiles, used = groups.tiles(rows_per_expert, M, WARPGROUPS * ROWS)
     num_columns = -(-width // sizes.columns)
     call = _compat.kernel(

@@ -1,17 +1,56 @@
 """Tile sizes of the grouped matmul, the largest that do not spill (docs/kernels.md); none has been timed yet."""
 
 import dataclasses
+from typing import ClassVar
+
+from maxlib.kernels.tile_sizes import TileSizes
 
 WARPGROUPS, ROWS, SUMMED = 2, 64, 64  # compute warpgroups, rows of each, and numbers that are summed in one step
 REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class Tiles(TileSizes):
     """Sizes of a tile: 128 rows times `columns` of the result, whose operands stream through `stages` buffers."""
 
     columns: int = 128
     stages: int = 4
+
+    def __post_init__(self):
+        self.require(64, "columns")  # a copy out of shared memory is 64 columns wide
+        self.require(1, "stages", least=2)  # one buffer is filled while another one is read
+        if self.columns > 256:
+            raise ValueError(f"Tiles: columns must be at most 256, what one instruction computes, got {self.columns}")
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperGroupedTiles(TileSizes):
+    """Tiles of maxlib's grouped matmul on Hopper.
+
+    Args:
+      forward: tiles of the forward pass.
+      d_rows: tiles of the gradient of the rows.
+      d_weights: tiles of the gradient of the weights, 128 outputs times `columns` inputs of a matrix.
+      glu: tiles of gate and up together, of each `columns` columns.
+    """
+
+    forward: Tiles
+    d_rows: Tiles
+    d_weights: Tiles = Tiles()
+    glu: Tiles = Tiles()
+
+    kernel: ClassVar[str] = "grouped_matmul/mosaic_gpu"
+
+    def __post_init__(self):
+        if self.glu.columns > 128:
+            raise ValueError(
+                f"HopperGroupedTiles: glu must have at most 128 columns of each product, got {self.glu.columns}"
+            )
+
+
+def grouped_tiles(inputs: int, outputs: int) -> HopperGroupedTiles:
+    """Chooses tiles for matrices with so many inputs and outputs."""
+    return HopperGroupedTiles(row_tiles(outputs, 1), row_tiles(inputs, 1), glu=row_tiles(outputs, 2))
 
 
 def row_tiles(width: int, products: int) -> Tiles:

@@ -1,0 +1,3 @@
+"""Kimi delta attention (KDA): one public function, its definition, and its form in matmuls."""
+
+from maxlib.ops._kda.api import kimi_delta_attention as kimi_delta_attention

@@ -1,0 +1,117 @@
+"""The public function of Kimi delta attention: checks its arguments and chooses an implementation."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxlib.ops._cost import register_flops
+from maxlib.ops._gated_delta.parallel import AxisName, across
+from maxlib.ops._kda.chunked import CHUNK, chunked
+from maxlib.ops._kda.inputs import prepare
+from maxlib.ops._kda.sequential import sequential
+
+IMPLEMENTATIONS = ("chunked", "sequential")
+FEW = 8  # tokens up to which the recurrence is faster than a chunk
+
+
+def kimi_delta_attention(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B T N Hk"],
+    v: Float[Array, "B T N Hv"],
+    log_decay: Float[Array, "B T N Hk"],
+    beta: Float[Array, "B T N"],
+    *,
+    is_start: Bool[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B N Hk Hv"] | None = None,
+    scale: float | None = None,
+    l2_norm: bool = True,
+    axis_name: AxisName | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N Hk Hv"]]:
+    """Computes Kimi delta attention (Kimi Team 2025, arXiv:2510.26692), a gated delta rule with a decay per channel.
+
+    For each head and token: `S <- diag(exp(log_decay)) S`, `S <- S + k (beta (v - k^T S))^T`, `o = q^T S`. The state is
+    float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+
+    Args:
+      q: queries, N heads.
+      k: keys, N heads.
+      v: values, N heads of any width.
+      log_decay: logarithm of the factor on each row of the state, at most 0.
+      beta: step towards the value, in [0, 1].
+      is_start: True for the first token of a document, before which the state is set to zero; None if every row
+        continues `initial_state` (`nn.Context.is_start`).
+      valid: False for padding, which leaves the state as it is and has the output zero; None if every token is real.
+      initial_state: state before the first token; None for zero.
+      scale: factor on the queries; default `Hk ** -0.5`.
+      l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
+      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+      implementation: "sequential", token by token; "chunked", in matmuls; None chooses the faster one.
+
+    Returns:
+      The output, in the dtype of `v`, and the state after the last real token, for the next call.
+
+    Raises:
+      ValueError: when shapes do not agree, or no implementation has this name.
+    """
+    _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
+    if implementation is None:
+        implementation = "sequential" if q.shape[1] <= FEW else "chunked"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None, got {implementation!r}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": implementation}
+    return _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
+
+
+def _flops(q, k, v, *_) -> float:
+    """Counts the FLOPs of the chunked form, whichever runs: those of its matmuls, masked halves included."""
+    (B, T, N, Hk), Hv = q.shape, v.shape[-1]
+    size = min(CHUNK, T)
+    # Per token: products of keys and of queries; the solutions U and W, and outputs within the chunk; reads of the
+    # state by W and by queries, and its update.
+    return 2.0 * B * T * N * (2 * size * Hk + size * (Hk + 2 * Hv) + 3 * Hk * Hv)
+
+
+@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "implementation"))
+def _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, *, axis_name, implementation, **norm):
+    (B, _, N, Hk), Hv = q.shape, v.shape[-1]
+    x = prepare(q, k, v, log_decay, beta, is_start, valid, **norm)
+    state = jnp.zeros((B, N, Hk, Hv), x.v.dtype) if initial_state is None else initial_state.astype(x.v.dtype)
+    run = _run(implementation, v.dtype)
+    out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
+    out = out.astype(v.dtype)
+    return out if valid is None else jnp.where(valid[:, :, None, None], out, 0), state
+
+
+def _run(implementation: str, dtype: Any):
+    if implementation == "sequential":
+        return sequential
+    # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
+    # than one.
+    narrow = jnp.dtype(dtype).itemsize < 4
+    return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
+
+
+def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:
+    for name, x, axes in (("q", q, "B T N Hk"), ("v", v, "B T N Hv")):
+        _require(x.ndim == 4, f"{name} must have the axes {axes}", f"shape {x.shape}")
+        _require(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", str(x.dtype))
+    (B, T, N, Hk), Hv = q.shape, v.shape[-1]
+    _require(v.shape[:3] == (B, T, N), "q and v must agree in B, T and N", f"{q.shape} and {v.shape}")
+    _require(T > 0, "there must be at least one token", "T=0")
+    expected = {"k": (k, q.shape), "log_decay": (log_decay, q.shape), "beta": (beta, (B, T, N))}
+    expected |= {"is_start": (is_start, (B, T)), "valid": (valid, (B, T))}
+    expected |= {"initial_state": (initial_state, (B, N, Hk, Hv))}
+    for name, (x, shape) in expected.items():
+        got = getattr(x, "shape", None)
+        _require(x is None or got == shape, f"{name} must have the shape {shape}", f"{got}")
+
+
+def _require(holds: bool, must: str, got: str) -> None:
+    if not holds:
+        raise ValueError(f"kimi_delta_attention: {must}, got {got}")

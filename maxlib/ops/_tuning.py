@@ -1,0 +1,88 @@
+"""The tile sizes that a kernel runs with: those of the code around it, of a device's table, or its own choice."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops import _findings
+
+S = TypeVar("S", bound=TileSizes)
+
+# Part of jit's cache key, which a plain context variable would not be: sizes are chosen while a program is traced.
+_given = jax.make_user_context(())
+
+
+@contextlib.contextmanager
+def tuned(*sizes: TileSizes) -> Iterator[None]:
+    """Makes kernels run with these tile sizes, whatever the tables say. It selects no kernel.
+
+    Each class of `ops.tiles` belongs to one kernel: `with ops.tuned(ops.tiles.Chunked(256, 512)): ...`. It covers what
+    is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
+
+    Args:
+      *sizes: one of each kernel; `explain_attention(...).tiles.sizes` are those that a call gets.
+
+    Raises:
+      TypeError: when one of them is something else, or the sizes of one pass only.
+      ValueError: when two are for the same kernel.
+    """
+    kinds = [type(one) for one in sizes]
+    for one in sizes:
+        if not (isinstance(one, TileSizes) and hasattr(one, "kernel")):
+            raise TypeError(f"tuned takes sizes of whole kernels, classes of ops.tiles, got {one!r}")
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"tuned takes one size for each kernel, got {kinds}")
+    # Sizes of other kernels from an outer `with` stay.
+    with _given((*(one for one in _given.value if type(one) not in kinds), *sizes)):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned(Generic[S]):
+    """Sizes and where they come from.
+
+    Args:
+      sizes: what the kernel runs with.
+      source: "tuned" in code, "measured" by `python -m maxlib.ops tune`, or "default".
+      key: kernel and shape, as in a device's table.
+    """
+
+    sizes: S
+    source: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.sizes}, {self.source}"
+
+
+def choose(default: S, key: str, device_kind: str) -> Tuned[S]:
+    """Chooses the sizes of a call.
+
+    Args:
+      default: the kernel's own choice for the call.
+      key: `key_of` the call's shape.
+      device_kind: jax's name of the device.
+    """
+    # The class of the default says which kernel asks: one class belongs to one kernel.
+    kind: Any = type(default)
+    key = f"{kind.kernel} {key}"
+    for one in _given.value:
+        if type(one) is kind:
+            return Tuned(one, "tuned", key)
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # a damaged entry counts as none
+        if (found := _findings.tiles(key, device_kind)) is not None:
+            return Tuned(kind.from_json(found), "measured", key)
+    return Tuned(default, "default", key)
+
+
+def key_of(lengths: dict[str, int], widths: dict[str, int]) -> str:
+    """Returns the key of a shape in a table; lengths count by the power of two that holds them.
+
+    3000 and 4096 tokens share sizes: they are cut into blocks of about the same number.
+    """
+    up = {name: 1 << max(size - 1, 0).bit_length() for name, size in lengths.items()}
+    return " ".join(f"{name}={size}" for name, size in (up | widths).items())

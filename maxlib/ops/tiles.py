@@ -1,0 +1,29 @@
+"""Tile sizes of the kernels, a frozen dataclass for each: what `ops.tuned` takes and explanations show."""
+
+from maxlib.kernels.attention.mosaic_gpu.config import HopperAttentionTiles
+from maxlib.kernels.attention.mosaic_tpu.config import TPUAttentionTiles
+from maxlib.kernels.gated_delta.api import DeltaTPUTiles
+from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles
+from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops._attention.chunked import ChunkedTiles
+from maxlib.ops._attention.splash import SplashTiles
+from maxlib.ops._attention.split_kv import SplitTiles
+from maxlib.ops._gated_delta.chunked import DeltaTiles
+from maxlib.ops._grouped_matmul.tiled import TiledTiles
+from maxlib.ops._grouped_matmul.tiling import MegabloxTiles
+from maxlib.ops._ssd.chunked import SSDTiles
+
+__all__ = [
+    "ChunkedTiles",
+    "DeltaTPUTiles",
+    "DeltaTiles",
+    "HopperAttentionTiles",
+    "HopperGroupedTiles",
+    "MegabloxTiles",
+    "SSDTiles",
+    "SplashTiles",
+    "SplitTiles",
+    "TPUAttentionTiles",
+    "TileSizes",
+    "TiledTiles",
+]

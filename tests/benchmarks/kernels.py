@@ -1,0 +1,199 @@
+"""Which kernels every preset trains, prefills and decodes with, on devices that are not there.
+
+    python -m tests.benchmarks.kernels [NAME ...] [--write] [--json out.json]
+
+Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax as
+if it were installed. `--write` replaces the tables of docs/kernels.md; `--json` keeps a line for each preset, phase and
+device.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlib import nn, ops, weights
+from maxlib.ops._attention import dispatch as attention
+from maxlib.ops._attention import table
+from maxlib.ops._gated_delta import dispatch as gated_delta
+from maxlib.ops._grouped_matmul import dispatch as grouped
+from maxlib.ops._ssd import api as ssd
+
+DEVICES = {
+    "A100": ("gpu", "NVIDIA A100-SXM4-80GB"),
+    "H100": ("gpu", "NVIDIA H100 80GB HBM3"),
+    "B200": ("gpu", "NVIDIA B200"),
+    "v5e": ("tpu", "TPU v5 lite"),
+    "v5p": ("tpu", "TPU v5p"),
+    "v6e": ("tpu", "TPU v6 lite"),
+}
+PHASES = ("train", "train packed", "prefill", "decode")
+PROVEN = ("cudnn", "tokamax", "splash", "megablox")
+EXTRA = {"softcap", "sinks", "bias", "lse"}
+CAUSAL = ops.StaticMask("causal", aligned=True)
+TOKENS, ROWS = 1024, 2  # what every preset has positions for
+PAGE, BEGIN, END = Path("docs/kernels.md"), "<!-- kernels: begin -->", "<!-- kernels: end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one call of an operation gets, and what of it no proven kernel takes; nothing if one runs it."""
+
+    op: str
+    name: str
+    lacking: tuple[str, ...] = ()
+
+
+Asked = Callable[[tuple[str, str]], Kernel]  # a call, which answers for a device
+
+
+def asked(name: str, phase: str) -> list[Asked]:
+    """Returns the calls of a preset's phase."""
+    family = next(one for one in weights.families() if name in one.presets)
+    with nn.stack.skip_layer_check(), _recorded() as found:
+        model = jax.eval_shape(lambda: family.model(family.presets[name], rngs=nnx.Rngs(0)))
+        tokens = jax.ShapeDtypeStruct((ROWS, 1 if phase == "decode" else TOKENS), jnp.int32)
+        jax.eval_shape(lambda model, tokens: _run(model, tokens, phase), model, tokens)
+    return list(found.values())
+
+
+def _run(model: Any, tokens: jax.Array, phase: str) -> jax.Array:
+    if phase == "train":
+        return model(tokens, dtype=jnp.bfloat16).hidden
+    if phase == "train packed":
+        half = jnp.broadcast_to(jnp.arange(TOKENS) // (TOKENS // 2), tokens.shape)
+        return model(tokens, segment_ids=half, dtype=jnp.bfloat16).hidden
+    cache = model.init_cache(ROWS, TOKENS, dtype=jnp.bfloat16)
+    seen = {"valid": jnp.ones(tokens.shape, bool)} if phase == "prefill" else {}
+    return model(tokens, cache=cache, dtype=jnp.bfloat16, **seen).hidden
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[dict[Any, Asked]]:
+    """Yields the calls that are traced inside, each of them once."""
+    found: dict[Any, Asked] = {}
+
+    def note(module: Any, name: str, key: Callable, answer: Callable):
+        real = getattr(module, name)
+
+        def wrapped(*args, **kwargs):
+            found.setdefault(key(*args), lambda device: answer(device, *args))
+            return real(*args, **kwargs)
+
+        return mock.patch.object(module, name, wrapped)
+
+    shapes = lambda rows, weights, *rest: (rows.shape, rows.dtype, weights.shape)
+    with (
+        note(attention, "explain", lambda call, *_: call, _attention),
+        note(gated_delta, "explain", lambda call, *_: call, _gated_delta),
+        note(grouped, "refusals", shapes, _grouped),
+        note(ssd, "_run", lambda implementation, *_: implementation, _ssd),
+    ):
+        yield found
+
+
+def _attention(device: tuple[str, str], call: attention.Call, *_: Any) -> Kernel:
+    call = dataclasses.replace(call, platform=device[0], device_kind=device[1])
+    chosen = attention.explain(call).chosen
+    return Kernel("attention", str(chosen), () if chosen in PROVEN else _lacks(call))
+
+
+def _lacks(call: attention.Call) -> tuple[str, ...]:
+    """Names what in a call of attention no proven kernel of its device takes, each in a call without the rest."""
+    plain = {"queries": max(call.queries, 256), "mask": CAUSAL, "key_dim": 64, "value_dim": 64}
+    plain |= {"features": call.features & {"gqa", "value_dim"}}
+    alone: dict[str, dict[str, Any]] = {one: {"features": plain["features"] | {one}} for one in call.features & EXTRA}
+    mask, width = call.mask or ops.StaticMask("any", aligned=True), max(call.key_dim, call.value_dim)
+    alone |= {f"heads of {width}": {"key_dim": call.key_dim, "value_dim": call.value_dim}}
+    alone |= {"few queries": {"queries": call.queries}} if call.queries < 256 else {}
+    unnamed = call.mask and dataclasses.replace(CAUSAL, kind="any")
+    alone |= {"unnamed masks": {"mask": unnamed}} if mask.kind == "any" else {}
+    alone |= {"packed rows": {"mask": dataclasses.replace(CAUSAL, segmented=True)}} if mask.segmented else {}
+    alone |= {"a cache": {"mask": dataclasses.replace(CAUSAL, aligned=False)}} if not mask.aligned else {}
+    found = [
+        one
+        for one, change in alone.items()
+        if attention.explain(dataclasses.replace(call, **plain | change)).chosen not in PROVEN
+    ]
+    return tuple(found) or ("several of these at once",)
+
+
+def _gated_delta(device: tuple[str, str], call: gated_delta.Call, *_: Any) -> Kernel:
+    call = dataclasses.replace(call, platform=device[0], device_kind=device[1])
+    return Kernel("gated_delta_rule", str(gated_delta.explain(call).chosen), ("the gated delta rule",))
+
+
+def _grouped(device: tuple[str, str], rows: Any, weights: Any, order: str, out_dtype: Any, *_: Any) -> Kernel:
+    reasons = grouped.refusals(rows, weights, order, out_dtype, device)
+    chosen = str(grouped.explain("", reasons).chosen)
+    return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
+
+
+def _ssd(device: tuple[str, str], implementation: str, *_: Any) -> Kernel:
+    return Kernel("ssd", implementation, ("Mamba-2's recurrence",))
+
+
+def rows(names: Sequence[str], phases: Sequence[str] = PHASES) -> list[dict[str, Any]]:
+    """Returns a row for each preset, phase and device."""
+    found = []
+    with mock.patch.object(table, "is_installed", return_value=True):
+        for name in names:
+            for phase in phases:
+                calls = asked(name, phase)
+                for device, kind in DEVICES.items():
+                    kernels = sorted({call(kind) for call in calls}, key=lambda one: (one.op, one.name))
+                    lacking = sorted({why for one in kernels for why in one.lacking})
+                    used = sorted({one.name for one in kernels})
+                    found.append(
+                        {"preset": name, "phase": phase, "device": device, "kernels": used, "lacking": lacking}
+                    )
+    return found
+
+
+def share(found: list[dict[str, Any]], device: str, phase: str) -> float:
+    """Returns the share of presets whose every call runs a proven kernel."""
+    here = [one for one in found if (one["device"], one["phase"]) == (device, phase)]
+    return sum(not one["lacking"] for one in here) / len(here)
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    """Returns two tables: the share of presets on proven kernels, and how many lack what, phase by phase."""
+    lines = ["| | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 1) + "|"]
+    lines += [
+        f"| {device} | " + " | ".join(f"{share(found, device, one):.0%}" for one in PHASES) + " |" for device in DEVICES
+    ]
+    lines += ["", "| what no proven kernel takes | " + " | ".join(DEVICES) + " |", "|---" * (len(DEVICES) + 1) + "|"]
+    lacking = Counter((why, one["device"], one["phase"]) for one in found for why in one["lacking"])
+    for why in sorted({why for why, *_ in lacking}):
+        counts = {device: [lacking[why, device, phase] for phase in PHASES] for device in DEVICES}
+        cells = [", ".join(map(str, counts[one])) if any(counts[one]) else "-" for one in DEVICES]
+        lines.append(f"| {why} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = rows(args.names or list(weights.presets()))
+    if args.json:
+        args.json.write_text("".join(json.dumps(one) + "\n" for one in found))
+    print(markdown(found))
+    if args.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{markdown(found)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""This year's families under what a run may combine them with: packed rows, remat, meshes, pipelines, adapters, int8.
+
+Everything is compared with the same model on one device; the families' own tests compare that with transformers.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxlib
+from maxlib import adapters, nn, quantization, sharding, training
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.nn.tiny import filled
+from tests.training.tiny import QUICKLY
+
+HYBRIDS = ("qwen3_next", "qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2", "olmo_hybrid", "kimi_linear")
+OTHERS = ("minimax_m2", "mimo_v2", "hy3", "seed_oss", "apertus", "glm4_moe_lite", "muse_glimmer", "gemma4", "mistral4")
+ROWS, T = 4, 24
+LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32)
+# The mesh and the rules of each kind of parallelism.
+MESHES = {
+    "context": ({"fsdp": 2, "context": 2}, sharding.FSDP | sharding.CP_RING),
+    "heads": ({"tensor": 2, "context": 2}, sharding.TP | sharding.CP_ULYSSES),
+    "experts": ({"fsdp": 2, "expert": 2}, sharding.EP),
+    "gpipe": ({"stage": 2, "data": 2}, sharding.DP | sharding.Pipeline("stage", microbatches=2)),
+}
+MESHES["1f1b"] = MESHES["gpipe"]
+
+
+@functools.cache
+def model_of(family: str):
+    """The first case of the golden files, twice as deep, so that its layers repeat."""
+    case = next(c for c in parity.golden(family).values() if "vision_config" not in c["config"])
+    found = next(f for f in maxlib.weights.families() if f.name == family)
+    cfg = found.config.from_hf(HFConfig(case["config"]))
+    if hasattr(cfg, "pattern"):
+        cfg = dataclasses.replace(cfg, pattern=cfg.pattern * 2)
+    elif getattr(cfg, "layer_types", None) is not None:
+        cfg = dataclasses.replace(cfg, num_layers=2 * cfg.num_layers, layer_types=cfg.layer_types * 2)
+    else:
+        cfg = dataclasses.replace(cfg, num_layers=2 * cfg.num_layers)
+    return filled(lambda: found.model(cfg, rngs=nnx.Rngs(0)))
+
+
+def packed(vocab: int) -> dict:
+    """Rows of two documents and padding; borders differ."""
+    tokens = np.random.default_rng(0).integers(0, vocab, (ROWS, T)).astype(np.int32)
+    places, borders = np.arange(T)[None], np.array([[9], [13], [4], [20]])
+    segments = np.where(places >= T - 2, 0, 1 + (places >= borders)).astype(np.int32)
+    targets = np.where((np.roll(segments, -1, axis=1) == segments) & (segments > 0), np.roll(tokens, -1, axis=1), -1)
+    return {"tokens": tokens, "targets": targets.astype(np.int32), "segment_ids": segments}
+
+
+@functools.partial(jax.jit, static_argnames="remat", compiler_options=QUICKLY)
+def gradients(trainable, rest, batch, remat=None):
+    def mean(trainable):
+        total, stats = LOSS(nn.combine(trainable, rest), batch, remat=remat)
+        return total / stats.num_targets
+
+    loss, grads = jax.value_and_grad(mean)(trainable)
+    return grads, loss
+
+
+@functools.cache
+def on_one_device(family: str):
+    model = model_of(family)
+    return jax.device_get(gradients(*nn.partition(model), packed(model.cfg.vocab)))
+
+
+def assert_same(got, want) -> None:
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    assert got[0].keys() == want[0].keys()
+    for path, gradient in want[0].items():
+        np.testing.assert_allclose(
+            got[0][path], gradient, rtol=0, atol=2e-4 * np.abs(gradient).max() + 1e-7, err_msg=path
+        )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
+def test_remat_changes_nothing(family):
+    model = model_of(family)
+    assert_same(gradients(*nn.partition(model), packed(model.cfg.vocab), remat="full"), on_one_device(family))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
+def test_devices_change_nothing(family, kind):
+    model, (degrees, rules) = model_of(family), MESHES[kind]
+    if kind == "experts" and not any("experts" in axes for axes in nn.tree.axes(model).values()):
+        pytest.skip("it has no experts")
+    layout = sharding.Layout(sharding.make_mesh(**degrees, devices=jax.devices()[:4]), rules)
+    spread = nn.partition(jax.device_put(model, sharding.shardings(model, layout)))
+    with sharding.use(layout):
+        batch = training.place_batch(packed(model.cfg.vocab), layout)
+        if kind == "1f1b":
+            step = jax.jit(training.one_f_one_b(LOSS).gradients, compiler_options=QUICKLY)
+            got = step(*spread, batch, jax.random.key(0))[:2]
+        else:
+            got = gradients(*spread, batch)
+    assert_same(got, on_one_device(family))
+
+
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def logits(model, tokens):
+    return model.logits(model(tokens, dtype=jnp.float32).hidden)
+
+
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def step(model, tokens, cache):
+    out = model(tokens, cache=cache, dtype=jnp.float32)
+    return model.logits(out.hidden), out.cache
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
+def test_int8_weights_decode_what_they_compute_at_once(family):
+    model = model_of(family)
+    stored = quantization.for_inference(model, "int8")
+    tokens = packed(model.cfg.vocab)["tokens"][:2]
+    want, plain = np.asarray(logits(stored, tokens)), np.asarray(logits(model, tokens))
+    assert 1e-4 * plain.std() < np.abs(want - plain).max() < 1.5 * plain.std()
+    cache, got = stored.init_cache(2, T, dtype=jnp.float32), []
+    for new in (tokens[:, : T - 3], *(tokens[:, i : i + 1] for i in range(T - 3, T))):
+        found, cache = step(stored, new, cache)
+        got.append(np.asarray(found))
+    np.testing.assert_allclose(np.concatenate(got, axis=1), want, rtol=0, atol=1e-4 * want.std())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
+def test_merged_adapters_compute_what_they_did_beside(family):
+    model = model_of(family)
+    adapted, rng = adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(1)), np.random.default_rng(2)
+    for path, variable in nn.variables(adapted).items():
+        if adapters.trainable(path, variable):
+            variable.set_value(jnp.asarray(0.2 * rng.normal(size=variable.get_value().shape), jnp.float32))
+    tokens = packed(model.cfg.vocab)["tokens"][:2]
+    want = np.asarray(logits(adapted, tokens))
+    assert np.abs(want - np.asarray(logits(model, tokens))).max() > 1e-2 * want.std()
+    np.testing.assert_allclose(logits(adapters.merge(adapted), tokens), want, rtol=0, atol=1e-4 * want.std())

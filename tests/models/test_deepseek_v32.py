@@ -1,0 +1,126 @@
+"""DeepSeek V3.2 and GLM-5 against transformers: fewer keys than tokens, chosen by an indexer that is not trained."""
+
+import pytest
+
+from maxlib.models import deepseek_v32
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import BASE, Conformance
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 64.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+class TestDeepSeekV32(Conformance):
+    family = "deepseek_v32"
+    config = "DeepseekV32Config"
+    base = BASE | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 9,
+        # Of so many heads hardly ever all are zero, where any choice would do.
+        "index_n_heads": 16,
+        "index_head_dim": 11,
+        "index_topk": 7,
+    }
+    cases = {
+        "groups": {
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "vocab_size": 53,
+        },
+        "tied_scaled": {
+            "first_k_dense_replace": 1,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "rope_parameters": YARN,
+            "index_topk": 5,
+        },
+    }
+    matters = {
+        "index_topk": 6,
+        "n_group": 3,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 3.0,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    elsewhere = {"num_nextn_predict_layers", "index_n_heads", "index_head_dim"}  # modules are read on request; sizes
+    refused = Conformance.refused | {
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "layer_types": ["full_attention"] * 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "num_key_value_heads": 2,
+        "qk_head_dim": 12,
+        "sliding_window": 5,
+    }
+    presets = {"deepseek-v3.2": 671.878}  # V3's 671.026, and 61 indexers of 13.96 million
+    rules = Conformance.rules | {"expert": "data"}
+    depths = (4, 5)  # the first three have no experts
+    slot_axis = -2  # [rows, slots, latent]
+
+
+class TestGLM5(TestDeepSeekV32):
+    config = "GlmMoeDsaConfig"
+    base = TestDeepSeekV32.base | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    cases = {
+        "glm": {"num_hidden_layers": 2, "vocab_size": 53},
+        "glm_tied": {"tie_word_embeddings": True, "norm_topk_prob": False, "index_topk": 5},
+    }
+    matters = {
+        name: value for name, value in TestDeepSeekV32.matters.items() if name not in ("n_group", "topk_group")
+    } | {"n_group": 4}
+    elsewhere = TestDeepSeekV32.elsewhere | {"topk_group"}  # of one group
+    refused = TestDeepSeekV32.refused | {
+        "mlp_layer_types": ["sparse", "dense"],
+        "layer_types": ["full_attention"] * 2,
+        "indexer_types": ["full", "shared"],
+        "rope_interleave": False,
+    }
+    test_presets_have_the_published_size = None
+
+
+def transformers_cases():
+    return TestDeepSeekV32.transformers_cases() | TestGLM5.transformers_cases()
+
+
+def test_glm_in_its_older_spellings():
+    """A pattern of letters, or every so many layers."""
+    config = parity.golden("deepseek_v32")["glm"]["config"]
+    want = deepseek_v32.Config.from_hf(HFConfig(config))
+    del config["indexer_types"]
+    for more in ({"index_topk_pattern": "FF"}, {"index_topk_freq": 1, "index_skip_topk_offset": 3}, {}):
+        fields = HFConfig(config | more)
+        assert deepseek_v32.Config.from_hf(fields) == want
+        fields.done()
+    for more in ({"index_topk_pattern": "FS"}, {"index_topk_freq": 4}):
+        with pytest.raises(ValueError, match="a choice that layers share is not computed"):
+            deepseek_v32.Config.from_hf(HFConfig(config | more))
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_what_a_config_leaves_out_is_as_in_transformers(name):
+    theirs = getattr(pytest.importorskip("transformers"), name)()
+    short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.Config.required()]}
+    short |= {"qk_rope_head_dim": 64, "max_position_embeddings": theirs.max_position_embeddings}
+    assert deepseek_v32.Config.from_hf(HFConfig(short)) == deepseek_v32.Config.from_hf(HFConfig(theirs.to_dict()))

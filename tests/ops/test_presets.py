@@ -1,0 +1,41 @@
+"""Which kernels presets run on devices that are not there: proven ones, or the reason why not."""
+
+import pytest
+
+from maxlib import weights
+from tests.benchmarks import kernels
+
+EVERY, GPUS = tuple(kernels.DEVICES), ("A100", "H100", "B200")
+# What no proven kernel takes while training, and where. One preset for each kind of layer.
+LACKING = {
+    "llama3.2-1b": {},
+    "gpt2": {},
+    "gemma2-2b": {"softcap": ("A100", "B200"), "heads of 256": ("A100",)},
+    "gemma4-e2b": {"heads of 512": GPUS, "heads of 256": ("A100",)},
+    "gpt-oss-20b": {"sinks": GPUS, "experts": GPUS},
+    "deepseek-v2-lite": {"experts": GPUS, "heads of 192": ("A100",)},
+    "qwen3.5-0.8b": {"the gated delta rule": EVERY, "heads of 256": ("A100",)},
+    "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": EVERY, "experts": GPUS},
+    "lfm2-350m": {},
+}
+
+
+@pytest.mark.parametrize("preset", LACKING)
+def test_a_preset_trains_on_proven_kernels_or_the_table_says_what_they_lack(preset):
+    for row in kernels.rows([preset], ["train"]):
+        wanted = {why for why, devices in LACKING[preset].items() if row["device"] in devices}
+        assert set(row["lacking"]) == wanted, row
+        assert bool(wanted) == bool(set(row["kernels"]) - set(kernels.PROVEN)), row
+
+
+def test_packed_rows_have_a_proven_kernel_on_hopper_and_tpus():
+    rows = kernels.rows(["llama3.2-1b"], ["train packed"])
+    assert {row["device"] for row in rows if row["lacking"] == ["packed rows"]} == {"A100", "B200"}
+    assert {row["device"]: row["kernels"] for row in rows}["H100"] == ["tokamax"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_page_has_the_tables_of_all_presets():
+    found = kernels.rows(list(weights.presets()))
+    assert kernels.markdown(found) in kernels.PAGE.read_text(), "run python -m tests.benchmarks.kernels --write"

@@ -1,0 +1,178 @@
+"""Tile sizes: each kernel runs with those of the code around it, those of a table, or its own, and jit knows which."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import ops
+from maxlib.kernels.attention.mosaic_gpu import config as hopper
+from maxlib.kernels.attention.mosaic_tpu import config as tpu
+from maxlib.kernels.grouped_matmul.mosaic_gpu import config as grouped
+from maxlib.ops import _attention, _tuning, tiles
+from maxlib.ops._attention.splash import Blocks
+from maxlib.ops._grouped_matmul.tiling import Matmuls, Tiles
+
+HOPPER = hopper.attention_tiles(128, 128, False)
+V5E = tpu.attention_tiles(tpu.V5E, 4096, 8, 128)
+MEGABLOX = Matmuls.of(4096, (8, 512, 256), "EOI", 2, 4).tiles()
+SPLASH = tiles.SplashTiles(Blocks(512, 512), None, Blocks(512, 1024))
+EVERY = [
+    HOPPER,
+    hopper.attention_tiles(256, 256, True),
+    V5E,
+    SPLASH,
+    tiles.ChunkedTiles(128, 256),
+    tiles.SplitTiles(),
+    MEGABLOX,
+    grouped.grouped_tiles(4096, 2048),
+    tiles.TiledTiles((64, 16)),
+    tiles.DeltaTiles(),
+    tiles.DeltaTPUTiles(),
+    tiles.SSDTiles(),
+]
+named = lambda one: type(one).__name__ if isinstance(one, tiles.TileSizes) else str(one)[:40]
+Q = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
+
+
+def test_there_is_one_class_for_each_kernel():
+    kinds = {type(one) for one in EVERY}
+    assert kinds == {getattr(tiles, name) for name in tiles.__all__} - {tiles.TileSizes}
+    assert len({kind.kernel for kind in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize("one", EVERY, ids=named)
+def test_sizes_are_static_and_come_back_from_a_table(one):
+    assert type(one).from_json(one.to_json()) == one
+    assert hash(one) == hash(dataclasses.replace(one))
+    others = one.neighbours()
+    assert others[0] == one and len(others) == len(set(others)) > 2
+    assert all(type(other).from_json(other.to_json()) == other for other in others)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Blocks(100, 128), "queries must be a multiple of 128 of at least 128, got 100"),
+        (lambda: Blocks(128, 0), "keys must be a multiple of 128"),
+        (lambda: tiles.ChunkedTiles(16, -1), "keys must be a whole number of at least 1, got -1"),
+        (lambda: hopper.Tiles(4, 128), "warpgroups must be at most 3, whose registers fit, got 4"),
+        (lambda: hopper.Tiles(2, 128, 1), "stages must be a whole number of at least 2, got 1"),
+        (lambda: dataclasses.replace(HOPPER, decode=hopper.Tiles(2, 128)), "decode must have 1 warpgroup, got 2"),
+        (lambda: dataclasses.replace(HOPPER, dq=hopper.Tiles(3, 64)), "dq must take a divisor of 128 .* got 192"),
+        (lambda: tpu.Blocks(24, 128), "rows must be a multiple of 16"),
+        (lambda: grouped.Tiles(512), "columns must be at most 256"),
+        (lambda: dataclasses.replace(grouped.grouped_tiles(64, 64), glu=grouped.Tiles(256)), "at most 128 columns"),
+        (lambda: tiles.TiledTiles((16, 64)), "sizes must fall"),
+        (lambda: tiles.DeltaTiles(chunk=48), "chunk must be a power of two, got 48"),
+        (lambda: tiles.DeltaTPUTiles(chunk=8), "chunk must be a multiple of 16"),
+    ],
+)
+def test_an_error_says_what_must_hold(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Tiles(128, 100, 512), "summed must be a multiple of 128, or all 256, got 100"),
+        (Tiles(2**16, 256, 512), "must fit in 16,777,216 bytes"),
+    ],
+)
+def test_tiles_must_fit_the_matmul(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MEGABLOX, forward=change).fit(Matmuls.of(4096, (8, 512, 256), "EOI", 2, 4))
+
+
+def test_sizes_in_code_are_part_of_jits_key():
+    """The same compiled function runs with others inside; a plain global would be read once."""
+    seen = []
+
+    @jax.jit
+    def run(q):
+        seen.append(ops.explain_attention(q, q, q).tiles)
+        return ops.attention(q, q, q)
+
+    want = run(Q)
+    with ops.tuned(tiles.ChunkedTiles(16, 32)):
+        got = run(Q)
+        with ops.tuned(tiles.ChunkedTiles(8, 8), tiles.SplitTiles(32, 8)):
+            run(Q)
+        run(Q)
+    run(Q)
+    assert [(one.sizes.queries, one.source) for one in seen] == [(64, "default"), (16, "tuned"), (8, "tuned")]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_the_backward_pass_has_the_sizes_of_the_forward_pass():
+    """Also where it is traced later, outside: four blocks of 16 queries instead of one of 64."""
+    run = lambda q: ops.attention(q, q, q).sum()
+    with ops.tuned(tiles.ChunkedTiles(16, 32)):
+        _, pull = jax.vjp(run, Q)
+    text = str(jax.make_jaxpr(pull)(jnp.float32(1)))
+    assert "f32[4,1,2,16,16]" in text and "f32[1,1,2,64,16]" not in text
+
+
+def draw(*shapes):
+    return [0.5 * jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def delta(q, k, v, rates):
+    return ops.gated_delta_rule(q, k, v, -jax.nn.softplus(rates), jax.nn.sigmoid(rates), implementation="chunked")[0]
+
+
+def ssd(x, dt, a, b):
+    return ops.ssd(x, jax.nn.softplus(dt), -jnp.exp(a), b, b)[0]
+
+
+CALLS = {
+    tiles.TiledTiles((32, 8)): (lambda *x: ops.grouped_matmul(*x, jnp.array([30, 50])), draw((90, 8), (2, 4, 8))),
+    tiles.ChunkedTiles(16, 32, 64): (lambda *x: ops.attention(*x), draw(*[(2, 60, 2, 16)] * 3)),
+    tiles.SplitTiles(32, 8): (
+        lambda *x: ops.attention(*x, implementation="split_kv"),
+        draw((1, 2, 2, 16), *[(1, 60, 2, 16)] * 2),
+    ),
+    tiles.DeltaTiles(16, 32): (delta, draw(*[(1, 70, 2, 16)] * 3, (1, 70, 2))),
+    tiles.SSDTiles(16, 32): (ssd, draw((1, 70, 2, 16), (1, 70, 2), (2,), (1, 70, 1, 8))),
+}
+
+
+@pytest.mark.parametrize("sizes", CALLS, ids=named)
+def test_every_kernel_takes_its_sizes_and_gives_the_same_numbers(sizes, monkeypatch):
+    run, given = CALLS[sizes]
+    if isinstance(sizes, tiles.SplitTiles):  # it is refused on a CPU, where it runs as well
+        monkeypatch.setattr(_attention.api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
+    both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), tuple(range(len(given)))))
+    want, text = both(*given), str(jax.make_jaxpr(both)(*given))
+    with ops.tuned(sizes):
+        got, other = both(*given), str(jax.make_jaxpr(both)(*given))
+    assert text != other
+    error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    assert max(jax.tree.leaves(jax.tree.map(error, got, want))) < 1e-4  # the gradient of rates is a sum that cancels
+
+
+def test_explanations_print_the_sizes_and_their_source():
+    rows, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 256), (8, 512, 256)))
+    device = ("tpu", "TPU v5p")
+    assert f"{MEGABLOX}, default" in str(ops.explain_grouped_matmul(rows, weights, device=device))
+    q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+    with ops.tuned(SPLASH):
+        assert f"{SPLASH}, tuned" in str(ops.explain_attention(q, q, q, device=device))
+    delta = ops.explain_gated_delta_rule(q, q, device=device, implementation="mosaic_tpu")
+    assert "DeltaTPUTiles(chunk=128, chunks=8), default" in str(delta)
+    assert ops.explain_attention(q, q, q, device=("gpu", "NVIDIA H200")).tiles is None  # cuDNN has its own
+
+
+def test_a_key_holds_the_kernel_and_the_shape():
+    found = _tuning.choose(tiles.SplitTiles(), _tuning.key_of({"T": 3000, "S": 4097}, {"Hk": 96}), "cpu")
+    assert found.key == "attention/split_kv T=4096 S=8192 Hk=96"
+
+
+def test_tuned_takes_whole_kernels_once():
+    with pytest.raises(TypeError, match="takes sizes of whole kernels"), ops.tuned(SPLASH.forward):
+        pass
+    with pytest.raises(ValueError, match="one size for each kernel"), ops.tuned(SPLASH, SPLASH):
+        pass

@@ -1,0 +1,107 @@
+"""Images in pipelines: losses and gradients are those of one device, the encoder's among them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, sharding, training
+from maxlib.models import gemma4, mistral, qwen3_5, qwen3_vl
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.nn.tiny import filled
+
+LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32)
+LAYOUT = {"stage": 2, "data": 2}, sharding.DP | sharding.Pipeline("stage", microbatches=2)
+# Family, case of the golden files, and what makes its layers repeat.
+CASES = {
+    "qwen3_vl": (qwen3_vl, "two_added", {}),
+    "qwen3_5": (qwen3_5, "images", {"num_layers": 4, "layer_types": ("linear_attention", "full_attention") * 2}),
+    "gemma4": (gemma4, "images_experts_standardized", {}),
+    "mistral": (mistral, "sees", {}),
+}
+BY_DEFAULT = ("qwen3_vl", "1f1b")
+SCHEDULES = ("1f1b", "gpipe")
+
+
+def model_and_batch(name: str):
+    """A model, and four rows of tokens, each with a row of patches; the first has two images."""
+    family, case, changes = CASES[name]
+    case = parity.golden(name)[case]
+    cfg = dataclasses.replace(family.FAMILY.config.from_hf(HFConfig(case["config"])), **changes)
+    model = filled(lambda: family.FAMILY.model(cfg, rngs=nnx.Rngs(0)))
+    found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
+    order = [0, 1, 2] * 2
+    pixels = np.concatenate([found.pixels[ends[i] : ends[i + 1]] for i in order])
+    images = nn.vision.patches(pixels, found.grids[order], counts=[2, 1, 2, 1])
+    tokens = np.tile(case["tokens"], (2, 1)).astype(np.int32)
+    targets = np.roll(tokens, -1, axis=1)
+    targets = np.where(np.asarray(model.is_image(targets)), -1, targets).astype(np.int32)
+    return model, {"tokens": tokens, "targets": targets, "images": images}
+
+
+@jax.jit
+def gradients(trainable, rest, batch):
+    """The gradient of the mean loss by autodiff, which in a pipeline is GPipe, and that mean."""
+
+    def mean(trainable):
+        total, stats = LOSS(nn.combine(trainable, rest), batch)
+        return total / stats.num_targets
+
+    loss, grads = jax.value_and_grad(mean)(trainable)
+    return grads, loss
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(name, schedule, marks=() if (name, schedule) == BY_DEFAULT else pytest.mark.full)
+        for name in CASES
+        for schedule in SCHEDULES
+    ],
+)
+def test_losses_and_gradients_are_those_of_one_device(name, schedule):
+    model, batch = model_and_batch(name)
+    want, mean = gradients(*nn.partition(model), batch)
+    degrees, rules = LAYOUT
+    layout = sharding.Layout(sharding.make_mesh(**degrees, devices=jax.devices()[:4]), rules)
+    spread = nn.partition(jax.device_put(model, sharding.shardings(model, layout)))
+    with sharding.use(layout):
+        placed = training.place_batch(batch, layout)
+        if schedule == "gpipe":
+            got, loss = gradients(*spread, placed)
+        else:
+            got, loss, _ = jax.jit(training.one_f_one_b(LOSS).gradients)(*spread, placed, jax.random.key(0))
+    np.testing.assert_allclose(loss, mean, rtol=1e-5)
+    for path, gradient in want.items():
+        assert np.abs(gradient).max() > 0 or "k_bias" in path or path.endswith("attn.k.b"), path
+        np.testing.assert_allclose(got[path], gradient, rtol=0, atol=2e-4 * np.abs(gradient).max() + 1e-7, err_msg=path)
+
+
+def abstract_gradients(model, batch, loss=LOSS, degrees=LAYOUT[0]):
+    layout = sharding.Layout(sharding.make_mesh(**degrees, devices=jax.devices()[:4]), LAYOUT[1])
+    with sharding.use(layout):
+        jax.eval_shape(training.one_f_one_b(loss).gradients, *nn.partition(model), batch, jax.random.key(0))
+
+
+def test_what_a_pipeline_cannot_do_with_images_is_an_error():
+    model, batch = model_and_batch("mistral")
+    whole = nn.vision.Patches(batch["images"].pixels[0], batch["images"].grids[0])
+    with pytest.raises(
+        ValueError, match="a batch of 1 rows cannot be split into 2 microbatches.* Images need a row of patches"
+    ):
+        abstract_gradients(model, batch | {"images": whole})
+    model, batch = model_and_batch("qwen3_vl")
+    every = qwen3_vl.Qwen3VL(dataclasses.replace(model.cfg, num_layers=2), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="layer_inputs are not supported in a pipeline"):
+        abstract_gradients(every, batch)
+
+
+def test_losses_that_read_no_images_still_refuse_them():
+    model, batch = model_and_batch("qwen3_vl")
+    with pytest.raises(ValueError, match="this batch has images"):
+        abstract_gradients(model, batch, functools.partial(training.mtp_loss, dtype=jnp.float32))
