@@ -1,6 +1,6 @@
-"""maxlib's attention in code that has its parameters in dictionaries (as haiku's), or no framework at all.
+"""Uses maxlib's attention in code with parameters in dictionaries (as in haiku), without a framework.
 
-`ops.attention` takes arrays. Masks are two numbers for each query, its first and last key, so packed documents, windows
+`ops.attention` takes arrays. A mask is two numbers for each query, its first and last key, so packed documents, windows
 and padding need no matrix. On GPUs and TPUs it chooses a fused kernel; `ops.explain_attention` says which and why.
 """
 

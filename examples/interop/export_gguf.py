@@ -1,8 +1,8 @@
-"""A Llama of maxlib as a GGUF file, for llama.cpp, Ollama and LM Studio, with its tokenizer.
+"""Exports a Llama and its tokenizer as a GGUF file, for llama.cpp, Ollama and LM Studio.
 
-Written with the `gguf` package in float16, then read back by transformers, whose logits have to be those of maxlib. For
-4 or 8 bits run llama.cpp's `llama-quantize` on the file. Needs the extra `gguf`. Other families have other names and
-keys: `gguf.MODEL_TENSORS` lists them.
+It writes float16 with the `gguf` package, reads the file back with transformers, and checks that the logits equal
+maxlib's. For 4 or 8 bits run llama.cpp's `llama-quantize` on the file. Needs the extra `gguf`. Other families have
+other names and keys: `gguf.MODEL_TENSORS` lists them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A stream of Hugging Face `datasets` that feeds training, packed, and resumes at the record where it stopped.
+"""Trains on a packed stream of Hugging Face `datasets`, and resumes at the record where it stopped.
 
-The stream here is made in memory. With a network it is `datasets.load_dataset("name", split="train", streaming=True)`;
+The stream here is in memory. With a network, use `datasets.load_dataset("name", split="train", streaming=True)`;
 nothing else changes. Needs the extra `hf`.
 """
 

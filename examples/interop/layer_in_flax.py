@@ -1,7 +1,7 @@
-"""maxlib's layers inside a plain flax.nnx code base: your own module, your own loop, nnx.Optimizer.
+"""Uses maxlib's layers in plain flax.nnx code: your own module, your own loop, nnx.Optimizer.
 
-A layer of maxlib is an nnx.Module. It sits beside nnx.Linear, is found by nnx.state and nnx.split, and trains with
-nnx.Optimizer. It returns its cache too, so a call unpacks two values.
+A maxlib layer is an nnx.Module. You can combine it with nnx.Linear, use nnx.state and nnx.split, and train it with
+nnx.Optimizer. It also returns its cache, so a call unpacks two values.
 """
 
 import jax

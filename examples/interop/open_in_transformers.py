@@ -1,6 +1,6 @@
-"""A model of maxlib opened by transformers: the same logits, the same text, the tokenizer included.
+"""Saves a maxlib model with its tokenizer, opens it in transformers, and compares logits and text.
 
-Whatever reads Hugging Face directories (vLLM, TRL, PEFT, llama.cpp's converter) reads this one.
+All programs that read Hugging Face directories (vLLM, TRL, PEFT, llama.cpp's converter) can read this one.
 """
 
 import tempfile

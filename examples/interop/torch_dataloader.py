@@ -1,8 +1,8 @@
-"""A torch DataLoader that feeds maxlib's Trainer, and resumes where it stopped.
+"""Trains on a torch DataLoader with maxlib's Trainer, and resumes where it stopped.
 
-The Trainer asks a loader for batches of numpy arrays and for a state that fits into JSON. Torch's DataLoader has no
-state, so this adapter keeps one: the epoch, whose seed gives the order, and how many batches of it were handed out.
-Resuming draws the same order again and leaves those out, without reading them.
+The Trainer needs batches of numpy arrays and a state that fits into JSON. Torch's DataLoader has no state, so this
+adapter keeps one: the epoch, whose seed gives the order, and how many of its batches were returned. To resume, it draws
+the same order again and skips those batches without reading them.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""Trains a published size from nothing on as many devices as there are, such as a TPU slice. Fork me.
+"""Trains a published size from scratch on all devices, such as a TPU slice. Copy this file and change it.
 
-Every process of the run starts this same program. Checkpoints may go to a bucket. To resume after a crash or a
+Start the same program in every process of the run. Checkpoints may be in a bucket. To resume after a crash or a
 preemption, start it again with the same options: it finds its newest checkpoint.
 """
 

@@ -1,5 +1,5 @@
-"""The library's own Pallas programs and what they share: functions of arrays, without a choice among them.
+"""The library's own Pallas kernels and their shared code, as functions of arrays.
 
-`maxlib.ops` says when each of them runs. A module here knows shapes, tiles and one kind of hardware, never a mask spec,
-a table of implementations or a model.
+`maxlib.ops` chooses between them. Modules here handle shapes, tiles and one kind of hardware, but no masks, models or
+tables of implementations.
 """

@@ -1,7 +1,7 @@
 """Qwen3.5 (Qwen team 2026), dense and with experts: three layers of gated DeltaNet, then one of gated attention.
 
-It reads images of any size, whose tokens have positions by time, row and column (M-RoPE). Text has three equal ones,
-for which that is plain RoPE. A module that looks ahead is left out unless `num_mtp=1` asks for it; it reads text only.
+It takes images of any size. Image tokens have positions by time, row and column (M-RoPE); text tokens have three equal
+positions, which is plain RoPE. The multi-token prediction module is loaded only with `num_mtp=1`; it takes text only.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ Vision = vision.Vision
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "qwen3_5_text", "qwen3_5_moe_text"
-SEEING = ("qwen3_5", "qwen3_5_moe")  # have theirs in `text_config`
+SEEING = ("qwen3_5", "qwen3_5_moe")  # vision models, with the text model's fields in `text_config`
 SECTIONS = (11, 11, 10)  # of M-RoPE
 
 
@@ -52,7 +52,7 @@ def _by_interval(fields: HFConfig, c: Any) -> tuple[str, ...]:
 
 
 def _of(kind: str, name: str, absent: int) -> Any:
-    """Declares a size that only dense models have, or only those with experts; None in the others."""
+    """Declares a size that only dense models or only models with experts have; None in the others."""
     read = lambda fields, c: fields.take(name, absent) if fields.take("model_type") == kind else None
     return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
 
@@ -71,7 +71,7 @@ class Config(ModelConfig):
         "mlp_only_layers": ([],),
         "mtp_use_dedicated_embeddings": False,
     }
-    ignored = ("mamba_ssm_dtype",)  # says of which dtype the state is
+    ignored = ("mamba_ssm_dtype",)  # the dtype of the state
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
@@ -100,7 +100,7 @@ class Config(ModelConfig):
     attention_bias: bool = hf("attention_bias", False)
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | None = None
-    num_mtp: int = 0  # 1: with the module that looks ahead of the next token (`predict_ahead`) ...
+    num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`) ...
     stored_mtp: int = hf_mtp(absent=0, field="mtp_num_hidden_layers")  # ... if the checkpoint has it
 
     def __post_init__(self):
@@ -113,7 +113,7 @@ class Config(ModelConfig):
 
     @property
     def turning(self) -> Rope | ops.MRope:
-        """The rotary embedding of all layers, by three positions where the model sees."""
+        """The rotary embedding of all layers; with three positions per token in a vision model."""
         return self.rope if self.vision is None else ops.MRope(self.rope, self.sections)
 
     @property
@@ -133,7 +133,7 @@ class Config(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json."""
         kind, name = (DENSE, "Qwen3_5For") if self.num_experts is None else (SPARSE, "Qwen3_5MoeFor")
-        # Left out the fraction would mean a quarter; a rope of whole heads has no field of its own.
+        # A missing field means a quarter, and `hf_rope` writes none for a rope over whole heads.
         text = {"partial_rotary_factor": 1.0} | super().to_hf() | {"model_type": kind}
         if self.vision is None:
             return {"architectures": [name + "CausalLM"]} | text
@@ -146,7 +146,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
     norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     options: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, q_norm=norm(), k_norm=norm())
-    # The rope turns the first quarter of each head; the gate closes single dimensions of single heads.
+    # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
     return nn.Attention(cfg.dim, **heads, rope=cfg.turning, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
 
 
@@ -157,7 +157,7 @@ def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts, of which a token takes the best k. All tokens take the shared one, times a gate.
+    # Softmax over all E experts; each token uses the best k, and the shared expert, scaled by its own gate.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
     own: Any = dict(router=router, shared=shared, shared_gate=True, losses=cfg.losses)
@@ -189,7 +189,7 @@ class Block(nn.Layer):
 
 
 class Qwen35(nn.NativeVisionDecoder, nn.MTPDecoder):
-    """Qwen3.5: only every fourth layer keeps keys and values, the others a state; with `cfg.vision` it reads images."""
+    """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -222,12 +222,12 @@ def _linear_attention(cfg: Config) -> list[Weight]:
 
 
 def _table(cfg: Config) -> Table:
-    # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
+    # Entries for parts that a layer lacks (attention or DeltaNet, experts or an MLP) are ignored.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
     ahead = names.qwen_mtp_table(layer, used=cfg.num_mtp)
     if cfg.vision is None:
-        # A text model is also read from a checkpoint that sees.
+        # A text model can also be loaded from a vision model's checkpoint.
         blind = [Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
         return [*names.decoder_table(layer), *names.fused_experts("model"), *blind, *ahead]
     text = "model.language_model"

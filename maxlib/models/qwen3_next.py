@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts.
 
-A module that looks ahead is left out unless `num_mtp=1` asks for it.
+The multi-token prediction module is loaded only with `num_mtp=1`.
 """
 
 from dataclasses import dataclass
@@ -61,13 +61,13 @@ class Config(ModelConfig):
     num_experts: int = hf("num_experts", absent=512)
     top_k: int = hf("num_experts_per_tok", absent=10)
     renormalize: bool = hf("norm_topk_prob", True)  # the weights of a token's experts sum to one
-    sparse_step: int = hf("decoder_sparse_step", 1)  # every how many layers one has experts, ...
-    dense_layers: tuple[int, ...] = hf("mlp_only_layers", ())  # ... but for these
+    sparse_step: int = hf("decoder_sparse_step", 1)  # every `sparse_step`-th layer has experts, ...
+    dense_layers: tuple[int, ...] = hf("mlp_only_layers", ())  # ... except these
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", False)
     attention_bias: bool = hf("attention_bias", False)
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-    num_mtp: int = 0  # 1: with the module that looks ahead of the next token (`predict_ahead`)
+    num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`)
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +83,7 @@ class Config(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json."""
-        # Left out it would mean a quarter; a rope of whole heads has no field of its own.
+        # A missing field means a quarter, and `hf_rope` writes none for a rope over whole heads.
         return {"partial_rotary_factor": 1.0} | super().to_hf()
 
 
@@ -91,7 +91,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
     norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     options: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, q_norm=norm(), k_norm=norm())
-    # The rope turns the first quarter of each head; the gate closes single dimensions of single heads.
+    # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
     return nn.Attention(cfg.dim, **heads, rope=cfg.rope, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
 
 
@@ -102,8 +102,7 @@ def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts, of which a token takes the best k: 10 of 512. All tokens take the shared one, times a
-    # gate of their own.
+    # Softmax over all E experts; each token uses the best k (10 of 512) and the shared expert, scaled by its own gate.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
     own: Any = dict(router=router, shared=shared, shared_gate=True, losses=cfg.losses)
@@ -135,7 +134,7 @@ class Block(nn.Layer):
 
 
 class Qwen3Next(nn.MTPDecoder):
-    """Qwen3-Next: only every fourth layer keeps keys and values, the others a state of fixed size."""
+    """Qwen3-Next: every fourth layer caches keys and values, the others a state of fixed size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -154,7 +153,7 @@ class Qwen3Next(nn.MTPDecoder):
 
 
 def _linear_attention(cfg: Config) -> list[Weight]:
-    """Lists the projections, which the files keep by key head: its query, its key, and its values, gates and rates."""
+    """Lists the projections. Files store them per key head: its query, its key, then its values, gates and rates."""
     qkvz, ba, rows = "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", "(K R) D -> K R D"
     key, value, shared = cfg.key_dim, cfg.value_dim, cfg.num_value_heads // cfg.num_key_heads
     table = [Weight(qkvz, "delta.q.w", rows, {"R": 0}), Weight(qkvz, "delta.k.w", rows, {"R": key})]
@@ -170,7 +169,7 @@ def _linear_attention(cfg: Config) -> list[Weight]:
 
 
 def _table(cfg: Config) -> Table:
-    # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
+    # Entries for parts that a layer lacks (attention or DeltaNet, experts or an MLP) are ignored.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
     return [*names.decoder_table(layer), *names.fused_experts("model"), *names.qwen_mtp_table(layer, used=cfg.num_mtp)]

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama's block, and every fourth layer is not rotated (NoPE, as in RNoPE by Yang et al.
+"""SmolLM3 (Hugging Face 2025): Llama, but every fourth layer has no rotary positions (NoPE, as in RNoPE by Yang et al.
 2025, arXiv:2501.18795).
 """
 
@@ -45,7 +45,7 @@ def _write_rotated(value: tuple[bool, ...] | None, cfg: Any) -> dict[str, Any]:
 
 
 def _by_rotation(fields: HFConfig, c: Any) -> tuple[str, ...]:
-    """Returns the types of layers that config.json implies: with a window, the layers that are not rotated slide."""
+    """Returns the layer types that config.json implies: with a window, the layers without rotary positions have it."""
     window = switched_window(fields, absent=None)
     rotated = c.rotated or _rotated(c.num_layers)
     return tuple(FULL if window is None or rotary else SLIDING for rotary in rotated)
@@ -58,7 +58,7 @@ class Config(ModelConfig):
     model_types = ("smollm3",)
     architecture = "SmolLM3ForCausalLM"
     fixed = {"hidden_act": "silu"}
-    ignored = ("max_window_layers",)  # the release has it, from Qwen2; nothing reads it
+    ignored = ("max_window_layers",)  # in the released config, copied from Qwen2; unused
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
@@ -68,7 +68,7 @@ class Config(ModelConfig):
     num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
     head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
     rope: Rope = hf_rope(default_theta=2_000_000.0)
-    # Whether each layer is rotated; None: all but every fourth.
+    # Whether each layer has rotary positions; None: all but every fourth.
     rotated: tuple[bool, ...] | None = hf_fields(_read_rotated, _write_rotated, default=None)
     # FULL or SLIDING for each layer; None: all are FULL.
     layer_types: tuple[str, ...] | None = hf_layer_types(
@@ -103,7 +103,7 @@ class Config(ModelConfig):
 
 
 class Block(nn.Layer):
-    """Llama's layer; without a rope its attention knows of order only what the causal mask tells."""
+    """Llama's layer; without a rope, its attention gets the order of tokens only from the causal mask."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
@@ -121,7 +121,7 @@ class Block(nn.Layer):
 
 
 class SmolLM3(nn.Decoder):
-    """SmolLM3: Llama in which three layers rotate and one does not, which generalises better to longer texts."""
+    """SmolLM3: three layers with rotary positions, one without, which generalises better to longer texts."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -61,7 +61,7 @@ def advance(state: Array, x: Chunk, starts: Array, inverse: Array, spec: Spec) -
       state: state before the chunk, `Hk Hv`, float32.
       x: inputs of the tokens, in any dtype.
       starts: `1 C`, 1.0 for first tokens of documents, else 0.0.
-      inverse: inverse of the chunk's system, `C C`. Gradients take it as given: `_solve` knows them.
+      inverse: inverse of the chunk's system, `C C`; a constant for gradients, because `_solve` has its own rule.
       spec: static parameters.
     """
     dot = functools.partial(_dot, parts=spec.parts)
@@ -90,7 +90,7 @@ def inverted(x: Chunk, starts: Array, spec: Spec) -> Array:
 
 
 def _inverted_tiles(lower: Array) -> Array:
-    """Inverts the blocks of 8 on the diagonal, all at once, row by row: no work for the matmul unit."""
+    """Inverts all blocks of 8 on the diagonal at once, row by row, without the matmul unit."""
     (i, j), size = _indices(len(lower)), len(lower)
     inverse = jnp.where(i == j, 1.0, 0.0)
     for row in range(TILE - 1):

@@ -2,7 +2,7 @@
 
 The grid is rows, key heads, blocks of chunks, value heads of the key head. The last two run in order: the states of a
 key head's value heads stay in vector memory from the first block to the last one, and queries and keys stay while their
-value heads take turns. Within a block the inverses of all chunks come first, as they do not wait for the state.
+value heads are processed. Within a block the inverses of all chunks come first, as they do not wait for the state.
 
 Shapes: B rows, K key heads, G value heads of each, n blocks, r chunks of a block, C tokens of a chunk.
 """

@@ -1,4 +1,4 @@
-"""Rows sorted by expert: whose each row is, which rows are used, and the names of their two projections."""
+"""Rows sorted by expert: the expert of each row, which rows are used, and the names of the two projections."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num

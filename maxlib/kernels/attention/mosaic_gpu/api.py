@@ -109,7 +109,7 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     lse, delta = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.inf), by_head(delta, 0.0)
     start, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), mode="edge") for x in (start, end))
     given = backward.Given(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
-    # dq and dk, dv have kernels of their own: each sums over the other's axis in registers, without atomics.
+    # Separate kernels for dq and for dk and dv: each sums over the other's axis in registers, without atomics.
     dq = backward.queries(given, logits=spec.logits, tiles=spec.tiles.dq)
     parts = [
         x

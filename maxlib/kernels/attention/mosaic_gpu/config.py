@@ -16,7 +16,7 @@ WIDEST = 256  # largest head width
 
 
 def processors() -> int:
-    """Returns the number of streaming multiprocessors of the GPU here (an H20 has 78); an H100's, 132, without one."""
+    """Returns the number of streaming multiprocessors of this GPU (an H20 has 78); without a GPU, an H100's 132."""
     device, *_ = jax.devices()
     return device.core_count if device.platform == "gpu" else 132
 
@@ -69,9 +69,9 @@ def decode_tiles(key_dim: int, value_dim: int) -> Tiles:
 
 
 def decode_parts(num_blocks: int, num_keys: int) -> int:
-    """Returns the number of parts to deal the blocks of keys to, so that all processors have work.
+    """Returns the number of parts that the blocks of keys are distributed over, so that all processors have work.
 
-    Each part has about 512 keys or more where all keys are filled.
+    In a full cache, each part has about 512 keys or more.
     """
     return max(1, min(4 * processors() // num_blocks, num_keys // 512))
 
@@ -96,8 +96,9 @@ def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tupl
 def key_gradient_parts(num_blocks: int, num_groups: int) -> int:
     """Returns the number of parts to cut the query heads of a key head into, a divisor of `num_groups`.
 
-    A block of threads sums over all of them, so `num_blocks` blocks of keys may leave processors idle. The fewest parts
-    are taken that give every processor four blocks, because under a causal mask blocks differ in length.
+    With one part, a block of threads sums over all heads, and `num_blocks` blocks of keys may leave processors idle.
+    Returns the smallest number that gives every processor four blocks, because blocks differ in length under a causal
+    mask.
     """
     divisors = [parts for parts in range(1, num_groups + 1) if num_groups % parts == 0]
     return next((parts for parts in divisors if parts * num_blocks >= 4 * processors()), num_groups)

@@ -1,8 +1,8 @@
 """Few queries against a long cache, with the forward kernel: one block of threads per part of the keys and key head.
 
 One query per head would leave most processors idle and most of each tile empty. Therefore the query heads that share a
-key head become the queries of one tile, and the visited blocks of keys are dealt to several blocks of threads in turn,
-so that each has work however much of the cache is filled. The parts are merged by their log-sum-exps.
+key head become the queries of one tile, and the visited blocks of keys are distributed in turn over several blocks of
+threads, so that each has work however much of the cache is filled. The parts are merged by their log-sum-exps.
 """
 
 import einops

@@ -1,4 +1,4 @@
-"""The forward kernel: a block of queries stays on a multiprocessor, the keys and values visible to it stream past.
+"""The forward kernel: a block of queries stays on a multiprocessor, its visible keys and values are streamed.
 
 Two or three compute warpgroups own 64 queries each; one more warpgroup only asks the memory unit (TMA) for the next
 blocks (the design of FlashAttention-3, https://arxiv.org/abs/2407.08608).
@@ -27,7 +27,7 @@ from maxlib.kernels.attention.tiles import causal_tiles
 class Scratch(NamedTuple):
     """Shared memory and the barriers that guard it. `turn` lets one warpgroup at a time feed the tensor cores."""
 
-    q_out: Any  # W r Hk and, in the same place, W r Hv: the output leaves where the queries were
+    q_out: Any  # W r Hk and, in the same memory, W r Hv: the output overwrites the queries
     k: memory.Stream  # stage c Hk
     v: memory.Stream  # stage c Hv
     lse: Any  # W r
@@ -51,13 +51,13 @@ def forward(
 ) -> tuple[Float[Array, "Bp T N Hv"], Float[Array, "Bp N P"]]:
     """Computes the output and the log-sum-exp of every row; sinks (`-inf` for none) and log-sum-exp are in base 2.
 
-    The visited blocks of keys are dealt to `parts` blocks of threads in turn, whose results stand one after the other
-    in the batch axis (Bp = B * parts), so that each has its share however few keys are filled.
+    The visited blocks of keys are distributed in turn over `parts` blocks of threads, so that each has work however few
+    keys are filled. Their results are concatenated along the batch axis (Bp = B * parts).
     """
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
     padded = start.shape[1]  # P
     visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
-    # An empty block of queries goes through one masked tile, so that the loop's first step needs no condition.
+    # An empty block of queries processes one masked tile, so that the loop's first step needs no condition.
     visits = visits.at[..., 1].max(1)
     pairs = B * N * causal_tiles(padded // tiles.rows, -(-S // tiles.columns)) * tiles.rows * tiles.columns
     call = _compat.kernel(
@@ -131,7 +131,7 @@ def _deal(first, visited, full_first, full, *, part, parts: int):
         return visited, full, lambda step: memory.column(step, first, full_first, full)
     # A part takes the steps part, part + P, part + 2P, ... of the walk, so that the full tiles still come first.
     share = lambda steps: lax.div(jnp.maximum(steps - part + parts - 1, 0), jnp.int32(parts))
-    # Without any, it goes through one masked tile behind the visited ones, to which nobody attends.
+    # A part without steps processes one masked tile after the visited ones, which no query attends to.
     block = lambda step: memory.column(part + step * parts, first, full_first, full)
     return jnp.maximum(share(visited), 1), share(full), block
 

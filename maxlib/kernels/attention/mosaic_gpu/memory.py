@@ -36,10 +36,10 @@ def matrices(dtype, *widths: int) -> Callable:
 
 
 def single_rows(dtype, *shape: int):
-    """Allocates matrices of 16-bit numbers in shared memory, 64 columns wide, that leave by any number of rows.
+    """Allocates matrices of 16-bit numbers in shared memory, 64 columns wide; any number of rows can be copied out.
 
-    Its swizzled tiles have one row each. Without a swizzle, the rows that a warp stores together would meet in the same
-    few banks; with wider rows they would, too, because the pattern repeats every 8 * 128 bytes.
+    Swizzled tiles have one row each. Without a swizzle, the rows that a warp stores together would conflict in a few
+    banks; wider rows would conflict too, because the pattern repeats every 8 * 128 bytes.
     """
     transforms = (plgpu.TilingTransform((1, shape[-1])), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -1,4 +1,4 @@
-"""The forward kernel: one block of queries stays, the blocks of keys and values visible to it stream past.
+"""The forward kernel: one block of queries stays in memory, its visible blocks of keys and values are streamed.
 
 Letters: Q blocks of queries, R rows of one block (the query heads of a key head, times some queries), C blocks of keys,
 c keys of one.
