@@ -119,7 +119,7 @@ SETS = {
     ),
     "tpu-memory": FlagSet(
         "tpu",
-        "schedules for 90 % of the memory, and gathers no weights within the matmuls before them: less memory, less overlap",
+        "schedules for 90 % of the memory, and does not gather weights during the preceding matmuls: less memory, less overlap",
         {
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
             "xla_tpu_scheduler_percent_shared_memory_limit": 90,

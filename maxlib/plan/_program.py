@@ -255,7 +255,7 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
         )
     if int(rows) // job.accumulate % (microbatches := schedule.microbatches):
         raise ValueError(
-            f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be cut into the pipeline's {microbatches} microbatches; "
+            f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be split into the pipeline's {microbatches} microbatches; "
             f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or per_device_batch_size"
         )
     return int(rows)

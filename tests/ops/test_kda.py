@@ -139,15 +139,8 @@ for name in x:
 """
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (2, 128, 2, 8),
-        pytest.param((2, 150, 3, 8), marks=pytest.mark.full),
-        pytest.param((1, 256, 4, 32), marks=pytest.mark.full),
-        pytest.param((1, 512, 4, 128), marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # the same axes run by default in the comparisons of gradients
+@pytest.mark.parametrize("shape", [(2, 128, 2, 8), (2, 150, 3, 8), (1, 256, 4, 32), (1, 512, 4, 128)])
 def test_gradients_do_not_crash_xla(shape):
     """For `B T N H`, in a process of its own without the options of tests/conftest.py.
 

@@ -24,7 +24,9 @@ CASES = {
     "gemma4": (gemma4, "images_experts_standardized", {}),
     "mistral": (mistral, "sees", {}),
 }
-BY_DEFAULT = ("qwen3_vl", "1f1b")
+# Of the largest number in a gradient. A hybrid's chunks round more in float32, as in its parity with transformers.
+CLOSE = {"qwen3_5": 1e-3}
+BY_DEFAULT = ("mistral", "1f1b")
 SCHEDULES = ("1f1b", "gpipe")
 
 
@@ -77,9 +79,12 @@ def test_losses_and_gradients_are_those_of_one_device(name, schedule):
         else:
             got, loss, _ = jax.jit(training.one_f_one_b(LOSS).gradients)(*spread, placed, jax.random.key(0))
     np.testing.assert_allclose(loss, mean, rtol=1e-5)
+    close = CLOSE.get(name, 2e-4)
     for path, gradient in want.items():
         assert np.abs(gradient).max() > 0 or "k_bias" in path or path.endswith("attn.k.b"), path
-        np.testing.assert_allclose(got[path], gradient, rtol=0, atol=2e-4 * np.abs(gradient).max() + 1e-7, err_msg=path)
+        np.testing.assert_allclose(
+            got[path], gradient, rtol=0, atol=close * np.abs(gradient).max() + 1e-7, err_msg=path
+        )
 
 
 def abstract_gradients(model, batch, loss=LOSS, degrees=LAYOUT[0]):

@@ -87,8 +87,9 @@ def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:
     same = document[..., :, None] == document[..., None, :]
     # The chunks of a head one after the other, so that each can be taken for two of half the size:
     # n B N C Hk -> B N n C Hk.
-    by_head = (jnp.moveaxis(a, 0, 2) for a in (x.q, x.k, x.log_decay))
-    of_q, of_k, up_to, behind = (jnp.moveaxis(y, 2, 0) for y in _products(*by_head, dot))
+    by_head = lambda a: jnp.moveaxis(a, 0, 2)
+    products = _products(by_head(x.q), by_head(x.k), by_head(x.log_decay), dot)
+    of_q, of_k, up_to, behind = (jnp.moveaxis(y, 2, 0) for y in products)
     of_q, of_k = jnp.where(same, of_q, 0), jnp.where(same, of_k, 0)
     into = jnp.where(first[..., None], jnp.exp(up_to), 0)
     out_of = jnp.where(last[..., None], jnp.exp(behind), 0)
@@ -112,9 +113,9 @@ def _products(q: Array, k: Array, log_decay: Array, dot) -> tuple[Array, Array, 
         return scores(q), scores(k), log_decay, jnp.zeros_like(log_decay)
     # Both triangles at once, as chunks of half the size. An axis for the halves at each level would make eight axes,
     # and XLA for CPUs (jax 0.10.2) crashes in x y^T of eight axes.
-    halves = (a.reshape(B, N, 2 * n, size // 2, width) for a in (q, k, log_decay))
+    halves = lambda a: a.reshape(B, N, 2 * n, size // 2, width)
     pair = lambda a: (a[:, :, ::2], a[:, :, 1::2])
-    *triangles, up_to, behind = _products(*halves, dot)
+    *triangles, up_to, behind = _products(halves(q), halves(k), halves(log_decay), dot)
     (up_to1, up_to2), (behind1, behind2) = pair(up_to), pair(behind)
     columns = k[..., : size // 2, :] * jnp.exp(behind1)
 
