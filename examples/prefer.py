@@ -4,7 +4,8 @@ The pairs are lines of JSON with `chosen` and `rejected`, each a list of message
 answer; `prompt` may hold the messages before. Run the same command again to resume.
 
 With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. That adapter is
-and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
+frozen, and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
+Pairs are text; docs/guides/dpo.md says how to train on pairs with images.
 """
 
 import argparse

@@ -29,7 +29,7 @@ def pairs(
             Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
-        images: How images are cut into patches, for models that see; each half then has `"images"`, as in
+        images: The image processor of a vision model; each half then has `"images"`, as in
             `tokenize_chats`. Give `pad` a row that has room for them.
 
     Returns:

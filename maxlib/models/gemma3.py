@@ -162,7 +162,7 @@ def _table(cfg: Config) -> Table:
     layer = [*names.SANDWICH_NORMS, *names.ATTENTION, *names.MLP]
     if cfg.vision is None:
         return names.decoder_table(layer)
-    # Models that see have a prefix, which transformers puts elsewhere.
+    # Vision checkpoints have a prefix, which transformers places differently in memory.
     renamed = [
         Renamed("lm_head.", "language_model.lm_head."),
         Renamed("model.language_model.", "language_model.model."),

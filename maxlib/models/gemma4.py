@@ -49,7 +49,7 @@ def _of_experts(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """Sizes of a Gemma 4; `PRESETS` has the published ones. Models that see have theirs in `text_config`."""
+    """Sizes of a Gemma 4; `PRESETS` has the published ones. Vision models have theirs in `text_config`."""
 
     model_types = TEXT
     architecture = "Gemma4ForCausalLM"

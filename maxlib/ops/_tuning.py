@@ -20,8 +20,8 @@ _given = jax.make_user_context(())
 def tuned(*sizes: TileSizes) -> Iterator[None]:
     """Makes kernels run with these tile sizes, whatever the tables say. It selects no kernel.
 
-    Each class of `ops.tiles` belongs to one kernel: `with ops.tuned(ops.tiles.Chunked(256, 512)): ...`. It covers what
-    is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
+    Each class of `ops.tiles` belongs to one kernel: `with ops.tuned(ops.tiles.ChunkedTiles(256, 512)): ...`. It
+    covers what is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
 
     Args:
       *sizes: one of each kernel; `explain_attention(...).tiles.sizes` are those that a call gets.
