@@ -20,8 +20,8 @@ class SequenceMixer(nnx.Module):
 
     A mixer is called as `mixer(x, ctx, cache) -> (y, cache)` with `x` and `y` of shape `B T D`. It respects documents
     (`ctx.start`, `ctx.stop`), padding (`ctx.valid`), and with a cache the number of earlier tokens (`ctx.length`) and
-    of real new tokens (`ctx.num_new`), which precede padding. The default flags are those of a recurrence, which are correct,
-    though slow, for any layer; methods without a safe default raise.
+    of real new tokens (`ctx.num_new`), which precede padding. The default flags are those of a recurrence, which
+    are correct, though slow, for any layer; methods without a safe default raise.
 
     Attributes:
         op: Op of `maxlib.ops` whose implementation `with_implementation` chooses, such as "attention".
