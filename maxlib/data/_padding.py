@@ -59,7 +59,7 @@ def padded(document: Row, length: int, long: Long = "error", images: "Patches | 
 
 
 def _fits(document: Row, length: int, images: "Patches | None") -> bool:
-    """Tells whether a document, and those inside it, fit a row."""
+    """Returns True if a document and its nested documents fit a row."""
     nested = all(_fits(value, length, images) for value in document.values() if isinstance(value, dict))
     return nested and len(document.get("tokens", ())) <= length and (images is None or _has_room(document, images))
 

@@ -114,7 +114,7 @@ class Generator:
 
         Args:
             prompts: Token ids of each prompt, of any length.
-            max_new_tokens: Most new tokens per prompt.
+            max_new_tokens: Maximum number of new tokens per prompt.
             images: For models that read images: all images of all prompts in the order of their placeholders (the
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
             sampler: Draws tokens; greedy by default.
@@ -181,7 +181,7 @@ def generate(
     Args:
         model: Any model of the contract (`nn.Model`).
         prompts: Token ids of each prompt.
-        max_new_tokens: Most new tokens per prompt.
+        max_new_tokens: Maximum number of new tokens per prompt.
         images: All images of all prompts, for models that read images.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end a prompt's completion and are its last token.

@@ -69,7 +69,7 @@ def continue_until(
         decode: Converts ids to text.
         until: Texts that end a row and are not part of it.
         end: Id that ends a row.
-        max_new_tokens: Most new tokens per prompt.
+        max_new_tokens: Maximum number of new tokens per prompt.
         sampler: Draws tokens.
         key: Random key for sampling.
     """

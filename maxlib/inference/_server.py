@@ -84,7 +84,7 @@ class ServerEngine:
 
         Args:
             prompts: Token ids of each prompt.
-            max_new_tokens: Most new tokens, for all prompts or for each.
+            max_new_tokens: Maximum number of new tokens, for all prompts or for each.
             count: Completions of each prompt.
             sampler: Draws tokens; the server must report log-probabilities at its temperature.
             stop_token_ids: Ids that end a completion and are its last token.

@@ -88,7 +88,7 @@ class KimiDeltaAttention(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: What all layers share (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
             cache: Convolution inputs and state of earlier tokens, or None.
 
         Returns:
@@ -136,7 +136,7 @@ class KimiDeltaAttention(SequenceMixer):
 
         Args:
             batch: Number B of rows.
-            capacity: Most tokens in a row.
+            capacity: Maximum number of tokens in a row.
             dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
         """
         N, H, tail = self.num_heads, self.head_dim, (batch, self.conv_width - 1, self.num_heads, self.head_dim)

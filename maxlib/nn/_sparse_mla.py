@@ -42,7 +42,7 @@ class IndexedLatentCache(LayerCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row can hold."""
+        """Maximum number of tokens that a row can hold."""
         return self.latent.shape[-2]
 
     def extend(self, latent: Array, index: Array, ctx: Context) -> "IndexedLatentCache":
@@ -96,7 +96,7 @@ class LightningIndexer(nnx.Module):
             latent: The normed latent of queries.
             keys: Index keys of all tokens.
             bounds: First key and the key after the last one of every query.
-            ctx: What all layers share.
+            ctx: Values shared by all layers.
         """
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         q, weight = self._rotate(self.q(latent), ctx), wide(self.weight(x))

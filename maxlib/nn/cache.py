@@ -82,7 +82,7 @@ class LayerCache:
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens that a row can hold; None without a limit."""
+        """Maximum number of tokens that a row can hold; None without a limit."""
         return None
 
 
@@ -128,7 +128,7 @@ class KVCache(LayerCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row can hold."""
+        """Maximum number of tokens that a row can hold."""
         return self.k.shape[-3]  # a stack's caches have a leading axis of layers
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
@@ -227,7 +227,7 @@ class QuantizedCache(LayerCache):
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens that a row can hold; None without a limit."""
+        """Maximum number of tokens that a row can hold; None without a limit."""
         return self.values.capacity
 
     @property
@@ -269,7 +269,7 @@ class LatentCache(LayerCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row can hold."""
+        """Maximum number of tokens that a row can hold."""
         return self.latent.shape[-2]
 
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
@@ -294,7 +294,7 @@ class QuantizedLatentCache(LayerCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row can hold."""
+        """Maximum number of tokens that a row can hold."""
         return self.values.shape[-2]
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
@@ -377,7 +377,7 @@ def kv_cache(
 
     Args:
         batch: Number B of rows.
-        capacity: Most tokens in a row.
+        capacity: Maximum number of tokens in a row.
         num_kv_heads: Number K of key heads.
         k_dim: Width of a key.
         v_dim: Width of a value.

@@ -205,7 +205,7 @@ def _tpu_places(target: Target) -> list[TPUDevice]:
 
 
 def has_tpu_compiler() -> bool:
-    """Tells whether libtpu is installed; it compiles without a TPU."""
+    """Returns True if libtpu is installed; it compiles without a TPU."""
     return importlib.util.find_spec("libtpu") is not None
 
 
