@@ -20,7 +20,7 @@ from tests import browser, page_names
 
 ROOT = Path(__file__).parents[1]
 # Decisions show signatures, not programs.
-FOLDERS = ("docs", "docs/guides", "docs/coming-from", "docs/kernels")
+FOLDERS = ("docs", "docs/guides", "docs/coming-from", "docs/families", "docs/kernels")
 FOUND = [ROOT / "README.md", *(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))]
 PAGES = sorted(path.relative_to(ROOT) for path in FOUND if path.name != "cli.md")  # which the build makes
 FENCE = r"^```(?:python|\{code-cell\}[^\n]*)\n(?P<options>(?::[^\n]*\n)*)(?P<code>.*?)^```$"

@@ -108,6 +108,14 @@ def anchors(app, doctree) -> None:
             link.parent["ids"].append(link["reftarget"])
 
 
+def short_names(app, doctree) -> None:
+    """Writes `Array` in the signatures of overloads, which no event of autodoc shows."""
+    for signature in doctree.findall(addnodes.desc_signature):
+        for text in list(signature.findall(nodes.Text)):
+            if "jaxlib._jax.Array" in text:
+                text.parent.replace(text, nodes.Text(text.replace("jaxlib._jax.Array", "Array")))
+
+
 def as_text(page: str) -> str:
     """Returns an API page with what its names say in the place of their tables, for readers that are programs."""
     of_block = iter(listed(page))
@@ -329,6 +337,7 @@ def skip(app, what, name, obj, skip, options):
 def setup(app) -> dict[str, Any]:
     app.connect("source-read", expand)
     app.connect("doctree-read", anchors)
+    app.connect("doctree-read", short_names)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
     app.connect("autodoc-skip-member", skip)
