@@ -20,6 +20,7 @@ import programs
 from docutils import nodes
 from flax import nnx
 from sphinx import addnodes
+from sphinx.domains.python import PyObject
 from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
@@ -334,7 +335,15 @@ def skip(app, what, name, obj, skip, options):
     return skip
 
 
+def name_attributes(app) -> None:
+    """Heads the list of a class's attributes as docstrings do; Sphinx says "Variables"."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
+
+
 def setup(app) -> dict[str, Any]:
+    app.connect("builder-inited", name_attributes)
     app.connect("source-read", expand)
     app.connect("doctree-read", anchors)
     app.connect("doctree-read", short_names)
