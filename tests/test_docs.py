@@ -103,6 +103,16 @@ def test_pages_import_public_names(page: Path):
     assert re.findall(r"^\s*(?:from|import) maxlib[\w.]*\._\w+.*$", code, re.MULTILINE) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_code_fits_a_screen(page: Path):
+    """At 1440 pixels a page shows 100 columns; a comment for the formatter is not shown."""
+    code = re.findall(
+        r"^```(?:python|bash|\{code-cell\}[^\n]*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    lines = (line.removesuffix("  # fmt: skip") for block in code for line in block.splitlines())
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_readme_is_one_screen_and_leads_everybody_on():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 60 and all(len(line) < 220 for line in text.splitlines())
