@@ -5,6 +5,9 @@ import functools
 import importlib.util
 import math
 import re
+import select
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +224,19 @@ def test_mistakes_are_named(case):
 def test_mistakes_in_a_layout_are_named_before_there_is_a_job(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_compilers_process_ends_with_the_one_that_started_it(tmp_path):
+    """A parent that is killed cannot clean up, and the compiler would run on for minutes."""
+    command = f"[sys.executable, '-m', 'maxlib.plan._worker', {str(tmp_path)!r}, str(os.getpid())]"
+    code = f"import os, subprocess, sys, time; subprocess.Popen({command}); print(flush=True); time.sleep(600)"
+    pipe = subprocess.PIPE  # the worker waits for its job on the parent's input, which stays open here
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout
+        parent.stdout.readline()
+        parent.kill()
+        ended, *_ = select.select([parent.stdout], [], [], 60)  # the worker holds the other end until it ends
+    assert ended
 
 
 def test_the_layout_of_a_trainer_is_planned_on_other_devices_of_that_number():
