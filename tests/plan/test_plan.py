@@ -21,6 +21,7 @@ from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
 from maxlib.plan import _program as programs
 from maxlib.plan import _targets as targets
+from maxlib.plan._memory import _at_once, _Gathered
 from maxlib.plan._program import causal_trips, make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._search import pareto
@@ -346,6 +347,12 @@ def test_the_memory_of_layers_in_long_periods_is_that_of_the_compiler(preset, ta
     where = layout("ep", fsdp=-1, expert=expert)
     got = plan.estimated(plan.Job(preset, target, layout=where, sequence=4096, per_device_batch_size=batch))
     assert got.peak / 2**30 == pytest.approx(peak, rel=0.1)
+
+
+def test_of_a_periods_experts_one_layers_are_gathered_at_a_time():
+    """libtpu's peak of Llama 4 Scout on v5p-64, whose period has four such layers, is 3.6% below the estimate."""
+    weights = [_Gathered(2.0, True, slot) for slot in "0011"] + [_Gathered(3.0, True, "2"), _Gathered(1.0, True, None)]
+    assert _at_once(weights) == 1.0 + max(4.0, 4.0, 3.0)
 
 
 def test_rows_of_experts_are_estimated_to_pass_through_memory():
