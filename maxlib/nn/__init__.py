@@ -29,6 +29,7 @@ from maxlib.nn._decoder import MTPDecoder as MTPDecoder
 from maxlib.nn._decoder import VisionDecoder as VisionDecoder
 from maxlib.nn._delta_net import GatedDeltaNet as GatedDeltaNet
 from maxlib.nn._draw import draw as draw
+from maxlib.nn._expert_linear import ExpertLinear as ExpertLinear
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
@@ -43,7 +44,6 @@ from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
 from maxlib.nn._model import VisionModel as VisionModel
-from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
 from maxlib.nn._native_vision import NativeVisionDecoder as NativeVisionDecoder
 from maxlib.nn._positions import LearnedPositions as LearnedPositions
