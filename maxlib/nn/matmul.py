@@ -1,9 +1,9 @@
 """Matmul strategies: how a layer multiplies by its weight. They are attributes of layers, so they can be replaced."""
 
 import dataclasses
-import functools
 import math
 import string
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -48,8 +48,9 @@ class PlainMatmul:
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` in the dtype of `x`."""
         w = jnp.asarray(w[...], x.dtype)
-        alone = sharding.current() is None  # on a mesh, merging dimensions may gather them at every use
-        return _as_matrix(spec, x, w) if alone and _is_matrix(spec) else jnp.einsum(spec, x, w)
+        # XLA for CPUs would transpose a weight of more than two dimensions at every call. On a mesh, merging dimensions
+        # may gather them at every use.
+        return merged_einsum(jnp.einsum, spec, x, w, matrix=sharding.current() is None)
 
     def grouped(
         self,
@@ -64,26 +65,40 @@ class PlainMatmul:
         )
 
 
-@functools.cache
-def _is_matrix(spec: str) -> bool:
-    """Returns True if `spec` is a matrix product once neighbouring dimensions are merged.
+def merged_einsum(
+    einsum: Callable[..., Array],
+    spec: str,
+    x: Float[Array, "..."],
+    w: Any,
+    *,
+    rows: bool = False,
+    matrix: bool = False,
+) -> Float[Array, "..."]:
+    """Computes `einsum(spec, x, w)` with neighbouring dimensions merged, where `spec` allows it.
 
-    Examples are "...D,NHD->...NH" and "...NH,DNH->...D".
+    Args:
+        einsum: Function of a spec and two arrays.
+        spec: Einsum of an input and a weight, such as `"...D,NHD->...NH"`.
+        x: Input.
+        w: Weight; an array if `matrix` is True.
+        rows: True merges the dimensions that `...` stands for: `[B, T, D]` becomes `[B * T, D]`.
+        matrix: True merges the weight's dimensions to outputs and inputs: `[N, H, D]` becomes `[N * H, D]`.
     """
-    x, w, out = spec.replace("->", ",").split(",")
-    return len(w) > 2 and x[:3] == out[:3] == "..." and w == out[3:] + x[3:]
-
-
-def _as_matrix(spec: str, x: Array, w: Array) -> Array:
-    """Computes the einsum with the weight reshaped to a matrix `O I`; with more dimensions, XLA:CPU would transpose it
-    at every call.
-    """
-    summed = len(spec.partition(",")[0]) - len("...")
-    lead, kept = x.shape[: x.ndim - summed], w.shape[: w.ndim - summed]
-    fan_in = math.prod(w.shape[w.ndim - summed :])
-    # For example [..., N, H] -> [..., I] and [D, N, H] -> [D, I]; then [..., O] back to the output dimensions.
-    y = jnp.einsum("...I,OI->...O", x.reshape(*lead, fan_in), w.reshape(-1, fan_in))
-    return y.reshape(*lead, *kept)
+    of_x, of_w, of_y = spec.replace("->", ",").split(",")
+    if not of_x.startswith("...") or not of_y.startswith("..."):
+        return einsum(spec, x, w)
+    summed = len(of_x) - len("...")
+    # [*lead, *inputs], for example [B, T, N, H]
+    lead, inputs, outputs = x.shape[: x.ndim - summed], x.shape[x.ndim - summed :], None
+    rows = rows and len(lead) > 1
+    if matrix := matrix and len(of_w) > 2 and of_w == of_y[3:] + of_x[3:]:
+        outputs, inputs = w.shape[: w.ndim - summed], (math.prod(inputs),)
+        spec, w = "...I,OI->...O", w.reshape(-1, *inputs)
+    if not rows and not matrix:
+        return einsum(spec, x, w)
+    merged = (-1,) if rows else lead
+    y = einsum(spec, x.reshape(*merged, *inputs), w)
+    return y.reshape(*lead, *(y.shape[len(merged) :] if outputs is None else outputs))
 
 
 class LowRank(nnx.Module):
