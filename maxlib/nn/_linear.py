@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import for_each_token
 from maxlib.hardware import current_device
-from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul, merged_einsum
+from maxlib.nn._merged_einsum import merged_einsum
+from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.sharding import IfFree, constrain, current
 from maxlib.sharding.layers import check_axes, gather_once
 
