@@ -82,9 +82,9 @@ def pair_loader(args: argparse.Namespace) -> data.Loader:
         template = tokenization.ChatTemplate(PLAIN)
     bad = data.SkipBadRecords(limit=len(records) // 10)
     pairs = bad.guard(data.pairs(records, tokenizer, template), name="pairs")
-    rows = data.pad(pairs, length=args.length, long="drop").shuffle(seed=0).repeat()
+    rows = data.pad(pairs, length=args.length, overlong="drop").shuffle(seed=0).repeat()
     to_rows = lambda part: rows[part].to_iter_dataset()
-    return data.Loader(to_rows, batch_size=args.batch, quarantine=bad)
+    return data.Loader(to_rows, batch_size=args.batch, bad_records=bad)
 
 
 def arguments() -> argparse.Namespace:

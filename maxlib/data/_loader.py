@@ -49,7 +49,7 @@ class Loader:
       num_batches: number of batches after which iteration ends; None continues to the end of the data.
       prefetch: maximum number of prefetched batches per shard.
       timeout: maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads' stacks.
-      quarantine: the `SkipBadRecords` of the documents, whose count appears in `metrics()`.
+      bad_records: the `SkipBadRecords` of the documents, whose count appears in `metrics()`.
 
     Attributes:
       rows: the global rows of this host's batches, in order.
@@ -67,7 +67,7 @@ class Loader:
         num_batches: int | None = None,
         prefetch: int = 8,
         timeout: float = 300.0,
-        quarantine: SkipBadRecords | None = None,
+        bad_records: SkipBadRecords | None = None,
     ):
         if not callable(rows_of_shard):
             raise TypeError(
@@ -85,7 +85,7 @@ class Loader:
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
         self._own = np.full(held.size, True) if shards is not None else np.isin(held, equal_part(batch_size))
         self.rows = self._counted_rows = held[self._own]
-        self.wait_seconds, self._quarantine = 0.0, quarantine
+        self.wait_seconds, self._bad_records = 0.0, bad_records
         self._readers: dict[int, Reader] = {}
         weakref.finalize(self, stop_readers, self._readers)  # a forgotten loader stops its threads
         self.reset()
@@ -113,16 +113,16 @@ class Loader:
     def metrics(self) -> dict[str, float]:
         """Returns counts of what this host's shards have read since the beginning of the data.
 
-        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
-        quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
+        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of
+        `SkipBadRecords`. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
         stopped.
         """
         size = self._batch_size // self.num_shards
         # If several hosts read a shard, the one with its first row counts it.
         counted = (c for s, c in self._counts.items() if s * size in self._counted_rows)
         counts: dict[str, float] = {**counting.total(counted)}
-        if self._quarantine is not None:
-            counts["bad_records"] = len(self._quarantine)
+        if self._bad_records is not None:
+            counts["bad_records"] = len(self._bad_records)
         return {f"data/{name}": count for name, count in counts.items()}
 
     def follow(self, sharding: Any) -> None:

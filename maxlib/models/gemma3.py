@@ -43,7 +43,7 @@ class Config(ModelConfig):
     model_types = ("gemma3_text",)
     architecture = "Gemma3ForCausalLM"
     fixed = {"hidden_activation": GELU}
-    only = {
+    fixed_if_present = {
         "hidden_act": GELU,
         **dict.fromkeys(
             ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"), (None, False)

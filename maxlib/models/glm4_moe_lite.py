@@ -44,7 +44,7 @@ class Config(ModelConfig):
     model_types = ("glm4_moe_lite",)
     architecture = "Glm4MoeLiteForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False}
-    only = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1}
+    fixed_if_present = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

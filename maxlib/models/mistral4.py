@@ -51,7 +51,7 @@ class Config(ModelConfig):
     model_types = ("mistral4",)
     architecture = "Mistral4ForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False}
-    only = {"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
+    fixed_if_present = {"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

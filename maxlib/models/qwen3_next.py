@@ -37,7 +37,7 @@ class Config(ModelConfig):
     model_types = ("qwen3_next",)
     architecture = "Qwen3NextForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"use_sliding_window": False}
+    fixed_if_present = {"use_sliding_window": False}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

@@ -109,7 +109,7 @@ class Einsum(nnx.Module):
 
     def product(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Multiplies `x` by the weight under another spec, without the bias, in the dtype of `x`."""
-        matmul = self.matmul.exact() if isinstance(self.matmul, LowRank) else PlainMatmul()
+        matmul = self.matmul.unquantized() if isinstance(self.matmul, LowRank) else PlainMatmul()
         return matmul.einsum(spec, x, self.w)
 
     def _gathered(self, x: Float[Array, "..."]) -> Any:

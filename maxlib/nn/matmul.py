@@ -139,15 +139,15 @@ class LowRank(nnx.Module):
         of_gain = self._letters(of_w)[2]
         return free if self.magnitude is None else jnp.einsum(f"{of_w},{of_gain}->{of_w}", free, self.gain(w))
 
-    def length(self, w: Any) -> Float[Array, "..."]:
+    def row_norms(self, w: Any) -> Float[Array, "..."]:
         """Returns the norm of each output's row of `w + scale * b @ a`."""
         return jnp.sqrt(jnp.sum(jnp.square(self._free_matrix(w)), axis=self.summed))
 
     def gain(self, w: Any) -> Float[Array, "..."]:
-        """Returns `magnitude / length` of each output; no gradient flows through the length."""
+        """Returns `magnitude / row_norms` of each output; no gradient flows through the length."""
         assert self.magnitude is not None
         magnitude = self.magnitude[...].astype(jnp.float32)
-        return magnitude / jax.lax.stop_gradient(self.length(w)) if self.normalized else magnitude
+        return magnitude / jax.lax.stop_gradient(self.row_norms(w)) if self.normalized else magnitude
 
     def with_gain(self, w: Any) -> "LowRank":
         """Returns a matmul with precomputed gains, for devices that have only a part of `w`."""
@@ -155,9 +155,9 @@ class LowRank(nnx.Module):
         gain = None if self.magnitude is None else self.magnitude.replace(self.gain(w))
         return self._with(inner, gain, normalized=gain is None)
 
-    def exact(self) -> "LowRank":
+    def unquantized(self) -> "LowRank":
         """Returns a matmul that multiplies by the unquantized weight, in the dtype of the activations."""
-        inner = self.inner.exact() if isinstance(self.inner, LowRank) else PlainMatmul()
+        inner = self.inner.unquantized() if isinstance(self.inner, LowRank) else PlainMatmul()
         return self._with(inner, self.magnitude, normalized=self.normalized)
 
     def _with(self, inner: Any, magnitude: nnx.Variable | None, *, normalized: bool) -> "LowRank":

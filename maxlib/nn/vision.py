@@ -18,11 +18,11 @@ from maxlib.nn._context import AnyRope, Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._mlp import MLP
 from maxlib.nn._patches import Patches as Patches
-from maxlib.nn._patches import PatchPlaces as PatchPlaces
+from maxlib.nn._patches import PatchPositions as PatchPositions
 from maxlib.nn._patches import check_patches as check_patches
 from maxlib.nn._patches import cut as cut
 from maxlib.nn._patches import mrope_positions as mrope_positions
-from maxlib.nn._patches import patch_places as patch_places
+from maxlib.nn._patches import patch_positions as patch_positions
 from maxlib.nn._patches import patches as patches
 from maxlib.nn._patches import patches_by_position as patches_by_position
 from maxlib.nn._patches import take_features as take_features

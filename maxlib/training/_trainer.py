@@ -262,7 +262,7 @@ class Trainer:
                 counts = reported(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._after_step()
-                if self._interrupt.asked(self.step):
+                if self._interrupt.requested(self.step):
                     raise self._interrupt.stop()
         with self.clock.step(self.step):
             self._flush()

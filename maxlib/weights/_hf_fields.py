@@ -53,14 +53,14 @@ class ModelConfig:
         model_types: Values of `model_type` that the family reads; the first one is written.
         architecture: The class in transformers.
         fixed: Fields with the only value that the family supports; a tuple lists alternatives. They are also written.
-        only: The same for fields that transformers may omit; never written.
+        fixed_if_present: The same for fields that transformers may omit; never written.
         ignored: Names of fields without effect in this family. Say why in a comment.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     architecture: ClassVar[str] = ""
     fixed: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
-    only: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
+    fixed_if_present: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
@@ -72,7 +72,7 @@ class ModelConfig:
         """Reads config.json. Raises ValueError for values that the family does not support."""
         if cls.model_types:
             fields.require("model_type", *cls.model_types)
-        for name, allowed in (*cls.fixed.items(), *cls.only.items()):
+        for name, allowed in (*cls.fixed.items(), *cls.fixed_if_present.items()):
             parent, last = _locate(fields, name)
             parent.require(last, *(allowed if isinstance(allowed, tuple) else (allowed,)))
         for name in cls.ignored:

@@ -78,8 +78,8 @@ def test_bad_pairs_are_named(tokenizer):
     rows = data.pad(pairs.slice(slice(3, 4)), length=5)
     with pytest.raises(ValueError, match="does not fit a row of 5"):
         rows[0]
-    assert data.pad(pairs.slice(slice(3, 4)), length=5, long="truncate")[0]["chosen"]["tokens"].shape == (5,)
-    assert list(data.pad(pairs.slice(slice(3, 4)), length=5, long="drop")) == []
+    assert data.pad(pairs.slice(slice(3, 4)), length=5, overlong="truncate")[0]["chosen"]["tokens"].shape == (5,)
+    assert list(data.pad(pairs.slice(slice(3, 4)), length=5, overlong="drop")) == []
 
 
 def test_templates_that_yield_no_mask_are_named(tokenizer):

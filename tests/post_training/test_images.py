@@ -67,8 +67,8 @@ def test_what_does_not_fit_is_an_error_or_left_out(documents, processor, tokeniz
     with pytest.raises(ValueError, match="must fit 8 patches and 2 images of a row, got 24 and 2"):
         data.pad(documents, length=LENGTH, images=processor.blank(8))[1]
     with pytest.raises(ValueError, match="does not fit a row of 8"):  # placeholders are never cut
-        data.pad(documents, length=8, images=processor.blank(PATCHES), long="truncate")[1]
-    kept = data.pad(documents, length=LENGTH, images=processor.blank(8), long="drop")
+        data.pad(documents, length=8, images=processor.blank(PATCHES), overlong="truncate")[1]
+    kept = data.pad(documents, length=LENGTH, images=processor.blank(8), overlong="drop")
     assert len(list(kept.to_iter_dataset())) == 3
     with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
         data.pairs(records(), tokenizer, ChatTemplate(TEMPLATE))[0]

@@ -63,7 +63,7 @@ def test_logits_of_every_format(formats):
 def test_report_names_what_is_quantized_and_what_is_not():
     full = model("moe")
     found = quant.report(stored("moe", "int8"))
-    assert set(found.left) == {"embed", "head", "layers.body.0.mlp.router.gate"}
+    assert set(found.unquantized) == {"embed", "head", "layers.body.0.mlp.router.gate"}
     experts = 2 * 3 * 4 * 16 * 32
     scales = 4 * 2 * 4 * (16 + 16 + 32)
     assert found.bytes_before == sum(a.nbytes for a in jax.tree.leaves(full))
