@@ -203,7 +203,7 @@ class _Row:
 class _Slots:
     """Arrays of all slots."""
 
-    cache: nn.Cache
+    cache: nn.cache.Cache
     hidden: Float[Array, "S 1 D"]
     keys: UInt32[Array, "S K"]
     drawn: Int[Array, " S"]  # tokens drawn for the row

@@ -169,7 +169,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class DeepSeekV32(nn.MTPDecoder):
+class DeepSeekV32(nn.mtp.MTPDecoder):
     """DeepSeek V3.2: the cost of attention to a long text is that of its indexer, once kernels skip what is hidden."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

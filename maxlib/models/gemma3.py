@@ -129,7 +129,7 @@ class Block(nn.Layer):
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
-class Gemma3(nn.VisionDecoder):
+class Gemma3(nn.vision.VisionDecoder):
     """Gemma 3: only one layer of six caches the whole text; with `cfg.vision` it reads images.
 
     Local layers rotate with a base of 10k, global ones with 1M, which long texts stretch.

@@ -209,7 +209,7 @@ class Block(nn.Layer):
         return h, cache, {self.kind: kv} if self.role == SHARES else {}
 
 
-class Gemma4(nn.NativeVisionDecoder):
+class Gemma4(nn.vision.NativeVisionDecoder):
     """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
 
     With `cfg.vision` it reads images, whose tokens count as positions like any other.
@@ -255,7 +255,7 @@ class Gemma4(nn.NativeVisionDecoder):
         if self.cfg.vision is not None:
             self.cfg.vision.check_inputs(tokens, images)
 
-    def last_keys(self, cache: nn.Cache) -> dict[str, nn.cache.Ordered]:
+    def last_keys(self, cache: nn.cache.Cache) -> dict[str, nn.cache.Ordered]:
         """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is
         added to a token's index to find it among them.
         """

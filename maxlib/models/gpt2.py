@@ -155,7 +155,7 @@ class GPT2(nn.Decoder):
         """Builds layer `i`."""
         return Block(self.cfg, self.cfg.scales[i], rngs=rngs)
 
-    def enter(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None = None, **inputs: Any):
+    def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
         """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
         x, ctx = super().enter(x, cache=cache, **inputs)
         # Added after a split sequence is reordered, by the tokens' positions, which are reordered with them.

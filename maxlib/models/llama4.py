@@ -185,7 +185,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class Llama4(nn.VisionDecoder):
+class Llama4(nn.vision.VisionDecoder):
     """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
     (iRoPE).
 

@@ -110,7 +110,7 @@ class Block(nn.Layer):
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
-class Mistral(nn.NativeVisionDecoder):
+class Mistral(nn.vision.NativeVisionDecoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.

@@ -134,7 +134,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class Mistral4(nn.NativeVisionDecoder):
+class Mistral4(nn.vision.NativeVisionDecoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.

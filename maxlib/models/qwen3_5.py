@@ -188,7 +188,7 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen35(nn.NativeVisionDecoder, nn.MTPDecoder):
+class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -139,7 +139,7 @@ class Block(nn.Layer):
         return constrain(x if added is None else x + added, "batch", "seq", "act_embed"), cache, aux
 
 
-class Qwen3VL(nn.NativeVisionDecoder):
+class Qwen3VL(nn.vision.NativeVisionDecoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -102,7 +102,7 @@ def test_what_cannot_be_continued_is_refused(model, engine):
 
     class Shared(type(model)):
         def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
-            return nn.Cache(jnp.zeros((capacity, batch)), jnp.zeros(batch, jnp.int32))
+            return nn.cache.Cache(jnp.zeros((capacity, batch)), jnp.zeros(batch, jnp.int32))
 
     odd = object.__new__(Shared)
     odd.__dict__.update(model.__dict__)

@@ -258,7 +258,9 @@ def test_sliding_layers_generate_past_their_window():
             return self.embed.w[...]
 
         def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
-            return nn.Cache(self.layers.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length)
+            return nn.cache.Cache(
+                self.layers.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length
+            )
 
     model = filled(lambda: Model(nnx.Rngs(0)))
     got = inference.generate(model, PROMPTS, max_new_tokens=9, dtype=jnp.float32)
