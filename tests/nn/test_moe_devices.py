@@ -90,7 +90,7 @@ def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
-    return sharding.EP | sharding.ExpertParallel(how=request.param)
+    return sharding.EP | sharding.ExpertParallel(exchange=request.param)
 
 
 def differentiated(run):
@@ -122,7 +122,7 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
     """As lowered for a TPU: no dense exchange, and what leaves a device is a turn's choices, not padded ones."""
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
-    ragged, x = sharding.EP | sharding.ExpertParallel(how="ragged"), inputs(B=8, T=16)
+    ragged, x = sharding.EP | sharding.ExpertParallel(exchange="ragged"), inputs(B=8, T=16)
     layout = sharding.Layout(sharding.make_mesh(expert=8), ragged)
     layer = jax.device_put(layer, sharding.shardings(layer, layout))
     with sharding.use(layout):
@@ -136,12 +136,12 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
 
 
 def test_an_exchange_that_cannot_be_is_said():
-    layer, ragged = moe(), sharding.EP | sharding.ExpertParallel(how="ragged")
+    layer, ragged = moe(), sharding.EP | sharding.ExpertParallel(exchange="ragged")
     layout = sharding.Layout(sharding.make_mesh(expert=2, data=4), ragged)
     with sharding.use(layout), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
         jax.eval_shape(layer, inputs(B=8))
-    with pytest.raises(ValueError, match="how must be 'ragged', 'dense', .* got 'some'"):
-        sharding.ExpertParallel(how="some")
+    with pytest.raises(ValueError, match="exchange must be 'ragged', 'dense', .* got 'some'"):
+        sharding.ExpertParallel(exchange="some")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_tokens_travel_to_their_experts(capacity_factor):
 )
 def test_the_platform_or_the_layout_says_how_tokens_travel(platform, axes, how, ragged, monkeypatch):
     monkeypatch.setattr(exchange, "current_device", lambda: (platform, "any"))
-    strategy = sharding.FSDP | sharding.ExpertParallel(how=how)
+    strategy = sharding.FSDP | sharding.ExpertParallel(exchange=how)
     strategy |= sharding.strategies.Pipeline(microbatches=2) if "stage" in axes else sharding.FSDP
     with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=-1, **axes), strategy)):
         assert exchange.is_ragged() is ragged
