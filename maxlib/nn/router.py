@@ -231,7 +231,7 @@ def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:
     if groups is None:
         return
     size, rest = divmod(num_experts, groups.num_groups)
-    if rest or not 1 <= groups.best <= size or not 1 <= groups.top_groups <= groups.num_groups:
+    if rest or not 1 <= groups.scores_per_group <= size or not 1 <= groups.top_groups <= groups.num_groups:
         raise ValueError(f"{groups} does not fit {num_experts} experts: groups must be of equal size, and large enough")
     if groups.top_groups * size < top_k:
         raise ValueError(f"top_k={top_k} experts cannot come from {groups.top_groups} groups of {size}")
