@@ -58,8 +58,7 @@ class Cache:
         if (most := int(np.max(np.asarray(self.length) + np.asarray(num_new), initial=0))) > self.capacity:
             raise ValueError(
                 f"a row of {most} tokens, cached and new ones, does not fit a cache of capacity {self.capacity}; make "
-                "a "
-                "larger one, or cache fewer"
+                "a larger one, or cache fewer"
             )
 
     def advanced(self, layers: Any, ctx: Context) -> "Cache":

@@ -82,8 +82,7 @@ def chunks(periods: int, stages: int, repeats: int) -> Chunks:
     if periods < stages:
         raise ValueError(
             f"{periods} repeats of layers cannot be split into {stages} stages; use a mesh with fewer stages, or give "
-            "the "
-            "stack a shorter period or prefix"
+            "the stack a shorter period or prefix"
         )
     if (most := -(-periods // stages)) % repeats:
         raise ValueError(

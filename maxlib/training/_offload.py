@@ -86,10 +86,8 @@ def check_offloaded(state: Any, params: dict[str, Any]) -> None:
     if moments and not any(map(memory.is_on_host, moments)):
         raise ValueError(
             "the layout asks for moments on the host (OFFLOAD_OPTIMIZER), but this optimizer keeps all of them on the "
-            "device: "
-            "use training.adamw with float32 moments, wrap an optimizer that treats layers separately in "
-            "training.offload_by_layer, or "
-            "leave that out"
+            "device: use training.adamw with float32 moments, wrap an optimizer that treats layers separately in "
+            "training.offload_by_layer, or leave that out"
         )
 
 

@@ -286,8 +286,7 @@ class PathFilter:
         if unused := [pattern for pattern in self.patterns if not fnmatch.filter(names, pattern)]:
             raise ValueError(
                 f"each pattern of trainable_only must match a parameter, {unused} match none (a tied head has none); "
-                "there are "
-                f"{names}"
+                f"there are {names}"
             )
 
 

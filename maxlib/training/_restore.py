@@ -61,8 +61,8 @@ def initial_state(
     if params_from is not None:
         if step and optax.tree.get(state.opt_state, "average") is not None:
             raise ValueError(
-                f"at step {step} the optimizer's averages are of the parameters that params_from would replace: restore before "
-                "the first step"
+                f"at step {step} the optimizer's averages are of the parameters that params_from would replace: "
+                "restore before the first step"
             )
         values = _model_values(state, Path(params_from), groupings, layout)
         trainable = {path: values.pop(path) for path in state.trainable}
@@ -126,10 +126,9 @@ def _read(read: Callable[[Any], dict[str, Any]], state: TrainState, base: Any, w
     saved = restored["meta"].get("base")
     if known is not None and saved is not None and known["checksum"] != saved["checksum"]:
         raise ValueError(
-            f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's frozen "
-            f"weights, from {known['directory']}, differ ({known['checksum']}): build the model from the same base, "
-            "with "
-            "the same dtype, quantization and grouping of stacks"
+            f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's "
+            f"frozen weights, from {known['directory']}, differ ({known['checksum']}): build the model from the same "
+            "base, with the same dtype, quantization and grouping of stacks"
         )
     return restored
 

@@ -133,9 +133,8 @@ def _warn_without_layout(trainable: dict[str, Any]) -> None:
     if split:
         warnings.warn(
             f"{len(split)} of {len(trainable)} trained parameters, such as {split[0]}, are split over devices, but no "
-            "layout is "
-            "active: moments may be replicated, and kernels and activations are not sharded. Make the state and run "
-            "the "
+            "layout is active: moments may be replicated, and kernels and activations are not sharded. Make the state "
+            "and run the "
             "steps inside `with sharding.use(layout):`",
             stacklevel=3,
         )
@@ -148,10 +147,10 @@ def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
     coarse = lambda x: jnp.finfo(x.dtype).bits < 32 and not (rounds and x.dtype == jnp.bfloat16)
     if lost := [path for path, x in trainable.items() if coarse(x)]:
         warnings.warn(
-            f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, and this "
-            "optimizer's updates of them are rounded to nearest: updates below 1/256 of a weight, which are nearly "
-            "all, are lost. "
-            "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or use stochastic rounding for bfloat16: "
+            f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, "
+            "and this optimizer's updates of them are rounded to nearest: updates below 1/256 of a weight, which are "
+            "nearly all, are lost. Train in float32 (from_pretrained(..., dtype=jnp.float32)), or use stochastic "
+            "rounding for bfloat16: "
             "training.bfloat16_moments(optimizer), or adamw(..., moments=jnp.bfloat16)",
             stacklevel=3,
         )
@@ -166,8 +165,7 @@ def _nothing_to_train(model: Any, filter: Any) -> str:
     meant = f"; did you mean {', '.join(near)}?" if near else ""
     return (
         f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; as "
-        "are the "
-        "patterns of trainable_only"
+        "are the patterns of trainable_only"
     )
 
 
