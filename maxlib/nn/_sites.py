@@ -174,7 +174,7 @@ def change_sites(model: Any, decide: Decide, change: Change) -> Any:
         treatment = decide(Where(full, kind_of(node)))
         return node if treatment is None else change(node, treatment, full, None)
 
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_place)
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_site_or_stack)
 
 
 def map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
@@ -201,7 +201,7 @@ def replace(site: Any, **parts: Any) -> Any:
 
 def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
     """Changes the matmuls of a stack, regrouped so that all layers of a slot have one treatment."""
-    stack = _laid_out(stack, path, decide)
+    stack = _regrouped(stack, path, decide)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
     for name, group in stack.layer_groups.items():
         layers = enumerate(getattr(stack, name))
@@ -221,13 +221,13 @@ def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decid
     return map_sites(layer, one)
 
 
-def _laid_out(stack: Stack, path: str, decide: Decide) -> Stack:
+def _regrouped(stack: Stack, path: str, decide: Decide) -> Stack:
     """Returns the stack regrouped so that all layers of a slot have one treatment."""
     layers = jax.eval_shape(lambda s: list(s), stack)
     kinds = [_treatments(layer, path, i, len(layers), decide) for i, layer in enumerate(layers)]
-    place = [stack.where(i)[0] for i in range(len(layers))]
-    # Each slot already has one treatment.
-    if len(set(zip(place, kinds, strict=True))) == len(set(place)):
+    slots = [stack.where(i)[0] for i in range(len(layers))]
+    # As many pairs of slot and treatment as slots: each slot already has one treatment.
+    if len(set(zip(slots, kinds, strict=True))) == len(set(slots)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
     return stack.regrouped(**grouping_for(zip(shapes, kinds, strict=True)))
@@ -238,6 +238,6 @@ def _treatments(layer: Any, path: str, i: int, count: int, decide: Decide) -> tu
     return tuple(decide(Where(f"{path}.{inner}", kind_of(site), i, count)) for inner, site in find(layer, SITES))
 
 
-def _is_place(x: Any) -> bool:
+def _is_site_or_stack(x: Any) -> bool:
     """Returns True for a layer with a matmul, and for a stack."""
     return isinstance(x, (*SITES, Stack))

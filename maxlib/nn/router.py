@@ -277,7 +277,7 @@ class SwitchBalance:
         E, X = routing.probs.shape[-1], routing.experts.shape[-1]
         # load = share / tokens and mean probability = sum / tokens, hence the square of the number of tokens.
         share = expert_counts(routing.experts, valid, E) / X
-        return self.weight * E * jnp.sum(share * _sum(routing.probs, valid)) / _number(routing, valid) ** 2
+        return self.weight * E * jnp.sum(share * _sum(routing.probs, valid)) / _num_valid(routing, valid) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +316,7 @@ class RouterZ:
         """Returns the loss of one layer."""
         # [B, T, E] -> [B, T, 1]
         square = jax.nn.logsumexp(routing.logits, axis=-1, keepdims=True) ** 2
-        return self.weight * _sum(square, valid)[0] / _number(routing, valid)
+        return self.weight * _sum(square, valid)[0] / _num_valid(routing, valid)
 
 
 def _sum(values, valid, axis: int = 0):
@@ -326,7 +326,7 @@ def _sum(values, valid, axis: int = 0):
     return values.sum(axis=tuple(range(axis, values.ndim - 1)))
 
 
-def _number(routing: Routing, valid):
+def _num_valid(routing: Routing, valid):
     """Returns the number of valid tokens, at least 1."""
     if valid is None:
         return routing.experts[..., 0].size
@@ -350,38 +350,38 @@ def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"
     Raises:
         ValueError: when the number of rows differs from the number of expert biases.
     """
-    places = expert_bias_paths(model)
+    paths = expert_bias_paths(model)
     load = jnp.atleast_2d(load)
-    if len(places) != len(load):
+    if len(paths) != len(load):
         raise ValueError(
-            f"load must have a row for each of the model's {len(places)} router expert biases, got {load.shape}"
+            f"load must have a row for each of the model's {len(paths)} router expert biases, got {load.shape}"
         )
-    return combine(moved_biases(model, places, load, rate=rate), model)
+    return combine(moved_biases(model, paths, load, rate=rate), model)
 
 
-def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, rate: Any) -> dict[str, Array]:
+def moved_biases(model: Any, paths: list[str], load: Float[Array, "L E"], *, rate: Any) -> dict[str, Array]:
     """Computes the new expert biases of `update_router_bias` by path.
 
     Args:
         model: A model or a layer.
-        places: The path of every row of `load`, from `expert_bias_paths`.
+        paths: The path of every row of `load`, from `expert_bias_paths`.
         load: Loads or counts of the experts.
         rate: Size of a change.
     """
     # Scanned layers share one variable [repeats, E]: collect its rows of `load`.
     rows: dict[str, list[int]] = {}
-    for row, path in enumerate(places):
+    for row, path in enumerate(paths):
         rows.setdefault(path, []).append(row)
-    known = variables(model)
+    of_model = variables(model)
 
     def moved(path: str) -> Array:
-        old = known[path].get_value()
+        bias = of_model[path].get_value()
         # [repeats, E], or [E] for a layer that is not scanned.
-        mine = load[jnp.array(rows[path])].reshape(old.shape)
-        mean = mine.mean(axis=-1, keepdims=True)
+        loads = load[jnp.array(rows[path])].reshape(bias.shape)
+        mean = loads.mean(axis=-1, keepdims=True)
         # Ignore differences by rounding, so that sums over microbatches update the same biases as the whole batch.
-        uneven = jnp.abs(mean - mine) > 1e-5 * mean
-        return old + (rate * jnp.where(uneven, jnp.sign(mean - mine), 0)).astype(old.dtype)
+        uneven = jnp.abs(mean - loads) > 1e-5 * mean
+        return bias + (rate * jnp.where(uneven, jnp.sign(mean - loads), 0)).astype(bias.dtype)
 
     return {path: moved(path) for path in rows}
 
