@@ -80,7 +80,6 @@ def make_state(
           has any, else all parameters of a floating dtype, except the frozen model of `post_training.WithFrozen`.
       key: random key of the whole run.
 
-
     Raises:
       ValueError: when there is nothing to train, a pattern of `trainable_only` matches nothing, a parameter occurs
           twice (`self.head = self.embed`), moments should be offloaded but the optimizer cannot keep them on the host,
@@ -212,23 +211,36 @@ def make_train_step(
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # for decay, and offloading by layer
-        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
-        trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
-        opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        counts = {"num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
-        metrics = {"loss": loss, "grad_norm": norm, "finite": finite} | counts | means(stats)
-        if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
-            metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
+        trainable, opt_state = _updated(optimizer, state, grads, loss)
+        skipped = optax.tree.get(opt_state, "skipped")  # None without `skip_spikes`
+        metrics = {"loss": loss, "grad_norm": norm, "num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
+        metrics |= _health(loss, norm, skipped) | means(stats)
         if log_schedule is not None:
             metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
-        rest, options = state.rest, {"rate": router_bias_update_rate, "skipped": skipped}
+        rest, rate = state.rest, cast(Any, router_bias_update_rate)
         if router_bias_update_rate:
-            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, **cast(Any, options))
+            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, rate=rate, skipped=skipped)
         return TrainState(trainable, rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
 
     return step
+
+
+def _updated(
+    optimizer: optax.GradientTransformationExtraArgs, state: TrainState, grads: dict[str, Any], loss: Array
+) -> tuple[dict[str, Any], Any]:
+    """Returns the new parameters and optimizer state, with the shardings of the old ones."""
+    extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # for decay, and offloading by layer
+    updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
+    trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
+    return trainable, place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
+
+
+def _health(loss: Array, norm: Array, skipped: Array | None) -> Metrics:
+    """Returns `finite`, and `skipped` if the optimizer skips steps; the state after a skipped step is valid."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if skipped is None:
+        return {"finite": finite}
+    return {"finite": finite | skipped, "skipped": skipped.astype(jnp.float32)}
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
