@@ -21,7 +21,7 @@ from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._checksum import digest, to_hex
 from maxlib.checkpoint._groupings import layer_path
 from maxlib.checkpoint._restore import Stored, open_step
-from maxlib.training._step import TrainState, init_optimizer
+from maxlib.training._state import TrainState, init_optimizer
 
 
 @dataclasses.dataclass(frozen=True)

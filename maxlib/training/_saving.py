@@ -14,9 +14,9 @@ from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
 from maxlib.observability._goodput import Clock
 from maxlib.training._export import Export
-from maxlib.training._objectives.objective import Batch
+from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._restore import record_of, save
-from maxlib.training._step import Loss, TrainState
+from maxlib.training._state import TrainState
 from maxlib.training.probes._nonfinite import find_nonfinite
 
 
