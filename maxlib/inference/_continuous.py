@@ -38,7 +38,7 @@ class LocalEngine:
     devices, call it inside `sharding.use(layout)`.
 
         engine = inference.LocalEngine(model, slots=4)
-        groups = engine.generate([[1, 2, 3], [4, 5]], num_samples=2, max_new_tokens=2)  # two completions of each prompt
+        groups = engine.generate([[1, 2, 3], [4, 5]], num_samples=2, max_new_tokens=2)  # two of each prompt
 
     Args:
         model: Any `nn.Model`.

@@ -27,7 +27,7 @@ class Generator:
     accordingly.
 
         generator = inference.Generator(model, dtype=jnp.bfloat16)
-        texts = generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=2)  # of token ids, one list for each prompt
+        texts = generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=2)  # a list of ids for each
 
     Args:
         model: Any model of the contract (`nn.Model`).

@@ -70,6 +70,8 @@ def local_experts(
         # [B, T, ...] -> [B * T, ...]
         flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
         y, kept = _run_all(*flat, **split)
+    # Where gradients need this sum, recomputing it would run the experts, and the exchange of tokens, once more.
+    y = checkpoint_name(y, "moe")
     # [B, T, D] -> [1, B, T, D]: the axis of partial sums over the parts of the width.
     return y.reshape(1, *x.shape), kept.reshape(experts.shape)
 

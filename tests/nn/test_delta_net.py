@@ -10,7 +10,7 @@ from maxlib import inference, nn, plan, sharding
 from maxlib.models import qwen3_5
 from maxlib.ops import Rope
 from maxlib.sharding.strategies import SplitSequence
-from tests.nn.recurrences import DELTA, DIM, layer
+from tests.nn.recurrences import DELTA, DIM, X, layer, run
 
 
 def tiny(**changes) -> qwen3_5.Config:
@@ -27,6 +27,11 @@ def test_what_a_state_cannot_do_is_refused():
     assert not nn.cache.can_rewind(jax.eval_shape(lambda: layer("delta").init_cache(1, 8)))
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_key_heads"):
         nn.GatedDeltaNet(DIM, **DELTA | {"num_heads": 3}, rngs=nnx.Rngs(0))
+
+
+def test_one_head_is_a_layer():
+    alone = nn.GatedDeltaNet(DIM, num_heads=1, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
+    assert np.isfinite(run(alone, X)).all()
 
 
 @pytest.mark.full

@@ -92,6 +92,13 @@ def test_padding_leaves_the_state_as_it_is(rule):
     close(state[:1], rule.run(cut(x, slice(1), slice(23)), None, None, before[:1])[1], rule.atol)
 
 
+@pytest.mark.parametrize("rule", [GATED_DELTA, KDA], ids=lambda rule: rule.op)
+def test_keys_of_length_zero_stay_finite(rule):
+    x = rule.inputs(tokens=40)
+    out, state = rule.run(x | {name: np.zeros_like(x[name]) for name in "qk"})
+    assert not np.asarray(out).any() and np.isfinite(state).all()
+
+
 def test_the_state_is_float32_for_narrow_inputs(rule):
     x = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), rule.inputs(tokens=70))
     out, state = rule.run(x)
