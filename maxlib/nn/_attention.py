@@ -276,7 +276,9 @@ def _check_rope(rope: Any, head_dim: int) -> None:
 
 def attention_kind(num_heads: int, num_kv_heads: int) -> str:
     """Names attention by its number of key heads: MHA (one per query head), MQA (a single one) or GQA."""
-    return "MHA" if num_heads == num_kv_heads else "MQA" if num_kv_heads == 1 else "GQA"
+    if num_heads == num_kv_heads:
+        return "MHA"
+    return "MQA" if num_kv_heads == 1 else "GQA"
 
 
 def attend(

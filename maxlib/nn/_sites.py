@@ -54,11 +54,11 @@ class Selector(Protocol):
 
 def fits(rule: Selector, site: Where) -> bool:
     """Returns True if `rule` selects this matmul."""
-    return (
-        site.kind in rule.kinds
-        and fnmatch.fnmatchcase(site.path, rule.match)
-        and (rule.layers is None or site.layer in [i + site.count if i < 0 else i for i in rule.layers])
-    )
+    if site.kind not in rule.kinds or not fnmatch.fnmatchcase(site.path, rule.match):
+        return False
+    if rule.layers is None:
+        return True
+    return site.layer in [i + site.count if i < 0 else i for i in rule.layers]  # -1 is the last layer
 
 
 def decide(rules: Sequence[Selector], where: Where) -> int | None:
@@ -146,7 +146,9 @@ def _is_matrix(x: nnx.Variable) -> bool:
     """
     axes, value = x.get_metadata().get("axes"), x.get_value()
     rank = value.ndim if axes is None else len(axes) - num_layer_axes(axes)
-    return rank >= 2 and not {"position", "tap"} & {*(axes or ())} and jnp.issubdtype(value.dtype, jnp.floating)
+    # Tables of positions and filters of convolutions are no matrices that multiply activations.
+    is_table = bool({"position", "tap"} & {*(axes or ())})
+    return rank >= 2 and not is_table and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 Decide = Callable[[Where], Hashable]

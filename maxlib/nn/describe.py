@@ -103,8 +103,13 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
-    kinds = {(isinstance(one, LayerCache) and one.kind) or type(one).__name__ for one in layer_caches(cache.layers)}
-    return tuple(sorted(kinds))
+    return tuple(sorted({_cache_kind(one) for one in layer_caches(cache.layers)}))
+
+
+def _cache_kind(cache: Any) -> str:
+    """Names the kind of a layer's cache; a cache without a name has that of its class."""
+    kind = cache.kind if isinstance(cache, LayerCache) else None
+    return type(cache).__name__ if kind is None else kind
 
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
