@@ -104,3 +104,44 @@ def current_device() -> tuple[str, str]:
     if device is None:
         device = jax.default_device.value or jax.devices()[0]
     return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)
+
+
+def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
+    """Returns jax's platform and kind of a device that a caller names; the current device for None.
+
+    Args:
+      device: "gpu", "tpu" or "cpu", and jax's `device_kind` or a usual short name, such as "H100" or "v6e".
+
+    Raises:
+      ValueError: when there is no such device; the message lists the known kinds.
+    """
+    if device is None:
+        return current_device()
+    platform, kind = device
+    if platform == "cpu" or device == current_device():
+        return device
+    full = _full_kind(kind)
+    if full is None or platform != _platform(full):
+        names = lambda of: ", ".join(
+            name for name, chip in CHIPS.items() if chip.prefixes and _platform(chip.kind) == of
+        )
+        raise ValueError(
+            f"no device is known as {device!r}; known are gpu: {names('gpu')}; tpu: {names('tpu')}; cpu; and jax's "
+            "device_kind of any of them"
+        )
+    return platform, full
+
+
+def _platform(kind: str) -> str:
+    return "gpu" if kind.startswith("NVIDIA") else "tpu"
+
+
+def _full_kind(kind: str) -> str | None:
+    """Returns jax's `device_kind` for a short name, and a whole kind as it is; None if the device is unknown."""
+    if kind.startswith("NVIDIA ") or chip_of(kind):
+        return kind  # a GPU that is not in the table runs the kernels of its generation
+    short = re.sub(r"^(nvidia|tpu) ", "", kind.lower())
+    if short in CHIPS and CHIPS[short].prefixes:
+        return CHIPS[short].prefixes[0]
+    model = f"NVIDIA {short.upper()}"
+    return model if is_hopper(model) or is_blackwell(model) else None

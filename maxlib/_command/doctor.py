@@ -93,16 +93,27 @@ def devices() -> dict[str, str]:
 
 
 def kernels() -> dict[str, str]:
-    """Names the attention implementation of a typical layer in bfloat16, forward and backward."""
+    """Names the implementations of usual calls in bfloat16, forward and backward."""
     import jax
     import jax.numpy as jnp
 
     from maxlib import ops
 
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
-    attention = ops.explain_attention(shape(4, 2048, 32, 128), shape(4, 2048, 8, 128), shape(4, 2048, 8, 128))
+    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
+    causal = ops.StaticMask("causal", aligned=True)
+    calls = {
+        "causal": (2048, causal, {}),
+        "packed rows": (2048, ops.StaticMask("causal", aligned=True, segmented=True), {}),
+        "soft-cap": (2048, causal, {"softcap": 50.0}),
+        "decoding": (1, ops.StaticMask("causal"), {}),
+    }
+    found, keys = {}, shape(4, 2048, 8, 128)
+    for name, (length, mask, more) in calls.items():
+        bounds = shape(4, length, dtype=jnp.int32)
+        more |= {"k_start": bounds, "k_end": bounds, "mask_hint": mask}
+        found[name] = str(ops.explain_attention(shape(4, length, 32, 128), keys, keys, **more).chosen)
     grouped = ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048))
-    return {"attention": str(attention.chosen), "grouped matmul": str(grouped.chosen)}
+    return found | {"grouped matmul": str(grouped.chosen)}
 
 
 def matmul(width: int = 2048, seconds: float = 0.5) -> dict[str, str]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib.hardware import current_device
+from maxlib.hardware import current_device, explained_device
 from maxlib.ops._attention import dispatch
 from maxlib.ops._attention import table as table  # registers the implementations with `dispatch`
 from maxlib.ops._attention.masks import MaskHint, StaticMask
@@ -170,16 +170,17 @@ def explain_attention(
       mask_hint: as in `attention`.
       implementation: as in `attention`.
       return_lse: as in `attention`.
-      device: platform and device kind, such as `("gpu", "NVIDIA H100")`; default: the device in use.
+      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")` or `("tpu", "v6e")`; default:
+        the device in use.
 
     Returns:
       An `Explanation`, which prints as a readable text.
 
     Raises:
-      ValueError: when shapes do not agree, or no implementation has the name `implementation`.
+      ValueError: when shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
     """
     hint = _hint(mask_hint, k_start, k_end)
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, explained_device(device))
     return dispatch.explain(call, implementation)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib.hardware import current_device
+from maxlib.hardware import current_device, explained_device
 from maxlib.kernels.gated_delta import mosaic_tpu
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
@@ -90,15 +90,15 @@ def explain_gated_delta_rule(
       v: values, `B T N Hv`, likewise.
       axis_name: as in `gated_delta_rule`.
       implementation: as in `gated_delta_rule`.
-      device: platform and device kind, such as `("tpu", "TPU v5p")`; default: the device in use.
+      device: platform, and jax's `device_kind` or a short name, such as `("tpu", "v5p")`; default: the device in use.
 
     Returns:
       An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
 
     Raises:
-      ValueError: when no implementation has this name.
+      ValueError: when no implementation has this name, or the device is unknown.
     """
-    return dispatch.explain(_describe(q, v, axis_name, device), implementation)
+    return dispatch.explain(_describe(q, v, axis_name, explained_device(device)), implementation)
 
 
 def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> dispatch.Call:

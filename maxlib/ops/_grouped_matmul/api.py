@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.hardware import current_device
+from maxlib.hardware import current_device, explained_device
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._cost import register_flops
@@ -125,15 +125,15 @@ def explain_grouped_matmul(
         weight_order: As in `grouped_matmul`.
         out_dtype: As in `grouped_matmul`.
         implementation: As in `grouped_matmul`.
-        device: Platform and device kind, such as `("tpu", "TPU v5p")`; default: the device in use.
+        device: Platform, and jax's `device_kind` or a short name, such as `("tpu", "v5p")`; default: the device in use.
 
     Returns:
         An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
 
     Raises:
-        ValueError: No implementation has this name.
+        ValueError: No implementation has this name, or the device is unknown.
     """
-    device = device or current_device()
+    device = explained_device(device)
     shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {weight_order}"
     reasons = dispatch.refusals(rows, weights, weight_order, out_dtype, device)
     found = dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)

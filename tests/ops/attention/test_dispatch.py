@@ -89,6 +89,44 @@ def test_the_device_is_that_of_the_mesh_in_context():
     assert current_device()[0] == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("short", "kind"),
+    [
+        (("gpu", "H100"), "NVIDIA H100"),
+        (("gpu", "h200"), "NVIDIA H200"),
+        (("gpu", "GH200"), "NVIDIA GH200"),
+        (("gpu", "nvidia a100"), "NVIDIA A100"),
+        (("tpu", "v5e"), "TPU v5 lite"),
+        (("tpu", "v5p"), "TPU v5"),
+        (("tpu", "TPU v6e"), "TPU v6e"),
+        (("tpu", "v6e"), "TPU v6 lite"),
+    ],
+)
+def test_a_device_may_have_its_short_name(short, kind):
+    q, bounds = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16), i32(2, 4096)
+    answer = explain_attention(q, q, q, k_start=bounds, k_end=bounds, mask_hint=CAUSAL, device=short)
+    assert answer.chosen == ("splash" if short[0] == "tpu" else "cudnn")
+    assert answer.call.device_kind == kind
+
+
+@pytest.mark.parametrize("device", [("gpu", "H1000"), ("tpu", "H100"), ("gpu", "v5p"), ("cuda", "H100"), ("tpu", "v9")])
+def test_an_unknown_device_is_refused(device):
+    rows, weights = f32(8, 16), f32(2, 4, 16)
+    for explain in (
+        lambda: explain_attention(Q, K, K, device=device),
+        lambda: ops.explain_grouped_matmul(rows, weights, device=device),
+        lambda: ops.explain_gated_delta_rule(Q, Q, device=device),
+    ):
+        with pytest.raises(ValueError, match="no device is known as .*h100, .*v5p, v6e"):
+            explain()
+
+
+def test_a_device_in_use_may_be_unknown(monkeypatch):
+    monkeypatch.setattr("maxlib.hardware.current_device", lambda: ("gpu", "Radeon"))
+    assert explain_attention(f32(2, 17, 4, 8), K, K).chosen == "chunked"
+    assert explain_attention(f32(2, 17, 4, 8), K, K, device=("gpu", "Radeon")).chosen == "chunked"
+
+
 def test_the_table_has_every_implementation_and_feature(fast):
     head, _, *rows = capabilities().splitlines()
     assert all(name in head for name in dispatch.FEATURES)
