@@ -135,6 +135,10 @@ _HERE = {
     "accumulate=": "--accumulate ",
     "remat='full'": "--remat full",
     "plan.search": "--search",
+    "strategy=": "--strategy ",
+    "sequence=": "--sequence ",
+    "lora=LoRA(16)": "--lora rank=16",
+    "base='nf4'": "--base nf4",
     "base=": "--base ",
     "give lora": "give --lora",
 }

@@ -11,6 +11,7 @@ from rich.table import Table
 from maxlib._utils.tables import to_text
 from maxlib.adapters._rules import as_rules
 from maxlib.hardware import GIB
+from maxlib.plan._advice import remedies
 from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job
 from maxlib.plan._memory import Memory
@@ -144,7 +145,14 @@ def verdict(plan: Plan) -> str:
     if plan.fits:
         fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"
         return fits + (f". {_FILL}" if spare > plan.peak else "")
-    return f"does not fit: {-spare / GIB:.2f} GiB too much. {' '.join(_advice(plan))}"
+    return f"does not fit: {-spare / GIB:.2f} GiB too much. {' '.join([*_remedies(plan), *_advice(plan)])}"
+
+
+def _remedies(plan: Plan) -> list[str]:
+    from maxlib.plan._api import estimated  # here, since it returns a Plan
+
+    found = remedies(plan.job, plan.target.chip.memory, lambda job: estimated(job).peak)
+    return [found] if found else []
 
 
 def _advice(plan: Plan) -> list[str]:

@@ -5,10 +5,12 @@ import functools
 
 import pytest
 
-from maxlib import plan, training
+from maxlib import adapters, plan, training
+from maxlib.hardware import GIB
 from maxlib.plan import __main__ as command
 from maxlib.plan import _run as run
 from maxlib.plan import _targets as targets
+from maxlib.plan._advice import remedies
 from tests.nn.tiny import LLAMA
 from tests.plan.jobs import layout
 
@@ -92,6 +94,22 @@ def test_a_report_names_options(capsys):
     assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
     out = capsys.readouterr().out
     assert "--search compares" in out and "plan.search" not in out
+
+
+def test_what_does_not_fit_comes_with_changes_that_do(capsys):
+    words = "llama3-70b --target h100x8 --sequence 4096"
+    assert command.main(words.split()) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    offloaded, lora = "--strategy fsdp+offload_optimizer", "--lora rank=16"
+    assert f"{offloaded} (moments on the host) fits, 75.7 GiB; {lora} (adapters of a frozen base) fits, 26.7" in out
+    assert "--sequence 2048" not in out and "nf4" not in out  # the first does not fit, the second is not needed
+
+
+def test_advice_names_the_closest_change_if_nothing_fits():
+    sizes = iter(range(9, 0, -1))
+    said = remedies(dataclasses.replace(JOB, sequence=2048, remat=None), 0.5, lambda job: next(sizes) * GIB)
+    assert said == "By estimates for 0.0 GiB: remat='full', lora=LoRA(16) base='nf4' (QLoRA) comes closest, 5.0 GiB."
+    assert "base='nf4' fits" in remedies(dataclasses.replace(JOB, lora=adapters.LoRA(4, 8)), GIB, lambda job: GIB)
 
 
 def test_a_layout_that_does_not_compile_does_not_end_a_search(monkeypatch):
