@@ -20,7 +20,7 @@ def main() -> None:
     tokens = data.read_tokens(args.tokens).shuffle(seed=0).repeat()
     loader = data.Loader(
         lambda part: data.pack(tokens[part], length=args.length),
-        batch_size=int(args.per_device_batch_size * jax.device_count()),  # of all devices
+        batch_size=args.batch_size,  # of all devices: the same on any number of them, so that a run can resume on fewer
     )
     trainer = training.Trainer(
         functools.partial(build, args.preset),
@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/preset"), help="metrics, on the first host (%(default)s)")
     add("--steps", type=int, default=1000, help="number of optimizer steps (%(default)s)")
     add("--length", type=int, default=4096, help="tokens per row (%(default)s)")
-    add("--per-device-batch-size", type=float, default=1, help="rows for each device (%(default)s)")
+    add("--batch-size", type=int, default=64, help="rows of a step, over all devices; fixed for a run (%(default)s)")
     add("--learning-rate", type=float, default=3e-4, help="peak learning rate (%(default)s)")
     add("--save-every", type=int, default=100, help="steps between checkpoints (%(default)s)")
     add("--mesh", default="fsdp=-1", help="such as fsdp=-1,tensor=4 (%(default)s)")
