@@ -59,8 +59,8 @@ def estimated(job: Job) -> Plan:
     from maxlib.plan._worker import describe
 
     program, described = describe(job)
-    if job.dcn and isinstance(program.mesh, AbstractMesh):
-        target = parse_target(job.target)
+    target = parse_target(job.target)
+    if job.dcn and target.platform == "cuda" and isinstance(program.mesh, AbstractMesh):
         described["links"] = link_speeds(program.mesh, target, across_hosts(job, target))
     return _plan(
         job, described, None, analytic_costs(program, described["model_flops"], described["analytic"]["offloaded"])

@@ -217,13 +217,25 @@ def _layout(job: Job) -> sharding.Layout:
     if job.dcn and target.slices == 1 and target.platform == "tpu":
         raise ValueError(f"dcn={job.dcn} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
-        return job.layout.on(devices_of(target))
+        return _on_places(job, target)
     across = across_hosts(job, target)
     inside = {axis: job.degrees.get(axis, 1) for axis in sharding.MESH_AXES}
     inside = resolve_free_degree(inside, target.devices // math.prod(across.values()), "devices")
     degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
     mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
     return sharding.Layout(mesh, strategy)
+
+
+def mesh_of_places(job: Job) -> jax.sharding.Mesh:
+    """Returns the mesh of the target's devices, or of their places if its compiler is not installed."""
+    return job.layout.mesh.make(devices_of(parse_target(job.target)))
+
+
+def _on_places(job: Job, target: Target) -> sharding.Layout:
+    mesh = mesh_of_places(job)
+    if target.platform == "tpu" and job.offloads and refused(job):  # a place has no memory to send arrays to
+        mesh = AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=mesh.axis_types)
+    return sharding.Layout(mesh, job.layout.strategy)
 
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from maxlib.plan._job import MARK, Job, from_json
 from maxlib.plan._loops import expert_trips
 from maxlib.plan._memory import estimate_memory
-from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program
+from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program, mesh_of_places
 from maxlib.plan._roofline import link_speeds
-from maxlib.plan._targets import parse_target
+from maxlib.plan._targets import Target, parse_target
 from maxlib.sharding._experts import ROOM
 
 
@@ -37,7 +38,7 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
     state = program.state
     news = {
         "mesh": dict(program.mesh.shape),
-        "links": link_speeds(program.mesh, target),
+        "links": link_speeds(_mesh_with_places(program, target), target),
         "rows": program.rows,
         "parameters": sum(math.prod(one.shape) for one in program.matrices.values()),
         "bytes": {
@@ -50,6 +51,11 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
         "model_flops": program.model_flops,
     }
     return program, news
+
+
+def _mesh_with_places(program: Program, target: Target) -> Any:
+    abstract = isinstance(program.mesh, AbstractMesh) and target.platform == "tpu"
+    return mesh_of_places(program.job) if abstract else program.mesh
 
 
 def compile_job(job: Job, dump: Path, tell: Any) -> None:

@@ -124,6 +124,15 @@ def test_tpus_are_estimated_without_libtpu(name, degrees, speeds, without_libtpu
     assert {axis: links[axis] / 1e9 for axis in speeds} == speeds
 
 
+def test_moments_on_the_host_are_estimated_without_libtpu(without_libtpu):
+    strategies = {False: sharding.FSDP, True: sharding.FSDP | sharding.OFFLOAD_OPTIMIZER}
+    degrees = {"fsdp": -1, "dcn": {"data": -1}}
+    job = lambda away: plan.Job("llama3.1-8b", "v5e-16x2", layout=sharding.Layout(degrees, strategies[away]))
+    kept, away = (plan.estimated(job(one)) for one in (False, True))
+    assert away.host == pytest.approx(kept.optimizer, rel=1e-3) and away.peak < kept.peak - 0.9 * away.host
+    assert kept.estimate and away.estimate and away.estimate.network == pytest.approx(kept.estimate.network)
+
+
 def test_twice_the_chips_hold_half_of_the_weights(without_libtpu):
     """And a step takes as long, since each chip has a sequence of its own."""
     job = plan.Job("llama3.1-8b", "v5p-32", sequence=4096, remat="full")
