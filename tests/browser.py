@@ -56,6 +56,14 @@ SEARCHES = {
     "export": "guides/weights",
     "dpo": "guides/dpo",
     "tensor parallel": "guides/parallelism",
+    "own parallelism": "guides/add-a-strategy",
+    "gradient checkpointing": "guides/memory",
+    "vram": "guides/memory",
+    "own loss": "guides/loss",
+    "custom loss": "guides/loss",
+    "elastic": "guides/launch",
+    "multi-node": "guides/launch",
+    "interpretability": "guides/look-inside",
 }
 FIRST = 5  # results within which the page has to be
 # Texts whose contrast with the background below them is less than 4.5, or 3 for large ones.

@@ -3,7 +3,7 @@ var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     if (/^(guides\/|start|coming-from|glossary|notebooks\/)/.test(page)) return score + 12;
     if (page.startsWith("api/objects/") && !description) return score - 12; // the object itself is a result, too
-    if (/^(decisions\/|changelog|contributing)/.test(page)) return score - 8;
+    if (/^(decisions\/|changelog|contributing)/.test(page)) return score - 15;
     return score;
   },
   objNameMatch: 11,

@@ -39,7 +39,7 @@ class Layout:
     Args:
       mesh: a mesh of devices; programs can be traced with an abstract mesh, but not run. Or axis sizes such as
           `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
-      strategy: strategies combined with `|`, or a table of plain rules; stored as a `Strategy`.
+      strategy: strategies combined with `|`, or a table of plain rules; stored as a `Strategy`. By default `FSDP_TP`.
 
     Raises:
       TypeError: when `mesh` is not a mesh, or `strategy` neither a strategy nor a table.
