@@ -10,6 +10,7 @@ import numpy as np
 from maxlib import nn
 from maxlib.data._padding import Row, padded
 from maxlib.inference._engine import Completion
+from maxlib.inference._generate import Images
 from maxlib.inference._sampling import Sampler
 
 
@@ -22,7 +23,7 @@ def completion_batch(
     sampler: Sampler | None = None,
     sampler_log_probs: Sequence[Sequence[float]] | None = None,
     stop_token_ids: Collection[int] = (),
-    images: Sequence[nn.vision.Patches | None] | None = None,
+    images: Sequence[Images | None] | None = None,
     blank: nn.vision.Patches | None = None,
 ) -> Row:
     """Makes a batch for `policy_loss`: one prompt and one completion in each row.
@@ -93,7 +94,10 @@ def _of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[R
             f"the images of a prompt must be nn.vision.Patches, as an ImageProcessor makes them, got {type(wrong[0]).__name__}: "
             "pixels of one size have no rows, so a batch of them cannot be split"
         )
-    return [{} if one is None else {"images": jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), one)} for one in images]
+    return [
+        {} if one is None else {"images": jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), one)}
+        for one in images
+    ]
 
 
 def _check_scores(completions: Any, scores: Any) -> None:
