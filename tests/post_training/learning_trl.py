@@ -28,7 +28,7 @@ NAMES = {**{str(i): i for i in range(10)}, ">": sorting.SEPARATOR, ".": sorting.
 
 
 def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows: int, group: int) -> dict[str, Any]:
-    """Returns the seconds of `train`, and the trained model's score."""
+    """Returns the seconds of making and running the trainer, and the trained model's score."""
     torch.manual_seed(seed)
     read = lambda name: AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
     model = read("model")
@@ -50,15 +50,15 @@ def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows:
         "seed": seed,
     }
     trained = (read("student"), model) if what == "distillation" else model
+    start, processor = time.perf_counter(), time.process_time()
     trainer = MAKE[what](trained, tokenizer(), shared, seed, steps * rows, group)
     trainer.add_callback(times := Times())
-    start = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - start
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
     found = exact(trainer.model.eval(), seed)
     logs = [log for log in trainer.state.log_history if "reward" in log or "rewards/accuracies" in log]
     last = {name: logs[-1][name] for name in ("reward", "rewards/accuracies") if logs and name in logs[-1]}
-    return {"seconds": seconds, "step": times.median(), "figures": found | last}
+    return {"seconds": seconds, "processor": processor, "step": times.median(), "figures": found | last}
 
 
 class Times(TrainerCallback):
