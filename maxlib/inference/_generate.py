@@ -3,6 +3,7 @@
 Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -222,7 +223,7 @@ def _prefill(
     cache_dtype,
 ):
     """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
-    empty = lambda rows: model.init_cache(rows, capacity, dtype=cache_dtype)
+    empty = lambda rows: empty_cache(model, rows, capacity, cache_dtype)
     out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
     # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
@@ -231,6 +232,13 @@ def _prefill(
         last = jnp.repeat(last, count, axis=0)  # [P, 1, D] -> [B, 1, D]
         cache = jax.tree.map(functools.partial(_repeated, count), cache, jax.eval_shape(lambda: empty(len(last))))
     return _draw(model, last, keys, step, sampler), cache
+
+
+def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.Cache:
+    """Returns a cache that is known to be empty inside jit too, so that prompts are simply written to its start."""
+    with jax.ensure_compile_time_eval():
+        length = jnp.zeros(rows, jnp.int32)
+    return dataclasses.replace(model.init_cache(rows, capacity, dtype=dtype), length=length)
 
 
 def _repeated(count: int, x: Array, like: jax.ShapeDtypeStruct) -> Array:
