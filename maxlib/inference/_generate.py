@@ -30,7 +30,7 @@ class Generator:
     accordingly.
 
         generator = inference.Generator(model, dtype=jnp.bfloat16)
-        texts = generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=2)  # of token ids, one list for each prompt
+        texts = generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=2)  # a list of ids for each
 
     Args:
         model: Any model of the contract (`nn.Model`).
@@ -234,7 +234,7 @@ def _prefill(
     return _draw(model, last, keys, step, sampler), cache
 
 
-def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.Cache:
+def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.cache.Cache:
     """Returns a cache that is known to be empty inside jit too, so that prompts are simply written to its start."""
     with jax.ensure_compile_time_eval():
         length = jnp.zeros(rows, jnp.int32)
@@ -313,7 +313,7 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
 
 def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
     """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
-    if isinstance(model, nn.VisionModel):
+    if isinstance(model, nn.vision.VisionModel):
         model.check_images(tokens, images)
     elif images is not None:
         raise ValueError(f"{type(model).__name__} reads text only: call it without images")

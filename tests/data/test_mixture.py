@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxlib import data
+from maxlib.data._mixture import _Reading
 
 LENGTH, BATCH, SHARDS = 16, 12, 6
 NAMES = ("web", "code", "wiki")
@@ -32,8 +33,8 @@ def mixture(**kwargs) -> data.Mixture:
     return data.Mixture(**{"sources": SOURCES, "weights": {"web": 4, "code": 2, "wiki": 1}, "seed": 0, **kwargs})
 
 
-def loader(mixed, *, host=0, hosts=1, strategy="first_fit", long="split", **kwargs) -> data.Loader:
-    rows = lambda part: data.pack(mixed[part], length=LENGTH, strategy=strategy, bins=4, long=long)
+def loader(mixed, *, host=0, hosts=1, strategy="first_fit", overlong="split", **kwargs) -> data.Loader:
+    rows = lambda part: data.pack(mixed[part], length=LENGTH, strategy=strategy, bins=4, overlong=overlong)
     shards = data.host_shards(SHARDS, host=host, num_hosts=hosts)
     return data.Loader(rows, batch_size=BATCH, num_shards=SHARDS, shards=shards, timeout=60.0, **kwargs)
 
@@ -145,7 +146,7 @@ def test_sources_repeated_in_one_order_are_warned_of():
 
 def test_policies_per_source_are_counted():
     mixed = mixture(epochs=1)
-    batches = loader(mixed, long={"web": "drop", "code": "truncate"})
+    batches = loader(mixed, overlong={"web": "drop", "code": "truncate"})
     tokens = [int(t) for batch in batches for t in batch["tokens"][batch["segment_ids"] > 0]]
     kept = {"web": lambda d: d if len(d) <= LENGTH else d[:0], "code": lambda d: d[:LENGTH], "wiki": lambda d: d}
     assert Counter(tokens) == Counter(int(t) for name in NAMES for d in CORPORA[name] for t in kept[name](d))
@@ -161,7 +162,7 @@ def test_policies_per_source_are_counted():
     assert metrics["data/split_documents/wiki"] == metrics["data/split_documents"] == len(long["wiki"]) > 0
     assert metrics["data/split_tokens"] == sum(long["wiki"]) - LENGTH * len(long["wiki"])
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
-        list(loader(mixed, long={"wiki": "error"}))
+        list(loader(mixed, overlong={"wiki": "error"}))
 
 
 def test_empty_and_vanished_sources_are_named(tmp_path):
@@ -213,7 +214,7 @@ def test_bad_records_are_set_aside_and_counted_up_to_the_limit(tmp_path):
     path = tmp_path / "bad.jsonl"
     bad = data.SkipBadRecords(limit=2, path=path)
     web = bad.guard(SOURCES["web"].map(fails), name="web")
-    reading = loader(data.Mixture({"web": web}, epochs=2, seed=0), quarantine=bad)
+    reading = loader(data.Mixture({"web": web}, epochs=2, seed=0), bad_records=bad)
     tokens = Counter(int(t) // 1000 for batch in reading for t in batch["tokens"][batch["segment_ids"] > 0])
     assert set(tokens) == set(range(1, 41)) - {3, 5}
     assert reading.metrics()["data/bad_records"] == 2
@@ -236,3 +237,11 @@ def test_a_stream_is_a_source():
 
     mixed = data.Mixture({"web": SOURCES["web"], "stream": Stream()}, {"web": 1, "stream": 1}, epochs={"web": 1})
     assert Counter(d["source"] for d in mixed[::1]) == {"web": 40, "stream": 30}
+
+
+def test_a_source_of_which_nothing_is_left_is_an_error_after_so_many_reads():
+    """It reads `patience` indices without a document, and one more."""
+    left = lambda kept: grain.MapDataset.range(5).map(lambda i: {"tokens": np.array([i])} if i == kept else None)
+    assert next(_Reading(left(3), patience=3))["tokens"] == [3]
+    with pytest.raises(ValueError, match="No document in 3 reads"):
+        next(_Reading(left(4), patience=3))

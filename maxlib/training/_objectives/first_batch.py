@@ -30,7 +30,7 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
                 f"the first batch has {largest}: is this the model's tokenizer?"
             )
         _check_padding(part)
-        if isinstance(model, nn.VisionModel) and "tokens" in part:
+        if isinstance(model, nn.vision.VisionModel) and "tokens" in part:
             model.check_images(part["tokens"], found.get("images"))
         _check_positions(part, getattr(model, "max_length", None))
         warn_of_copies(part)

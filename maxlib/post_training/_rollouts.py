@@ -66,18 +66,25 @@ def completion_batch(
     _check_scores(completions, sampler_log_probs)
     _check_ends(completions, stop_token_ids)
     seen = _of_rows(images, blank, len(prompts))
-    rows = []
+    scores = [None] * len(prompts) if sampler_log_probs is None else sampler_log_probs
     texts = cast(Sequence[Sequence[int]], completions)
-    for i, (prompt, completion) in enumerate(zip(prompts, texts, strict=True)):
-        tokens = np.array([*prompt, *completion], np.int32)
-        targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-        row = padded({"tokens": tokens, "targets": targets} | seen[i], length, images=blank)
-        if sampler_log_probs is not None:
-            row["sampler_log_probs"] = np.zeros(length, np.float32)
-            row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
-        rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
+    each = zip(prompts, texts, advantages, scores, seen, strict=True)
+    rows = [_row(*one, length=length, blank=blank) for one in each]
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
     return batch if (one := next(iter(samplers), None)) is None else batch | {"sampler": one}
+
+
+def _row(
+    prompt: Sequence[int], completion: Sequence[int], advantage: Any, scores: Any, seen: Row, *, length: int, blank: Any
+) -> Row:
+    """Returns a prompt and its completion as a row; only the completion has targets, advantages and scores."""
+    tokens = np.array([*prompt, *completion], np.int32)
+    targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
+    row = padded({"tokens": tokens, "targets": targets} | seen, length, images=blank)
+    if scores is not None:
+        row["sampler_log_probs"] = np.zeros(length, np.float32)
+        row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = scores
+    return row | {"advantages": np.where(row["targets"] >= 0, advantage, 0).astype(np.float32)}
 
 
 def _of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[Row]:
