@@ -95,7 +95,7 @@ def test_greedy_completions_are_those_of_the_local_engine(model, url):
 
 def test_drawn_tokens_have_the_log_probabilities_of_the_policy(model, url):
     engine, sampler = ServerEngine(url, "base"), Sampler()
-    options = {"max_new_tokens": 8, "count": 4, "sampler": sampler, "key": jax.random.key(0)}
+    options = {"max_new_tokens": 8, "num_samples": 4, "sampler": sampler, "key": jax.random.key(0)}
     groups = engine.generate(PROMPTS, **options)
     assert len({tuple(one.tokens) for group in groups for one in group}) > 8  # they differ
     close(engine.generate(PROMPTS, **options), groups)  # and depend on the key alone

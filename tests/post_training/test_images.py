@@ -151,7 +151,7 @@ def test_a_policy_scores_answers_as_their_sampler_did(documents, processor):  # 
     prompts = [one["tokens"][: np.argmax(one["targets"] >= 0) + 1].tolist() for one in chosen]
     images = [one["images"] if len(one["images"].grids) else None for one in chosen]
     engine = inference.LocalEngine(model, slots=3, dtype=jnp.float32)
-    groups = engine.generate(prompts, images=images, count=2, max_new_tokens=4, sampler=sampler)
+    groups = engine.generate(prompts, images=images, num_samples=2, max_new_tokens=4, sampler=sampler)
     rows = [(prompt, own, one) for prompt, own, group in zip(prompts, images, groups, strict=True) for one in group]
     prompts, images, completions = zip(*rows, strict=True)
     advantages = np.linspace(-1, 1, 8)
