@@ -1,6 +1,4 @@
-"""JAX's grouped matmul kernels for NVIDIA GPUs: run in numpy, lowered for CUDA (both without a GPU), and run where there
-is one.
-"""
+"""JAX's grouped matmul kernels for NVIDIA GPUs: run in numpy and lowered for CUDA without a GPU, and run on one."""
 
 import functools
 import re
@@ -11,7 +9,8 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.hardware import is_blackwell, is_hopper

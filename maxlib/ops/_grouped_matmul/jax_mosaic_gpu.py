@@ -10,7 +10,6 @@ import functools
 import types
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +122,7 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
     from jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu import MatmulDimension
 
     sizes = {"tile_m": 128, "tile_n": 128, "tile_k": WIDTH, "max_concurrent_steps": tiles.stages}
-    config = jaxs.TuningConfig(
-        **sizes, collective=True, grid_tile_width=tiles.band, grid_minor_dim=MatmulDimension.M
-    )
+    config = jaxs.TuningConfig(**sizes, collective=True, grid_tile_width=tiles.band, grid_minor_dim=MatmulDimension.M)
     # The kernel takes matrices in one order only, [E, K, N], and N in whole tiles.
     weights = weights.swapaxes(1, 2) if turned else weights
     N = weights.shape[2]
@@ -172,5 +169,8 @@ def _processors(module: Any, count: int) -> Iterator[None]:
         return
     known = lambda: [types.SimpleNamespace(core_count=count)]
     stand_in = types.SimpleNamespace(**vars(jax) | {"devices": known, "local_devices": known})
-    with mock.patch.object(module, "jax", stand_in):
+    before, module.jax = module.jax, stand_in
+    try:
         yield
+    finally:
+        module.jax = before
