@@ -139,10 +139,9 @@ def _grouped(
 ) -> Kernel:
     reasons = grouped.refusals(rows, weights, order, out_dtype, device)
     chosen = str(grouped.explain("", reasons).chosen)
-    lacking = () if chosen in PROVEN else ("experts",)
-    if training and chosen == "jax_mosaic_gpu" and is_blackwell(device[1]):
-        lacking = ("experts' weight gradients",)  # JAX has no kernel for them there
-    return Kernel("grouped_matmul", chosen, lacking)
+    if training and chosen == "jax_mosaic_gpu" and is_blackwell(device[1]):  # JAX has no kernel for them there
+        return Kernel("grouped_matmul", "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
+    return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
 
 
 def _ssd(device: tuple[str, str], implementation: str, *_: Any) -> Kernel:
