@@ -1,10 +1,16 @@
-"""Runs JAX's own grouped matmuls for Hopper (Mosaic GPU) on a CPU, in numpy, one block of threads after the other.
+"""Runs JAX's own grouped matmuls for Hopper and Blackwell (Mosaic GPU) on a CPU, in numpy, one block of threads after
+the other.
 
 It executes JAX's functions with stand-ins for the primitives they use, to check which rows, columns and experts they
 read, multiply and store: memory beyond the end of an array reads as zeros and is not written, shared memory is NaN
 until it is filled, and so is a result that is not stored. Copies are done at once: synchronization is not checked.
+
+On Blackwell a pair of blocks computes a tile: one of their warps copies operands, one multiplies those of both blocks,
+a second warpgroup stores. Each runs to its end before the next begins, so a buffer holds all that was ever put into
+it, in order (`Queue`).
 """
 
+import collections
 import itertools
 import math
 import types
@@ -12,7 +18,11 @@ import types
 import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu import helpers
-from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+from jax.experimental.pallas.ops.gpu import (
+    blackwell_ragged_dot_mgpu,
+    ragged_dot_mgpu,
+    transposed_ragged_dot_mgpu,
+)
 
 from tests.ops.attention.emulator import ONE_KERNEL, PL
 
@@ -61,12 +71,13 @@ class _At:
 
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
-        array = self.memory.array
+        array, begin, shape = self.memory.array, self.memory.begin, self.memory.shape
         while not isinstance(index[0] if index else slice(None), slice):  # one matrix of several
-            array, index = array[int(index[0])], index[1:]
+            array, index, begin, shape = array[int(index[0])], index[1:], begin[1:], shape[1:]
         index = (*index, *[slice(None)] * (array.ndim - len(index)))
-        whole = [slice(0, n) if i == slice(None) else i for i, n in zip(index, array.shape, strict=True)]
-        return Memory(array, tuple(i.start for i in whole), tuple(i.stop - i.start for i in whole))
+        whole = [slice(0, n) if i == slice(None) else i for i, n in zip(index, shape, strict=True)]
+        begin = tuple(b + i.start for b, i in zip(begin, whole, strict=True))
+        return Memory(array, begin, tuple(i.stop - i.start for i in whole))
 
 
 class Spec(types.SimpleNamespace):
@@ -81,8 +92,12 @@ def acc(shape, dtype=np.float32):
     return Spec(make=lambda: Memory(np.zeros(shape, dtype)))
 
 
-def run_scoped(body, *specs, **named):
-    return body(*(one.make() for one in specs), **{name: one.make() for name, one in named.items()})
+def run_scoped(body, *specs, collective_axes=None, **named):
+    if collective_axes is None:
+        return body(*(one.make() for one in specs), **{name: one.make() for name, one in named.items()})
+    if Block.number not in Block.memory:  # the warpgroups of a block share their memory
+        Block.memory[Block.number] = {name: one.make() for name, one in named.items()}
+    return body(**Block.memory[Block.number])
 
 
 def wgmma(total, a, b):
@@ -116,20 +131,111 @@ def nd_loop(grid, *, collective_axes):
 
 
 class Block:
-    """The block of threads that runs."""
+    """The block of threads that runs: which processor or pair of them, which of the pair, and which part of it."""
 
-    processor = 0
+    processor = number = warpgroup = warp = 0
+    memory: dict  # of the blocks of a pair
 
 
-def kernel(body, *, out_type, **_):
+def kernel(body, *, out_type, cluster=(), **_):
     def launch(*arrays):
         out = Memory(np.full(out_type.shape, np.nan, out_type.dtype))
         with ONE_KERNEL, np.errstate(all="ignore"):
             for Block.processor in range(PROCESSORS):
-                body(*(Memory(np.asarray(x)) for x in arrays), out)
+                Block.memory = {}
+                # Of a pair, the second block only copies; the first one also multiplies what both have copied.
+                for Block.number, Block.warpgroup in ((1, 0), (0, 0), (0, 1), (1, 1)) if cluster else ((0, 0),):
+                    body(*(Memory(np.asarray(x)) for x in arrays), out)
         return out.array
 
     return lambda *arrays: jax.pure_callback(launch, out_type, *arrays)
+
+
+# ---------------------------------------------------------------------------------------------- Blackwell
+
+
+class Queue:
+    """Buffers, each with all that was put into it."""
+
+    def __init__(self):
+        self.slots = collections.defaultdict(collections.deque)
+
+    @property
+    def at(self):
+        return _Slots(self.slots)
+
+
+class _Slots:
+    def __init__(self, slots):
+        self.slots = slots
+
+    def __getitem__(self, slot):
+        return self.slots[int(slot)]
+
+
+class Total:
+    """Tensor memory: the sums of a block, and those that were finished, in order, by where they lie."""
+
+    def __init__(self, shape, dtype):
+        self.memory, self.finished = Memory(np.full(shape, np.nan, dtype)), Queue()
+
+    @property
+    def at(self):
+        return self.memory.at
+
+
+def smem_or_queue(shape, dtype, transforms=()):
+    return smem(shape, dtype, transforms) if len(shape) == 2 else Spec(make=Queue)
+
+
+def copy_in(source, target, barrier, *, leader_tracked, collective_axes):
+    """Copies this block's half of what the pair needs, along the axis `leader_tracked`."""
+    shape = [n // 2 if axis == leader_tracked else n for axis, n in enumerate(source.shape)]
+    place = [Block.number * n if axis == leader_tracked else 0 for axis, n in enumerate(shape)]
+    target.append(source.block(place, shape).array)
+
+
+def mma(total, a, b, barrier, *, accumulate, collective_axis):
+    """Multiplies each block's rows by the columns of both blocks; `a` and `b` are the first one's."""
+    slot = next(i for i, one in Block.memory[0]["a_smem"].slots.items() if one is a)
+    take = lambda number, name: Block.memory[number][name].slots[slot].popleft().astype(np.float32)
+    columns = np.concatenate([take(number, "b_smem") for number in (0, 1)], axis=1)
+    for number in (0, 1):
+        place = Memory(Block.memory[number]["acc_tmem"].memory.array, total.begin, total.shape).inside()
+        place[...] = take(number, "a_smem") @ columns + (place if accumulate else 0)
+
+
+def finish(barrier, *, collective_axis):
+    """Keeps the sums that a tile's last product completes, where the barrier's number says that they lie."""
+    half = next(i for i, one in Block.memory[0]["mma_done_barrier"].slots.items() if one is barrier)
+    for own in Block.memory.values():
+        total = own["acc_tmem"].memory.array
+        width = total.shape[1] // 2
+        own["acc_tmem"].finished.slots[half].append(total[:, half * width : (half + 1) * width].copy())
+
+
+def wait(barrier):
+    """Takes the oldest sums that are finished, if this is what a warpgroup that stores waits for."""
+    own = Block.memory[Block.number]
+    if Block.warpgroup == 1:
+        half = next(i for i, one in own["mma_done_barrier"].slots.items() if one is barrier)
+        width = own["acc_tmem"].memory.shape[1] // 2
+        done = own["acc_tmem"].finished.slots[half].popleft()
+        own["acc_tmem"].memory.array[:, half * width : (half + 1) * width] = done
+
+
+def every_warp(body, with_number=False):
+    for Block.warp in range(4):
+        body(Block.warp) if with_number else body()
+
+
+AXES = {"x": lambda: Block.number, "wg": lambda: Block.warpgroup, "warp": lambda: Block.warp}
+
+
+def fori_loop(first, last, body, carry):
+    for i in range(first, last):
+        carry = body(np.int32(i), carry)
+    return carry
 
 
 LAX = types.SimpleNamespace(
@@ -137,22 +243,36 @@ LAX = types.SimpleNamespace(
     div=lambda x, y: np.int32(int(x) / int(y) if y else 0),
     rem=lambda x, y: np.int32(math.fmod(int(x), int(y)) if y else 0),
     select=lambda which, a, b: np.int32(a if which else b),
+    max=max,
+    min=min,
+    axis_index=lambda name: np.int32(AXES[name]()),
+    fori_loop=fori_loop,
     broadcasted_iota=lambda dtype, shape, axis: np.indices(shape, dtype)[axis],
 )
-JAX = types.SimpleNamespace(
-    **vars(jax) | {"lax": LAX, "devices": lambda: [types.SimpleNamespace(core_count=PROCESSORS)]}
-)
+JAX = types.SimpleNamespace(**vars(jax) | {"lax": LAX})
 PLGPU = types.SimpleNamespace(
     ACC=acc,
-    SMEM=smem,
+    SMEM=smem_or_queue,
+    Barrier=lambda **_: Spec(make=Queue),
+    TMEM=lambda shape, dtype, collective: Spec(make=lambda: Total(shape, dtype)),
+    CopyPartition=types.SimpleNamespace(PARTITIONED=lambda axis: axis),
+    WarpMesh=lambda axis_name: None,
     BlockSpec=lambda shape, index, **_: types.SimpleNamespace(shape=shape, index=index),
     CompilerParams=lambda **_: None,
-    Layout=types.SimpleNamespace(WGMMA=None),
+    Layout=types.SimpleNamespace(WGMMA=None, TCGEN05=None),
     LoweringSemantics=types.SimpleNamespace(Warpgroup=None),
     NDLoopInfo=None,
     SwizzleTransform=lambda swizzle: None,
     TilingTransform=lambda tiling: None,
+    async_load_tmem=lambda ref, layout: ref.inside().copy(),
+    barrier_arrive=lambda barrier: None,
+    barrier_wait=wait,
     commit_smem=lambda: None,
+    copy_gmem_to_smem=copy_in,
+    tcgen05_commit_arrive=finish,
+    tcgen05_mma=mma,
+    wait_load_tmem=lambda: None,
+    warp_map=lambda body: every_warp(body, with_number=True),
     copy_smem_to_gmem=copy_out,
     emit_pipeline=emit_pipeline,
     find_swizzle=lambda bits: 128,
@@ -169,10 +289,11 @@ PLGPU = types.SimpleNamespace(
 
 def install(monkeypatch):
     """Puts the stand-ins where JAX's kernels look for the primitives."""
-    pl = types.SimpleNamespace(**vars(PL) | {"run_scoped": run_scoped, "cdiv": lambda x, y: -(-x // y)})
-    monkeypatch.setattr(ragged_dot_mgpu, "jnp", np)
-    for module in (ragged_dot_mgpu, transposed_ragged_dot_mgpu):
+    own = {"run_scoped": run_scoped, "cdiv": lambda x, y: -(-x // y), "core_map": lambda mesh: every_warp}
+    pl = types.SimpleNamespace(**vars(PL) | own)
+    for module in (ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers):
+        monkeypatch.setattr(module, "jnp", np)
+    for module in (ragged_dot_mgpu, transposed_ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers):
         for name, stand_in in {"plgpu": PLGPU, "pl": pl, "lax": LAX, "jax": JAX}.items():
-            monkeypatch.setattr(module, name, stand_in)
-    for name, stand_in in {"jnp": np, "lax": LAX, "jax": JAX}.items():
-        monkeypatch.setattr(helpers, name, stand_in)
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)

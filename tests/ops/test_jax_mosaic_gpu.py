@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -43,17 +42,7 @@ def both(rows, weights, counts, d_out, weight_order="EOI", tiles=None):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Hopper's kernels in numpy, and in place of Blackwell's what it computes: nothing in rows of no expert."""
-
-    def blackwell(rows, weights, counts, config):
-        (m, k), n, whole = rows.shape, weights.shape[2], 2 * config.tile_m
-        assert m % whole == 0 and n % whole == 0 and k % config.tile_k == 0
-        owner = (jnp.cumsum(counts)[None] <= jnp.arange(m)[:, None]).sum(1)
-        every = jnp.einsum("MK,EKN->EMN", rows, weights)
-        return jnp.append(every, jnp.full((1, m, n), jnp.nan), 0)[owner, jnp.arange(m)]
-
     jax_kernels.install(monkeypatch)
-    monkeypatch.setattr(blackwell_ragged_dot_mgpu, "ragged_dot_kernel", blackwell)
     both.clear_cache()
     yield
     both.clear_cache()
