@@ -243,6 +243,7 @@ LAX = types.SimpleNamespace(
     div=lambda x, y: np.int32(int(x) / int(y) if y else 0),
     rem=lambda x, y: np.int32(math.fmod(int(x), int(y)) if y else 0),
     select=lambda which, a, b: np.int32(a if which else b),
+    cond=lambda which, yes, no, *given: yes(*given) if which else no(*given),
     max=max,
     min=min,
     axis_index=lambda name: np.int32(AXES[name]()),

@@ -29,6 +29,7 @@ COUNTS = {
     "empty in front, between and behind": [0, 64, 0, 0],
     "nothing": [0, 0, 0, 0],
 }
+FIRST = "uneven", "rows left over", "empty in front, between and behind"
 M, I, O = 308, 192, 320  # whole steps and, of O, no whole tile
 BOTH = {"hopper": None, "blackwell": RaggedBlackwellTiles()}
 
@@ -58,7 +59,10 @@ def checked(counts, weight_order="EOI", tiles=None, sizes=(M, I, O)):
 
 
 @no_gpu
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(
+    "counts",
+    [pytest.param(x, id=name, marks=() if name in FIRST else pytest.mark.full) for name, x in COUNTS.items()],
+)
 @pytest.mark.parametrize("tiles", BOTH.values(), ids=BOTH)
 def test_equal_a_loop_over_experts(counts, tiles, emulated):
     checked(counts, tiles=tiles)
