@@ -11,7 +11,7 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib import ops
+from maxlib import nn, ops
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.ops._grouped_matmul import api, dispatch
 from maxlib.ops._grouped_matmul.jax_mosaic_gpu import jax_mosaic_gpu, tiles_for
@@ -178,6 +178,13 @@ def test_what_they_cannot_run_is_explained(change, reason):
     )
     refusals = dispatch.refusals(rows, weights, "EOI", options["out_dtype"], options["device"])
     assert re.search(reason, refusals["jax_mosaic_gpu"])
+
+
+def test_quantized_weights_are_restored_expert_by_expert():
+    sizes = {"outputs": (0, 1), "group": None, "axes": ("expert", "out", "in")}
+    weights = nn.quantized.QuantizedWeight(jnp.ones((2, 64, I), jnp.bfloat16), qtype="int8", **sizes)
+    why = dispatch.refusals(given()[0], weights, "EOI", None, HOPPER)
+    assert "for all experts at once" in why["jax_mosaic_gpu"] and why["tiled"] is None
 
 
 def test_a_mesh_must_not_have_the_kernels_axes():

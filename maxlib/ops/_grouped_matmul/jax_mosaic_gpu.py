@@ -66,8 +66,10 @@ def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: 
         return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
     if weights is None or out_dtype is not None:
         return "only returns the dtype of its rows"
-    if (found := getattr(weights, "dtype", rows.dtype)) != rows.dtype:
-        return f"takes weights in the dtype of the rows, which their gradient is rounded to, not in {found}"
+    if not isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)):
+        return "takes arrays; it would restore a quantized weight for all experts at once"
+    if weights.dtype != rows.dtype:
+        return f"takes weights in the dtype of the rows, which their gradient is rounded to, not in {weights.dtype}"
     for name, width in zip(weight_order, weights.shape, strict=True):
         if name != "E" and width % WIDTH:
             return f"takes widths that are multiples of {WIDTH}, not {name}={width}"
