@@ -29,7 +29,9 @@ class Implementation:
 
 
 TABLE = {
-    "jax_mosaic_gpu": Implementation("JAX's kernels for NVIDIA's Hopper and Blackwell", frozenset({"gpu"})),
+    "jax_mosaic_gpu": Implementation(
+        "JAX's kernels for NVIDIA's Hopper and Blackwell; the gradient of the weights runs in XLA", frozenset({"gpu"})
+    ),
     "mosaic_gpu": Implementation(
         "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"
     ),
@@ -91,7 +93,7 @@ def sizes(
     if name == "megablox" and str(rows.dtype) in DTYPES:
         default: Any = matmuls(rows, weights, weight_order).tiles()
     elif name == "jax_mosaic_gpu":
-        default = jax_mosaic_gpu.tiles_for(device[1], M, E, I, O)
+        default = jax_mosaic_gpu.tiles_for(device[1], M, E)
     elif name == "mosaic_gpu":
         default = grouped_tiles(I, O)
     elif name == "tiled":

@@ -1,6 +1,7 @@
 """JAX's own grouped matmul kernels for NVIDIA's Hopper and Blackwell (`jax.experimental.pallas.ops.gpu`).
 
-JAX tests them on H100 and B200. For Blackwell it has no kernel for the gradient of the weights, which `tiled` computes.
+JAX tests those of the forward pass and of the gradient of the rows on both. `tiled` computes the gradient of the
+weights: for Blackwell JAX has no kernel, and its test of the one for Hopper is switched off.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
@@ -42,20 +43,20 @@ def jax_mosaic_gpu(
     tiles: RaggedTiles | None = None,
 ) -> Float[Array, "M O"]:
     """Computes `grouped_matmul` with JAX's kernels for the generation of GPUs that `tiles` are for; None for Hopper."""
-    M, (E, O, I) = len(rows), (weights.shape[weight_order.index(axis)] for axis in "EOI")
+    M = len(rows)
     if M == 0:
-        return jnp.zeros((0, O), rows.dtype)
-    tiles = tiles or hopper_tiles(M, E, I, O)
+        return jnp.zeros((0, weights.shape[weight_order.index("O")]), rows.dtype)
+    tiles = tiles or hopper_tiles(M, len(weights))
     # The kernels read whole tiles of rows: those of no expert have to be zeros, because 0 * NaN is NaN.
     whole = 128 if isinstance(tiles, RaggedHopperTiles) else 256
     rows = only_used(jnp.pad(rows, ((0, -M % whole), (0, 0))), rows_per_expert)
     rows, weights, rows_per_expert = vary_alike((rows, weights, rows_per_expert))
-    return _multiply(rows, weights.astype(rows.dtype), rows_per_expert, weight_order, tiles)[:M]
+    return _multiply(rows, weights, rows_per_expert, weight_order, tiles)[:M]
 
 
-def tiles_for(device_kind: str, M: int, E: int, I: int, O: int) -> RaggedTiles:
-    """Chooses tiles of a device's kernels for M rows of E experts, whose matrices have I inputs and O outputs."""
-    return RaggedBlackwellTiles() if is_blackwell(device_kind) else hopper_tiles(M, E, I, O)
+def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
+    """Chooses tiles of a device's kernels for M rows of E experts."""
+    return RaggedBlackwellTiles() if is_blackwell(device_kind) else hopper_tiles(M, E)
 
 
 def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
@@ -68,8 +69,6 @@ def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: 
         return "only returns the dtype of its rows"
     if not isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)):
         return "takes arrays; it would restore a quantized weight for all experts at once"
-    if weights.dtype != rows.dtype:
-        return f"takes weights in the dtype of the rows, which their gradient is rounded to, not in {weights.dtype}"
     for name, width in zip(weight_order, weights.shape, strict=True):
         if name != "E" and width % WIDTH:
             return f"takes widths that are multiples of {WIDTH}, not {name}={width}"
@@ -94,7 +93,11 @@ def _backward(weight_order, tiles, kept, d_out):
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _by_rows(d_out, weights, rows_per_expert, tiles, "d_rows", turned=weight_order == "EIO")
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
-    return d_rows, _by_experts(*pair, rows_per_expert, tiles, weight_order), None
+    tile = getattr(tiles, "d_weights", None)
+    if tile is None or weights.dtype != rows.dtype:  # the kernel would round to the dtype of the rows
+        return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
+    sides = (tile.rows, tile.columns) if weight_order == "EOI" else (tile.columns, tile.rows)
+    return d_rows, _by_experts(*pair, rows_per_expert, tile, sides), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -108,7 +111,7 @@ def _by_rows(rows, weights, rows_per_expert, tiles: RaggedTiles, name: str, *, t
     run = _blackwell if isinstance(tiles, RaggedBlackwellTiles) else _hopper
     kernel = unbatched(functools.partial(run, tiles=getattr(tiles, name, tiles), turned=turned))
     with jax.named_scope(f"grouped_matmul_{name}"):
-        return _like(rows, kernel(rows, weights, counts))
+        return _like(rows, kernel(rows, weights.astype(rows.dtype), counts))
 
 
 def _hopper(rows, weights, counts, *, tiles: RaggedTile, turned: bool):
@@ -133,12 +136,8 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
         return jaxs.ragged_dot_kernel(rows, weights, counts, config)[:, :N]
 
 
-def _by_experts(left, right, rows_per_expert, tiles: RaggedTiles, weight_order: str):
+def _by_experts(left, right, rows_per_expert, tile: RaggedTile, sides: tuple[int, int]):
     """Computes `left[start:end].T @ right[start:end]` for each expert: `M K` and `M N` to `E K N`."""
-    if isinstance(tiles, RaggedBlackwellTiles):
-        return tiled_outer(left, right, rows_per_expert).astype(left.dtype)
-    tile = tiles.d_weights
-    sides = (tile.rows, tile.columns) if weight_order == "EOI" else (tile.columns, tile.rows)
     sizes = {"block_m": sides[0], "block_n": sides[1], "block_k": tile.summed, "grid_block_n": BAND}
 
     def one(left, right, counts):

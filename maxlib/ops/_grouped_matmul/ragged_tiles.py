@@ -45,12 +45,13 @@ class RaggedHopperTiles(TileSizes):
     Args:
       forward: tiles of the forward pass.
       d_rows: tiles of the gradient of the rows.
-      d_weights: tiles of the gradient of the weights; its rows and columns divide a matrix.
+      d_weights: None for `tiled`, in XLA, or tiles of JAX's gradient of the weights, whose own test is switched off. Their
+        rows and columns divide a matrix's outputs and inputs.
     """
 
     forward: RaggedTile
     d_rows: RaggedTile
-    d_weights: RaggedTile
+    d_weights: RaggedTile | None = None
 
     kernel: ClassVar[str] = "grouped_matmul/jax_mosaic_gpu/hopper"
 
@@ -79,9 +80,8 @@ class RaggedBlackwellTiles(TileSizes):
 RaggedTiles = RaggedHopperTiles | RaggedBlackwellTiles
 
 
-def hopper_tiles(M: int, E: int, I: int, O: int) -> RaggedHopperTiles:
-    """Chooses tiles for M rows of E experts, whose matrices have I inputs and O outputs."""
+def hopper_tiles(M: int, E: int) -> RaggedHopperTiles:
+    """Chooses tiles for M rows of E experts."""
     # An expert's first and last tile are not full, so that few rows waste less in small tiles.
-    by_rows = RaggedTile(rows=128 if M >= 128 * E else 64)
-    side = lambda width: 128 if width % 128 == 0 else 64
-    return RaggedHopperTiles(by_rows, by_rows, RaggedTile(rows=side(O), columns=side(I)))
+    tile = RaggedTile(rows=128 if M >= 128 * E else 64)
+    return RaggedHopperTiles(tile, tile)
