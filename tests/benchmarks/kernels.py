@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, ops, weights
+from maxlib.hardware import is_blackwell
 from maxlib.ops._attention import dispatch as attention
 from maxlib.ops._attention import table
 from maxlib.ops._gated_delta import dispatch as gated_delta
@@ -138,7 +139,7 @@ def _grouped(
 ) -> Kernel:
     reasons = grouped.refusals(rows, weights, order, out_dtype, device)
     chosen = str(grouped.explain("", reasons).chosen)
-    if training and chosen == "jax_mosaic_gpu":
+    if training and chosen == "jax_mosaic_gpu" and is_blackwell(device[1]):  # tokamax has them for Hopper only
         return Kernel("grouped_matmul", "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
     return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
 

@@ -1,7 +1,7 @@
-"""Runs JAX's own grouped matmuls for Hopper and Blackwell (Mosaic GPU) on a CPU, in numpy, one block of threads after
-the other.
+"""Runs JAX's own grouped matmuls for Hopper and Blackwell (Mosaic GPU), and tokamax's gradient of the weights, on a
+CPU, in numpy, one block of threads after the other.
 
-It executes JAX's functions with stand-ins for the primitives they use, to check which rows, columns and experts they
+It executes their functions with stand-ins for the primitives they use, to check which rows, columns and experts they
 read, multiply and store: memory beyond the end of an array reads as zeros and is not written, shared memory is NaN
 until it is filled, and so is a result that is not stored. Copies are done at once: synchronization is not checked.
 
@@ -18,11 +18,7 @@ import types
 import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu import helpers
-from jax.experimental.pallas.ops.gpu import (
-    blackwell_ragged_dot_mgpu,
-    ragged_dot_mgpu,
-    transposed_ragged_dot_mgpu,
-)
+from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu, ragged_dot_mgpu
 
 from tests.ops.attention.emulator import ONE_KERNEL, PL
 
@@ -102,7 +98,7 @@ def run_scoped(body, *specs, collective_axes=None, **named):
 
 def wgmma(total, a, b):
     assert total.shape == (a.shape[0], b.shape[1]) and a.shape[1] == b.shape[0] and a.dtype == b.dtype
-    total.array[...] += a.array.astype(np.float32) @ b.array.astype(np.float32)
+    total.array[...] += np.asarray(getattr(a, "array", a), np.float32) @ b.array.astype(np.float32)
 
 
 def copy_out(source, target):
@@ -134,14 +130,20 @@ class Block:
     """The block of threads that runs: which processor or pair of them, which of the pair, and which part of it."""
 
     processor = number = warpgroup = warp = 0
+    place: dict  # of a block in a grid, by the names of its axes
     memory: dict  # of the blocks of a pair
 
 
-def kernel(body, *, out_type, cluster=(), **_):
+def kernel(body, *, out_type=None, out_shape=None, grid=(), grid_names=(), cluster=(), **_):
+    out_type = out_type or out_shape
+
     def launch(*arrays):
         out = Memory(np.full(out_type.shape, np.nan, out_type.dtype))
         with ONE_KERNEL, np.errstate(all="ignore"):
-            for Block.processor in range(PROCESSORS):
+            for place in np.ndindex(*grid) if len(grid) > 1 else ():  # tokamax's blocks have one tile each
+                Block.place = dict(zip(grid_names, place, strict=True))
+                body(*(Memory(np.asarray(x)) for x in arrays), out)
+            for Block.processor in range(PROCESSORS) if len(grid) < 2 else ():
                 Block.memory = {}
                 # Of a pair, the second block only copies; the first one also multiplies what both have copied.
                 for Block.number, Block.warpgroup in ((1, 0), (0, 0), (0, 1), (1, 1)) if cluster else ((0, 0),):
@@ -246,7 +248,7 @@ LAX = types.SimpleNamespace(
     cond=lambda which, yes, no, *given: yes(*given) if which else no(*given),
     max=max,
     min=min,
-    axis_index=lambda name: np.int32(AXES[name]()),
+    axis_index=lambda name: np.int32(AXES[name]() if name in AXES else Block.place[name]),
     fori_loop=fori_loop,
     broadcasted_iota=lambda dtype, shape, axis: np.indices(shape, dtype)[axis],
 )
@@ -265,6 +267,7 @@ PLGPU = types.SimpleNamespace(
     NDLoopInfo=None,
     SwizzleTransform=lambda swizzle: None,
     TilingTransform=lambda tiling: None,
+    broadcasted_iota=lambda dtype, shape, axis, layout: np.indices(shape, dtype)[axis],
     async_load_tmem=lambda ref, layout: ref.inside().copy(),
     barrier_arrive=lambda barrier: None,
     barrier_wait=wait,
@@ -288,13 +291,35 @@ PLGPU = types.SimpleNamespace(
 )
 
 
+def _tokamax():
+    """The module of tokamax's gradient of the weights, or None if tokamax is not installed."""
+    try:
+        from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu_kernel_sm90
+    except ImportError:
+        return None
+    return pallas_mosaic_gpu_kernel_sm90
+
+
 def install(monkeypatch):
     """Puts the stand-ins where JAX's kernels look for the primitives."""
     own = {"run_scoped": run_scoped, "cdiv": lambda x, y: -(-x // y), "core_map": lambda mesh: every_warp}
     pl = types.SimpleNamespace(**vars(PL) | own)
     for module in (ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers):
         monkeypatch.setattr(module, "jnp", np)
-    for module in (ragged_dot_mgpu, transposed_ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers):
+    if (tokamaxs := _tokamax()) is not None:
+        spec, none = (lambda shape, dtype, index, what, **_: PLGPU.BlockSpec(shape, index)), lambda *_: None
+        common = {
+            "tiled_swizzled_block_spec": spec,
+            "tile_swizzle_transforms": none,
+            "check_bf16xbf16_or_f16xf16": none,
+        }
+        monkeypatch.setattr(tokamaxs, "common", types.SimpleNamespace(**vars(tokamaxs.common) | common))
+        # In versions after 0.0.12:
+        monkeypatch.setattr(tokamaxs, "_tiled_swizzled_block_spec", spec, raising=False)
+        monkeypatch.setattr(
+            tokamaxs, "_tiled_swizzled_smem", lambda shape, dtype, what: smem(shape, dtype), raising=False
+        )
+    for module in filter(None, (ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers, tokamaxs)):
         for name, stand_in in {"plgpu": PLGPU, "pl": pl, "lax": LAX, "jax": JAX}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

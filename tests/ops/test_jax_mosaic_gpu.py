@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops
 from maxlib.hardware import is_blackwell, is_hopper
+from maxlib.ops._attention.tokamax_gpu import is_installed
 from maxlib.ops._grouped_matmul import api, dispatch
 from maxlib.ops._grouped_matmul.jax_mosaic_gpu import jax_mosaic_gpu, tiles_for
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, RaggedTile, hopper_tiles
@@ -31,9 +32,13 @@ COUNTS = {
 }
 FIRST = "uneven", "rows left over", "empty in front, between and behind"
 M, I, O = 308, 192, 320  # whole steps and, of O, no whole tile
-# The second one with JAX's gradient of the weights, which is not the default.
-WHOLE = RaggedHopperTiles(RaggedTile(), RaggedTile(), RaggedTile(rows=64, columns=64))
-EVERY = {"hopper": None, "hopper, whole": WHOLE, "blackwell": RaggedBlackwellTiles()}
+WITHOUT, WITH = (hopper_tiles(M, 4, with_tokamax) for with_tokamax in (False, True))
+needs_tokamax = pytest.mark.skipif(not is_installed(), reason="needs tokamax")
+EVERY = [
+    pytest.param(WITHOUT, id="hopper"),
+    pytest.param(WITH, id="hopper, tokamax", marks=needs_tokamax),
+    pytest.param(RaggedBlackwellTiles(), id="blackwell"),
+]
 
 
 @functools.partial(jax.jit, static_argnames=("weight_order", "tiles"))
@@ -65,13 +70,13 @@ def checked(counts, weight_order="EOI", tiles=None, sizes=(M, I, O)):
     "counts",
     [pytest.param(x, id=name, marks=() if name in FIRST else pytest.mark.full) for name, x in COUNTS.items()],
 )
-@pytest.mark.parametrize("tiles", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("tiles", EVERY)
 def test_equal_a_loop_over_experts(counts, tiles, emulated):
     checked(counts, tiles=tiles)
 
 
 @no_gpu
-@pytest.mark.parametrize("tiles", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("tiles", EVERY)
 def test_matrices_may_lie_the_other_way(tiles, emulated):
     checked(COUNTS["uneven"], "EIO", tiles)
 
@@ -84,19 +89,20 @@ def test_matrices_may_lie_the_other_way(tiles, emulated):
 def test_tiles_of_other_sizes(rows, columns, summed, emulated):
     tile = RaggedTile(rows, columns, summed, 2)
     for counts in COUNTS.values():
-        checked(counts, tiles=RaggedHopperTiles(tile, tile, tile), sizes=(500, 384, 768))
+        checked(counts, tiles=RaggedHopperTiles(tile, tile), sizes=(500, 384, 768))
 
 
 @no_gpu
 def test_what_is_not_finite_stays_with_its_expert(emulated):
     rows, weights, d_out = arrays(256, 64, 64, 2)
     counts = [100, 156]
-    got, want = both(rows.at[99].set(jnp.nan), weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out)
+    got = both(rows.at[99].set(jnp.nan), weights, jnp.array(counts), d_out, tiles=WITHOUT)
+    want = loop(rows, weights, counts, d_out)
     close([got[0][100:], got[1], got[2][1:]], [want[0][100:], want[1], want[2][1:]])
 
 
 @no_gpu
-@pytest.mark.parametrize("tiles", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("tiles", EVERY)
 def test_the_gradient_of_float32_weights_is_not_rounded(tiles, emulated):
     rows, weights, d_out = arrays(M, I, O, 4, jnp.bfloat16)
     counts = COUNTS["uneven"]
@@ -133,7 +139,9 @@ def given(dtype=jnp.bfloat16, lead=(), weight_order="EOI"):
 @no_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("weight_order", ["EOI", "EIO"])
-@pytest.mark.parametrize(("tiles", "count"), [(None, 2), (WHOLE, 3), (RaggedBlackwellTiles(), 2)], ids=EVERY)
+@pytest.mark.parametrize(
+    ("tiles", "count"), [(WITHOUT, 2), pytest.param(WITH, 3, marks=needs_tokamax), (RaggedBlackwellTiles(), 2)]
+)
 def test_every_kernel_lowers(dtype, weight_order, tiles, count):
     run = functools.partial(both.__wrapped__, weight_order=weight_order, tiles=tiles)
     assert kernels(run, *given(dtype, weight_order=weight_order)) == count
@@ -141,7 +149,7 @@ def test_every_kernel_lowers(dtype, weight_order, tiles, count):
 
 @no_gpu
 def test_stages_of_a_pipeline_run_one_by_one():
-    assert kernels(jax.vmap(both.__wrapped__), *given(lead=(2,))) == 4
+    assert kernels(jax.vmap(both.__wrapped__), *given(lead=(2,))) == (6 if is_installed() else 4)
 
 
 @no_gpu
@@ -149,7 +157,7 @@ def test_stages_of_a_pipeline_run_one_by_one():
 def test_shards_of_experts(check_vma):
     mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
     options = {"in_specs": (split, P(), P(), split), "out_specs": (split, split, P()), "check_vma": check_vma}
-    assert kernels(jax.shard_map(both.__wrapped__, mesh=mesh, **options), *given()) == 2
+    assert kernels(jax.shard_map(both.__wrapped__, mesh=mesh, **options), *given()) == (3 if is_installed() else 2)
 
 
 HOPPER, BLACKWELL = ("gpu", "NVIDIA H100 80GB HBM3"), ("gpu", "NVIDIA B200")
@@ -162,7 +170,7 @@ def test_experts_get_them_by_default(device, monkeypatch):
     run = lambda rows, weights, counts, d_out: jax.vjp(
         lambda rows, weights: ops.grouped_matmul(rows, weights, counts), rows, weights
     )[1](d_out)
-    assert kernels(run, *given()) == 1  # the gradient of the rows
+    assert kernels(run, *given()) == 1 + (device is HOPPER and is_installed())  # gradients: of the rows, of the weights
 
 
 @pytest.mark.parametrize(
@@ -202,7 +210,7 @@ def test_a_mesh_must_not_have_the_kernels_axes():
 
 
 def test_few_rows_get_small_tiles():
-    assert hopper_tiles(32768, 128).forward.rows == 128 and hopper_tiles(8192, 128).d_rows.rows == 64
+    assert hopper_tiles(32768, 128, False).forward.rows == 128 and hopper_tiles(8192, 128, True).d_rows.rows == 64
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ EVERY = [
     tiles.SplitTiles(),
     MEGABLOX,
     grouped.grouped_tiles(4096, 2048),
-    hopper_tiles(4096, 8),
+    hopper_tiles(4096, 8, True),
     tiles.RaggedBlackwellTiles(),
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),

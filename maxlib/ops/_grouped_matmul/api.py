@@ -59,9 +59,10 @@ def grouped_matmul(
         accumulated in int32), and there is no gradient. None: the dtype of `rows`.
       implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
           "megablox" (the default on TPU) and "jax_mosaic_gpu" (on NVIDIA's Hopper and Blackwell) use JAX's kernels, the
-          latter but for the gradient of the weights, which "tiled" computes. "tiled" (the default elsewhere) computes
-          tiles of rows, at a cost proportional to the rows. "ragged_dot" is XLA's implementation. "mosaic_gpu" is for
-          Hopper, by name only because no GPU has run it yet. "reference" is the specification, a loop over experts.
+          latter but for the gradient of the weights: tokamax's on Hopper, if it is installed, or "tiled". That one (the
+          default elsewhere) computes tiles of rows, at a cost proportional to the rows. "ragged_dot" is XLA's own.
+          "mosaic_gpu" is for Hopper, by name only because no GPU has run it yet. "reference" is the specification, a
+          loop over experts.
 
     Returns:
       One row of outputs for each row.

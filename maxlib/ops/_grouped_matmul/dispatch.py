@@ -30,7 +30,8 @@ class Implementation:
 
 TABLE = {
     "jax_mosaic_gpu": Implementation(
-        "JAX's kernels for NVIDIA's Hopper and Blackwell; the gradient of the weights runs in XLA", frozenset({"gpu"})
+        "JAX's kernels for NVIDIA's Hopper and Blackwell, and for the gradient of the weights tokamax or XLA",
+        frozenset({"gpu"}),
     ),
     "mosaic_gpu": Implementation(
         "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"

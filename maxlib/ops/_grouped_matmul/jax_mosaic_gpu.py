@@ -1,7 +1,8 @@
 """JAX's own grouped matmul kernels for NVIDIA's Hopper and Blackwell (`jax.experimental.pallas.ops.gpu`).
 
-JAX tests those of the forward pass and of the gradient of the rows on both. `tiled` computes the gradient of the
-weights: for Blackwell JAX has no kernel, and its test of the one for Hopper is switched off.
+JAX tests those of the forward pass and of the gradient of the rows on both. Of the gradient of the weights it has none
+for Blackwell, and its test of the one for Hopper is switched off: tokamax computes it on Hopper where it is installed,
+and `tiled` elsewhere.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.grouped_matmul.rows import only_used
+from maxlib.ops._attention.tokamax_gpu import is_installed
 from maxlib.ops._grouped_matmul.ragged_tiles import (
     WIDTH,
     RaggedBlackwellTiles,
@@ -46,7 +48,7 @@ def jax_mosaic_gpu(
     M = len(rows)
     if M == 0:
         return jnp.zeros((0, weights.shape[weight_order.index("O")]), rows.dtype)
-    tiles = tiles or hopper_tiles(M, len(weights))
+    tiles = tiles or hopper_tiles(M, len(weights), is_installed())
     # The kernels read whole tiles of rows: those of no expert have to be zeros, because 0 * NaN is NaN.
     whole = 128 if isinstance(tiles, RaggedHopperTiles) else 256
     rows = only_used(jnp.pad(rows, ((0, -M % whole), (0, 0))), rows_per_expert)
@@ -56,7 +58,7 @@ def jax_mosaic_gpu(
 
 def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
     """Chooses tiles of a device's kernels for M rows of E experts."""
-    return RaggedBlackwellTiles() if is_blackwell(device_kind) else hopper_tiles(M, E)
+    return RaggedBlackwellTiles() if is_blackwell(device_kind) else hopper_tiles(M, E, is_installed())
 
 
 def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
@@ -93,11 +95,9 @@ def _backward(weight_order, tiles, kept, d_out):
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _by_rows(d_out, weights, rows_per_expert, tiles, "d_rows", turned=weight_order == "EIO")
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
-    tile = getattr(tiles, "d_weights", None)
-    if tile is None or weights.dtype != rows.dtype:  # the kernel would round to the dtype of the rows
+    if (tile := getattr(tiles, "d_weights", None)) is None:
         return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
-    sides = (tile.rows, tile.columns) if weight_order == "EOI" else (tile.columns, tile.rows)
-    return d_rows, _by_experts(*pair, rows_per_expert, tile, sides), None
+    return d_rows, _by_experts(*pair, rows_per_expert, weights.dtype, tile), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -136,18 +136,18 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
         return jaxs.ragged_dot_kernel(rows, weights, counts, config)[:, :N]
 
 
-def _by_experts(left, right, rows_per_expert, tile: RaggedTile, sides: tuple[int, int]):
-    """Computes `left[start:end].T @ right[start:end]` for each expert: `M K` and `M N` to `E K N`."""
-    sizes = {"block_m": sides[0], "block_n": sides[1], "block_k": tile.summed, "grid_block_n": BAND}
+def _by_experts(left, right, rows_per_expert, dtype: Any, tile: RaggedTile):
+    """Computes `left[start:end].T @ right[start:end]` for each expert with tokamax: `M K` and `M N` to `E K N`."""
+    from absl import flags
+    from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config
+    from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90 import ragged_contracting_dim_dot_kernel
 
-    def one(left, right, counts):
-        from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as jaxs
-
-        with _processors(jaxs, 132):
-            return jaxs.transposed_ragged_dot(
-                left, right, group_sizes=counts, **sizes, max_concurrent_steps=tile.stages
-            )
-
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # otherwise tokamax parses the program's arguments and exits at unknown ones
+    fit = lambda size, x: size if x.shape[1] % size == 0 else WIDTH
+    sizes = {"block_m": fit(tile.rows, left), "block_n": fit(tile.columns, right), "block_k": tile.summed}
+    config = Config(**sizes, num_stages=tile.stages, split_k=1)
+    one = lambda *arrays: ragged_contracting_dim_dot_kernel(*arrays, jnp.dtype(dtype), config)
     with jax.named_scope("grouped_matmul_d_weights"):
         return _like(left, unbatched(one)(left, right, rows_per_expert))
 
