@@ -37,7 +37,7 @@ extensions = [
     "links",
     "notebooks",
 ]
-exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_extension", "families", "jupyter_execute", "**.ipynb_checkpoints"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"maxlib {version}"

@@ -66,7 +66,20 @@ def test_a_card_has_sizes_memory_and_a_picture(cards):
     text = cards["card"](family)
     on_hub = "[mistralai/Mixtral-8x7B-v0.1](https://huggingface.co/mistralai/Mixtral-8x7B-v0.1)"
     assert f"| `mixtral-8x7b` | {on_hub} | 46.70B, 12.88B active | 87.0 | GQA | full |" in text
-    assert 'from_pretrained("mistralai/Mixtral-8x7B-v0.1")' in text and "guides/models.md#mixtral" in text
+    assert 'from_pretrained("mistralai/Mixtral-8x7B-v0.1")' in text and "../guides/change-a-model.md" in text
     assert "32 \N{MULTIPLICATION SIGN} Block" in text and 'model_type` `"mixtral"`' in text
     # 16 bytes for each of 46.7 billion parameters are 747 GB: 16 GPUs of 80 GB, once a step has room too.
     assert "fits on 16 H100s" in text
+
+
+def test_every_family_with_presets_has_prose_and_a_row_in_the_guide():
+    names = {family.name for family in weights.families() if family.presets}
+    guide = (ROOT / "docs" / "guides" / "models.md").read_text()
+    assert names == {path.stem for path in (ROOT / "docs" / "families").glob("*.md")}
+    assert [name for name in sorted(names) if f"(../families/{name}.md)" not in guide] == []
+
+
+def test_prose_precedes_the_picture(cards):
+    made_of = cards["MADE_OF"]
+    text = cards["with_prose"](f"# Mixtral\n\n{made_of}\n\npicture\n", "mixtral")
+    assert text.index("router_aux_loss_coef") < text.index(made_of) and "# Mixtral\n\n## What is special\n" in text

@@ -20,7 +20,7 @@ from tests import browser, page_names
 
 ROOT = Path(__file__).parents[1]
 # Decisions show signatures, not programs.
-FOLDERS = ("docs", "docs/guides", "docs/coming-from", "docs/kernels")
+FOLDERS = ("docs", "docs/guides", "docs/coming-from", "docs/families", "docs/kernels")
 FOUND = [ROOT / "README.md", *(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))]
 PAGES = sorted(path.relative_to(ROOT) for path in FOUND if path.name != "cli.md")  # which the build makes
 FENCE = r"^```(?:python|\{code-cell\}[^\n]*)\n(?P<options>(?::[^\n]*\n)*)(?P<code>.*?)^```$"
@@ -101,6 +101,16 @@ def test_names_in_tables_of_other_libraries_exist():
 def test_pages_import_public_names(page: Path):
     code = "\n".join(block for block, _ in blocks((ROOT / page).read_text()))
     assert re.findall(r"^\s*(?:from|import) maxlib[\w.]*\._\w+.*$", code, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_code_fits_a_screen(page: Path):
+    """At 1440 pixels a page shows 100 columns; a comment for the formatter is not shown."""
+    code = re.findall(
+        r"^```(?:python|bash|\{code-cell\}[^\n]*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    lines = (line.removesuffix("  # fmt: skip") for block in code for line in block.splitlines())
+    assert [line for line in lines if len(line) > 100] == []
 
 
 def test_readme_is_one_screen_and_leads_everybody_on():

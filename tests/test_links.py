@@ -12,6 +12,7 @@ TREES = (
     "docs/api/*.md",
     "docs/coming-from/*.md",
     "docs/decisions/*.md",
+    "docs/families/*.md",
     "docs/guides/*.md",
     "docs/kernels/*.md",
 )

@@ -20,6 +20,7 @@ import programs
 from docutils import nodes
 from flax import nnx
 from sphinx import addnodes
+from sphinx.domains.python import PyObject
 from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
@@ -106,6 +107,14 @@ def anchors(app, doctree) -> None:
     for table in doctree.findall(lambda n: isinstance(n, nodes.table) and "api-summary" in n["classes"]):
         for link in table.findall(addnodes.pending_xref):
             link.parent["ids"].append(link["reftarget"])
+
+
+def short_names(app, doctree) -> None:
+    """Writes `Array` in the signatures of overloads, which no event of autodoc shows."""
+    for signature in doctree.findall(addnodes.desc_signature):
+        for text in list(signature.findall(nodes.Text)):
+            if "jaxlib._jax.Array" in text:
+                text.parent.replace(text, nodes.Text(text.replace("jaxlib._jax.Array", "Array")))
 
 
 def as_text(page: str) -> str:
@@ -326,9 +335,18 @@ def skip(app, what, name, obj, skip, options):
     return skip
 
 
+def name_attributes(app) -> None:
+    """Heads the list of a class's attributes as docstrings do; Sphinx says "Variables"."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
+
+
 def setup(app) -> dict[str, Any]:
+    app.connect("builder-inited", name_attributes)
     app.connect("source-read", expand)
     app.connect("doctree-read", anchors)
+    app.connect("doctree-read", short_names)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
     app.connect("autodoc-skip-member", skip)

@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
+MADE_OF = "## What it is made of"
 SEQUENCE, MOST = 4096, 1024  # tokens of a row, GPUs
 WAYS = (("fsdp=-1", "fsdp"), ("fsdp=-1,expert=8", "fsdp+ep"))  # degrees and strategies, as `maxlib plan` takes them
 
@@ -29,9 +30,15 @@ def write(made: Path) -> None:
     target = HERE / "cards"
     target.mkdir(exist_ok=True)
     for card in made.glob("*.md"):
-        text = card.read_text() + parity(card.stem)
+        text = with_prose(card.read_text(), card.stem) + parity(card.stem)
         if not (path := target / card.name).exists() or path.read_text() != text:  # else Sphinx would read it again
             path.write_text(text)
+
+
+def with_prose(text: str, family: str) -> str:
+    """Puts what docs/families says about a family before the picture of its layers."""
+    prose = (HERE / "families" / f"{family}.md").read_text().partition("\n")[2].strip()
+    return text.replace(MADE_OF, f"## What is special\n\n{prose}\n\n{MADE_OF}", 1)
 
 
 def parity(family: str) -> str:
@@ -69,7 +76,7 @@ def card(family) -> str:
 
 `{name}` is the model; its file is `maxlib/models/{family.name}.py`. {_features(rows)}.
 
-## What it is made of
+{MADE_OF}
 
 <p><code>nn.draw(model)</code> of {small.preset}. Shapes are outputs by inputs.</p>
 
@@ -107,7 +114,7 @@ python examples/finetune.py {hub} data.txt --lora 16
 maxlib chat {hub}
 ```
 
-[What is special about it](../guides/models.md{_section(title(family.name))}), and [how to change a part](../guides/change-a-model.md).
+[Change a part](../guides/change-a-model.md) of it, or compare it with [other families](../guides/models.md).
 """
 
 
@@ -122,13 +129,6 @@ def title(family: str) -> str:
     """Returns the public name of a family, that of its heading in docs/api/models.md."""
     page = (HERE / "api" / "models.md").read_text()
     return re.findall(rf"^## (.+)\n\n```\{{api\}} maxlib\.models\.{family}$", page, re.MULTILINE)[0]
-
-
-def _section(name: str) -> str:
-    """Returns the place in docs/guides/models.md that is about a family; nothing if it has none."""
-    headings = re.findall(r"^## (.+)$", (HERE / "guides" / "models.md").read_text(), re.MULTILINE)
-    found = [name] if name in headings else [one for one in headings if one.startswith(name.split(" and ")[0])]
-    return "#" + re.sub(r"[^\w\- ]", "", found[0].lower()).replace(" ", "-") if found else ""
 
 
 def _features(rows) -> str:

@@ -197,6 +197,16 @@ def link_cards(app, docname: str, source: list[str]) -> None:
         source[0] = re.sub(r"^\| (\w+) \|", linked, source[0], flags=re.MULTILINE)
 
 
+def prose_on_cards(app, docname: str, source: list[str]) -> None:
+    """Lets links to a file of docs/families lead to the family's card, which has its text."""
+    source[0] = re.sub(r"\]\(((?:\.\./)*)(?:families/)(\w+\.md)", r"](\1cards/\2", source[0])
+
+
+def without_pragmas(app, docname: str, source: list[str]) -> None:
+    """Leaves out the comments for the formatter."""
+    source[0] = source[0].replace("  # fmt: skip", "")
+
+
 def landing_figure(app, docname: str, source: list[str]) -> None:
     """Draws a small Llama, from the model itself, in the place of `<<figure>>`."""
     if "<<figure>>" in source[0]:
@@ -216,6 +226,8 @@ def setup(app) -> dict[str, Any]:
     app.connect("source-read", rest_of_guides)
     app.connect("source-read", landing_figure)
     app.connect("source-read", link_cards)
+    app.connect("source-read", prose_on_cards)
+    app.connect("source-read", without_pragmas)
     app.connect("doctree-read", collect)
     app.connect("env-purge-doc", purge)
     app.connect("env-merge-info", merge)

@@ -51,7 +51,8 @@ class TemperatureTuning:
 class Attention(SequenceMixer):
     """Grouped-query attention: `num_heads` query heads attend to `num_kv_heads` heads of keys and values under `mask`.
 
-        attn = nn.Attention(64, num_heads=4, num_kv_heads=2, head_dim=16, rope=ops.Rope(16), rngs=nnx.Rngs(0))
+        rope = ops.Rope(16)
+        attn = nn.Attention(64, num_heads=4, num_kv_heads=2, head_dim=16, rope=rope, rngs=nnx.Rngs(0))
         y, _ = attn(jnp.ones((2, 8, 64)))  # B T D, causal
 
     Args:

@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
+from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum
-from maxlib.nn._moe import ExpertLinear
 from maxlib.nn._summary import scaled
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters
@@ -17,6 +17,7 @@ from maxlib.sharding.layers import num_layer_axes
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _WIDTH, _LINE, _PAD = 430, 17, 9  # pixels: of the picture, of a line of text, around it
+_MOST = 5  # boxes in a stack; if there are more, equal ones are drawn once
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:currentColor}.small{font-size:11.5px;opacity:.75}"
     ".right{text-anchor:end}.name{font-weight:600}rect{stroke:currentColor;stroke-opacity:.35;fill-opacity:.13}"
@@ -72,6 +73,8 @@ class Drawing:
 def draw(model: Any) -> Drawing:
     """Draws a model as blocks with their shapes and parameters; identical layers are one block with a count.
 
+    If layers alternate too often for that, each distinct layer is one block that lists the indices of its layers.
+
     Also works on `jax.eval_shape` of a model, so a large model needs no memory.
 
     Args:
@@ -103,9 +106,18 @@ def _block(name: str, module: Any, in_a_stack: bool = False) -> Block:
 
 
 def _layers(stack: Stack) -> Iterator[Block]:
-    """Yields the blocks of a stack in the order in which they run; a period of several layers is a box of its own."""
+    """Yields the blocks of a stack in the order in which they run; a period of several layers is a box of its own.
+
+    Where that would be many, yields each distinct block once.
+    """
+    blocks = {
+        name: [_block("", layer, in_a_stack=True) for layer in getattr(stack, name)] for name in stack.layer_groups
+    }
+    if sum(len(list(_merged(layers))) for layers in blocks.values()) > _MOST:
+        yield from _distinct(stack, blocks)
+        return
     for name, group in stack.layer_groups.items():
-        slots = list(_merged(_block("", layer, in_a_stack=True) for layer in getattr(stack, name)))
+        slots = list(_merged(blocks[name]))
         if group.repeats is None:
             yield from slots
         elif len(slots) == 1:
@@ -127,6 +139,25 @@ def _merged(blocks: Any) -> Iterator[Block]:
         last = block
     if last is not None:
         yield last
+
+
+def _distinct(stack: Stack, blocks: dict[str, list[Block]]) -> Iterator[Block]:
+    """Yields each distinct block once, with the indices of its layers as its first line."""
+    found: dict[Block, list[int]] = {}
+    for name, group in stack.layer_groups.items():
+        for index, block in enumerate(blocks[name] * (group.repeats or 1), group.first):
+            found.setdefault(block, []).append(index)
+    for block, indices in found.items():
+        ranges = _ranges(indices)
+        ranges[0] = f"{'layers' if len(indices) > 1 else 'layer'} {ranges[0]}"
+        yield dataclasses.replace(block, lines=(*_in_rows(ranges, between=", "), *block.lines), repeat=len(indices))
+
+
+def _ranges(indices: list[int]) -> list[str]:
+    """Shortens indices: `[0, 1, 2, 5]` becomes `["0-2", "5"]`."""
+    starts = [i for i in indices if i - 1 not in indices]
+    ends = [i for i in indices if i + 1 not in indices]
+    return [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
 
 
 def _submodules(module: Any) -> dict[str, Any]:
@@ -192,12 +223,12 @@ def _mask(mask: Any) -> str:
     return sign.join(f"({part})" if sign == " & " and "|" in part else part for part in parts)
 
 
-def _in_rows(texts: list[str], width: int = 52) -> tuple[str, ...]:
+def _in_rows(texts: list[str], width: int = 52, between: str = "   ") -> tuple[str, ...]:
     """Joins short texts into rows."""
     rows: list[str] = []
     for text in texts:
-        if rows and len(rows[-1]) + len(text) + 3 <= width:
-            rows[-1] += "   " + text
+        if rows and len(rows[-1]) + len(between) + len(text) <= width:
+            rows[-1] += between + text
         else:
             rows.append(text)
     return tuple(rows)

@@ -27,9 +27,8 @@ FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
 class Job:
     """A training step and the hardware to plan it for. Functions must be importable from a module.
 
-        job = plan.Job(
-            "llama3.1-8b", "v5p-128", layout=sharding.Layout({"fsdp": -1, "tensor": 4}, sharding.FSDP_TP), sequence=8192
-        )
+        layout = sharding.Layout({"fsdp": -1, "tensor": 4}, sharding.FSDP_TP)
+        job = plan.Job("llama3.1-8b", "v5p-128", layout=layout, sequence=8192)
 
     Args:
       model: the name of a preset, a `Config` of a known family, or a function that builds the model.

@@ -44,6 +44,9 @@ class Estimate:
     assumptions: tuple[str, ...]
 
 
+_TILES = "tiles with rows of two experts, computed once for each; not in the compiled FLOPs above"
+
+
 def estimate(
     costs: Costs,
     target: Target,
@@ -64,7 +67,7 @@ def estimate(
       model_flops: the model's FLOPs of a step on all devices, without recomputation.
     """
     chip = target.chip
-    wide = costs.flops - sum(costs.narrow.values())
+    wide = costs.flops + costs.repeated - sum(costs.narrow.values())
     compute = wide / chip.flops + sum(flops / chip.peak(kind) for kind, flops in costs.narrow.items())
     memory = costs.bytes / chip.bandwidth
     network = sum(_seconds(one, mesh, links) for one in costs.collectives)
@@ -110,6 +113,7 @@ def _assumptions(
     return (
         f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
         *(_narrow(kind, flops / costs.flops, chip) for kind, flops in costs.narrow.items()),
+        *([f"{costs.repeated / costs.flops:.1%} more arithmetic for {_TILES}"] if costs.repeated else []),
         f"memory at {chip.bandwidth / 1e9:.0f} GB/s",
         *costs.assumes,
         f"collectives at full link speed, no latency: {used}",
@@ -143,7 +147,7 @@ def _gpu_links(members: int, degree: int, chip: Chip) -> float:
     """Returns bytes per second of a group of GPUs: NVLink within a host, else the network."""
     # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
     inside = chip.links or chip.host  # without NVLink, PCIe
-    return inside if members == degree else min(inside, members * chip.across)
+    return inside if members == degree else min(inside, members * chip.network)
 
 
 def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
@@ -167,5 +171,5 @@ def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = No
         line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]
         far = len({getattr(device, "slice_index", 0) for device in line}) > 1
         dims = sum(len(set(values)) > 1 for values in zip(*[device.coords for device in line], strict=True))
-        speeds[axis] = target.chip.across if far else target.chip.links * max(1, dims)
+        speeds[axis] = target.chip.network if far else target.chip.links * max(1, dims)
     return speeds

@@ -68,7 +68,7 @@ def preference_loss(
     The likelihood of ORPO and `ChosenNLL` is a mean over tokens of the (micro)batch, as TRL computes it; all other
     terms are exact over any number of microbatches.
 
-        loss = functools.partial(post_training.preference_loss, kind=DPO(0.1), reference=adapters.base_model)
+        loss = functools.partial(preference_loss, kind=DPO(0.1), reference=adapters.base_model)
         trainer = training.Trainer(tuned, optimizer=training.adamw(1e-5), loader=loader, loss=loss)
 
     Args:

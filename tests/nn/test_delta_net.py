@@ -36,7 +36,7 @@ def run(layer, x, segment_ids=None):
 
 @jax.jit
 def step(layer, x, valid, length, cache):
-    ctx = nn.context(*x.shape[:2], valid=valid, cache=nn.Cache(None, length))
+    ctx = nn.context(*x.shape[:2], valid=valid, cache=nn.cache.Cache(None, length))
     y, cache = layer(x, ctx, cache)
     return y, cache, length + ctx.num_new
 
@@ -113,6 +113,11 @@ def test_what_a_state_cannot_do_is_refused():
     assert not nn.cache.can_rewind(jax.eval_shape(lambda: layer().init_cache(1, 8)))
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_key_heads"):
         nn.GatedDeltaNet(DIM, **HEADS | {"num_heads": 3}, rngs=nnx.Rngs(0))
+
+
+def test_one_head_is_a_layer():
+    alone = nn.GatedDeltaNet(DIM, num_heads=1, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
+    assert np.isfinite(run(alone, X)).all()
 
 
 @pytest.mark.full

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops
-from maxlib.models import gemma3, llama
-from maxlib.nn._draw import Block, _block
+from maxlib.models import gemma3, lfm2, llama
+from maxlib.nn._draw import Block, _block, _ranges
 from maxlib.nn._summary import scaled
 
 ROPE = ops.Rope(8, max_length=64)
@@ -18,6 +18,7 @@ MODELS = {
     "gemma3": lambda: gemma3.Gemma3(
         gemma3.Config(num_layers=13, window=4, rope=ROPE, local_rope=ROPE, **SMALL), rngs=nnx.Rngs(0)
     ),
+    "lfm2": lambda: lfm2.LFM2(lfm2.PRESETS["lfm2-350m"], rngs=nnx.Rngs(0)),
 }
 
 
@@ -41,6 +42,19 @@ def test_alike_layers_are_one_block():
     assert [block.repeat for block in period.inside] == [5, 1]  # five with a window, one without
     assert [(block.kind, block.repeat) for block in layers.inside] == [("period", 2), ("Block", 1)]
     assert "(Causal | BidirectionalBlocks) & SlidingWindow(4)" in period.inside[0].inside[1].lines
+
+
+def test_layers_that_alternate_often_are_drawn_once_each():
+    preset = lfm2.PRESETS["lfm2-350m"]
+    layers = next(child for child in _block("", jax.eval_shape(MODELS["lfm2"])).inside if child.name == "layers")
+    attention = [i for i, kind in enumerate(preset.layer_types) if kind == "full_attention"]
+    assert [block.repeat for block in layers.inside] == [16 - len(attention), len(attention)]
+    assert layers.inside[1].lines[0] == f"layers {', '.join(map(str, attention))}"
+    assert layers.inside[0].lines[0].startswith("layers 0-1, 3-4, ")
+
+
+def test_indices_are_shortened_to_ranges():
+    assert _ranges([0, 1, 2, 5, 7, 8]) == ["0-2", "5", "7-8"]
 
 
 def test_picture_is_well_formed_and_shown_by_notebooks():

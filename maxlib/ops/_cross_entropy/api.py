@@ -52,7 +52,8 @@ def linear_cross_entropy(
     dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
 
         hidden, weight, targets = jnp.ones((2, 8, 64)), jnp.ones((1000, 64)), jnp.zeros((2, 8), jnp.int32)
-        loss = ops.linear_cross_entropy(hidden, weight, targets, weights=jnp.full((2, 8), 1 / 16)).loss  # a mean
+        weights = jnp.full((2, 8), 1 / 16)  # a mean
+        loss = ops.linear_cross_entropy(hidden, weight, targets, weights=weights).loss
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.
