@@ -33,9 +33,7 @@ def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
         return 0.0
     if found[1] == "grouped_matmul":  # every row is multiplied by one expert of each matrix
         rows = next(shape for shape in operands if len(shape) == 2)  # in JAX's kernels the experts' counts come first
-        if (
-            found[2] == "d_weights"
-        ):  # rows times a matrix's one side, in tokamax's kernel transposed; then its other side
+        if found[2] == "d_weights":  # from rows and one side of a matrix, which tokamax transposes, to its other side
             return 2.0 * math.prod(rows) * results[0][-1]
         matrices = [shape for shape in operands if len(shape) == 3]
         return 2.0 * rows[0] * sum(math.prod(shape[1:]) for shape in matrices)
