@@ -32,7 +32,7 @@ from maxlib.ops._grouped_matmul.tiled import tiled_outer
 from maxlib.ops._grouped_matmul.unbatched import unbatched
 from maxlib.ops._varying import vary_alike
 
-AXES = frozenset({"sm", "x", "wg", "warp"})  # what the kernels call their own axes
+AXES = frozenset({"sm", "x", "wg", "warp", "m", "n", "g"})  # what the kernels call their own axes
 BAND = 4  # columns of tiles that Hopper's kernels compute before the next ones, so that they share rows in the cache
 
 
