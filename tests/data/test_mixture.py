@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxlib import data
+from maxlib.data._mixture import _Reading
 
 LENGTH, BATCH, SHARDS = 16, 12, 6
 NAMES = ("web", "code", "wiki")
@@ -236,3 +237,11 @@ def test_a_stream_is_a_source():
 
     mixed = data.Mixture({"web": SOURCES["web"], "stream": Stream()}, {"web": 1, "stream": 1}, epochs={"web": 1})
     assert Counter(d["source"] for d in mixed[::1]) == {"web": 40, "stream": 30}
+
+
+def test_a_source_of_which_nothing_is_left_is_an_error_after_so_many_reads():
+    """It reads `patience` indices without a document, and one more."""
+    left = lambda kept: grain.MapDataset.range(5).map(lambda i: {"tokens": np.array([i])} if i == kept else None)
+    assert next(_Reading(left(3), patience=3))["tokens"] == [3]
+    with pytest.raises(ValueError, match="No document in 3 reads"):
+        next(_Reading(left(4), patience=3))

@@ -158,3 +158,10 @@ def test_tiles_fit_and_waste_little(sizes, width, transposed):
     computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
     assert computed <= 1.2 * I * O
     assert tiles.visits(of) * tiles.rows <= 1.5 * M or tiles.rows <= 128
+
+
+def test_a_gradient_of_weights_reads_each_operand_for_every_tile_and_writes_once():
+    of = Sizes(rows=1024, summed=512, out=256, experts=2, width=2, out_width=4, transposed=True)
+    visited = (1024 // 512 + 1) * 512  # one tile has rows of both experts
+    read = visited * (512 * 2 + 256 * 2)  # two tiles along each width
+    assert Tiles(rows=512, summed=256, out=128).moved(of) == 2 * read + 4 * 2 * 512 * 256

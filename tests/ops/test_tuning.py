@@ -12,6 +12,7 @@ from maxlib.kernels.attention.mosaic_gpu import config as hopper
 from maxlib.kernels.attention.mosaic_tpu import config as tpu
 from maxlib.kernels.grouped_matmul.mosaic_gpu import config as grouped
 from maxlib.ops import _attention, _tuning, tiles
+from maxlib.ops._attention.dispatch import Call
 from maxlib.ops._attention.splash import Blocks
 from maxlib.ops._grouped_matmul.ragged_tiles import hopper_tiles
 from maxlib.ops._grouped_matmul.tiling import Matmuls, Tiles
@@ -172,6 +173,12 @@ def test_explanations_print_the_sizes_and_their_source():
 def test_a_key_holds_the_kernel_and_the_shape():
     found = _tuning.choose(tiles.SplitTiles(), _tuning.key_of({"T": 3000, "S": 4097}, {"Hk": 96}), "cpu")
     assert found.key == "attention/split_kv T=4096 S=8192 Hk=96"
+
+
+def test_a_soft_cap_has_tile_sizes_of_its_own():
+    sizes = dict(batch=1, queries=64, keys=64, heads=2, kv_heads=2, key_dim=16, value_dim=16, dtype="float32")
+    call = lambda *features: Call(**sizes, features=frozenset(features), platform="tpu", device_kind="TPU v5p")
+    assert call("sinks").key == call().key and call("softcap").key == call().key + " softcap=1"
 
 
 def test_tuned_takes_whole_kernels_once():
