@@ -195,13 +195,13 @@ def dpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
 
 
 def sampled(
-    loader: Made, generator: inference.Generator, seed: int, number: int, *, prompts: int, count: int
+    loader: Made, generator: inference.Generator, seed: int, number: int, *, prompts: int, num_samples: int
 ) -> tuple[list, list]:
-    """Prompts, each `count` times, and completions by the newest weights."""
+    """Prompts, each `num_samples` times, and completions by the newest weights."""
     weights = loader.trainer.state.trainable
     generator.update({path.removeprefix("trained."): value for path, value in weights.items()})
     found = sorting.lists(np.random.default_rng(seed * 10**4 + number), prompts)
-    rows = [sorting.prompt(x) for x in found for _ in range(count)]
+    rows = [sorting.prompt(x) for x in found for _ in range(num_samples)]
     return rows, answers(generator, rows, SAMPLER, jax.random.key(seed * 10**4 + number))
 
 
