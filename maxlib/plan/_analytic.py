@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.nn._stack_grouping import layer_groups
+from maxlib.ops._grouped_matmul.tiling import Sizes, choose_tiles
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
@@ -67,7 +68,10 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     copies = [one.host_copies(step) for one in strategies]
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
     narrow = {kind: share * flops for kind, share in program.narrow_share.items()}
-    return Costs(flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES, narrow=narrow)
+    repeated = _repeated_flops(program, step)
+    return Costs(
+        flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES, narrow=narrow, repeated=repeated
+    )
 
 
 # How often a step with full remat reads or writes an array in libtpu's programs of Qwen3-30B-A3B, Qwen3.5-397B-A17B and
@@ -86,6 +90,33 @@ def _expert_bytes(program: Program, step: StepFacts) -> float:
         inner = size["mlp"] / step.parts(step.axes("mlp")) * (2 if moe.gate else 1) * _INNER
         total += step.tokens * moe.router.top_k * step.width * (wide + inner) * _repeats(moe) * share
     return total
+
+
+def _repeated_flops(program: Program, step: StepFacts) -> float:
+    """Returns the FLOPs of tiles with rows of two experts beyond those of their rows, in JAX's kernels for TPUs."""
+    if step.platform != "tpu":
+        return 0.0
+    share = _share(program, schedule_of(program.layout))
+    layers = ((_repeats(moe) * share, _grouped_matmuls(moe, step)) for moe in moes(program.plain))
+    return sum(times * sum(map(_beyond_rows, matmuls)) for times, matmuls in layers)
+
+
+def _grouped_matmuls(moe: nn.MoE, step: StepFacts) -> Iterator[Sizes]:
+    """Yields a layer's grouped matmuls on one device in a step: of each pass, and both gradients of the backward."""
+    names, shape = moe.up.w.get_metadata()["axes"], moe.up.w.get_value().shape
+    size = dict(zip(names, shape, strict=True))
+    inner, experts = size["mlp"] // step.parts(step.axes("mlp")), size["expert"] // step.parts(step.axes("act_expert"))
+    rows, width = math.ceil(step.tokens * moe.router.top_k), step.width
+    pairs = [(size["expert_embed"], inner)] * (2 if moe.gate else 1) + [(inner, size["expert_embed"])]
+    for summed, out in pairs:
+        forward = Sizes(rows, summed, out, experts, width, width, False)
+        yield from [forward] * (step.passes - 1)
+        yield dataclasses.replace(forward, summed=out, out=summed)
+        yield dataclasses.replace(forward, transposed=True)
+
+
+def _beyond_rows(of: Sizes) -> float:
+    return choose_tiles(of).computed(of) - 2.0 * of.rows * of.summed * of.out
 
 
 def _recurrent_bytes(step: StepFacts) -> float:

@@ -26,7 +26,7 @@ from maxlib.plan._hlo_text import (
     size_of,
     types_of,
 )
-from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops
+from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops, repeated_flops
 from maxlib.plan._loops import Trips, trips_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -85,6 +85,7 @@ class Costs:
       assumes: assumptions, as sentences for the report.
       costliest: the instructions with the most arithmetic, and their FLOPs.
       narrow: the part of `flops` whose operands have eight bits, by "fp8" and "int8".
+      repeated: further arithmetic that is not in `flops`, of tiles with rows of two experts, computed once for each.
     """
 
     flops: float
@@ -96,6 +97,7 @@ class Costs:
     assumes: tuple[str, ...] = ()
     costliest: tuple[tuple[str, float], ...] = ()
     narrow: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    repeated: float = 0.0
 
 
 def read_costs(
@@ -131,6 +133,7 @@ def read_costs(
         tuple(_assumed(program.chosen, cache)),
         tuple(sorted(program.arithmetic.items(), key=lambda one: -one[1])[:_COSTLIEST]),
         program.narrow,
+        program.repeated,
     )
 
 
@@ -150,6 +153,7 @@ class _Program:
         self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
         self.room = trips.get("room", 1)
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
+        self.repeated = 0.0
         self.chosen = 0  # number of conditionals counted by their cheapest branch
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
@@ -179,6 +183,7 @@ class _Program:
                 own = grouped_flops(one, self.room) or estimate_of(one, "flops")
                 flops = own + custom_call_flops(one, computation)
                 self._compute(one, times * flops, computation)
+                self.repeated += times * repeated_flops(one, self.room)
             self._copy(one, computation, times)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)

@@ -24,6 +24,19 @@ def grouped_flops(one: Instruction, room: float = 1) -> float | None:
     return None if of is None else 2.0 * of.rows * of.summed * of.out
 
 
+def repeated_flops(one: Instruction, room: float = 1) -> float:
+    """Returns the FLOPs that a grouped matmul computes beyond those of its rows, 0 for any other instruction.
+
+    A tile with rows of two experts is computed once for each.
+
+    Args:
+      one: the instruction.
+      room: size of the buffer of rows, as a multiple of the rows that arrive.
+    """
+    of = _sizes(one, room)
+    return 0.0 if of is None else _tiles(one).computed(of) - 2.0 * of.rows * of.summed * of.out
+
+
 def grouped_bytes(one: Instruction, room: float = 1) -> float | None:
     """Returns the bytes that a grouped matmul reads and writes, None for any other instruction.
 

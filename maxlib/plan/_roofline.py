@@ -44,6 +44,9 @@ class Estimate:
     assumptions: tuple[str, ...]
 
 
+_TILES = "tiles with rows of two experts, computed once for each; not in the compiled FLOPs above"
+
+
 def estimate(
     costs: Costs,
     target: Target,
@@ -64,7 +67,7 @@ def estimate(
       model_flops: the model's FLOPs of a step on all devices, without recomputation.
     """
     chip = target.chip
-    wide = costs.flops - sum(costs.narrow.values())
+    wide = costs.flops + costs.repeated - sum(costs.narrow.values())
     compute = wide / chip.flops + sum(flops / chip.peak(kind) for kind, flops in costs.narrow.items())
     memory = costs.bytes / chip.bandwidth
     network = sum(_seconds(one, mesh, links) for one in costs.collectives)
@@ -110,6 +113,7 @@ def _assumptions(
     return (
         f"matmuls at the peak of {chip.flops / 1e12:.4g} bfloat16 TFLOP/s a device; nothing else costs arithmetic",
         *(_narrow(kind, flops / costs.flops, chip) for kind, flops in costs.narrow.items()),
+        *([f"{costs.repeated / costs.flops:.1%} more arithmetic for {_TILES}"] if costs.repeated else []),
         f"memory at {chip.bandwidth / 1e9:.0f} GB/s",
         *costs.assumes,
         f"collectives at full link speed, no latency: {used}",

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from maxlib import sharding
 from maxlib.plan._hlo import Costs, read_costs
 from maxlib.plan._report import _excess
+from maxlib.plan._roofline import estimate
+from maxlib.plan._targets import parse_target
 from tests.training.tiny import QUICKLY
 
 
@@ -363,6 +365,16 @@ def test_a_grouped_matmul_reads_an_experts_matrix_once():
     assert costs.bytes == 2 * (visited * 256 + 4 * 512 * 256 + 1024 * 512)
     ((name, flops),) = costs.costliest
     assert name == "gmm.1 bf16[1024,512] jit(step)/jit(gmm)/pallas_call" and flops == costs.flops
+
+
+def test_tiles_with_rows_of_two_experts_are_computed_twice():
+    """1024 rows fill two tiles of 512; with the borders of four experts inside of tiles, five are computed."""
+    costs = read_costs(GROUPED, {"fsdp": 1})
+    assert costs.repeated == 3 * 2 * 512 * 256 * 512
+    v5p, model = parse_target("v5p-8"), costs.flops
+    found = estimate(costs, v5p, {"fsdp": 1}, {"fsdp": 1e9}, tokens=1024, model_flops=model)
+    assert found.compute == pytest.approx((costs.flops + costs.repeated) / v5p.chip.flops)
+    assert any("150.0% more arithmetic" in sentence for sentence in found.assumptions)
 
 
 def test_a_grouped_matmul_visits_only_the_rows_of_its_buffer_that_arrive():

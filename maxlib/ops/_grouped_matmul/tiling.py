@@ -88,13 +88,19 @@ class Tiles(TileSizes):
         """Returns the number of tiles computed along M; a tile with rows of two experts is computed twice."""
         return -(-of.rows // self.rows) + of.experts - 1
 
+    def computed(self, of: Sizes) -> int:
+        """Returns the FLOPs of all tiles, with those that are computed twice and those that reach beyond K and N."""
+        return 2 * self._steps(of) * self.rows * self.summed * self.out
+
+    def _steps(self, of: Sizes) -> int:
+        return self.visits(of) * -(-of.summed // self.summed) * -(-of.out // self.out)
+
     def seconds(self, of: Sizes) -> float:
         """Estimates the time, as if arithmetic and memory traffic did not overlap.
 
         Unlike the maximum, the sum also ranks choices that are equal in the larger of the two.
         """
-        steps = self.visits(of) * -(-of.summed // self.summed) * -(-of.out // self.out)
-        computed = 2 * steps * self.rows * self.summed * self.out
+        steps, computed = self._steps(of), self.computed(of)
         return computed / FLOPS + self.moved(of) / BANDWIDTH + steps * STEP
 
 
