@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,23 +172,42 @@ def _layer_weights(program: Program) -> float:
     gathered = (
         dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
     )
-    layers: dict[str, list[tuple[float, bool]]] = {}
+    layers: dict[str, list[_Gathered]] = {}
     layouts = nn.tree.groupings(program.plain) | nn.tree.groupings(program.state.rest)
     for path, x in program.matrices.items():
         if (found := group_at(path, layouts)) is None or found[1].repeats is None or len(x.axes) < 3:
             continue
-        own = spec(x.axes, gathered)
-        layers.setdefault(found[0], []).append((part_bytes(x.shape, width, own, mesh) / x.shape[0], x.trained))
+        size = part_bytes(x.shape, width, spec(x.axes, gathered), mesh) / x.shape[0]
+        slot = path.removeprefix(f"{found[0]}.").partition(".")[0]
+        layers.setdefault(found[0], []).append(_Gathered(size, x.trained, slot if "expert" in x.axes else None))
     target = parse_target(program.job.target)
     turns = 2 if target.slices > 1 else 1
     last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
     return max(
         (
-            turns * sum(size for size, _ in layer) + last([size for size, trained in layer if trained] or [0.0])
+            turns * _at_once(layer) + last([one.size for one in layer if one.trained] or [0.0])
             for layer in layers.values()
         ),
         default=0,
     )
+
+
+class _Gathered(NamedTuple):
+    """A weight of a layer of the running period: its bytes, whether it is trained, and the slot of its experts."""
+
+    size: float
+    trained: bool
+    slot: str | None
+
+
+def _at_once(weights: list[_Gathered]) -> float:
+    """Returns the gathered bytes of a period: all of its weights, but the experts of one layer only, the largest."""
+    # A layer gathers its experts' weights where it multiplies them; the compiler gathers the others ahead.
+    slots: dict[str, float] = {}
+    for one in weights:
+        if one.slot is not None:
+            slots[one.slot] = slots.get(one.slot, 0.0) + one.size
+    return sum(one.size for one in weights if one.slot is None) + max(slots.values(), default=0.0)
 
 
 def _whole_sequences(program: Program, rows: int) -> float:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,7 +93,7 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
     """Runs the process; returns its messages by stage, and the seconds that it compiled."""
     news: dict[str, dict[str, Any]] = {}
     began, assigned = time.monotonic(), _ASSIGNED[parse_target(job.target).platform]
-    command = [sys.executable, "-m", "maxlib.plan._worker", str(dump)]
+    command = [sys.executable, "-m", "maxlib.plan._worker", str(dump), str(os.getpid())]
     pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile() as errors,
@@ -103,19 +104,27 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
         process.stdin.close()
         reader = threading.Thread(target=_collect, args=(process.stdout, news), daemon=True)
         reader.start()
-        while process.poll() is None:
-            if time.monotonic() - began > timeout:
-                process.kill()
+        try:
+            if not _waited(process, timeout, lambda: not full and any(dump.glob(assigned))):
                 raise TimeoutError(f"compiling for {job.target} took more than {timeout:g} s; it was at {[*news][-1:]}")
-            if not full and any(dump.glob(assigned)):
-                time.sleep(1)  # the last files of that moment
-                process.kill()
-            time.sleep(0.2)
+        finally:
+            process.kill()  # also if somebody interrupts; does nothing if it has ended
         reader.join(timeout=10)
         if not news or ("compiled" not in news and "failed" not in news and not any(dump.glob(assigned))):
             raise RuntimeError(_ended(process.returncode, list(news), errors))
     since = news.get("lowered", {}).get("at", began)
     return news, news.get("compiled", {}).get("seconds", time.monotonic() - since)
+
+
+def _waited(process: subprocess.Popen[str], timeout: float, enough: Callable[[], bool]) -> bool:
+    """Waits for the process to end, or to write `enough`; returns False after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < end:
+        if enough():
+            time.sleep(1)  # the last files of that moment
+            return True
+        time.sleep(0.2)
+    return process.poll() is not None
 
 
 def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:

@@ -1,4 +1,5 @@
-"""The process that compiles one job: `python -m maxlib.plan._worker DUMP < job.json`, a JSON object per line of news.
+"""The process that compiles one job: `python -m maxlib.plan._worker DUMP PARENT < job.json`, a JSON object per line of
+news. PARENT is the number of the process that started it.
 
 Run by `maxlib.plan._run`; a process can describe one topology only.
 """
@@ -6,7 +7,9 @@ Run by `maxlib.plan._run`; a process can describe one topology only.
 import dataclasses
 import json
 import math
+import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -97,7 +100,16 @@ def _host(sizes: Any) -> int:
     return sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
 
 
+def end_with(parent: int) -> None:
+    """Ends this process as soon as the one that started it is gone; the compiler would run on for minutes."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
+
     def tell(stage: str, **news: Any) -> None:
         print(MARK + json.dumps({"stage": stage} | news), flush=True)
 

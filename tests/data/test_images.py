@@ -186,6 +186,16 @@ def test_settings_that_do_not_fit_the_model_are_refused(tmp_path):
         read({"preprocessor_config.json": named}, {"model_type": "gemma4", "vision_config": {}})
 
 
+def test_fields_that_say_what_is_done_anyway_are_accepted(tmp_path):
+    """3 is Pillow's number of bicubic interpolation."""
+    fields = {"image_processor_type": "Qwen2VLImageProcessor", "resample": 3, "rescale_factor": 1 / 255}
+    fields |= {"size": {"shortest_edge": 3136, "longest_edge": 12544}, "patch_size": 14, "merge_size": 2}
+    fields |= {"temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 7}))
+    assert data.ImageProcessor.from_directory(tmp_path).patch_size == 14
+
+
 def test_directories_of_other_processors_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="its model reads no images"):
         data.ImageProcessor.from_directory(tmp_path)

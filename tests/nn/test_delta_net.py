@@ -115,6 +115,11 @@ def test_what_a_state_cannot_do_is_refused():
         nn.GatedDeltaNet(DIM, **HEADS | {"num_heads": 3}, rngs=nnx.Rngs(0))
 
 
+def test_one_head_is_a_layer():
+    alone = nn.GatedDeltaNet(DIM, num_heads=1, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
+    assert np.isfinite(run(alone, X)).all()
+
+
 @pytest.mark.full
 def test_generation_is_the_argmax_of_the_whole():
     """Prompts of different lengths, past the border of a chunk."""

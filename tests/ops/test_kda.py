@@ -171,6 +171,12 @@ def test_padding_leaves_the_state_as_it_is():
     close(state[:1], run({name: a[:1, :23] for name, a in x.items()}, None, None, STATE[:1])[1])
 
 
+def test_keys_of_length_zero_stay_finite():
+    x = inputs(tokens=40)
+    out, state = run(x | {name: np.zeros_like(x[name]) for name in "qk"})
+    assert not np.asarray(out).any() and np.isfinite(state).all()
+
+
 def test_the_state_is_float32_for_narrow_inputs():
     x = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), inputs(tokens=70))
     out, state = run(x)

@@ -1,6 +1,10 @@
 """Model directories in buckets, with a fake bucket; tests/checkpoint/test_remote.py has emulators of the services."""
 
+import json
+
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from maxlib.weights import _buckets as buckets
 
@@ -49,6 +53,41 @@ def test_a_refusal_is_not_repeated(client):
     with pytest.raises(PermissionError, match="Access Denied"):
         buckets.local("gs://bucket/model")
     assert busy.calls == 1
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """A directory on the disk as the bucket, and another as the cache."""
+    there = tmp_path / "there"
+    there.mkdir()
+    files = DirFileSystem(str(there), LocalFileSystem(auto_mkdir=True))
+    monkeypatch.setattr(buckets, "_client", lambda scheme: files)
+    monkeypatch.setattr(buckets, "cache_directory", lambda: tmp_path / "cache")
+    (there / "bucket").mkdir()
+    return there / "bucket"
+
+
+def test_a_directory_is_written_and_read(bucket):
+    with buckets.whole_in_bucket("s3://bucket/model", lambda names: None) as part:
+        (part / "config.json").write_text("{}")
+        (part / "model.safetensors").write_bytes(b"weights")
+    assert buckets.exists("s3://bucket/model")
+    copied = buckets.local("s3://bucket/model")
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == {
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+    }
+
+
+def test_weights_that_the_index_does_not_name_are_not_copied(bucket):
+    (bucket / "model").mkdir()
+    names = ["config.json", "consolidated.safetensors", "model-00001-of-00001.safetensors"]
+    for name in names:
+        (bucket / "model" / name).write_text("{}")
+    index = {"metadata": {"total_size": 1}, "weight_map": {"w": names[2]}}
+    (bucket / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    copied = {path.name for path in buckets.local("s3://bucket/model").iterdir()}
+    assert copied == {names[0], names[2], "model.safetensors.index.json"}
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket", "gs://", "s3://bucket/x?secret=1\n"])

@@ -92,6 +92,10 @@ def test_many_heads_and_rows_share_no_tile():
         assert spec.rows == 1 or spec.rows * shape[2] * spec.block_q * spec.block_k <= 2**19
 
 
+def test_few_queries_take_longer_blocks_of_keys():
+    assert chunked_tiles(1, 8, 4096).keys >= 256 > chunked_tiles(512, 8, 4096).keys
+
+
 # ------------------------------------------------------------------------------------------------ transformations
 
 CASE = cases.Case((4, 2), (8, 8), (37, 37), 2.0, True, (False, True))
