@@ -30,7 +30,7 @@ SMOKE = (
     "tests/models/test_deepseek.py::TestV3::test_logits_are_those_of_transformers",
     "tests/sharding/test_covering.py::test_a_mesh_is_one_device_spread[dense fsdp+tensor+ring]",
     "tests/training/test_step.py::test_a_step_is_plain_autodiff_and_optax",
-    "tests/training/test_trainer.py::test_resumed_is_uninterrupted_bit_for_bit",
+    "tests/training/test_trainer_restore.py::test_resumed_is_uninterrupted_bit_for_bit",
     "tests/checkpoint/test_checkpointer.py::test_everything_comes_back",
     "tests/data/test_packing.py",
     "tests/inference/test_sampling.py",

@@ -130,8 +130,10 @@ def documents(tokenizer: Tokenizer, args):
 def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = None) -> data.Loader:
     """Returns a loader of packed rows, with the images of their chats."""
     blank = args.images and args.images.blank(args.patches)
-    long = "truncate" if args.chats else "split"  # an answer in a row of its own would be learned without its question
-    rows = lambda part: data.pack(tokens[part], length=args.length, long=long, images=blank).map(change)
+    overlong = (
+        "truncate" if args.chats else "split"
+    )  # an answer in a row of its own would be learned without its question
+    rows = lambda part: data.pack(tokens[part], length=args.length, overlong=overlong, images=blank).map(change)
     return data.Loader(rows, batch_size=args.batch, num_shards=num_shards)
 
 

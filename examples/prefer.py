@@ -81,10 +81,10 @@ def pair_loader(args: argparse.Namespace) -> data.Loader:
     except FileNotFoundError:
         template = tokenization.ChatTemplate(PLAIN)
     bad = data.SkipBadRecords(limit=len(records) // 10)
-    pairs = bad.guard(post_training.pairs(records, tokenizer, template), name="pairs")
-    rows = post_training.pad(pairs, length=args.length, long="drop").shuffle(seed=0).repeat()
+    pairs = bad.guard(data.pairs(records, tokenizer, template), name="pairs")
+    rows = data.pad(pairs, length=args.length, overlong="drop").shuffle(seed=0).repeat()
     to_rows = lambda part: rows[part].to_iter_dataset()
-    return data.Loader(to_rows, batch_size=args.batch, quarantine=bad)
+    return data.Loader(to_rows, batch_size=args.batch, bad_records=bad)
 
 
 def arguments() -> argparse.Namespace:

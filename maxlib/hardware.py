@@ -18,7 +18,7 @@ class Chip:
       memory: bytes available to a program.
       bandwidth: bytes of memory read or written.
       links: bytes over one torus dimension, both ends together; for GPUs, over NVLink. 0 if there are none.
-      across: bytes over the slower network, between slices or hosts.
+      network: bytes over the slower network, between slices or hosts.
       host: bytes over the link to the host.
       dims: dimensions of the torus; 0 for GPUs.
       cores: cores per chip, as counted in names such as v5p-128.
@@ -35,7 +35,7 @@ class Chip:
     memory: float
     bandwidth: float
     links: float
-    across: float
+    network: float
     host: float
     dims: int = 0
     cores: int = 1

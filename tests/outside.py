@@ -60,7 +60,7 @@ class Outside(nnx.Module):
         return self.embed.w[...]
 
     def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
-        return nn.Cache(self.blocks.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length)
+        return nn.cache.Cache(self.blocks.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length)
 
 
 def outside(seed: int = 0, **layout: int) -> Outside:

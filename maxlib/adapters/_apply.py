@@ -145,7 +145,7 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
     new = LowRank(site.matmul, a, b, **parts)
     if not lora.dora:
         return new
-    start = new.length(site.w).astype(lora.dtype) if magnitude is None else magnitude
+    start = new.row_norms(site.w).astype(lora.dtype) if magnitude is None else magnitude
     return LowRank(site.matmul, a, b, **parts, magnitude=nnx.LoRAParam(start, axes=of_b[:-1]))
 
 

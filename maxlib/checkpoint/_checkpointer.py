@@ -120,7 +120,7 @@ class Checkpointer:
         data: Mapping[str, Any] | None = None,
         meta: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
-        again: bool = True,
+        overwrite: bool = True,
     ) -> None:
         """Starts a save and returns once the arrays may be donated; first waits for a running save.
 
@@ -133,8 +133,8 @@ class Checkpointer:
             data: Iterator state of each virtual shard of this host (`Loader.get_state()`).
             meta: JSON values; `format`, `step`, `layouts` (the groupings) and `metrics` are added.
             metrics: Numbers for `best`.
-            again: False never saves a step of this object again, even with `replace=True`; a Trainer passes it because
-                its step has not changed.
+            overwrite: False never saves a step of this object again, even with `replace=True`; a Trainer passes it
+                because its step has not changed.
 
         Raises:
             SaveError: When the previous save failed (this one still runs), or this save cannot start.
@@ -142,7 +142,7 @@ class Checkpointer:
             InUseError: When another run has taken over the directory.
         """
         failed = self._finish()
-        if step in self._own - self._damaged and not (self._replace and again):
+        if step in self._own - self._damaged and not (self._replace and overwrite):
             self._prune()  # the previous run may have been killed before pruning
             return _raise(failed)
         self._prepare(step)

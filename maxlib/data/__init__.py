@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from maxlib.data._formats import files as files
     from maxlib.data._formats import parquet as parquet
     from maxlib.data._formats import records as records
+    from maxlib.data._host_rows import host_shards as host_shards
     from maxlib.data._images import Gemma4ImageProcessor as Gemma4ImageProcessor
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader
-    from maxlib.data._loader import host_shards as host_shards
     from maxlib.data._mixture import Mixture as Mixture
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
@@ -44,8 +44,9 @@ __getattr__, __dir__ = lazy(
         "_bad_records": ("SkipBadRecords",),
         "_chats": ("tokenize_chats",),
         "_formats": ("HFStream", "files", "parquet", "records"),
+        "_host_rows": ("host_shards",),
         "_images": ("Gemma4ImageProcessor", "ImageProcessor", "PixtralImageProcessor"),
-        "_loader": ("Loader", "host_shards"),
+        "_loader": ("Loader",),
         "_mixture": ("Mixture",),
         "_packing": ("Statistics", "pack", "statistics"),
         "_padding": ("pad",),

@@ -12,10 +12,10 @@ import grain
 class SkipBadRecords:
     """Filter that skips bad documents, and stops the run when there are more than `limit` of them.
 
-        quarantine = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl")
-        documents = quarantine.guard(tokenize(text_files("corpus"), tokenizer), name="corpus")
+        bad_records = SkipBadRecords(limit=100, path="runs/1/bad_records.jsonl")
+        documents = bad_records.guard(tokenize(text_files("corpus"), tokenizer), name="corpus")
         shuffled = documents.shuffle(seed=0).repeat()
-        Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, quarantine=quarantine)
+        Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, bad_records=bad_records)
 
     Missing files and failing disks are not bad records: their errors are raised.
 
@@ -65,9 +65,9 @@ class SkipBadRecords:
 
 
 class _Guarded(grain.MapDataset):
-    def __init__(self, parent: grain.MapDataset, quarantine: SkipBadRecords, name: str):
+    def __init__(self, parent: grain.MapDataset, bad_records: SkipBadRecords, name: str):
         super().__init__(parent)
-        self._quarantine, self._name = quarantine, name
+        self._bad_records, self._name = bad_records, name
 
     def __len__(self) -> int:
         return len(self._parent)
@@ -80,5 +80,5 @@ class _Guarded(grain.MapDataset):
         except OSError:
             raise
         except Exception as error:
-            self._quarantine.add(self._name, index % len(self), error)
+            self._bad_records.add(self._name, index % len(self), error)
             return None

@@ -2,14 +2,9 @@
 resume.
 """
 
-import atexit
-import functools
 import math
 import queue
-import sys
-import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +14,10 @@ import numpy as np
 
 from maxlib.data import _counting as counting
 from maxlib.data._bad_records import SkipBadRecords
+from maxlib.data._batch_rows import Batch, join_shards, padding_row
+from maxlib.data._host_rows import as_ranges, equal_part, host_shards, rows_of_process
+from maxlib.data._reader import Reader, stop_readers
 
-Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth and other pytrees
 State = dict[str, Any]
 
 
@@ -52,7 +49,7 @@ class Loader:
       num_batches: number of batches after which iteration ends; None continues to the end of the data.
       prefetch: maximum number of prefetched batches per shard.
       timeout: maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads' stacks.
-      quarantine: the `SkipBadRecords` of the documents, whose count appears in `metrics()`.
+      bad_records: the `SkipBadRecords` of the documents, whose count appears in `metrics()`.
 
     Attributes:
       rows: the global rows of this host's batches, in order.
@@ -70,7 +67,7 @@ class Loader:
         num_batches: int | None = None,
         prefetch: int = 8,
         timeout: float = 300.0,
-        quarantine: SkipBadRecords | None = None,
+        bad_records: SkipBadRecords | None = None,
     ):
         if not callable(rows_of_shard):
             raise TypeError(
@@ -86,11 +83,11 @@ class Loader:
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
-        self._own = np.full(held.size, True) if shards is not None else np.isin(held, _equal_part(batch_size))
+        self._own = np.full(held.size, True) if shards is not None else np.isin(held, equal_part(batch_size))
         self.rows = self._counted_rows = held[self._own]
-        self.wait_seconds, self._quarantine = 0.0, quarantine
-        self._readers: dict[int, _Reader] = {}
-        weakref.finalize(self, _stop, self._readers)  # a forgotten loader stops its threads
+        self.wait_seconds, self._bad_records = 0.0, bad_records
+        self._readers: dict[int, Reader] = {}
+        weakref.finalize(self, stop_readers, self._readers)  # a forgotten loader stops its threads
         self.reset()
 
     def __iter__(self) -> "Loader":
@@ -108,25 +105,24 @@ class Loader:
         self._states = {s: self._ready[s][1] for s in self.shards}
         for s in [s for s, ready in self._ready.items() if ready[0] is not None]:
             del self._ready[s]
-            self._readers[
-                s
-            ].room.release()  # only now, because reading threads would compete with this one for the interpreter
+            # Only now, because reading threads would compete with this one for the interpreter.
+            self._readers[s].room.release()
         self.batches += 1
         return batch
 
     def metrics(self) -> dict[str, float]:
         """Returns counts of what this host's shards have read since the beginning of the data.
 
-        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of a
-        quarantine. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
+        For example `data/tokens/web` of a mixture, `data/dropped_documents` of packing, `data/bad_records` of
+        `SkipBadRecords`. Packing reads ahead, so counts may be ahead of the batches; a resumed run counts as if never
         stopped.
         """
         size = self._batch_size // self.num_shards
         # If several hosts read a shard, the one with its first row counts it.
         counted = (c for s, c in self._counts.items() if s * size in self._counted_rows)
         counts: dict[str, float] = {**counting.total(counted)}
-        if self._quarantine is not None:
-            counts["bad_records"] = len(self._quarantine)
+        if self._bad_records is not None:
+            counts["bad_records"] = len(self._bad_records)
         return {f"data/{name}": count for name, count in counts.items()}
 
     def follow(self, sharding: Any) -> None:
@@ -139,13 +135,13 @@ class Loader:
           ValueError: when the loader was given `shards` with other rows, has already returned batches of other rows, or
               `batch_size` does not divide over the mesh.
         """
-        rows, counted = _rows_of_process(sharding, self._batch_size)
+        rows, counted = rows_of_process(sharding, self._batch_size)
         if not np.array_equal(rows, self.rows):
             if self._is_fixed or self.batches:
                 raise ValueError(
-                    f"This process's devices hold the rows {_ranges(rows)} of each global batch, but its loader "
+                    f"This process's devices hold the rows {as_ranges(rows)} of each global batch, but its loader "
                     "returns "
-                    f"{_ranges(self.rows)}: omit shards=, and let the loader follow the mesh before its first batch."
+                    f"{as_ranges(self.rows)}: omit shards=, and let the loader follow the mesh before its first batch."
                 )
             size = self._batch_size // self.num_shards
             self.shards = sorted({int(row) // size for row in rows})
@@ -177,14 +173,14 @@ class Loader:
 
     def close(self) -> None:
         """Stops prefetching. The loader keeps its position and continues reading at the next batch."""
-        _stop(self._readers)
+        stop_readers(self._readers)
         self._ready = {}
 
     def _start(self, batches: int, states: dict[int, Any]) -> None:
         self.close()
         self.batches, self._states = batches, states
         self._counts: dict[int, dict[str, int]] = {}
-        self._blank: Batch | None = None
+        self._padding_row: Batch | None = None
 
     def _collect(self) -> None:
         """Waits until every shard of this host has its next batch; batches that have arrived are kept if the wait is
@@ -192,7 +188,7 @@ class Loader:
         """
         if not self._readers:
             for s in self.shards:
-                self._readers[s] = _Reader(self._shard_batches(s), self._states[s], self._prefetch)
+                self._readers[s] = Reader(self._shard_batches(s), self._states[s], self._prefetch)
         begin = time.perf_counter()
         try:
             for s in self.shards:
@@ -226,7 +222,7 @@ class Loader:
         everything = len(self.shards) == self.num_shards
         if self._num_batches is None and everything and self.batches > 0:
             raise StopIteration
-        if self._blank is None:
+        if self._padding_row is None:
             raise ValueError(
                 f"The shards {self.shards} of {self.num_shards} have no rows: their documents are exhausted, empty or "
                 "all "
@@ -242,14 +238,11 @@ class Loader:
 
     def _join(self, parts: list[Batch | None]) -> Batch:
         """Joins one batch of all shards, filled up with rows of padding."""
-        size = self._batch_size // self.num_shards
         example = next((part for part in parts if part is not None), None)
-        blank = self._blank if example is None else _by_name(lambda name, a: _padding(name, a[:1]), example)
-        assert blank is not None  # ensured by _check_end
-        self._blank = blank
-        rows = [blank if part is None else part for part in parts]
-        whole = lambda name, own, *arrays: np.concatenate([_fill(array, own, size) for array in arrays])[self._own]
-        return _by_name(whole, blank, *rows)
+        if example is not None:
+            self._padding_row = padding_row(example)
+        assert self._padding_row is not None  # ensured by _check_end
+        return join_shards(parts, self._batch_size // self.num_shards, self._padding_row, self._own)
 
     def _checked(self, state: Mapping[str, State]) -> tuple[int, dict[int, Any]]:
         missing = [s for s in self.shards if str(s) not in state]
@@ -274,132 +267,6 @@ class Loader:
         return batches.pop(), {s: state[str(s)]["iterator"] for s in self.shards}
 
 
-def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """Returns the consecutive virtual shards that contain the rows of one host (default: this jax process).
-
-    If the hosts do not divide the shards, some shards belong to two or more hosts.
-    """
-    host, num_hosts = _position(host, num_hosts)
-    return range(host * num_shards // num_hosts, -(-(host + 1) * num_shards // num_hosts))
-
-
-def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
-    if host is not None and num_hosts is not None:
-        return host, num_hosts
-    import jax
-
-    return jax.process_index(), jax.process_count()
-
-
-def _equal_part(batch_size: int) -> range:
-    """Returns this host's rows if all hosts have equally many."""
-    host, num_hosts = _position(None, None)
-    return range(host * batch_size // num_hosts, (host + 1) * batch_size // num_hosts)
-
-
-def _rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows of this process's devices, and those of them that no earlier process has."""
-    import jax
-
-    rows_only = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
-    try:
-        places = rows_only.devices_indices_map((batch_size,))
-    except ValueError as error:
-        raise ValueError(
-            f"batch_size={batch_size} does not divide over the mesh {dict(sharding.mesh.shape)}."
-        ) from error
-    process = jax.process_index()
-    mine, before = np.zeros((2, batch_size), bool)
-    for device, index in places.items():
-        mine[index] |= device.process_index == process
-        before[index] |= device.process_index < process
-    return np.flatnonzero(mine), np.flatnonzero(mine & ~before)
-
-
-def _ranges(rows: np.ndarray) -> str:
-    """Formats sorted numbers as ranges, such as "0-3, 8-11"."""
-    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-    return ", ".join(f"{part[0]}-{part[-1]}" for part in parts if part.size)
-
-
-class _Reader:
-    """Prefetches one shard in a daemon thread into `ready`: (batch, state and counts after it), (None, state, counts)
-    at the end, or an error.
-
-    grain's own prefetch (0.2.18) waits without a timeout and joins its thread when closed, so a hanging source would
-    hang the loader without an error that names it.
-    """
-
-    def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
-        self.ready: queue.SimpleQueue = queue.SimpleQueue()
-        self.room = threading.Semaphore(prefetch)  # acquired before reading a batch, released when one is returned
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(dataset, state), daemon=True, name="maxlib-data")
-        _running.add(self)
-        self.thread.start()
-
-    def where(self) -> str:
-        """Returns the innermost frames of the thread's stack."""
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
-
-    def _run(self, dataset: Callable, state: Any) -> None:
-        try:
-            self._read(dataset, state)
-        except BaseException as error:  # raised in the thread that waits for the batch
-            if not self.stop.is_set():
-                self.ready.put(error)
-        finally:
-            _running.discard(self)
-
-    def _read(self, dataset: Callable, state: Any) -> None:
-        with counting.collected() as stages:
-            iterator = iter(dataset())
-        if state is not None:
-            _restore(iterator, state)
-        while self.room.acquire() and not self.stop.is_set():
-            batch = next(iterator, None)
-            state = _to_json(iterator.get_state()) if batch is not None else state
-            self.ready.put((batch, state, counting.total(stage.counts for stage in stages)))
-            if batch is None:
-                return
-
-
-_running: set[_Reader] = set()
-
-
-@atexit.register
-def _end_threads(patience: float = 5.0) -> None:
-    """Ends all readers before the interpreter exits, which may abort if a thread is in native code.
-
-    Each reader ends after its current batch; one that takes longer than `patience` seconds is abandoned.
-    """
-    readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
-    threads = [reader.thread for reader in readers.values()]
-    _stop(readers)
-    deadline = time.perf_counter() + patience
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.perf_counter()))
-
-
-def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
-    try:
-        iterator.set_state(_from_json(state))
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"The data state does not fit this pipeline ({error!r}): resume with the pipeline that it was taken from. "
-            f"It is {state}."
-        ) from error
-
-
-def _stop(readers: dict) -> None:
-    """Asks the threads to end, without waiting for them."""
-    for reader in readers.values():
-        reader.stop.set()
-        reader.room.release()
-    readers.clear()
-
-
 def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
     if num_shards < 1 or batch_size < 1 or batch_size % num_shards:
         raise ValueError(
@@ -408,59 +275,3 @@ def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
         )
     if not shards or len(set(shards)) != len(shards) or shards[0] < 0 or shards[-1] >= num_shards:
         raise ValueError(f"shards must be distinct numbers from 0 to {num_shards - 1}, at least one, got {shards}.")
-
-
-def _by_name(function: Callable[..., Any], *batches: Batch) -> Batch:
-    """Maps `function(name, *arrays)` over the arrays of batches, which may be in dictionaries of any depth and in other
-    pytrees, such as `nn.vision.Patches`, whose arrays have its name.
-    """
-    import jax
-
-    first, *_ = batches
-    below = lambda name: [batch[name] for batch in batches]
-    is_nested = lambda name: isinstance(first[name], Mapping)
-    return {
-        name: _by_name(function, *below(name))
-        if is_nested(name)
-        else jax.tree.map(functools.partial(function, name), *below(name))
-        for name in first
-    }
-
-
-def _padding(name: str, row: np.ndarray) -> np.ndarray:
-    return np.full_like(row, -1 if name == "targets" else 0)
-
-
-def _fill(array: np.ndarray, blank: np.ndarray, size: int) -> np.ndarray:
-    """Pads to `size` rows with blank rows."""
-    short = size - len(array)
-    return np.concatenate([array, np.repeat(blank, short, axis=0)]) if short else array
-
-
-def _to_json(state: Any) -> Any:
-    """Copies a state into JSON types. JSON turns tuples into lists, from which grain would resume incorrectly, so
-    tuples are marked.
-    """
-    match state:
-        case None | bool() | int() | float() | str():
-            return state
-        case np.integer() | np.floating() | np.bool_():
-            return state.item()
-        case tuple():
-            return {"tuple": [_to_json(x) for x in state]}
-        case list():
-            return [_to_json(x) for x in state]
-        case dict() if all(isinstance(key, str) for key in state) and set(state) != {"tuple"}:
-            return {key: _to_json(value) for key, value in state.items()}
-    raise TypeError(f"An iterator's state must consist of JSON types, got {state!r}.")
-
-
-def _from_json(state: Any) -> Any:
-    match state:
-        case {"tuple": items, **rest} if not rest:
-            return tuple(_from_json(x) for x in items)
-        case dict():
-            return {key: _from_json(value) for key, value in state.items()}
-        case list():
-            return [_from_json(x) for x in state]
-    return state

@@ -22,8 +22,8 @@ from maxlib.data._sources import Document
 if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
-Long = Literal["split", "truncate", "drop", "error"]
-Policies = Long | Mapping[str, Long]
+Overlong = Literal["split", "truncate", "drop", "error"]
+Policies = Overlong | Mapping[str, Overlong]
 Row = dict[str, np.ndarray]
 
 
@@ -33,7 +33,7 @@ def pack(
     length: int,
     strategy: Literal["first_fit", "concat_then_split"] = "first_fit",
     bins: int = 64,
-    long: Policies = "split",
+    overlong: Policies = "split",
     images: "Patches | None" = None,
 ) -> grain.IterDataset[Row]:
     """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
@@ -46,7 +46,7 @@ def pack(
 
     With `images` a row also has `"images"`, the `nn.vision.Patches` of its documents (`tokenize_chats`), and no
     positions, which the model computes from the grids. The number of patches per row is limited. A document with images
-    is never split: if it is longer than a row, or has too many patches, it is an error, unless `long` drops it.
+    is never split: if it is longer than a row, or has too many patches, it is an error, unless `overlong` drops it.
 
         rows = pack(documents, length=512)
         loader = Loader(lambda part: pack(documents[part], length=512), batch_size=8)
@@ -57,10 +57,11 @@ def pack(
       strategy: "first_fit" only splits documents longer than a row. "concat_then_split" only pads the last row, and
           splits a document at the end of every row.
       bins: number of rows that `first_fit` fills at a time; more bins give less padding but a slower restore.
-      long: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another row,
-        "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use "truncate" or
-        "drop": in a second row an answer would be learned without its question. Such documents, and their tokens beyond
-        the first row (all tokens of a dropped one), are counted in the loader's metrics, in total and per source.
+      overlong: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another
+        row, "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use
+        "truncate" or "drop": in a second row an answer would be learned without its question. Such documents, and
+        their tokens beyond the first row (all tokens of a dropped one), are counted in the loader's metrics, in total
+        and per source.
       images: an empty row that defines the capacity of every row (`ImageProcessor.blank`); None for text.
     """
     if length < 2:
@@ -69,22 +70,22 @@ def pack(
         raise ValueError(f"strategy must be 'first_fit' or 'concat_then_split', got {strategy!r}.")
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}.")
-    _check_policies(long)
+    _check_policies(overlong)
     lengths = {"tokens": length, "targets": length}
     if images is not None:
-        return _pack_images(_in_order(documents), lengths, images, strategy, bins, long)
-    pieces = _Segments(_in_order(documents), length, long, cut=strategy == "first_fit")
+        return _pack_images(_in_order(documents), lengths, images, strategy, bins, overlong)
+    pieces = _Segments(_in_order(documents), length, overlong, cut=strategy == "first_fit")
     if strategy == "concat_then_split":
         return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     return FirstFitPackIterDataset(pieces, length_struct=lengths, num_packing_bins=bins).map(_as_row)
 
 
-def _pack_images(documents, lengths: dict[str, int], blank: "Patches", strategy: str, bins: int, long: Policies):
+def _pack_images(documents, lengths: dict[str, int], blank: "Patches", strategy: str, bins: int, overlong: Policies):
     if strategy != "first_fit":
         raise ValueError(
             f"documents with images cannot be split: pack them with strategy='first_fit', not {strategy!r}."
         )
-    pieces = _Segments(documents, lengths["tokens"], long, cut=True, blank=blank)
+    pieces = _Segments(documents, lengths["tokens"], overlong, cut=True, blank=blank)
     # The bins count the patches of a row; the patches are concatenated when it is full.
     lengths = {**lengths, "patches": len(blank.pixels), "grids": len(blank.grids)}
     options: Any = dict(length_struct=lengths, num_packing_bins=bins, meta_features=("pixels",))
@@ -131,25 +132,31 @@ class _Segments(grain.IterDataset):
     """Documents with targets, split into pieces as the policy and the packing require."""
 
     def __init__(
-        self, parent: grain.IterDataset, length: int, long: Policies, *, cut: bool, blank: "Patches | None" = None
+        self, parent: grain.IterDataset, length: int, overlong: Policies, *, cut: bool, blank: "Patches | None" = None
     ):
         super().__init__(parent)
         self._length, self._cut, self._blank = length, cut, blank
-        self._long: Policies = long
+        self._overlong: Policies = overlong
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(iter(self._parent), self._length, self._long, cut=self._cut, blank=self._blank)
+        return _PiecesIterator(iter(self._parent), self._length, self._overlong, cut=self._cut, blank=self._blank)
 
 
 class _PiecesIterator(CountingIterator):
     """Iterator whose state is the one before the current document, and the number of its pieces already returned."""
 
     def __init__(
-        self, parent: grain.DatasetIterator, length: int, long: Policies, *, cut: bool, blank: "Patches | None" = None
+        self,
+        parent: grain.DatasetIterator,
+        length: int,
+        overlong: Policies,
+        *,
+        cut: bool,
+        blank: "Patches | None" = None,
     ):
         super().__init__(parent)
         self._length, self._cut, self._blank = length, cut, blank
-        self._long: Policies = long
+        self._overlong: Policies = overlong
         self._pieces: list[Row] = []
         self._given, self._before = 0, (parent.get_state(), Counter(self.counts))
 
@@ -197,13 +204,13 @@ class _PiecesIterator(CountingIterator):
         if self._policy(source) != "drop":
             raise ValueError(
                 f"A document with images must fit a row of {self._length} tokens, {room[0]} patches and {room[1]} images, "
-                f'got {size}, {len(images.pixels)} and {len(images.grids)}: make rows larger, or give long="drop".'
+                f'got {size}, {len(images.pixels)} and {len(images.grids)}: make rows larger, or give overlong="drop".'
             )
         self._count("dropped", size, source)
         return []
 
-    def _policy(self, source: str | None) -> Long:
-        return self._long if isinstance(self._long, str) else self._long.get(source or "", "split")
+    def _policy(self, source: str | None) -> Overlong:
+        return self._overlong if isinstance(self._overlong, str) else self._overlong.get(source or "", "split")
 
     def _kept(self, row: Row, source: str | None) -> Row:
         """Applies the policy to a document, and counts it if it is longer than a row."""
@@ -216,7 +223,7 @@ class _PiecesIterator(CountingIterator):
         if policy == "error":
             of = "" if source is None else f" of the source {source!r}"
             raise ValueError(
-                f'A document{of} has {size} tokens, a row {self._length}, and long="error" allows none longer.'
+                f'A document{of} has {size} tokens, a row {self._length}, and overlong="error" allows none longer.'
             )
         keep = self._length if policy == "truncate" else 0
         self._count("truncated" if keep else "dropped", size - keep, source)
@@ -228,10 +235,12 @@ class _PiecesIterator(CountingIterator):
             self.counts[f"{what}_tokens{end}"] += tokens
 
 
-def _check_policies(long: Policies) -> None:
-    for policy in (long,) if isinstance(long, str) else long.values():
-        if policy not in get_args(Long):
-            raise ValueError(f"long must be one of {get_args(Long)}, or one of them per source, got {policy!r}.")
+def _check_policies(overlong: Policies) -> None:
+    for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
+        if policy not in get_args(Overlong):
+            raise ValueError(
+                f"overlong must be one of {get_args(Overlong)}, or one of them per source, got {policy!r}."
+            )
 
 
 def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
 Row = dict[str, Any]
-Long = Literal["error", "truncate", "drop"]
+Overlong = Literal["error", "truncate", "drop"]
 
 
 def pad(
-    documents: grain.MapDataset[Any], *, length: int, long: Long = "error", images: "Patches | None" = None
+    documents: grain.MapDataset[Any], *, length: int, overlong: Overlong = "error", images: "Patches | None" = None
 ) -> grain.MapDataset[Any]:
     """Pads documents with `tokens` and `targets`, including nested ones, to rows `tokens targets segment_ids` of one
     length.
@@ -26,23 +26,25 @@ def pad(
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
         length: Tokens of a row.
-        long: Policy for longer documents: "error", "truncate" (keeps the beginning) or "drop". Documents with images
-            are never truncated.
+        overlong: Policy for longer documents: "error", "truncate" (keeps the beginning) or "drop". Documents with
+            images are never truncated.
         images: An empty row with the capacity for images that every row has (`ImageProcessor.blank`); None for text.
 
     Raises:
         ValueError: when reading a document that is too long, has no `targets`, or has more images than a row holds.
     """
-    check_choice("long", long, get_args(Long))
-    if long == "drop":
+    check_choice("overlong", overlong, get_args(Overlong))
+    if overlong == "drop":
         documents = documents.filter(lambda document: _fits(document, length, images))
-    return documents.map(lambda document: padded(document, length, long, images))
+    return documents.map(lambda document: padded(document, length, overlong, images))
 
 
-def padded(document: Row, length: int, long: Long = "error", images: "Patches | None" = None) -> Row:
+def padded(document: Row, length: int, overlong: Overlong = "error", images: "Patches | None" = None) -> Row:
     """Returns a document and its nested documents as rows."""
     inner = {
-        name: padded(x, length, long, images) for name, x in document.items() if isinstance(x, dict) and "tokens" in x
+        name: padded(x, length, overlong, images)
+        for name, x in document.items()
+        if isinstance(x, dict) and "tokens" in x
     }
     out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
     if "tokens" not in document:
@@ -50,8 +52,10 @@ def padded(document: Row, length: int, long: Long = "error", images: "Patches | 
     if "targets" not in document:
         raise ValueError("pad needs 'targets' in a document: use data.tokenize_chats, or set them to the next tokens")
     size, has_images = len(document["tokens"]), len(_grids(document)) > 0
-    if size > length and (long == "error" or has_images):
-        raise ValueError(f"a document of {size} tokens does not fit a row of {length}: give long='truncate' or 'drop'")
+    if size > length and (overlong == "error" or has_images):
+        raise ValueError(
+            f"a document of {size} tokens does not fit a row of {length}: give overlong='truncate' or 'drop'"
+        )
     fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
     rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
     rows |= {"segment_ids": (np.arange(length) < size).astype(np.int32)}
@@ -83,7 +87,7 @@ def _images(document: Row, blank: "Patches | None") -> Row:
         found = document["images"]
         raise ValueError(
             f"a document with images must fit {len(blank.pixels)} patches and {len(blank.grids)} images of a row, got "
-            f'{len(found.pixels)} and {len(found.grids)}: give images= more room, or long="drop"'
+            f'{len(found.pixels)} and {len(found.grids)}: give images= more room, or overlong="drop"'
         )
     found = document.get("images", blank)
     put = lambda a, b: np.concatenate([np.asarray(a, b.dtype), b[len(a) :]])

@@ -81,8 +81,8 @@ def write_tokens(
     directory.mkdir(parents=True, exist_ok=True)
     job = _job(documents, tokenizer, bos_id, eos_id, documents_per_file, description)
     _check_job(directory, job)
-    quarantine = SkipBadRecords(limit=bad_records, path=directory / BAD)
-    texts = quarantine.guard(documents.map(_text))
+    skipped = SkipBadRecords(limit=bad_records, path=directory / BAD)
+    texts = skipped.guard(documents.map(_text))
     files, total = [], Counts()
     for number, first in enumerate(range(0, len(documents), documents_per_file)):
         path = directory / f"tokens-{number:05}.array_record"
@@ -95,7 +95,7 @@ def write_tokens(
         files.append({"name": path.name, "bytes": path.stat().st_size, **dataclasses.asdict(counts)})
     if not total.documents:
         raise ValueError(f"No document could be tokenized; see {directory / BAD}.")
-    manifest = {**job, "bad_records": len(quarantine), "total": dataclasses.asdict(total), "files": files}
+    manifest = {**job, "bad_records": len(skipped), "total": dataclasses.asdict(total), "files": files}
     write_atomically(directory / TOKENIZER, tokenizer.to_str(pretty=True))
     write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest

@@ -23,7 +23,7 @@ class Interrupt:
         self.signal: int | None = None
         self.waiting = False
 
-    def asked(self, step: int) -> bool:
+    def requested(self, step: int) -> bool:
         """Returns whether to stop after `step`; all processes get the same answer."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal = signal.SIGTERM

@@ -38,7 +38,7 @@ class LocalEngine:
     devices, call it inside `sharding.use(layout)`.
 
         engine = inference.LocalEngine(model, slots=4)
-        groups = engine.generate([[1, 2, 3], [4, 5]], count=2, max_new_tokens=2)  # two completions of each prompt
+        groups = engine.generate([[1, 2, 3], [4, 5]], num_samples=2, max_new_tokens=2)  # two completions of each prompt
 
     Args:
         model: Any `nn.Model`.
@@ -79,16 +79,16 @@ class LocalEngine:
         *,
         max_new_tokens: int | Sequence[int],
         images: Sequence[Images | None] | None = None,
-        count: int = 1,
+        num_samples: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
-        """Returns `count` completions of each prompt; the arguments are those of `stream`."""
-        found: list[list[Any]] = [[None] * count for _ in prompts]
+        """Returns `num_samples` completions of each prompt; the arguments are those of `stream`."""
+        found: list[list[Any]] = [[None] * num_samples for _ in prompts]
         options: Any = {
             "images": images,
-            "count": count,
+            "num_samples": num_samples,
             "sampler": sampler,
             "stop_token_ids": stop_token_ids,
             "key": key,
@@ -103,7 +103,7 @@ class LocalEngine:
         *,
         max_new_tokens: int | Sequence[int],
         images: Sequence[Images | None] | None = None,
-        count: int = 1,
+        num_samples: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
@@ -115,7 +115,7 @@ class LocalEngine:
             max_new_tokens: Maximum number of new tokens, for all prompts or for each.
             images: For vision models: the images of each prompt in the order of their placeholders, None for a prompt
                 without. `nn.vision.patches` pads images of any size, so that similar prompts share a program.
-            count: Number of completions of each prompt.
+            num_samples: Number of completions of each prompt.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a completion and are its last token.
             key: Random key for sampling. Without it each call of this engine uses a new key: the n-th call always uses
@@ -127,18 +127,18 @@ class LocalEngine:
                 when the model does not read images, or when images and placeholders do not match.
         """
         most = limits(max_new_tokens, prompts)
-        if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}")
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         stop = check_stop(stop_token_ids, self.generator.vocab)
         seen = self._checked_images(prompts, images)
         capacity = self._checked_capacity(prompts, most)
         key = self._keys(key)
-        # The same keys as `Generator.generate` with each prompt repeated `count` times.
-        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * count)))
+        # The same keys as `Generator.generate` with each prompt repeated `num_samples` times.
+        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * num_samples)))
         rows = [
-            _Row(n, i, list(prompt), seen[n], most[n], keys[n * count + i])
+            _Row(n, i, list(prompt), seen[n], most[n], keys[n * num_samples + i])
             for n, prompt in enumerate(prompts)
-            for i in range(count)
+            for i in range(num_samples)
         ]
         # Start the longest rows first, so that no slot is left with a long row at the end.
         rows.sort(key=lambda row: -row.limit)
@@ -203,7 +203,7 @@ class _Row:
 class _Slots:
     """Arrays of all slots."""
 
-    cache: nn.Cache
+    cache: nn.cache.Cache
     hidden: Float[Array, "S 1 D"]
     keys: UInt32[Array, "S K"]
     drawn: Int[Array, " S"]  # tokens drawn for the row

@@ -43,12 +43,12 @@ class Engine(Protocol):
         prompts: Prompts,
         *,
         max_new_tokens: int | Sequence[int],
-        count: int = 1,
+        num_samples: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
-        """Returns `count` completions of each prompt; without `key`, every call uses a new key."""
+        """Returns `num_samples` completions of each prompt; without `key`, every call uses a new key."""
         ...
 
 

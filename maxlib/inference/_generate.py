@@ -272,7 +272,7 @@ def _replaced(old: Array, new: Any) -> Array:
 
 def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
     """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
-    if isinstance(model, nn.VisionModel):
+    if isinstance(model, nn.vision.VisionModel):
         model.check_images(tokens, images)
     elif images is not None:
         raise ValueError(f"{type(model).__name__} reads text only: call it without images")

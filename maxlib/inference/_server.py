@@ -75,17 +75,17 @@ class ServerEngine:
         prompts: Prompts,
         *,
         max_new_tokens: int | Sequence[int],
-        count: int = 1,
+        num_samples: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
-        """Returns `count` completions of each prompt.
+        """Returns `num_samples` completions of each prompt.
 
         Args:
             prompts: Token ids of each prompt.
             max_new_tokens: Maximum number of new tokens, for all prompts or for each.
-            count: Completions of each prompt.
+            num_samples: Completions of each prompt.
             sampler: Draws tokens; the server must report log-probabilities at its temperature.
             stop_token_ids: Ids that end a completion and are its last token.
             key: Random key, from which each request gets a seed. Without it each call of this engine uses a new key, in
@@ -99,16 +99,16 @@ class ServerEngine:
         self._check(sampler)
         stop = check_stop(stop_token_ids)
         seeds = jax.random.randint(self._keys(key), (len(prompts),), 0, 1 << 30).tolist()
-        shared = self._options(sampler, count, stop)
+        shared = self._options(sampler, num_samples, stop)
         requests = [
             shared | {"prompt": [int(t) for t in prompt], "max_tokens": most, "seed": seed}
             for prompt, most, seed in zip(prompts, limits(max_new_tokens, prompts), seeds, strict=True)
         ]
         with concurrent.futures.ThreadPoolExecutor(self.connections) as pool:
             answers = list(pool.map(lambda request: self._post("/v1/completions", request), requests))
-        return [_completions(answer, count, stop, sampler) for answer in answers]
+        return [_completions(answer, num_samples, stop, sampler) for answer in answers]
 
-    def _options(self, sampler: Sampler, count: int, stop: Collection[int]) -> dict[str, Any]:
+    def _options(self, sampler: Sampler, num_samples: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
         # Send all settings, because servers take missing ones from the model's generation_config.json.
         draws = {"top_k": sampler.top_k or -1, "top_p": sampler.top_p or 1.0, "min_p": sampler.min_p or 0.0}
@@ -116,7 +116,7 @@ class ServerEngine:
         # A request only ends at these ids; the model's own end-of-text id is ignored.
         ends = {"stop_token_ids": sorted(stop), "ignore_eos": True}
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
-        return {"model": self.model, "n": count, "logprobs": 1} | draws | ends | ids
+        return {"model": self.model, "n": num_samples, "logprobs": 1} | draws | ends | ids
 
     def _check(self, sampler: Sampler) -> None:
         """Raises ValueError if the reported log-probabilities are not those at the sampler's temperature."""
@@ -148,11 +148,11 @@ class ServerEngine:
         return json.loads(text) if text[:1] in ("{", "[") else text
 
 
-def _completions(answer: dict[str, Any], count: int, stop: frozenset[int], sampler: Sampler) -> list[Completion]:
+def _completions(answer: dict[str, Any], num_samples: int, stop: frozenset[int], sampler: Sampler) -> list[Completion]:
     """Reads the completions of one prompt; raises ValueError if ids or log-probabilities are missing."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if len(choices) != count:
-        raise ValueError(f"the server must return {count} completions, got {len(choices)}")
+    if len(choices) != num_samples:
+        raise ValueError(f"the server must return {num_samples} completions, got {len(choices)}")
     return [_completion(choice, stop, sampler) for choice in choices]
 
 

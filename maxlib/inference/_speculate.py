@@ -48,8 +48,8 @@ class Speculated:
 class _State:
     """State between two passes: `token` is final but not cached yet, `drafts` are guesses of the next tokens."""
 
-    cache: nn.Cache
-    draft_cache: nn.Cache | None  # None with a drafter, which has no keys of its own
+    cache: nn.cache.Cache
+    draft_cache: nn.cache.Cache | None  # None with a drafter, which has no keys of its own
     token: Int[Array, " B"]
     drafts: Int[Array, "B N"]
 
@@ -147,7 +147,7 @@ class _Made:
     dtype: Any
     cache_dtype: Any
 
-    def cache(self, init: Callable[..., nn.Cache], batch: int) -> nn.Cache:
+    def cache(self, init: Callable[..., nn.cache.Cache], batch: int) -> nn.cache.Cache:
         """Returns an empty cache from which the drafts of a pass can be rewound."""
         cache = init(batch, self.capacity, dtype=self.cache_dtype)
         # A drafter attends to one key more than the window has.

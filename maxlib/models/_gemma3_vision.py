@@ -142,8 +142,8 @@ class PoolProjector(nnx.Module):
 
 def table() -> Table:
     """Maps the tensor names of the releases to parameters; transformers writes other spellings too."""
-    theirs = "vision_tower.vision_model"
-    attention = [replace(w, theirs=w.theirs.replace("o_proj", "out_proj")) for w in names.ATTENTION]
+    hf_prefix = "vision_tower.vision_model"
+    attention = [replace(w, hf_name=w.hf_name.replace("o_proj", "out_proj")) for w in names.ATTENTION]
     layer = [
         *names.layer_norm("layer_norm1", "attn_norm"),
         *attention,
@@ -152,14 +152,14 @@ def table() -> Table:
         *names.linear("mlp.fc2", "mlp.down"),
     ]
     return [
-        *names.linear(f"{theirs}.embeddings.patch_embedding", "tower.patches"),
-        Weight(f"{theirs}.embeddings.position_embedding.weight", "tower.positions"),
-        *names.under(layer, f"{theirs}.encoder.layers.{{i}}", "tower.layers.{i}"),
-        *names.layer_norm(f"{theirs}.post_layernorm", "tower.norm"),
-        Ignore(f"{theirs}.head.*"),
+        *names.linear(f"{hf_prefix}.embeddings.patch_embedding", "tower.patches"),
+        Weight(f"{hf_prefix}.embeddings.position_embedding.weight", "tower.positions"),
+        *names.under(layer, f"{hf_prefix}.encoder.layers.{{i}}", "tower.layers.{i}"),
+        *names.layer_norm(f"{hf_prefix}.post_layernorm", "tower.norm"),
+        Ignore(f"{hf_prefix}.head.*"),
         Weight("multi_modal_projector.mm_soft_emb_norm.weight", "projector.norm.scale"),
         Weight("multi_modal_projector.mm_input_projection_weight", "projector.proj.w"),
         Renamed("model.multi_modal_projector.", "multi_modal_projector."),
         Renamed("model.vision_tower.", "vision_tower."),
-        Renamed("vision_tower.", f"{theirs}."),
+        Renamed("vision_tower.", f"{hf_prefix}."),
     ]

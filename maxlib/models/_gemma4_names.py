@@ -49,31 +49,31 @@ def _images(cfg: Vision | UnifiedVision) -> list[Weight]:
     """Lists the tensors of the encoder."""
     projector = Weight("model.embed_vision.embedding_projection.weight", "tower.projector.proj.w")
     if isinstance(cfg, UnifiedVision):
-        theirs = "model.vision_embedder"
+        hf_prefix = "model.vision_embedder"
         return [
-            *names.layer_norm(f"{theirs}.patch_ln1", "tower.patch_norm"),
-            Weight(f"{theirs}.patch_dense.weight", "tower.patches.w", PATCH),
-            Weight(f"{theirs}.patch_dense.bias", "tower.patches.b"),
-            *names.layer_norm(f"{theirs}.patch_ln2", "tower.embed_norm"),
-            *_positions(f"{theirs}.pos_embedding", "P two E -> P E"),
-            *names.layer_norm(f"{theirs}.pos_norm", "tower.position_norm"),
+            *names.layer_norm(f"{hf_prefix}.patch_ln1", "tower.patch_norm"),
+            Weight(f"{hf_prefix}.patch_dense.weight", "tower.patches.w", PATCH),
+            Weight(f"{hf_prefix}.patch_dense.bias", "tower.patches.b"),
+            *names.layer_norm(f"{hf_prefix}.patch_ln2", "tower.embed_norm"),
+            *_positions(f"{hf_prefix}.pos_embedding", "P two E -> P E"),
+            *names.layer_norm(f"{hf_prefix}.pos_norm", "tower.position_norm"),
             projector,
         ]
-    theirs = "model.vision_tower"
+    hf_prefix = "model.vision_tower"
     return [
-        Weight(f"{theirs}.patch_embedder.input_proj.weight", "tower.patches.w", PATCH),
-        *_positions(f"{theirs}.patch_embedder.position_embedding_table", "two P E -> P E"),
-        *names.under(_encoder_layer(cfg), f"{theirs}.encoder.layers.{{i}}", "tower.layers.{i}"),
-        Weight(f"{theirs}.std_bias", "tower.bias"),
-        Weight(f"{theirs}.std_scale", "tower.scale"),
+        Weight(f"{hf_prefix}.patch_embedder.input_proj.weight", "tower.patches.w", PATCH),
+        *_positions(f"{hf_prefix}.patch_embedder.position_embedding_table", "two P E -> P E"),
+        *names.under(_encoder_layer(cfg), f"{hf_prefix}.encoder.layers.{{i}}", "tower.layers.{i}"),
+        Weight(f"{hf_prefix}.std_bias", "tower.bias"),
+        Weight(f"{hf_prefix}.std_scale", "tower.scale"),
         projector,
     ]
 
 
-def _positions(theirs: str, pattern: str) -> list[Weight]:
+def _positions(hf_name: str, pattern: str) -> list[Weight]:
     """Lists both tables of positions, which files have in one."""
     return [
-        Weight(theirs, f"tower.positions.{part}", pattern, {"two": n}) for n, part in enumerate(("columns", "rows"))
+        Weight(hf_name, f"tower.positions.{part}", pattern, {"two": n}) for n, part in enumerate(("columns", "rows"))
     ]
 
 
@@ -81,13 +81,13 @@ def _encoder_layer(cfg: Vision) -> list[Weight]:
     """Lists the tensors of a layer. Linear layers are one level deeper in files, and here where they have bounds."""
     found: list[Weight] = list(names.SANDWICH_NORMS)
     for entry in (*names.ATTENTION, *names.MLP):
-        stem, _, last = entry.theirs.rpartition(".")
-        ours = entry.ours.removesuffix(".w")
+        stem, _, last = entry.hf_name.rpartition(".")
+        path = entry.path.removesuffix(".w")
         if "_norm" in stem:
             found.append(entry)
         elif last == "weight":
-            weight = f"{ours}.linear.w" if cfg.clipped else entry.ours
+            weight = f"{path}.linear.w" if cfg.clipped else entry.path
             found.append(Weight(f"{stem}.linear.weight", weight, entry.pattern))
             bounds = [f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")]
-            found += [Weight(f"{stem}.{bound}", f"{ours}.{bound}") for bound in bounds if cfg.clipped]
+            found += [Weight(f"{stem}.{bound}", f"{path}.{bound}") for bound in bounds if cfg.clipped]
     return found

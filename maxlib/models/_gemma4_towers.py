@@ -145,7 +145,7 @@ class Tower(nnx.Module):
         R, P = images.pixels.shape[:2]
         padding = -P % m**2  # whole squares
         pixels = jnp.pad(jnp.asarray(images.pixels), ((0, 0), (0, padding), (0, 0)))
-        at = nn.vision.patch_places(jnp.asarray(images.grids), P + padding, m)
+        at = nn.vision.patch_positions(jnp.asarray(images.grids), P + padding, m)
         # From -1 to 1, [R, P, a, b, C] -> [R, P, E]
         x = self.patches((2 * pixels - 1).astype(dtype).reshape(R, P + padding, p, p, 3))
         x = constrain(x + self.positions(at.column, at.row).astype(dtype), "batch", "seq", "act_embed")
@@ -194,7 +194,7 @@ class PatchProjector(nnx.Module):
             dtype: The dtype of the computation.
             remat: Not used: there is one layer.
         """
-        at = nn.vision.patch_places(jnp.asarray(images.grids), images.pixels.shape[1], 1)
+        at = nn.vision.patch_positions(jnp.asarray(images.grids), images.pixels.shape[1], 1)
         # All numbers of a patch are normed together: [R, P, a b C] -> [R, P, a, b, C] -> [R, P, E]
         pixels = self.patch_norm(jnp.asarray(images.pixels, dtype))
         x = self.embed_norm(self.patches(pixels.reshape(*pixels.shape[:2], self.side, self.side, 3)))

@@ -129,7 +129,7 @@ class Vision(Images):
     model_types = ("gemma4",)
     architecture = "Gemma4ForConditionalGeneration"
     fixed = {IN + "model_type": "gemma4_vision", IN + "hidden_activation": "gelu_pytorch_tanh"}
-    only = {IN + "attention_bias": (False, None)}
+    fixed_if_present = {IN + "attention_bias": (False, None)}
     # Of processors, or read by nobody.
     ignored = tuple(IN + name for name in ("default_output_length", "max_position_embeddings", "global_head_dim"))
 

@@ -9,7 +9,7 @@ from maxlib.models import _pixtral_vision as vision
 from maxlib.ops import Rope, Yarn
 from maxlib.weights import HFConfig, Ignore, Renamed, Table, Weight, names
 
-SEEING = (vision.MERGING, vision.PLAIN)  # model types, whose text is in `text_config`
+VISION_TYPES = (vision.MERGING, vision.PLAIN)  # model types, whose text is in `text_config`
 _SHARPENED = "llama_4_scaling_beta"
 
 

@@ -217,7 +217,7 @@ class PixtralVision(nnx.Module):
         R, P = images.pixels.shape[:2]
         P += -P % self.merge**2  # whole squares
         pixels = jnp.pad(jnp.asarray(images.pixels, dtype), ((0, 0), (0, P - images.pixels.shape[1]), (0, 0)))
-        at = nn.vision.patch_places(jnp.asarray(images.grids), P, self.merge)
+        at = nn.vision.patch_positions(jnp.asarray(images.grids), P, self.merge)
         # Images are documents of a packed row, and rotate by their own rows and columns.
         places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
         ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
@@ -232,7 +232,7 @@ def table() -> Table:
     own = {"self_attn.": "attention.", "mlp.": "feed_forward."}
     entries = [*names.ATTENTION, *names.MLP]
     layer = [
-        replace(e, theirs=e.theirs.replace(old, new)) for old, new in own.items() for e in entries if old in e.theirs
+        replace(e, hf_name=e.hf_name.replace(old, new)) for old, new in own.items() for e in entries if old in e.hf_name
     ]
     layer += [Weight("attention_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
     joined = "multi_modal_projector.patch_merger.merging_layer.weight"

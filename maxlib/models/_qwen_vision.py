@@ -191,7 +191,7 @@ class QwenVision(nnx.Module):
         R, P = images.pixels.shape[:2]
         P += -P % self.merge**2  # whole squares
         pixels = jnp.pad(jnp.asarray(images.pixels, dtype), ((0, 0), (0, P - images.pixels.shape[1]), (0, 0)))
-        at = nn.vision.patch_places(jnp.asarray(images.grids), P, self.merge)
+        at = nn.vision.patch_positions(jnp.asarray(images.grids), P, self.merge)
         x = self.patches(pixels.reshape(R, P, *self.shape)) + jnp.asarray(self._positions(at), dtype)
         # Images are documents of a packed row, and rotate by their own rows and columns.
         places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
@@ -202,7 +202,7 @@ class QwenVision(nnx.Module):
         later = [merger(kept) for merger, kept in zip(self.mergers, aux.get("kept", ()), strict=True)]
         return self.merger(x), jnp.stack(later, axis=2) if later else None
 
-    def _positions(self, at: nn.vision.PatchPlaces) -> Float[Array, "R P E"]:
+    def _positions(self, at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
         """Returns the learned positions of patches, between which those of images of other sizes lie (bilinear)."""
         w, last = constrain(self.positions[...], "position", None), self.side - 1
 
@@ -223,8 +223,8 @@ def table() -> Table:
     for n, part in enumerate("qkv"):
         layer.append(Weight("attn.qkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))
         layer.append(Weight("attn.qkv.bias", f"attn.{part}.b", "(three N H) -> N H", {"three": n}))
-    layer += [replace(entry, theirs=entry.theirs.replace("self_attn.o_proj", "attn.proj")) for entry in names.ATTENTION
-              if ".o_proj." in entry.theirs]  # fmt: skip
+    layer += [replace(entry, hf_name=entry.hf_name.replace("self_attn.o_proj", "attn.proj")) for entry in names.ATTENTION
+              if ".o_proj." in entry.hf_name]  # fmt: skip
     layer += [*names.linear("mlp.linear_fc1", "mlp.up"), *names.linear("mlp.linear_fc2", "mlp.down")]
     merger = [
         *names.layer_norm("norm", "norm"),

@@ -24,7 +24,7 @@ class Config(ModelConfig):
     model_types = ("apertus",)
     architecture = "ApertusForCausalLM"
     fixed = {"hidden_act": "xielu"}
-    only = {"mlp_bias": False, "post_norm": False, "qk_norm": True}
+    fixed_if_present = {"mlp_bias": False, "post_norm": False, "qk_norm": True}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

@@ -126,7 +126,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # Experts form groups, one per node; a token uses the k best experts of the best groups only, which limits traffic.
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, best=cfg.version - 1)
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, scores_per_group=cfg.version - 1)
     router = nn.Router(
         cfg.dim,
         cfg.num_experts,
@@ -160,7 +160,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class DeepSeek(nn.MTPDecoder):
+class DeepSeek(nn.mtp.MTPDecoder):
     """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` multi-token prediction modules."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -79,7 +79,7 @@ class Config(ModelConfig):
     model_types = (DEEPSEEK, GLM)
     architecture = "DeepseekV32ForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False}
-    only = {
+    fixed_if_present = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "mlp_bias": False,
@@ -169,7 +169,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class DeepSeekV32(nn.MTPDecoder):
+class DeepSeekV32(nn.mtp.MTPDecoder):
     """DeepSeek V3.2: the cost of attention to a long text is that of its indexer, once kernels skip what is hidden."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -189,13 +189,13 @@ class DeepSeekV32(nn.MTPDecoder):
 
 def _indexer() -> list[Weight]:
     """Lists the weights of the indexer."""
-    theirs, ours = "self_attn.indexer", "attn.indexer"
+    hf_prefix, prefix = "self_attn.indexer", "attn.indexer"
     return [
-        Weight(f"{theirs}.wq_b.weight", f"{ours}.q.w", "(N H) R -> N H R"),
-        Weight(f"{theirs}.wk.weight", f"{ours}.k.w"),
-        Weight(f"{theirs}.k_norm.weight", f"{ours}.k_norm.scale"),
-        Weight(f"{theirs}.k_norm.bias", f"{ours}.k_norm.bias"),
-        Weight(f"{theirs}.weights_proj.weight", f"{ours}.weight.w"),
+        Weight(f"{hf_prefix}.wq_b.weight", f"{prefix}.q.w", "(N H) R -> N H R"),
+        Weight(f"{hf_prefix}.wk.weight", f"{prefix}.k.w"),
+        Weight(f"{hf_prefix}.k_norm.weight", f"{prefix}.k_norm.scale"),
+        Weight(f"{hf_prefix}.k_norm.bias", f"{prefix}.k_norm.bias"),
+        Weight(f"{hf_prefix}.weights_proj.weight", f"{prefix}.weight.w"),
     ]
 
 

@@ -50,7 +50,7 @@ class Config(ModelConfig):
     model_types = ("falcon_h1",)
     architecture = "FalconH1ForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None}
+    fixed_if_present = {"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None}
     # Of the algorithm, of generation, and of code that transformers does not have.
     ignored = ("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "expansion_factor", "time_step_floor")
 

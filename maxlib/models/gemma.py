@@ -27,7 +27,7 @@ class Config(ModelConfig):
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # the first releases say "gelu" and mean its tanh approximation
         "hidden_activation": "gelu_pytorch_tanh",
     }
-    only = {"use_bidirectional_attention": False}
+    fixed_if_present = {"use_bidirectional_attention": False}
 
     vocab: int = hf("vocab_size", absent=256_000)
     num_layers: int = hf("num_hidden_layers")

@@ -31,7 +31,7 @@ class Config(ModelConfig):
     architecture = "Gemma2ForCausalLM"
     fixed = {"hidden_activation": "gelu_pytorch_tanh"}
     # hidden_act is never read by transformers; the releases have both.
-    only = {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+    fixed_if_present = {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 
     vocab: int = hf("vocab_size", absent=256_000)
     num_layers: int = hf("num_hidden_layers")

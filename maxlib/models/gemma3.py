@@ -43,7 +43,7 @@ class Config(ModelConfig):
     model_types = ("gemma3_text",)
     architecture = "Gemma3ForCausalLM"
     fixed = {"hidden_activation": GELU}
-    only = {
+    fixed_if_present = {
         "hidden_act": GELU,
         **dict.fromkeys(
             ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"), (None, False)
@@ -129,7 +129,7 @@ class Block(nn.Layer):
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
-class Gemma3(nn.VisionDecoder):
+class Gemma3(nn.vision.VisionDecoder):
     """Gemma 3: only one layer of six caches the whole text; with `cfg.vision` it reads images.
 
     Local layers rotate with a base of 10k, global ones with 1M, which long texts stretch.

@@ -23,7 +23,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # A layer has its own keys, shares them with later layers, or takes those of the last layer that shares.
 OWN, SHARES, TAKES = "own", "shares", "takes"
 PER_LAYER = "hidden_size_per_layer_input"
-TEXT, SEEING = ("gemma4_text", "gemma4_unified_text"), ("gemma4", "gemma4_unified")
+TEXT, VISION_TYPES = ("gemma4_text", "gemma4_unified_text"), ("gemma4", "gemma4_unified")
 
 
 def _pattern(num_layers: int, period: int = 6) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class Config(ModelConfig):
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", *TEXT, *SEEING) not in SEEING:
+        if fields.require("model_type", *TEXT, *VISION_TYPES) not in VISION_TYPES:
             return super().from_hf(fields)
         text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
         return replace(text, tied=tied, vision=read_vision(fields))
@@ -209,7 +209,7 @@ class Block(nn.Layer):
         return h, cache, {self.kind: kv} if self.role == SHARES else {}
 
 
-class Gemma4(nn.NativeVisionDecoder):
+class Gemma4(nn.vision.NativeVisionDecoder):
     """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
 
     With `cfg.vision` it reads images, whose tokens count as positions like any other.
@@ -255,13 +255,13 @@ class Gemma4(nn.NativeVisionDecoder):
         if self.cfg.vision is not None:
             self.cfg.vision.check_inputs(tokens, images)
 
-    def last_keys(self, cache: nn.Cache) -> dict[str, nn.cache.Ordered]:
+    def last_keys(self, cache: nn.cache.Cache) -> dict[str, nn.cache.Ordered]:
         """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is
         added to a token's index to find it among them.
         """
         own = self.cfg.types[: self.cfg.num_layers - self.cfg.num_shared]
         last = {kind: self.layers.cache_of(i, cache.layers) for i, kind in enumerate(own)}
-        return {kind: one.in_order(cache.length) for kind, one in last.items()}
+        return {kind: one.unrolled(cache.length) for kind, one in last.items()}
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
         """Returns a vector of each token for each layer, if the model has them."""
@@ -297,5 +297,10 @@ PRESETS = {
 # fmt: on
 
 FAMILY = Family(
-    name="gemma4", model=Gemma4, config=Config, table=_gemma4_names.table, presets=PRESETS, model_types=(*TEXT, *SEEING)
+    name="gemma4",
+    model=Gemma4,
+    config=Config,
+    table=_gemma4_names.table,
+    presets=PRESETS,
+    model_types=(*TEXT, *VISION_TYPES),
 )

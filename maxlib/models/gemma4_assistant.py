@@ -174,7 +174,7 @@ class Gemma4Assistant(nnx.Module):
         target: gemma4.Gemma4,
         hidden: Float[Array, "B 1 E"],
         token: Int[Array, " B"],
-        cache: nn.Cache,
+        cache: nn.cache.Cache,
         *,
         count: int,
     ) -> Int[Array, "B N"]:
@@ -190,7 +190,7 @@ class Gemma4Assistant(nnx.Module):
         _, drafts = jax.lax.scan(guess, (token, hidden), length=count)
         return drafts.T  # [N, B] -> [B, N]
 
-    def target_keys(self, target: gemma4.Gemma4, cache: nn.Cache, dtype: Any) -> dict[str, nn.cache.SharedKV]:
+    def target_keys(self, target: gemma4.Gemma4, cache: nn.cache.Cache, dtype: Any) -> dict[str, nn.cache.SharedKV]:
         """Returns the target's last keys and values by type, with the bounds within which a guess attends to them.
 
         Args:

@@ -44,7 +44,7 @@ class Config(ModelConfig):
     model_types = ("glm4_moe_lite",)
     architecture = "Glm4MoeLiteForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False}
-    only = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1}
+    fixed_if_present = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
@@ -109,7 +109,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class GLM4MoELite(nn.MTPDecoder):
+class GLM4MoELite(nn.mtp.MTPDecoder):
     """GLM-4.7-Flash: 30B parameters of which a token uses 3B, with a cache of 576 numbers per token and layer."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -155,7 +155,7 @@ class GPT2(nn.Decoder):
         """Builds layer `i`."""
         return Block(self.cfg, self.cfg.scales[i], rngs=rngs)
 
-    def enter(self, x: Float[Array, "B T D"], *, cache: nn.Cache | None = None, **inputs: Any):
+    def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
         """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
         x, ctx = super().enter(x, cache=cache, **inputs)
         # Added after a split sequence is reordered, by the tokens' positions, which are reordered with them.
@@ -174,14 +174,14 @@ class GPT2(nn.Decoder):
 
 def _table(cfg: Config) -> Table:
     """Maps tensor names of Hugging Face to parameters. Releases leave out the prefix, and have the mask as a buffer."""
-    theirs, ours = "transformer.h.{i}.", "layers.{i}."
+    hf_prefix, prefix = "transformer.h.{i}.", "layers.{i}."
     # Queries, keys and values are thirds of one tensor.
     thirds = [
         entry
         for n, part in enumerate("qkv")
         for entry in (
-            Weight(f"{theirs}attn.c_attn.weight", f"{ours}attn.{part}.w", "D (R N H) -> D N H", at={"R": n}),
-            Weight(f"{theirs}attn.c_attn.bias", f"{ours}attn.{part}.b", "(R N H) -> N H", at={"R": n}),
+            Weight(f"{hf_prefix}attn.c_attn.weight", f"{prefix}attn.{part}.w", "D (R N H) -> D N H", at={"R": n}),
+            Weight(f"{hf_prefix}attn.c_attn.bias", f"{prefix}attn.{part}.b", "(R N H) -> N H", at={"R": n}),
         )
     ]
     layer = [
@@ -196,12 +196,12 @@ def _table(cfg: Config) -> Table:
         Weight("transformer.wte.weight", "embed.w"),
         Weight("transformer.wpe.weight", "positions.w"),
         *thirds,
-        *names.under(layer, theirs[:-1], ours[:-1]),
+        *names.under(layer, hf_prefix[:-1], prefix[:-1]),
         *names.layer_norm("transformer.ln_f", "norm"),
         Weight("lm_head.weight", "head.w"),
         Copy("lm_head.weight", of="transformer.wte.weight"),
-        Ignore(theirs + "attn.bias"),
-        Ignore(theirs + "attn.masked_bias"),
+        Ignore(hf_prefix + "attn.bias"),
+        Ignore(hf_prefix + "attn.masked_bias"),
         *[Renamed(name, f"transformer.{name}") for name in ("wte.", "wpe.", "h.", "ln_f.")],
     ]
 

@@ -20,7 +20,7 @@ class Config(ModelConfig):
     model_types = ("granite",)
     architecture = "GraniteForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"mlp_bias": False}
+    fixed_if_present = {"mlp_bias": False}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

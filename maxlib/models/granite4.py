@@ -47,7 +47,7 @@ class Config(ModelConfig):
     model_types = ("granitemoehybrid",)
     architecture = "GraniteMoeHybridForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"mlp_bias": False, "normalization_function": "rmsnorm"}
+    fixed_if_present = {"mlp_bias": False, "normalization_function": "rmsnorm"}
     ignored = ("mamba_chunk_size", "init_method")  # of the algorithm, and of training
 
     vocab: int = hf("vocab_size")
@@ -165,13 +165,13 @@ class Granite4(nn.Decoder):
 
 def _table(cfg: Config) -> Table:
     # What a layer lacks (one of both mixers, experts) is passed over.
-    shared, experts, ours = "shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight", "mlp"
+    shared, experts, path = "shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight", "mlp"
     if cfg.num_experts:
-        ours = "moe.shared"
-    layer = [*names.NORMS, *names.ATTENTION, Weight("shared_mlp.output_linear.weight", f"{ours}.down.w")]
+        path = "moe.shared"
+    layer = [*names.NORMS, *names.ATTENTION, Weight("shared_mlp.output_linear.weight", f"{path}.down.w")]
     for row, part in enumerate(("gate", "up")):  # gate over up
         layer += [
-            Weight(shared, f"{ours}.{part}.w", "(two F) D -> F D", {"two": row}),
+            Weight(shared, f"{path}.{part}.w", "(two F) D -> F D", {"two": row}),
             Weight(experts, f"moe.{part}.w", "E (two F) D -> E F D", {"two": row}),
         ]
     layer += [Weight("block_sparse_moe.output_linear.weight", "moe.down.w")]

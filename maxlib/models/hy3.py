@@ -21,7 +21,12 @@ class Config(ModelConfig):
     model_types = ("hy_v3",)
     architecture = "HYV3ForCausalLM"
     fixed = {"hidden_act": "silu", "mlp_bias": False}
-    only = {"qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True}
+    fixed_if_present = {
+        "qk_norm": True,
+        "route_norm": True,
+        "moe_router_use_sigmoid": True,
+        "moe_router_enable_expert_bias": True,
+    }
     # They say what is computed in float32, or by which kernel.
     ignored = (
         "enable_attention_fp32_softmax",

@@ -71,7 +71,7 @@ class Config(ModelConfig):
     model_types = ("kimi_linear",)
     architecture = "KimiLinearForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
-    only = {
+    fixed_if_present = {
         "mla_use_nope": True,
         "moe_router_activation_func": "sigmoid",
         "moe_layer_freq": 1,
@@ -198,9 +198,9 @@ def _delta(cfg: Config) -> list[Weight]:
     for part in "qkv":
         table.append(Weight(f"{own}.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
         table.append(Weight(f"{own}.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0}))
-    for theirs, ours in {"f": "f", "g": "gate"}.items():
-        table.append(Weight(f"{own}.{theirs}_a_proj.weight", f"delta.{ours}_down.w"))
-        table.append(Weight(f"{own}.{theirs}_b_proj.weight", f"delta.{ours}_up.w", "(N H) R -> N H R"))
+    for hf_name, part in {"f": "f", "g": "gate"}.items():
+        table.append(Weight(f"{own}.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
+        table.append(Weight(f"{own}.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
     return table
 
 
@@ -208,8 +208,8 @@ def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
     # w1, w3 and w2 are gate, up and down, as in Mixtral's files.
     experts = [
-        Weight(f"{moe}.experts.{{e}}.{theirs}.weight", f"moe.{ours}.w", "O I -> e O I")
-        for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
+        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
     ]
     shared = [
         Weight(f"{moe}.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in ("gate", "up", "down")

@@ -71,7 +71,7 @@ class Config(ModelConfig):
     """Sizes of an LFM2; `PRESETS` has the published ones."""
 
     model_types = (DENSE, SPARSE)
-    only = {"block_use_swiglu": True, "use_pos_enc": True}
+    fixed_if_present = {"block_use_swiglu": True, "use_pos_enc": True}
     # Said twice in the releases (transformers reads none of them), and of initialisation.
     ignored = (
         *("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads", "theta"),
@@ -177,20 +177,20 @@ def _table(cfg: Config) -> Table:
     renamed = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
     layer = [Weight("operator_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
     for entry in names.ATTENTION:
-        part = entry.theirs.split(".")[1]
-        layer.append(replace(entry, theirs=entry.theirs.replace(part, renamed.get(part, part))))
-    for row, ours in enumerate(("in_gate", "out_gate", "value")):
+        part = entry.hf_name.split(".")[1]
+        layer.append(replace(entry, hf_name=entry.hf_name.replace(part, renamed.get(part, part))))
+    for row, part in enumerate(("in_gate", "out_gate", "value")):
         layer += [
-            Weight("conv.in_proj.weight", f"conv.{ours}.w", "(R F) D -> F D", {"R": row}),
-            Weight("conv.in_proj.bias", f"conv.{ours}.b", "(R F) -> F", {"R": row}),
+            Weight("conv.in_proj.weight", f"conv.{part}.w", "(R F) D -> F D", {"R": row}),
+            Weight("conv.in_proj.bias", f"conv.{part}.b", "(R F) -> F", {"R": row}),
         ]
     layer += [Weight("conv.conv.weight", "conv.conv", "D one W -> D W", {"one": 0})]
     layer += [Weight("conv.conv.bias", "conv.conv_bias"), *names.linear("conv.out_proj", "conv.o")]
     # w1, w3 and w2 are gate, up and down.
-    for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items():
+    for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items():
         layer += [
-            Weight(f"feed_forward.{theirs}.weight", f"mlp.{ours}.w"),
-            Weight(f"feed_forward.experts.{{e}}.{theirs}.weight", f"moe.{ours}.w", "O I -> e O I"),
+            Weight(f"feed_forward.{hf_name}.weight", f"mlp.{part}.w"),
+            Weight(f"feed_forward.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I"),
         ]
     layer += [Weight("feed_forward.gate.weight", "moe.router.gate.w")]
     layer += [Weight("feed_forward.expert_bias", "moe.router.expert_bias")]

@@ -85,7 +85,7 @@ class Config(ModelConfig):
     model_types = ("llama4_text",)
     architecture = "Llama4ForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"for_llm_compressor": False}  # experts of another shape, in some quantized files
+    fixed_if_present = {"for_llm_compressor": False}  # experts of another shape, in some quantized files
 
     vocab: int = hf("vocab_size", absent=202_048)
     num_layers: int = hf("num_hidden_layers", absent=48)
@@ -185,7 +185,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class Llama4(nn.VisionDecoder):
+class Llama4(nn.vision.VisionDecoder):
     """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
     (iRoPE).
 

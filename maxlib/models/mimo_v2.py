@@ -59,7 +59,7 @@ class Config(ModelConfig):
     model_types = ("mimo_v2_flash",)
     architecture = "MiMoV2FlashForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {
+    fixed_if_present = {
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
         "mlp_bias": False,

@@ -38,7 +38,7 @@ class Config(ModelConfig):
     model_types = ("minimax_m2",)
     architecture = "MiniMaxM2ForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {
+    fixed_if_present = {
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
         "scoring_func": "sigmoid",
@@ -120,8 +120,8 @@ def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
     # w1, w3 and w2 are gate, up and down, as in Mixtral's files.
     experts = [
-        Weight(f"{moe}.experts.{{e}}.{theirs}.weight", f"moe.{ours}.w", "O I -> e O I")
-        for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
+        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
     ]
     router = [
         Weight(f"{moe}.gate.weight", "moe.router.gate.w"),

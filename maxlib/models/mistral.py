@@ -73,7 +73,7 @@ class Config(ModelConfig):
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", *cls.model_types, *shared.SEEING) not in shared.SEEING:
+        if fields.require("model_type", *cls.model_types, *shared.VISION_TYPES) not in shared.VISION_TYPES:
             return super().from_hf(fields)
         return shared.read_seeing(fields, super().from_hf)
 
@@ -110,7 +110,7 @@ class Block(nn.Layer):
         return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
-class Mistral(nn.NativeVisionDecoder):
+class Mistral(nn.vision.NativeVisionDecoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -187,5 +187,5 @@ FAMILY = Family(
     config=Config,
     table=_table,
     presets=PRESETS,
-    model_types=(*Config.model_types, *shared.SEEING),
+    model_types=(*Config.model_types, *shared.VISION_TYPES),
 )

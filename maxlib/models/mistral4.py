@@ -51,7 +51,7 @@ class Config(ModelConfig):
     model_types = ("mistral4",)
     architecture = "Mistral4ForCausalLM"
     fixed = {"hidden_act": "silu", "attention_bias": False}
-    only = {"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
+    fixed_if_present = {"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
@@ -134,7 +134,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class Mistral4(nn.NativeVisionDecoder):
+class Mistral4(nn.vision.NativeVisionDecoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.

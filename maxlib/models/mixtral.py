@@ -82,8 +82,8 @@ def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
     # w1, w3 and w2 are gate, up and down. Each expert is a tensor of its own there, an index of one array here.
     experts = [
-        Weight(f"{moe}.experts.{{e}}.{theirs}.weight", f"moe.{ours}.w", "O I -> e O I")
-        for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
+        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
     ]
     router = Weight(f"{moe}.gate.weight", "moe.router.gate.w")
     return names.decoder_table([*names.NORMS, *names.ATTENTION, router, *experts])

@@ -64,7 +64,7 @@ class Config(ModelConfig):
     model_types = ("muse_glimmer_text",)
     architecture = "MuseGlimmerForConditionalGeneration"
     fixed = {"hidden_activation": "silu", "attention_bias": False}
-    only = {"hidden_act": "silu", "attn_logit_softcapping": None, "mlp_bias": False}
+    fixed_if_present = {"hidden_act": "silu", "attn_logit_softcapping": None, "mlp_bias": False}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

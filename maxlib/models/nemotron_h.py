@@ -46,7 +46,7 @@ class Config(ModelConfig):
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
-    only = {"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1}
+    fixed_if_present = {"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1}
     ignored = (
         # Of the algorithm and of training; time_step_min alone is a limit, in transformers too.
         *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
@@ -164,7 +164,7 @@ class NemotronH(nn.Decoder):
 
 def _table(cfg: Config) -> Table:
     # What a layer lacks (all mixers but one) is passed over.
-    attention = [replace(entry, theirs=entry.theirs.replace("self_attn", "mixer")) for entry in names.ATTENTION]
+    attention = [replace(entry, hf_name=entry.hf_name.replace("self_attn", "mixer")) for entry in names.ATTENTION]
     inner, groups = cfg.mamba_heads * cfg.mamba_head_dim, cfg.mamba_groups * cfg.mamba_state
     layer = [Weight("norm.weight", "norm.scale"), *attention]
     layer += names.mamba2("mixer", "mamba", heads=cfg.mamba_heads, inner=inner, groups=groups)

@@ -158,8 +158,8 @@ def _delta_net() -> list[Weight]:
         table.append(
             Weight(f"linear_attn.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0})
         )
-    for theirs, ours in {"q": "q", "k": "k", "v": "v", "g": "gate"}.items():
-        table.append(Weight(f"linear_attn.{theirs}_proj.weight", f"delta.{ours}.w", "(N H) D -> N H D"))
+    for hf_name, part in {"q": "q", "k": "k", "v": "v", "g": "gate"}.items():
+        table.append(Weight(f"linear_attn.{hf_name}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
     table += [Weight(f"linear_attn.{part}_proj.weight", f"delta.{part}.w") for part in "ab"]
     table += [Weight("linear_attn.o_norm.weight", "delta.norm.scale")]
     return [*table, Weight("linear_attn.o_proj.weight", "delta.o.w", "D (N H) -> D N H")]
@@ -176,9 +176,9 @@ def _table(cfg: Config) -> Table:
     ]
     spellings = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
     also = [
-        Renamed(f"model.layers.{i}.{theirs}.", f"model.layers.{i}.{to}.")
+        Renamed(f"model.layers.{i}.{hf_name}.", f"model.layers.{i}.{to}.")
         for i in range(cfg.num_layers)
-        for theirs, to in spellings.items()
+        for hf_name, to in spellings.items()
     ]
     return [*also, *names.decoder_table([*shared, *names.ATTENTION, *_delta_net()])]
 

@@ -24,7 +24,7 @@ class Config(ModelConfig):
     architecture = "Phi3ForCausalLM"
     fixed = {"hidden_act": "silu"}
     # In Phi-4-mini's config; transformers has none of them.
-    only = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False) | {
+    fixed_if_present = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False) | {
         "full_attn_mod": 1,
         "interpolate_factor": 1,
     }

@@ -24,7 +24,7 @@ class Config(ModelConfig):
     model_types = ("qwen2",)
     architecture = "Qwen2ForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"use_mrope": False}
+    fixed_if_present = {"use_mrope": False}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

@@ -37,7 +37,7 @@ Vision = vision.Vision
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "qwen3_5_text", "qwen3_5_moe_text"
-SEEING = ("qwen3_5", "qwen3_5_moe")  # vision models, with the text model's fields in `text_config`
+VISION_TYPES = ("qwen3_5", "qwen3_5_moe")  # vision models, with the text model's fields in `text_config`
 SECTIONS = (11, 11, 10)  # of M-RoPE
 
 
@@ -63,7 +63,7 @@ class Config(ModelConfig):
 
     model_types = (DENSE, SPARSE)
     fixed = {"hidden_act": "silu"}
-    only = {
+    fixed_if_present = {
         "attn_output_gate": True,
         "use_sliding_window": False,
         "norm_topk_prob": True,
@@ -109,10 +109,10 @@ class Config(ModelConfig):
             raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
         if self.vision is not None and self.vision.deepstack:
             raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
-        self.turning  # noqa: B018  # its sections are checked
+        self.rotary  # noqa: B018  # its sections are checked
 
     @property
-    def turning(self) -> Rope | ops.MRope:
+    def rotary(self) -> Rope | ops.MRope:
         """The rotary embedding of all layers; with three positions per token in a vision model."""
         return self.rope if self.vision is None else ops.MRope(self.rope, self.sections)
 
@@ -124,11 +124,11 @@ class Config(ModelConfig):
     @classmethod
     def from_hf(cls, fields: HFConfig) -> "Config":
         """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", DENSE, SPARSE, *SEEING) not in SEEING:
+        if fields.require("model_type", DENSE, SPARSE, *VISION_TYPES) not in VISION_TYPES:
             return super().from_hf(fields)
         text = super().from_hf(fields.nested("text_config"))
         tied = fields.take("tie_word_embeddings", text.tied)
-        return replace(text, tied=tied, vision=Vision.read(fields, text.dim, *SEEING))
+        return replace(text, tied=tied, vision=Vision.read(fields, text.dim, *VISION_TYPES))
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json."""
@@ -147,7 +147,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     options: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, q_norm=norm(), k_norm=norm())
     # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
-    return nn.Attention(cfg.dim, **heads, rope=cfg.turning, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
+    return nn.Attention(cfg.dim, **heads, rope=cfg.rotary, out_gate_act=jax.nn.sigmoid, **options, rngs=rngs)
 
 
 def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
@@ -188,12 +188,12 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen35(nn.NativeVisionDecoder, nn.MTPDecoder):
+class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.turning,)
+        self.masks, self.ropes = (ops.Causal(),), (cfg.rotary,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
@@ -234,24 +234,24 @@ def _table(cfg: Config) -> Table:
     return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), *ahead]
 
 
-def _sees(**sizes: Any) -> Vision:
+def _vision(**sizes: Any) -> Vision:
     return Vision(image_token=248_056, video_token=248_057, start_token=248_053, end_token=248_054, **sizes)
 
 
 def _sized(dim: int, num_layers: int, heads: tuple[int, int], num_value_heads: int, **more: Any) -> Config:
     num_heads, num_kv_heads = heads
     sizes: Any = dict(dim=dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=256)
-    sizes |= dict(rope=Rope(64, 10_000_000.0, max_length=262_144), vision=_sees())
+    sizes |= dict(rope=Rope(64, 10_000_000.0, max_length=262_144), vision=_vision())
     return Config(vocab=248_320, num_value_heads=num_value_heads, **sizes | more)
 
 
 # fmt: off
-_SMALL = _sees(dim=1024, num_layers=24, mlp_dim=4096)
+_SMALL = _vision(dim=1024, num_layers=24, mlp_dim=4096)
 _27B = _sized(5120, 64, (24, 4), 48, mlp_dim=17_408)
 _35B = _sized(2048, 40, (16, 2), 32, expert_dim=512, shared_dim=512, num_experts=256, top_k=8)
 PRESETS = {
     "qwen3.5-0.8b": _sized(
-        1024, 24, (8, 2), 16, mlp_dim=3584, tied=True, vision=_sees(dim=768, num_layers=12, num_heads=12, mlp_dim=3072)
+        1024, 24, (8, 2), 16, mlp_dim=3584, tied=True, vision=_vision(dim=768, num_layers=12, num_heads=12, mlp_dim=3072)
     ),
     "qwen3.5-2b": _sized(2048, 24, (8, 2), 16, mlp_dim=6144, tied=True, vision=_SMALL),
     "qwen3.5-4b": _sized(2560, 32, (16, 4), 32, mlp_dim=9216, tied=True, vision=_SMALL),
@@ -268,5 +268,10 @@ PRESETS = {
 # fmt: on
 
 FAMILY = Family(
-    name="qwen3_5", model=Qwen35, config=Config, table=_table, presets=PRESETS, model_types=(DENSE, SPARSE, *SEEING)
+    name="qwen3_5",
+    model=Qwen35,
+    config=Config,
+    table=_table,
+    presets=PRESETS,
+    model_types=(DENSE, SPARSE, *VISION_TYPES),
 )

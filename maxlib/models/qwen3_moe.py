@@ -41,7 +41,7 @@ class Config(ModelConfig):
     model_types = ("qwen3_moe",)
     architecture = "Qwen3MoeForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    fixed_if_present = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")

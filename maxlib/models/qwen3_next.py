@@ -37,7 +37,7 @@ class Config(ModelConfig):
     model_types = ("qwen3_next",)
     architecture = "Qwen3NextForCausalLM"
     fixed = {"hidden_act": "silu"}
-    only = {"use_sliding_window": False}
+    fixed_if_present = {"use_sliding_window": False}
 
     vocab: int = hf("vocab_size")
     num_layers: int = hf("num_hidden_layers")
@@ -133,7 +133,7 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen3Next(nn.MTPDecoder):
+class Qwen3Next(nn.mtp.MTPDecoder):
     """Qwen3-Next: every fourth layer caches keys and values, the others a state of fixed size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -44,8 +44,8 @@ class Config(ModelConfig):
     model_types = (f"{DENSE}_text", f"{SPARSE}_text")
     fixed = {"hidden_act": "silu"}
     # transformers renormalises weights of experts whatever the releases say of it.
-    only = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ([],)}
-    only |= {"use_sliding_window": False, "sliding_window": None}
+    fixed_if_present = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ([],)}
+    fixed_if_present |= {"use_sliding_window": False, "sliding_window": None}
 
     vocab: int = hf("vocab_size", absent=151_936)
     num_layers: int = hf("num_hidden_layers")
@@ -92,7 +92,7 @@ class Config(ModelConfig):
         tied = fields.take("tie_word_embeddings", False)  # the text's own counts for nothing
         fields.nested("vision_config").take("deepstack_visual_indexes", kind=list)
         sees = Vision.read(fields, text.take("hidden_size", kind=int), kind)
-        for name, allowed in (*cls.fixed.items(), *cls.only.items()):
+        for name, allowed in (*cls.fixed.items(), *cls.fixed_if_present.items()):
             text.require(name, *(allowed if isinstance(allowed, tuple) else (allowed,)))
         return cls(**cls._read(text) | {"tied": tied}, vision=sees)
 
@@ -139,7 +139,7 @@ class Block(nn.Layer):
         return constrain(x if added is None else x + added, "batch", "seq", "act_embed"), cache, aux
 
 
-class Qwen3VL(nn.NativeVisionDecoder):
+class Qwen3VL(nn.vision.NativeVisionDecoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -178,10 +178,10 @@ def _experts_table(cfg: Any) -> tuple[list[Weight], list[Convert]]:
         "up": (gate_up, lambda both: turned(both, 2 * F)[:, :, F:]),
         "down": (down, lambda one: turned(one, D)),
     }
-    name = lambda theirs: (f"{TEXT}.layers.{{i}}.{theirs}",)
+    name = lambda hf_name: (f"{TEXT}.layers.{{i}}.{hf_name}",)
     return entries, [
-        Convert(name(theirs), f"layers.{{i}}.moe.{part}.w", load, batch=1, dtype=None)
-        for part, (theirs, load) in loads.items()
+        Convert(name(hf_name), f"layers.{{i}}.moe.{part}.w", load, batch=1, dtype=None)
+        for part, (hf_name, load) in loads.items()
     ]
 
 

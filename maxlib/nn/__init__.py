@@ -22,13 +22,11 @@ from maxlib.nn._attention import Attention as Attention
 from maxlib.nn._attention import TemperatureTuning as TemperatureTuning
 from maxlib.nn._attention import attend as attend
 from maxlib.nn._context import Context as Context
-from maxlib.nn._context import bidirectional_blocks as bidirectional_blocks
 from maxlib.nn._context import context as context
 from maxlib.nn._decoder import Decoder as Decoder
-from maxlib.nn._decoder import MTPDecoder as MTPDecoder
-from maxlib.nn._decoder import VisionDecoder as VisionDecoder
 from maxlib.nn._delta_net import GatedDeltaNet as GatedDeltaNet
 from maxlib.nn._draw import draw as draw
+from maxlib.nn._expert_linear import ExpertLinear as ExpertLinear
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
@@ -42,10 +40,7 @@ from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._model import Model as Model
 from maxlib.nn._model import Output as Output
-from maxlib.nn._model import VisionModel as VisionModel
-from maxlib.nn._moe import ExpertLinear as ExpertLinear
 from maxlib.nn._moe import MoE as MoE
-from maxlib.nn._native_vision import NativeVisionDecoder as NativeVisionDecoder
 from maxlib.nn._positions import LearnedPositions as LearnedPositions
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
@@ -54,8 +49,6 @@ from maxlib.nn._short_conv import ShortConvolution as ShortConvolution
 from maxlib.nn._sparse_mla import SparseMLA as SparseMLA
 from maxlib.nn._stack_grouping import grouping_for as grouping_for
 from maxlib.nn._summary import summary as summary
-from maxlib.nn.cache import Cache as Cache
-from maxlib.nn.cache import KVCache as KVCache
 from maxlib.nn.mixer import SequenceMixer as SequenceMixer
 from maxlib.nn.mixer import with_attention as with_attention
 from maxlib.nn.norm import LayerNorm as LayerNorm
@@ -65,7 +58,6 @@ from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import unstack as unstack
 from maxlib.nn.tree import cast as cast
 from maxlib.nn.tree import combine as combine
-from maxlib.nn.tree import is_trainable as is_trainable
 from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import variables as variables

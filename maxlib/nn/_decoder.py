@@ -1,7 +1,6 @@
 """Base classes of decoder-only models: embedding, stack of layers, final norm, head."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,14 +9,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import AnyRope, Context, bidirectional_blocks, context, zigzag_shard, zigzag_unshard
+from maxlib.nn._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
 from maxlib.nn._linear import Embed
 from maxlib.nn._model import Output
 from maxlib.nn.cache import Cache
-from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack, WithShared
-from maxlib.nn.vision import check_placeholders, place_features
 from maxlib.ops._attention import Mask
 from maxlib.sharding import constrain
 
@@ -181,123 +178,3 @@ class Decoder(nnx.Module):
     def max_length(self) -> int | None:
         """Number of positions that the model supports; None if there is no limit."""
         return min((rope.max_length for rope in self.ropes if rope.max_length is not None), default=None)
-
-
-class VisionDecoder(Decoder):
-    """Decoder that reads images at placeholder tokens, if its constructor sets `tower` and `projector`.
-
-    Its `cfg.vision` is None, or has `image_token` and `num_tokens`, the number of vectors per image. Image tokens
-    attend to each other in both directions under a mask with `ops.BidirectionalBlocks`.
-
-    Attributes:
-        tower: Image encoder.
-        projector: Maps the encoder's output to vectors of the text model's width.
-    """
-
-    tower: Any = None
-    projector: Any = None
-
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        valid: Bool[Array, "B T"] | None = None,
-        images: Float[Array, "I C H W"] | None = None,
-        cache: Cache | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: Policy = None,
-    ) -> Output:
-        """Computes the hidden states of rows of tokens and images; see `Decoder.__call__` for the other arguments.
-
-        Args:
-            tokens: Ids, `B T`, with placeholders for images.
-            positions: Positions for rotary tables.
-            segment_ids: Packed document of each token.
-            valid: False for padding.
-            images: The `pixel_values` of Hugging Face's processor (tiles, for Llama 4), in the order of their
-                placeholders.
-            cache: Cache of earlier tokens, or None.
-            dtype: Dtype of the computation.
-            remat: What layers keep for the backward pass.
-
-        Raises:
-            ValueError: when images are given to a text model, or the number of placeholders is not `num_tokens` per
-                image. Inside jit, where ids are not known, the placeholders become NaN instead.
-        """
-        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid, "images": images}
-        x, inputs = self.embed_inputs(tokens, dtype=dtype, cache=cache, remat=remat, **inputs)
-        return self.run(x, **inputs, cache=cache, remat=remat)
-
-    def embed_inputs(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        dtype: Any,
-        cache: Cache | None = None,
-        remat: Policy = None,
-        images: Float[Array, "I C H W"] | None = None,
-        **inputs: Any,
-    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
-        """Returns the vectors of tokens and images, and the arguments of `enter`; see `Decoder.embed_inputs`."""
-        x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
-        self.check_images(tokens, images)
-        if images is None:
-            return x, inputs
-        is_image = tokens == self.cfg.vision.image_token
-        # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
-        x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
-        # Start and stop of each image, [B, T], for masks with `ops.BidirectionalBlocks`.
-        blocks = bidirectional_blocks(is_image, segment_ids=inputs.get("segment_ids"), cache=cache)
-        return x, inputs | {"bidirectional_blocks": blocks}
-
-    def check_images(self, tokens: Int[Any, "B T"], images: Float[Any, "I C H W"] | None) -> None:
-        """Raises ValueError as `__call__` does; generators call it before they enter jit."""
-        if self.cfg.vision is not None:
-            count = 0 if images is None else len(images) * self.cfg.vision.num_tokens
-            check_placeholders(tokens == self.cfg.vision.image_token, count)
-        elif images is not None:
-            raise ValueError(
-                f"this {type(self).__name__} reads text only (its config has no vision): call it without images"
-            )
-
-
-class MTPDecoder(Decoder):
-    """Decoder with multi-token prediction modules; the first of them can draft.
-
-    Attributes:
-        mtp: The modules, which predict 2, 3, ... tokens ahead.
-    """
-
-    mtp: Sequence[MTP] = ()
-
-    def predict_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[MTPOutput]:
-        """Predicts further ahead from the final `hidden`.
-
-        Args:
-            hidden: The model's output, `B T D`.
-            tokens: Ids, `B T`.
-            inputs: `positions`, `segment_ids`, `valid`, `remat`.
-
-        Returns:
-            One output per module (`nn.mtp.predict_ahead`).
-        """
-        # The modules share the model's embedding.
-        return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
-
-    def draft(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any):
-        """Drafts with the first module while decoding (`nn.mtp.draft`); `inputs` are `cache` and `valid`."""
-        return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
-
-    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
-        """Makes an empty cache of the first module."""
-        layers = self._drafter.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32))
-
-    @property
-    def _drafter(self) -> MTP:
-        """Returns the first module; raises ValueError if there is none."""
-        if not len(self.mtp):
-            raise ValueError(f"this {type(self).__name__} has no MTP module to draft with: load it with num_mtp=1")
-        return self.mtp[0]

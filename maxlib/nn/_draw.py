@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
+from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum
-from maxlib.nn._moe import ExpertLinear
 from maxlib.nn._summary import scaled
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters

@@ -79,21 +79,21 @@ def dropless(
 def is_ragged() -> bool:
     """Returns True if rows are exchanged by `ragged_all_to_all`, False if in pieces of equal size.
 
-    The layout decides (`ExpertParallel.how`), or else the platform's default (docs/decisions/0011).
+    The layout decides (`ExpertParallel.exchange`), or else the platform's default (docs/decisions/0011).
 
     Raises:
         ValueError: when the layout asks for it and XLA does not support it on this platform.
     """
     layout, (platform, _) = current(), current_device()
-    how = layout.experts.how if layout is not None and layout.experts is not None else None
-    if how is None:  # ragged exchanges are untested under the vmap over pipeline stages
+    exchange = layout.experts.exchange if layout is not None and layout.experts is not None else None
+    if exchange is None:  # ragged exchanges are untested under the vmap over pipeline stages
         return platform in BEST_RAGGED and stages() == 1
-    if how == "ragged" and platform not in CAN_RAGGED:
+    if exchange == "ragged" and platform not in CAN_RAGGED:
         raise ValueError(
-            f"tokens can travel ragged on {' and '.join(CAN_RAGGED)}, not on {platform}: leave how='ragged' out of "
+            f"tokens can travel ragged on {' and '.join(CAN_RAGGED)}, not on {platform}: leave exchange='ragged' out of "
             "sharding.ExpertParallel"
         )
-    return how == "ragged"
+    return exchange == "ragged"
 
 
 def _busiest(

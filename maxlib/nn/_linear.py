@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import for_each_token
 from maxlib.hardware import current_device
+from maxlib.nn._merged_einsum import merged_einsum
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.sharding import IfFree, constrain, current
 from maxlib.sharding.layers import check_axes, gather_once
@@ -95,7 +96,11 @@ class Einsum(nnx.Module):
         """Returns the projection of `x`, in the dtype of `x`."""
         self._check(x)
         # For "...D,NHD->...NH": [..., D] -> [..., N, H]
-        y = _by_rows(self.matmul.einsum, self.spec, x, self._gathered(x) if self.gather_once else self.w)
+        w = self._gathered(x) if self.gather_once else self.w
+        # On a single CPU device: the weight's gradient then sums over one dimension of rows. XLA copies and transposes
+        # both operands of a sum over two dimensions, batch and sequence.
+        merge_rows = current() is None and current_device()[0] == "cpu"
+        y = merged_einsum(self.matmul.einsum, self.spec, x, w, rows=merge_rows)
         if self.b is None:
             return y
         # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
@@ -104,7 +109,7 @@ class Einsum(nnx.Module):
 
     def product(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Multiplies `x` by the weight under another spec, without the bias, in the dtype of `x`."""
-        matmul = self.matmul.exact() if isinstance(self.matmul, LowRank) else PlainMatmul()
+        matmul = self.matmul.unquantized() if isinstance(self.matmul, LowRank) else PlainMatmul()
         return matmul.einsum(spec, x, self.w)
 
     def _gathered(self, x: Float[Array, "..."]) -> Any:
@@ -122,21 +127,6 @@ class Einsum(nnx.Module):
         letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
         if sizes.keys() >= set(letters):
             check_ends(x, letters, tuple(sizes[letter] for letter in letters), f"the weight of {self.spec!r}")
-
-
-def _by_rows(multiply: Callable, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
-    """Returns `multiply(spec, x, w)`; on a single CPU device with all rows of `x` in one axis.
-
-    The weight's gradient then sums over this axis alone. XLA for CPUs copies and transposes both operands of a sum over
-    two axes, batch and sequence.
-    """
-    own = len(spec.partition(",")[0].removeprefix("..."))
-    lead = x.shape[: x.ndim - own]
-    if len(lead) < 2 or not spec.startswith("...") or current() is not None or current_device()[0] != "cpu":
-        return multiply(spec, x, w)
-    # [B, T, D] -> [B * T, D] -> [B * T, N, H] -> [B, T, N, H], for example
-    y = multiply(spec, x.reshape(-1, *x.shape[len(lead) :]), w)
-    return y.reshape(*lead, *y.shape[1:])
 
 
 def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:

@@ -10,9 +10,9 @@ from maxlib.nn._context import Context, bidirectional_blocks
 from maxlib.nn._decoder import Decoder
 from maxlib.nn._model import Output
 from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
+from maxlib.nn._vision import check_placeholders
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
-from maxlib.nn.vision import check_placeholders
 from maxlib.ops._axes_rope import MRope
 
 

@@ -182,7 +182,7 @@ def _places(grids: Int[Array, "R I 3"], item: Int[Array, "R P"]) -> Places:
     return Places(image, first, item - first, *(jnp.maximum(of(grids[:, :, axis]), 1) for axis in (1, 2)))
 
 
-class PatchPlaces(NamedTuple):
+class PatchPositions(NamedTuple):
     """Image, row and column of each patch, `R P`.
 
     Attributes:
@@ -200,7 +200,7 @@ class PatchPlaces(NamedTuple):
     width: Int[Array, "R P"]
 
 
-def patch_places(grids: Int[Array, "R I 3"], length: int, merge: int) -> PatchPlaces:
+def patch_positions(grids: Int[Array, "R I 3"], length: int, merge: int) -> PatchPositions:
     """Finds each patch's image, row and column; squares of `merge` x `merge` patches are stored together.
 
     Args:
@@ -215,7 +215,7 @@ def patch_places(grids: Int[Array, "R I 3"], length: int, merge: int) -> PatchPl
     row, column = y * merge + inside // merge, x * merge + inside % merge
     real = at.image < grids.shape[1]
     segments = jnp.where(real, at.image + 1, 0)
-    return PatchPlaces(segments, jnp.where(real, row, 0), jnp.where(real, column, 0), at.height, at.width)
+    return PatchPositions(segments, jnp.where(real, row, 0), jnp.where(real, column, 0), at.height, at.width)
 
 
 def mrope_positions(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib._utils.paths import dotted
+from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum, Embed
-from maxlib.nn._moe import ExpertLinear
 from maxlib.nn._stack_grouping import grouping_for
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.stack import Stack

@@ -142,7 +142,7 @@ class KVCache(LayerCache):
         new_k, new_v = put_rows(self.k, k, ctx), put_rows(self.v, v, ctx)
         return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
 
-    def in_order(self, length: Int[Array, " B"]) -> Ordered:
+    def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values, and the offset from a token's index to its slot."""
         return self.k, self.v, jnp.zeros_like(length)
 
@@ -180,11 +180,11 @@ class RingCache(LayerCache):
             return new, new.k, new.v, *self._slots(k_start, k_end)
         # With several tokens at once, the first ones still attend to entries that the last ones overwrite.
         # Token i is at W + i - length in the joined arrays, [B, W + T, K, H].
-        old_k, old_v, shift = self.in_order(ctx.length)
+        old_k, old_v, shift = self.unrolled(ctx.length)
         keys, values = (jnp.concatenate([old, x.astype(old.dtype)], axis=1) for old, x in ((old_k, k), (old_v, v)))
         return new, keys, values, k_start + shift[:, None], k_end + shift[:, None]
 
-    def in_order(self, length: Int[Array, " B"]) -> Ordered:
+    def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values from the oldest to the newest, which ends at `length`, and the offset from a token's
         index to its place among them.
         """
@@ -246,12 +246,12 @@ class QuantizedCache(LayerCache):
         keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(whole, factors, strict=True))
         return QuantizedCache(values, scales), keys, vals, start, end
 
-    def in_order(self, length: Int[Array, " B"]) -> Ordered:
+    def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values multiplied by their scales, in float32, and the offset from a token's index to its
         place among them.
         """
-        *whole, shift = self.values.in_order(length)
-        *factors, _ = self.scales.in_order(length)
+        *whole, shift = self.values.unrolled(length)
+        *factors, _ = self.scales.unrolled(length)
         keys, vals = (q.astype(jnp.float32) * s for q, s in zip(whole, factors, strict=True))
         return keys, vals, shift
 

@@ -1,8 +1,6 @@
 """Matmul strategies: how a layer multiplies by its weight. They are attributes of layers, so they can be replaced."""
 
 import dataclasses
-import functools
-import math
 import string
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -13,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.kernels.grouped_matmul.rows import owners
+from maxlib.nn._merged_einsum import merged_einsum
 
 
 @runtime_checkable
@@ -48,8 +47,9 @@ class PlainMatmul:
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` in the dtype of `x`."""
         w = jnp.asarray(w[...], x.dtype)
-        alone = sharding.current() is None  # on a mesh, merging dimensions may gather them at every use
-        return _as_matrix(spec, x, w) if alone and _is_matrix(spec) else jnp.einsum(spec, x, w)
+        # XLA for CPUs would transpose a weight of more than two dimensions at every call. On a mesh, merging dimensions
+        # may gather them at every use.
+        return merged_einsum(jnp.einsum, spec, x, w, matrix=sharding.current() is None)
 
     def grouped(
         self,
@@ -62,28 +62,6 @@ class PlainMatmul:
         return ops.grouped_matmul(
             rows, w, rows_per_expert, weight_order=weight_order, implementation=self.implementation
         )
-
-
-@functools.cache
-def _is_matrix(spec: str) -> bool:
-    """Returns True if `spec` is a matrix product once neighbouring dimensions are merged.
-
-    Examples are "...D,NHD->...NH" and "...NH,DNH->...D".
-    """
-    x, w, out = spec.replace("->", ",").split(",")
-    return len(w) > 2 and x[:3] == out[:3] == "..." and w == out[3:] + x[3:]
-
-
-def _as_matrix(spec: str, x: Array, w: Array) -> Array:
-    """Computes the einsum with the weight reshaped to a matrix `O I`; with more dimensions, XLA:CPU would transpose it
-    at every call.
-    """
-    summed = len(spec.partition(",")[0]) - len("...")
-    lead, kept = x.shape[: x.ndim - summed], w.shape[: w.ndim - summed]
-    fan_in = math.prod(w.shape[w.ndim - summed :])
-    # For example [..., N, H] -> [..., I] and [D, N, H] -> [D, I]; then [..., O] back to the output dimensions.
-    y = jnp.einsum("...I,OI->...O", x.reshape(*lead, fan_in), w.reshape(-1, fan_in))
-    return y.reshape(*lead, *kept)
 
 
 class LowRank(nnx.Module):
@@ -161,15 +139,15 @@ class LowRank(nnx.Module):
         of_gain = self._letters(of_w)[2]
         return free if self.magnitude is None else jnp.einsum(f"{of_w},{of_gain}->{of_w}", free, self.gain(w))
 
-    def length(self, w: Any) -> Float[Array, "..."]:
+    def row_norms(self, w: Any) -> Float[Array, "..."]:
         """Returns the norm of each output's row of `w + scale * b @ a`."""
         return jnp.sqrt(jnp.sum(jnp.square(self._free_matrix(w)), axis=self.summed))
 
     def gain(self, w: Any) -> Float[Array, "..."]:
-        """Returns `magnitude / length` of each output; no gradient flows through the length."""
+        """Returns `magnitude / row_norms` of each output; no gradient flows through the length."""
         assert self.magnitude is not None
         magnitude = self.magnitude[...].astype(jnp.float32)
-        return magnitude / jax.lax.stop_gradient(self.length(w)) if self.normalized else magnitude
+        return magnitude / jax.lax.stop_gradient(self.row_norms(w)) if self.normalized else magnitude
 
     def with_gain(self, w: Any) -> "LowRank":
         """Returns a matmul with precomputed gains, for devices that have only a part of `w`."""
@@ -177,9 +155,9 @@ class LowRank(nnx.Module):
         gain = None if self.magnitude is None else self.magnitude.replace(self.gain(w))
         return self._with(inner, gain, normalized=gain is None)
 
-    def exact(self) -> "LowRank":
+    def unquantized(self) -> "LowRank":
         """Returns a matmul that multiplies by the unquantized weight, in the dtype of the activations."""
-        inner = self.inner.exact() if isinstance(self.inner, LowRank) else PlainMatmul()
+        inner = self.inner.unquantized() if isinstance(self.inner, LowRank) else PlainMatmul()
         return self._with(inner, self.magnitude, normalized=self.normalized)
 
     def _with(self, inner: Any, magnitude: nnx.Variable | None, *, normalized: bool) -> "LowRank":

@@ -17,17 +17,20 @@ ATTENTION = ("attention_out", "attention_lse")
 QKV = ("q", "k", "v")
 HIDDEN = ("gate", "up")
 # Names that maxlib's layers mark with `checkpoint_name`; a layer of your own may mark more.
-INTERMEDIATES = (*QKV, "latent", *ATTENTION, "attn", *HIDDEN, "expert_gate", "expert_up", "mlp")
+INTERMEDIATES = (*QKV, "latent", *ATTENTION, "attn", *HIDDEN, "expert_gate", "expert_up", "moe", "mlp")
+# The sum of a token's experts. All policies by name keep it: only a few families' gradients need it (those of a norm or
+# a projection behind the experts), and to recompute it is to send tokens to their experts a third time.
+MOE = {"moe": "keep"}
 
 POLICIES: Mapping[str, Any] = {
-    "full": {},
-    "attention": dict.fromkeys(ATTENTION, "keep"),
-    "qkv": dict.fromkeys(QKV, "keep"),
-    "qkv_offload": dict.fromkeys(QKV, "offload"),
-    "dots_except_mlp": dict.fromkeys((*QKV, "latent", "attn", "mlp"), "keep"),
+    "full": MOE,
+    "attention": MOE | dict.fromkeys(ATTENTION, "keep"),
+    "qkv": MOE | dict.fromkeys(QKV, "keep"),
+    "qkv_offload": MOE | dict.fromkeys(QKV, "offload"),
+    "dots_except_mlp": MOE | dict.fromkeys((*QKV, "latent", "attn", "mlp"), "keep"),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "minimal": dict.fromkeys(INTERMEDIATES, "keep"),
-    "minimal_offload": dict.fromkeys((*QKV, "latent", "attn", *HIDDEN, "mlp"), "offload"),
+    "minimal_offload": MOE | dict.fromkeys((*QKV, "latent", "attn", *HIDDEN, "mlp"), "offload"),
 }
 
 
@@ -35,10 +38,10 @@ def remat_policy(policy: Policy) -> Callable | None:
     """Turns the `remat` argument of a model into a `jax.checkpoint` policy.
 
     Args:
-        policy: None (no rematerialization); a name of `POLICIES`, of which "full" keeps only each layer's input; a
-            mapping from names of `INTERMEDIATES` (or your own) to "keep", "offload" (to the host's memory) or
-            "recompute", the default for names that are absent; a sequence of names to keep; or a `jax.checkpoint`
-            policy.
+        policy: None (no rematerialization); a name of `POLICIES`, of which "full" keeps each layer's input
+            and, where gradients need it, "moe"; a mapping from names of `INTERMEDIATES` (or your own) to "keep",
+            "offload" (to the host's memory) or "recompute", the default for names that are absent; a sequence of names
+            to keep; or a `jax.checkpoint` policy.
 
     Raises:
         ValueError: when a name or a choice is unknown.

@@ -53,19 +53,19 @@ class GroupLimit:
     Args:
         num_groups: Number of groups, all of the same size.
         top_groups: Number of groups that experts may come from.
-        best: Number of scores of a group that are summed: 1 in DeepSeek V2, 2 in V3 (arXiv:2412.19437).
+        scores_per_group: Number of scores of a group that are summed: 1 in DeepSeek V2, 2 in V3 (arXiv:2412.19437).
     """
 
     num_groups: int
     top_groups: int
-    best: int = 2
+    scores_per_group: int = 2
 
     def __call__(self, scores: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         """Returns `scores`, with -inf for the experts of all other groups."""
         # [*B, E] -> [*B, G, E / G]
         groups = scores.reshape(*scores.shape[:-1], self.num_groups, -1)
-        # [*B, G, best] -> [*B, G], the score of each group
-        rank = jax.lax.top_k(groups, self.best)[0].sum(axis=-1)
+        # [*B, G, scores] -> [*B, G], the score of each group
+        rank = jax.lax.top_k(groups, self.scores_per_group)[0].sum(axis=-1)
         # [*B, top_groups] -> one-hot [*B, top_groups, G] -> mask [*B, G]
         chosen = jax.nn.one_hot(jax.lax.top_k(rank, self.top_groups)[1], self.num_groups, dtype=bool).any(axis=-2)
         return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(scores.shape)

@@ -1,49 +1,33 @@
 """Stacks of layers; layers of equal structure are scanned."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxlib._xla_workarounds import keep_float32, row_major
-from maxlib.hardware import current_device
-from maxlib.nn._jaxpr_equality import is_same_program
 from maxlib.nn._layer_axis import with_layer_axis, without_layer_axis
+from maxlib.nn._layer_rows import Aux, in_layer_order, inputs_by_slot
+from maxlib.nn._layer_rows import check_no_inputs as check_no_inputs
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
+from maxlib.nn._scan_check import skip_check, slots_built_apart
+from maxlib.nn._scan_check import skip_layer_check as skip_layer_check
+from maxlib.nn._scan_layers import run_group as run_group
+from maxlib.nn._scan_layers import scan_group as scan_group
 from maxlib.nn._stack_grouping import LayerGroup, as_grouping, layer_groups, locate, normalized_grouping
 from maxlib.nn._with_shared import WithShared as WithShared
-from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
-from maxlib.nn.remat import Policy, remat_policy, rematerialised
-from maxlib.nn.tree import StackedLayers, is_variable, variables
-from maxlib.sharding import current, shard_map_by_name
+from maxlib.nn.remat import Policy, remat_policy
+from maxlib.nn.tree import StackedLayers
 from maxlib.sharding.layers import LAYERS, LEAD_LAYERS
 from maxlib.sharding.memory import to_device
-from maxlib.sharding.pipelining import LAYER_INPUT, pipelined, stages
+from maxlib.sharding.pipelining import pipelined, stages
 
-Aux = dict[str, jax.Array]
 _AXES = {"lead": LEAD_LAYERS, "body": LAYERS}
-# Part of jit's cache key, which a plain context variable would not be.
-_skip_check = jax.make_user_context(False)
-
-
-@contextmanager
-def skip_layer_check() -> Iterator[None]:
-    """Skips checking that layers scanned together are identical, so only one is traced.
-
-    This makes describing a deep model ten times faster. Use it for models that are checked elsewhere.
-    """
-    with _skip_check(True):
-        yield
 
 
 @runtime_checkable
@@ -140,7 +124,7 @@ class Stack(StackedLayers):
             return jax.vmap(lambda key: build(numbers[0], key))(of_slot)
 
         # Slots whose layers have initial values that depend on the index are built layer by layer.
-        apart = set() if _skip_check.value else _built_apart(build, keys, grouping)
+        apart = set() if skip_check.value else slots_built_apart(build, keys, grouping)
         self._store(grouping, alone, stacked)
 
     def _store(self, grouping: dict[str, int], alone: Callable, stacked: Callable) -> None:
@@ -252,11 +236,11 @@ class Stack(StackedLayers):
             x, new, aux = runners[name](layers, x, ctx, caches, remat=remat, inputs=inputs)
             new_caches.append(new)
             auxes.append(aux)
-        return x, None if cache is None else tuple(new_caches), _in_layer_order(self.layer_groups.values(), auxes)
+        return x, None if cache is None else tuple(new_caches), in_layer_order(self.layer_groups.values(), auxes)
 
     def inputs_by_group(self, layer_inputs: Any) -> dict[str, list[Any] | None]:
         """Returns for each group its rows of `layer_inputs` by slot; None without them."""
-        return {name: _inputs_of(group, layer_inputs) for name, group in self.layer_groups.items()}
+        return {name: inputs_by_slot(group, layer_inputs) for name, group in self.layer_groups.items()}
 
     def _run_body(self, body, x, ctx, caches, *, remat, inputs):
         """Scans the body, or runs it as a pipeline if the grouping splits it into stages."""
@@ -316,208 +300,7 @@ class Stack(StackedLayers):
         return self.regrouped(prefix=self.num_layers, period=self.period)
 
 
-def scan_group(
-    layers: Any,
-    x: Any,
-    ctx: Any,
-    caches: Any = None,
-    *,
-    remat: Policy = None,
-    active: jax.Array | None = None,
-    inputs: Any = None,
-) -> tuple[Any, Any, list[Aux]]:
-    """Scans the `body` (or `lead`) of a stack, or some of its repeats.
-
-    Args:
-        layers: The layers of a period, each with a leading axis of repeats.
-        x: Value that passes from layer to layer.
-        ctx: Values shared by all layers.
-        caches: The cache of each layer, with the same leading axis.
-        remat: What layers keep for the backward pass.
-        active: One boolean per repeat; an inactive repeat changes nothing and reports zeros. None means that all are
-            active.
-        inputs: `layer_inputs` of each layer, with the same leading axis; empty if there are none.
-
-    Returns:
-        The last layer's `x`, the new caches, and the aux of each layer with a row per repeat.
-    """
-    if not len(layers):
-        return x, caches, []
-    x, joined, split = constant_in_scan(x)
-
-    def step(x, period):
-        # One period: lax.scan has indexed every leading axis, but the layers' metadata still name it.
-        layers, caches, active, inputs = period
-        layers, policy = without_layer_axis(layers), remat_policy(remat)
-        # A scan body needs no protection against common-subexpression elimination.
-        new, caches, aux = _run(joined(x), ctx, layers, caches, inputs, policy, prevent_cse=False)
-        new = split(new)
-        if active is not None:
-            # [] and [B, T, D]: an inactive repeat returns its input.
-            new = jax.tree.map(lambda a, b: jnp.where(active, a, b), new, x)
-            aux = jax.tree.map(lambda a: jnp.where(active, a, 0), aux)
-        return new, (caches, aux)
-
-    x, (caches, aux) = jax.lax.scan(step, x, (layers, caches, active, inputs))
-    return joined(x), caches, aux
-
-
-def run_group(
-    layers: Any, x: Any, ctx: Any, caches: Any = None, *, remat: Policy = None, inputs: Any = None
-) -> tuple[Any, Any, list[Aux]]:
-    """Applies the `prefix` or `suffix` of a stack one by one; arguments and results are those of `scan_group`."""
-    return _run(x, ctx, layers, caches, inputs, remat_policy(remat))
-
-
-def check_no_inputs(inputs: Any) -> None:
-    """Raises ValueError if layers of a pipeline get inputs of their own."""
-    if jax.tree.leaves(inputs):
-        raise ValueError(
-            "layer_inputs are not supported in a pipeline; put the values in x or ctx, or use a strategy without Pipeline"
-        )
-
-
-def _inputs_of(group: LayerGroup, layer_inputs: Any) -> list[Any] | None:
-    """Returns the rows of `layer_inputs` for the layers of each slot."""
-    if layer_inputs is None:
-        return None
-    rows = [group.layers(slot) for slot in range(group.slots)]
-    return [_rows_of(row, group.repeats is None, layer_inputs) for row in rows]
-
-
-def _rows_of(layers: range, alone: bool, layer_inputs: Any) -> Any:
-    """Returns the rows for the layers of one slot; None if there are no rows for them."""
-    given = min(len(a) for a in jax.tree.leaves(layer_inputs))
-    if layers.start >= given:
-        return None
-    if layers[-1] >= given:
-        raise ValueError(
-            f"layer_inputs have {given} rows, for the first of the layers {layers.start} to {layers[-1]}, which are scanned "
-            "together: group the stack so that layers without a row are stored separately (`nn.grouping_for`)"
-        )
-    return jax.tree.map(
-        lambda a: a[layers.start] if alone else a[layers.start : layers.stop : layers.step], layer_inputs
-    )
-
-
 def unstack(model: Any) -> Any:
     """Returns `model` with all layers of all its stacks stored one by one."""
     is_stack = lambda x: isinstance(x, Stack)
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
-
-
-def _built_apart(build: Callable, keys: Any, grouping: dict[str, int]) -> set[range]:
-    """Compares every scanned layer with the first of its slot.
-
-    Returns:
-        The slots whose layers have one structure but initial values that depend on the index.
-
-    Raises:
-        ValueError: when the structure of two layers differs, including static attributes.
-    """
-    # Trace the constructor for its operations and the shapes and structure of its result, without making arrays.
-    trace = lambda i: jax.make_jaxpr(functools.partial(build, i), return_shape=True)(keys[i])
-    # Layers stored alone need not match.
-    scanned = [group for group in layer_groups(**grouping).values() if group.repeats]
-    apart = set()
-    for numbers in (group.layers(slot) for group in scanned for slot in range(group.slots)):
-        program, first = trace(numbers[0])
-        for i in numbers[1:]:
-            other_program, other = trace(i)
-            if not is_same_program(program, other_program):
-                apart.add(numbers)
-            if jax.tree.flatten(first) != jax.tree.flatten(other):  # leaves and structure
-                raise ValueError(
-                    f"layers {numbers[0]} and {i} would be scanned together under {grouping} but differ in "
-                    f"{_difference(first, other)}; nn.grouping_for finds a valid grouping"
-                )
-    return apart
-
-
-def _difference(first, other) -> str:
-    """Names the arrays in which two layers differ; if there are none, static attributes differ."""
-    found = [{path: str(x.get_value()) for path, x in variables(layer).items()} for layer in (first, other)]
-    paths = sorted({path for path, _ in found[0].items() ^ found[1].items()})
-    said = [f"{path} ({found[0].get(path, 'absent')} and {found[1].get(path, 'absent')})" for path in paths]
-    return ", ".join(said) or "options, not arrays"
-
-
-def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
-    """Applies `layers` one by one, each rematerialised under `policy` if there is one."""
-    new_caches, auxes = [], []
-    for i, layer in enumerate(layers):
-        more = () if inputs is None or inputs[i] is None else (inputs[i],)
-        apply = functools.partial(_apply, ctx=ctx, in_remat=policy is not None)
-        if policy is not None:
-            apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
-            # A policy may name the layer's input, for example to offload it.
-            x = map_activations(lambda a: checkpoint_name(a, LAYER_INPUT), x)
-        after, new, aux = apply(layer, x, None if caches is None else caches[i], *more)
-        x = with_earlier(x, after)
-        new_caches.append(new)
-        auxes.append(aux)
-    return x, None if caches is None else new_caches, auxes
-
-
-def _apply(layer, x, cache, *more, ctx, in_remat: bool):
-    """Applies one layer, after copying its weights to the device if they are in host memory."""
-    layer = to_device(layer)
-    if in_remat:
-        layer = _pin_row_major(jax.tree.map(_keep_float32, layer))
-    return only_added(x, layer(x, ctx, cache, *more))
-
-
-def _pin_row_major(layer: Any) -> Any:
-    """Pins the weights of a sharded stack's layer to row-major order.
-
-    Otherwise XLA for GPUs transposes every layer before the loop (`row_major`).
-    """
-    if current() is None or current_device()[0] != "gpu":
-        return layer
-
-    def keep(leaf):
-        names = leaf.get_metadata().get("axes", ()) if is_variable(leaf) else ()
-        value = leaf.get_value() if len(names) > 1 else None
-        return leaf.replace(_row_major(value, names)) if isinstance(value, jax.Array) else leaf
-
-    return jax.tree.map(keep, layer, is_leaf=is_variable)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _row_major(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Returns `weight` with each device's part in row-major order."""
-    return shard_map_by_name(row_major, [names], names)(weight)
-
-
-@_row_major.defjvp
-def _(names, primals, tangents):
-    return _row_major(*primals, names), *tangents
-
-
-@jax.custom_jvp
-def _keep_float32(weight: jax.Array) -> jax.Array:
-    """Returns `weight` and prevents XLA from casting it before the loop (`keep_float32`)."""
-    return keep_float32(weight) if weight.dtype == jnp.float32 else weight
-
-
-@_keep_float32.defjvp
-def _(primals, tangents):
-    return _keep_float32(*primals), *tangents
-
-
-def _in_layer_order(parts: Iterable[LayerGroup], auxes: Iterable[list[Aux]]) -> Aux:
-    """Joins the layers' `aux` into one array per name, with a row for each layer that reports it, in layer order."""
-    rows: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
-    for group, found in zip(parts, auxes, strict=True):
-        for slot, aux in enumerate(found):
-            for name, value in aux.items():
-                # [...] -> [1, ...] for a layer that is not scanned
-                value = jnp.asarray(value)[None] if group.repeats is None else value
-                rows.setdefault(name, []).append((np.array(group.layers(slot)), value))
-    return {name: _sorted_by_layer(*zip(*found, strict=True)) for name, found in rows.items()}
-
-
-def _sorted_by_layer(numbers: Iterable[np.ndarray], values: Iterable[jax.Array]) -> jax.Array:
-    """Concatenates the rows of all slots and sorts them by layer."""
-    order = np.argsort(np.concatenate([*numbers]))
-    return jnp.concatenate([*values])[order]  # [layers, ...]

@@ -150,7 +150,7 @@ class _Program:
 
     def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
         self.computations, self.entry = parse(text)
-        self.mesh, self.across, self.trips, self.cache = dict(mesh), across, trips, cache
+        self.mesh, self.network, self.trips, self.cache = dict(mesh), across, trips, cache
         self.room = trips.get("room", 1)
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
         self.repeated = 0.0
@@ -268,7 +268,7 @@ class _Program:
             kind = "reduce-scatter"  # how the TPU compiler writes it
         if not size:
             return
-        axes = self.across if one.opcode == "send" else axes_of_group(one.rest, self.mesh)
+        axes = self.network if one.opcode == "send" else axes_of_group(one.rest, self.mesh)
         entry = self.collectives.setdefault((kind, axes), [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += times

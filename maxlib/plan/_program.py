@@ -111,7 +111,7 @@ class Program:
     def matrices(self) -> dict[str, Matrix]:
         """The parameters by path: those of the model without adapters, and the factors."""
         found, trained = {}, self.state.trainable
-        for model, filter in ((self.plain, nn.is_trainable), (self.model, nn.tree.default_filter(self.model))):
+        for model, filter in ((self.plain, nn.tree.is_trainable), (self.model, nn.tree.default_filter(self.model))):
             names = nn.tree.axes(model)
             found |= {
                 path: Matrix(x.shape, names[path], path in trained)

@@ -147,7 +147,7 @@ def _gpu_links(members: int, degree: int, chip: Chip) -> float:
     """Returns bytes per second of a group of GPUs: NVLink within a host, else the network."""
     # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
     inside = chip.links or chip.host  # without NVLink, PCIe
-    return inside if members == degree else min(inside, members * chip.across)
+    return inside if members == degree else min(inside, members * chip.network)
 
 
 def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
@@ -171,5 +171,5 @@ def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = No
         line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]
         far = len({getattr(device, "slice_index", 0) for device in line}) > 1
         dims = sum(len(set(values)) > 1 for values in zip(*[device.coords for device in line], strict=True))
-        speeds[axis] = target.chip.across if far else target.chip.links * max(1, dims)
+        speeds[axis] = target.chip.network if far else target.chip.links * max(1, dims)
     return speeds

@@ -1,8 +1,9 @@
 """Post-training: losses of preferences, policies and distillation, and helpers to prepare their batches.
 
 Formulas are functions of arrays (`advantages`, `policies`, `preferences`); `preference_loss`, `kto_loss`,
-`policy_loss`, `distillation_loss` and `dft_loss` make training losses of them for `training.make_train_step` and
-`training.Trainer`. Every name is loaded on first use.
+`policy_loss` and `distillation_loss` make training losses of them for `training.make_train_step` and
+`training.Trainer`. Losses of supervised tuning are in `training`; `data` makes pairs and labelled answers. Every name
+is loaded on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -13,14 +14,7 @@ if TYPE_CHECKING:
     from maxlib.post_training import advantages as advantages
     from maxlib.post_training import policies as policies
     from maxlib.post_training import preferences as preferences
-    from maxlib.post_training._data import completion_batch as completion_batch
-    from maxlib.post_training._data import kto_examples as kto_examples
-    from maxlib.post_training._data import pad as pad
-    from maxlib.post_training._data import pairs as pairs
-    from maxlib.post_training._distillation import dft_loss as dft_loss
     from maxlib.post_training._distillation import distillation_loss as distillation_loss
-    from maxlib.post_training._distillation import top_k_divergence as top_k_divergence
-    from maxlib.post_training._distillation import with_embedding_noise as with_embedding_noise
     from maxlib.post_training._loaders import add_reference as add_reference
     from maxlib.post_training._loaders import add_teacher as add_teacher
     from maxlib.post_training._models import WithFrozen as WithFrozen
@@ -36,6 +30,7 @@ if TYPE_CHECKING:
     from maxlib.post_training._preference_losses import kto_loss as kto_loss
     from maxlib.post_training._preference_losses import preference_loss as preference_loss
     from maxlib.post_training._rewards import RewardPool as RewardPool
+    from maxlib.post_training._rollouts import completion_batch as completion_batch
     from maxlib.post_training.advantages import group_advantages as group_advantages
     from maxlib.post_training.advantages import leave_one_out as leave_one_out
     from maxlib.post_training.advantages import reward_metrics as reward_metrics
@@ -55,13 +50,13 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "": ("advantages", "policies", "preferences"),
-        "_data": ("completion_batch", "kto_examples", "pad", "pairs"),
-        "_distillation": ("dft_loss", "distillation_loss", "top_k_divergence", "with_embedding_noise"),
+        "_distillation": ("distillation_loss",),
         "_loaders": ("add_reference", "add_teacher"),
         "_models": ("WithFrozen", "log_probs"),
         "_policy_losses": ("check_sampler", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "policy_loss", "rloo"),
         "_preference_losses": ("kto_loss", "preference_loss"),
         "_rewards": ("RewardPool",),
+        "_rollouts": ("completion_batch",),
         "advantages": ("group_advantages", "leave_one_out", "reward_metrics"),
         "policies": ("CISPO", "KL", "Clip", "Correction", "FixedLengthMean"),
         "preferences": ("DPO", "KTO", "ORPO", "ChosenNLL", "Mixture", "SimPO"),

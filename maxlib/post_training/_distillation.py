@@ -1,4 +1,4 @@
-"""The training loss of distillation, for models; those of supervised tuning are the names of `training`."""
+"""The training loss of distillation."""
 
 import functools
 from typing import Any
@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.ops import top_k_divergence as top_k_divergence
+from maxlib.ops import top_k_divergence
 from maxlib.post_training._models import Batch, ComparedObjective
 from maxlib.training import Stats
-from maxlib.training import dft_loss as dft_loss
-from maxlib.training import with_embedding_noise as with_embedding_noise
 from maxlib.training._objectives.objective import run
 
 

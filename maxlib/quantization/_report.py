@@ -48,14 +48,14 @@ class Report:
 
     Attributes:
         rows: One row per matmul.
-        others: Bytes of arrays that are never quantized: norms, biases, positions.
+        other_bytes: Bytes of arrays that are never quantized: norms, biases, positions.
     """
 
     rows: tuple[Row, ...]
-    others: int
+    other_bytes: int
 
     @property
-    def left(self) -> tuple[str, ...]:
+    def unquantized(self) -> tuple[str, ...]:
         """Returns the paths of the matmuls in full precision."""
         return tuple(row.path for row in self.rows if row.format is None)
 
@@ -68,19 +68,19 @@ class Report:
     @property
     def bytes_before(self) -> int:
         """Returns the bytes of the model in full precision."""
-        return self.others + sum(row.before for row in self.rows)
+        return self.other_bytes + sum(row.before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
         """Returns the bytes of the stored model."""
-        return self.others + sum(row.after for row in self.rows)
+        return self.other_bytes + sum(row.after for row in self.rows)
 
     @property
     def summary(self) -> str:
         """Returns two lines: how much is quantized, and the matmuls that are not."""
         formats = ", ".join(dict.fromkeys(row.format for row in self.rows if row.format)) or "nothing"
         bytes = f"{self.bytes_before:,} bytes" + f" -> {self.bytes_after:,}" * (self.bytes_after != self.bytes_before)
-        return f"quantized: {formats} in {self.share:.1%} of the weights, {bytes}\nin full precision: {', '.join(self.left)}"
+        return f"quantized: {formats} in {self.share:.1%} of the weights, {bytes}\nin full precision: {', '.join(self.unquantized)}"
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE, show_footer=True)
@@ -92,7 +92,9 @@ class Report:
         for row in self.rows:
             format = row.format or "full precision"
             table.add_row(row.path, row.kind, format, f"{row.before:,}", f"{row.after:,}")
-        table.add_row("norms, biases and the like", "", "full precision", f"{self.others:,}", f"{self.others:,}")
+        table.add_row(
+            "norms, biases and the like", "", "full precision", f"{self.other_bytes:,}", f"{self.other_bytes:,}"
+        )
         return to_text(table)
 
 

@@ -20,8 +20,8 @@ class ExpertParallel(Strategy):
 
     Args:
       axis: the mesh axis.
-      how: "ragged" sends each device exactly its tokens (ragged all-to-all); "dense" pads all messages to one size;
-        None chooses by device.
+      exchange: "ragged" sends each device exactly its tokens (ragged all-to-all); "dense" pads all messages to one
+        size; None chooses by device.
 
     Raises:
       ValueError: for another `how`.
@@ -29,11 +29,11 @@ class ExpertParallel(Strategy):
 
     kind: ClassVar[str] = "experts"
     axis: str = "expert"
-    how: str | None = None
+    exchange: str | None = None
 
     def __post_init__(self):
-        if self.how not in (None, "ragged", "dense"):
-            raise ValueError(f"how must be 'ragged', 'dense', or None to choose by device; got {self.how!r}")
+        if self.exchange not in (None, "ragged", "dense"):
+            raise ValueError(f"exchange must be 'ragged', 'dense', or None to choose by device; got {self.exchange!r}")
 
     def apply(self, rules: AxisRules) -> AxisRules:
         # Outside the experts every device of the axis has different rows, so no work is repeated.
@@ -49,7 +49,7 @@ class ExpertParallel(Strategy):
         sent back.
         """
         best = step.platform in BEST_RAGGED and not step.axes("layers")
-        ragged = best if self.how is None else self.how == "ragged"
+        ragged = best if self.exchange is None else self.exchange == "ragged"
         for moe in step.experts:
             # Messages of equal size include their padding. Without a capacity the exchange is always recomputed in the
             # backward pass.

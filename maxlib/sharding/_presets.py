@@ -42,8 +42,8 @@ PRESETS: Mapping[str, Strategy] = {
     "cp_ring": CP_RING,
     "cp_ulysses": CP_ULYSSES,
     "pp": PP,
-    "exchange_ragged": ExpertParallel(how="ragged"),
-    "exchange_dense": ExpertParallel(how="dense"),
+    "exchange_ragged": ExpertParallel(exchange="ragged"),
+    "exchange_dense": ExpertParallel(exchange="dense"),
     "offload_optimizer": OFFLOAD_OPTIMIZER,
     "offload_layers": OFFLOAD_LAYERS,
 }

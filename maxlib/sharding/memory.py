@@ -35,7 +35,7 @@ def to_host(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.device_put(x, HOST), tree)
 
 
-def back_to(old: Any, new: Tree) -> Tree:
+def to_host_like(old: Any, new: Tree) -> Tree:
     """Copies arrays to host memory if their counterparts in another tree are there. For use inside `jit`.
 
     Args:

@@ -134,7 +134,7 @@ def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, An
     def one(_, carry: Any) -> Any:
         updates, state = carry
         changes, new = step(updates, *memory.to_device((state, params)))
-        return changes, memory.back_to(state, new)
+        return changes, memory.to_host_like(state, new)
 
     return lax.fori_loop(0, once, one, (_as_changes(step, updates, state, params), state))
 
@@ -154,7 +154,7 @@ def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) 
         back = [None if h is None else new[k] for k, h in enumerate(held)]
         return (
             _put(updates, changes, i),
-            _put(held, memory.back_to(held, back), i),
+            _put(held, memory.to_host_like(held, back), i),
             [new[k] if h is None else None for k, h in enumerate(held)],
         )
 

@@ -275,7 +275,9 @@ class PathFilter:
 
     def __call__(self, path: str, variable: Any) -> bool:
         """Returns True for a trainable parameter whose path matches a pattern."""
-        return nn.is_trainable(path, variable) and any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
+        return nn.tree.is_trainable(path, variable) and any(
+            fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns
+        )
 
     def check(self, model: Any) -> None:
         """Raises ValueError if a pattern matches no parameter of the model."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.nn._head import head_gradient
-from maxlib.nn.stack import _in_layer_order as in_layer_order
+from maxlib.nn._layer_rows import in_layer_order
 from maxlib.sharding import pipelining
 from maxlib.training._gradients import divisor
 from maxlib.training._objectives.batch_names import INPUTS

@@ -89,7 +89,7 @@ def save(
     checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
     meta |= {} if base is None else {"base": base}
-    checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, again=False)
+    checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, overwrite=False)
 
 
 def items_of(state: TrainState, base: Any = None) -> dict[str, Any]:

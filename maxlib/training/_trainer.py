@@ -24,10 +24,11 @@ from maxlib.training._objectives.first_batch import check_first_batch
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
-from maxlib.training._prefetch import StatefulLoader, check_loader, follow_layout
+from maxlib.training._prefetch import StatefulLoader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
+from maxlib.training._trainer_arguments import check_arguments, check_layout, check_step_options
 
 MOST_EMPTY = 10  # batches in a row without a target
 
@@ -97,14 +98,9 @@ class Trainer:
         key: jax.Array | int = 0,
         **step_options: Any,
     ):
-        _check(model, loader, evaluation, checkpointer, callbacks)
-        if unknown := sorted(step_options.keys() - {"log_schedule", "router_bias_update_rate"}):
-            raise TypeError(f"Trainer takes no argument {', '.join(unknown)}; a schedule for the log is log_schedule=")
-        if layout is None and jax.process_count() > 1:
-            raise ValueError(
-                f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
-                "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
-            )
+        check_arguments(model, loader, evaluation, checkpointer, callbacks)
+        check_step_options(step_options)
+        check_layout(layout)
         for one in (loader, evaluation and evaluation.loader):
             follow_layout(one, layout)
         self.clock = Clock(directory if jax.process_index() == 0 else None)
@@ -266,7 +262,7 @@ class Trainer:
                 counts = reported(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._after_step()
-                if self._interrupt.asked(self.step):
+                if self._interrupt.requested(self.step):
                     raise self._interrupt.stop()
         with self.clock.step(self.step):
             self._flush()
@@ -389,36 +385,3 @@ class Trainer:
             self._meter.flops = flops.training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
-
-
-def _check(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Any) -> None:
-    """Checks argument types, before anything is computed."""
-    if not callable(model) and not nn.variables(model):
-        raise TypeError(
-            f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"
-        )
-    check_loader(loader, "loader")
-    if evaluation is not None and not isinstance(evaluation, Evaluation):
-        raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
-    if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):
-        raise ValueError(
-            "evaluation has the training loader, which each evaluation would reset to its first batch: give "
-            "Evaluation a loader of its own, over held-out data"
-        )
-    if checkpointer is not None and not hasattr(checkpointer, "should_save"):
-        raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
-    for one in callbacks:
-        if not isinstance(one, Export) and not _is_callback(one):
-            raise TypeError(
-                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
-            )
-
-
-def _innermost(loader: Any) -> Any:
-    """Returns the loader inside `Prefetch` and other wrappers."""
-    return _innermost(loader.loader) if hasattr(loader, "loader") else loader
-
-
-def _is_callback(one: Any) -> bool:
-    """Returns True if a value is a pair of a positive number of steps and a function."""
-    return isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int and one[0] > 0 and callable(one[1])

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from maxlib.ops._rope import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Scaling, Yarn
+from maxlib.ops._rope import Rope
+from maxlib.ops._rope_scaling import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Scaling, Yarn
 
 if TYPE_CHECKING:
     from maxlib.weights._hf_config import HFConfig

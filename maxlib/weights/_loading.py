@@ -76,7 +76,7 @@ def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) ->
 
 def _applicable(plan: WeightMapping, stored: Mapping[str, Stored]) -> WeightMapping:
     """Drops one-way conversions whose tensors are absent, and pieces that the other conversions replace."""
-    conversions = [c for c in plan.conversions if c.entry.save is not None or all(t in stored for t in c.theirs)]
+    conversions = [c for c in plan.conversions if c.entry.save is not None or all(t in stored for t in c.hf_names)]
     replaced = {c.place for c in conversions if c.entry.save is None}
     return WeightMapping([p for p in plan.pieces if p.place not in replaced], conversions, plan.absent)
 
@@ -85,14 +85,14 @@ def _check(
     abstract: Any, plan: WeightMapping, stored: Mapping[str, Stored], table: Table, directory: str | Path
 ) -> None:
     tensors, leaves = plan.tensors, {path: v.get_value() for path, v in nn.variables(abstract).items()}
-    needed = {*tensors, *(name for c in plan.conversions for name in c.theirs)}
+    needed = {*tensors, *(name for c in plan.conversions for name in c.hf_names)}
     present = [name for name in tensors if name in stored]
     shapes = [name for name in present if stored[name].shape != tensors[name].shape]
     floating = lambda name: {is_float(leaves[piece.place.path].dtype) for piece in tensors[name].pieces}
     kinds = [name for name in present if floating(name) != {is_float(stored[name].dtype)}]
     extra = [name for name in stored if name not in needed and not _accounted(name, stored, table)]
-    complete = [c for c in plan.conversions if stored.keys() >= {*c.theirs}]
-    unfit = {f"{', '.join(c.theirs)} for {c.place}": problem for c in complete if (problem := _unfit(c, stored))}
+    complete = [c for c in plan.conversions if stored.keys() >= {*c.hf_names}]
+    unfit = {f"{', '.join(c.hf_names)} for {c.place}": problem for c in complete if (problem := _unfit(c, stored))}
     users = lambda name: _users(plan, name)
     shape = lambda name: f"is {stored[name].shape}, but {users(name)} needs {tensors[name].shape}"
     problems = [
@@ -121,8 +121,8 @@ def _listed(what: str, names: Sequence[str], note: Callable[[str], str]) -> str:
 
 
 def _users(plan: WeightMapping, name: str) -> str:
-    pieces = [p.place for p in plan.pieces if p.theirs == name]
-    return ", ".join(map(str, pieces + [c.place for c in plan.conversions if name in c.theirs]))
+    pieces = [p.place for p in plan.pieces if p.hf_name == name]
+    return ", ".join(map(str, pieces + [c.place for c in plan.conversions if name in c.hf_names]))
 
 
 def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
@@ -131,13 +131,13 @@ def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
     Tests the conversion with a first axis of length 0, so that nothing is read.
     """
     entry, place = conversion.entry, conversion.place
-    theirs = [stored[name] for name in conversion.theirs]
+    sources = [stored[name] for name in conversion.hf_names]
     if not entry.batch:
         return ""
-    if any(t.shape[: entry.batch] != place.shape[: entry.batch] for t in theirs):
-        return f"are {', '.join(str(t.shape) for t in theirs)}, but must begin with {place.shape[: entry.batch]}"
+    if any(t.shape[: entry.batch] != place.shape[: entry.batch] for t in sources):
+        return f"are {', '.join(str(t.shape) for t in sources)}, but must begin with {place.shape[: entry.batch]}"
     try:
-        shape = entry.load(*[np.empty((0, *t.shape[1:]), t.dtype) for t in theirs]).shape
+        shape = entry.load(*[np.empty((0, *t.shape[1:]), t.dtype) for t in sources]).shape
     except ValueError as error:
         return f"(with a first axis of 0): {error}"
     return "" if shape[1:] == place.shape[1:] else f"gives {(place.shape[0], *shape[1:])}, but must give {place.shape}"
@@ -148,7 +148,7 @@ def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
     for entry in table:
         if isinstance(entry, Ignore) and entry.matches(name):
             return True
-        if isinstance(entry, Copy) and entry.theirs == name and entry.of in stored:
+        if isinstance(entry, Copy) and entry.hf_name == name and entry.of in stored:
             if not _same(stored[name], stored[entry.of]):
                 raise ValueError(f"{name} differs from {entry.of}, but the config ties them: one of the two is wrong.")
             return True
@@ -181,7 +181,7 @@ class _Leaf:
         self, path: str, shape: jax.ShapeDtypeStruct, plan: WeightMapping, stored: Mapping[str, Stored], dtype: Any
     ):
         self.path, self.shape, self._stored = path, shape.shape, stored
-        self._pieces = [(p, plan.tensors[p.theirs]) for p in plan.filling.get(path, ()) if isinstance(p, Piece)]
+        self._pieces = [(p, plan.tensors[p.hf_name]) for p in plan.filling.get(path, ()) if isinstance(p, Piece)]
         self._conversions = [c for c in plan.filling.get(path, ()) if isinstance(c, Conversion)]
         self.dtype = self._dtype(shape.dtype, dtype)
 
@@ -190,8 +190,8 @@ class _Leaf:
             return np.dtype(own)
         if wanted is not None:
             return np.dtype(wanted)
-        sources = [self._stored[p.theirs].dtype for p, _ in self._pieces]
-        sources += [c.entry.dtype or self._stored[c.theirs[0]].dtype for c in self._conversions]
+        sources = [self._stored[p.hf_name].dtype for p, _ in self._pieces]
+        sources += [c.entry.dtype or self._stored[c.hf_names[0]].dtype for c in self._conversions]
         return np.dtype(jnp.result_type(*sources))
 
     def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
@@ -227,25 +227,25 @@ class _Leaf:
     def _fill(self, out: np.ndarray, cut: Cut, piece: Piece, tensor: Tensor) -> None:
         if (within := piece.within(cut)) is None:
             return
-        stored, target = self._stored[piece.theirs], out[within]
-        take = lambda tensor_values: piece.theirs_as_ours(tensor_values, tensor.lengths, cut)
+        stored, target = self._stored[piece.hf_name], out[within]
+        take = lambda tensor_values: piece.in_leaf_order(tensor_values, tensor.lengths, cut)
         if not stored.as_stored:
-            assign(out, within, stored.part(take), piece.theirs)
+            assign(out, within, stored.part(take), piece.hf_name)
             return
         view = stored.view()
         value = take(view)
         if value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous:
             stored.read_into(target, value.ctypes.data - view.ctypes.data)
         else:
-            assign(out, within, value, piece.theirs)
+            assign(out, within, value, piece.hf_name)
 
     def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
         entry = conversion.entry
         take = lambda values: values[cut[: entry.batch]]
-        value = entry.load(*[self._stored[name].part(take) for name in conversion.theirs])
+        value = entry.load(*[self._stored[name].part(take) for name in conversion.hf_names])
         wanted = tuple(s.stop - s.start for s in cut[: entry.batch]) + conversion.place.shape[entry.batch :]
         if value.shape != wanted:
-            names = ", ".join(conversion.theirs)
+            names = ", ".join(conversion.hf_names)
             raise ValueError(f"{names}: the conversion gave shape {value.shape}, but {conversion.place} needs {wanted}")
         rest = tuple(slice(None) for _ in cut[: entry.batch]) + cut[entry.batch :]
         assign(out, ..., value[rest], str(conversion.place))

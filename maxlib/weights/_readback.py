@@ -31,9 +31,9 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
       ValueError: when reading would miss tensors, find unused ones, or compute with other settings.
     """
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
-    ours, theirs = (_tensors(one, table) for one in (model, wanted))
-    wrong = [f"{name}: {_shape(ours, name)} here, {_shape(theirs, name)} by the configuration"
-             for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]  # fmt: skip
+    here, configured = (_tensors(one, table) for one in (model, wanted))
+    wrong = [f"{name}: {_shape(here, name)} here, {_shape(configured, name)} by the configuration"
+             for name in sorted(here.keys() | configured.keys()) if here.get(name) != configured.get(name)]  # fmt: skip
     wrong = wrong or _other_settings(model, wanted)
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -47,7 +47,7 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
 def _tensors(model: Any, table: Table) -> dict[str, tuple[int, ...]]:
     """Returns the tensors that a table makes from a model, by name."""
     plan = resolve(model, table)
-    converted = {name: (*c.place.shape, n) for c in plan.conversions for n, name in enumerate(c.theirs)}
+    converted = {name: (*c.place.shape, n) for c in plan.conversions for n, name in enumerate(c.hf_names)}
     return {name: tensor.shape for name, tensor in plan.tensors.items()} | converted
 
 
@@ -57,9 +57,9 @@ def _shape(tensors: dict[str, tuple[int, ...]], name: str) -> str:
 
 def _other_settings(model: Any, wanted: Any) -> list[str]:
     """Lists the settings of layers that differ, such as an activation."""
-    ours, theirs = (dict(_settings(one)) for one in (model, wanted))
-    return [f"{name} is {ours[name]} here, {theirs[name]} by the configuration"
-            for name in ours if name in theirs and ours[name] != theirs[name]]  # fmt: skip
+    here, configured = (dict(_settings(one)) for one in (model, wanted))
+    return [f"{name} is {here[name]} here, {configured[name]} by the configuration"
+            for name in here if name in configured and here[name] != configured[name]]  # fmt: skip
 
 
 def _settings(model: Any) -> Iterator[tuple[str, str]]:

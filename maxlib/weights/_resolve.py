@@ -43,10 +43,10 @@ class ParamSlot:
 class Piece:
     """A part of a file's tensor that is a part of a parameter, axis by axis."""
 
-    theirs: str
+    hf_name: str
     place: ParamSlot
     groups: tuple[Axes, ...]
-    ours: Axes
+    leaf_axes: Axes
     at: Mapping[str, int]
     counted: Mapping[str, int]
     one_by_one: bool = False  # True if a separate entry fills this index of the parameter
@@ -54,7 +54,7 @@ class Piece:
     @cached_property
     def box(self) -> list[tuple[int, int]]:
         """Returns begin and end on every axis of the file's tensor, before grouping."""
-        own = dict(zip(self.ours, self.place.shape, strict=True))
+        own = dict(zip(self.leaf_axes, self.place.shape, strict=True))
         axes = [a for group in self.groups for a in group]
         return [(self.at.get(a, 0), self.at.get(a, 0) + own.get(a, 1)) for a in axes]
 
@@ -64,27 +64,28 @@ class Piece:
 
     @property
     def size(self) -> int:
-        return math.prod(n for a, n in zip(self.ours, self.place.shape, strict=True) if a not in self.counted)
+        return math.prod(n for a, n in zip(self.leaf_axes, self.place.shape, strict=True) if a not in self.counted)
 
-    def theirs_as_ours(self, tensor: np.ndarray, lengths: tuple[int, ...], cut: Cut) -> np.ndarray:
+    def in_leaf_order(self, tensor: np.ndarray, lengths: tuple[int, ...], cut: Cut) -> np.ndarray:
         """Returns a view of the part `cut` of this piece of `tensor`, with its axes in the parameter's order.
 
-        Example: `"(n h) d -> d n h"` of theirs [N * H, D]: `lengths` is [N, H, D]; the slices of `cut` are taken on
-        [n, h, d], and the view is transposed to [d, n, h]. An axis that only they have is taken at its index in `at`.
+        Example: `"(n h) d -> d n h"` of a tensor [N * H, D]: `lengths` is [N, H, D]; the slices of `cut` are taken on
+        [n, h, d], and the view is transposed to [d, n, h]. An axis that only the tensor has is taken at its index in
+        `at`.
         """
-        part = dict(zip(self.ours, cut, strict=True))
+        part = dict(zip(self.leaf_axes, cut, strict=True))
         axes = [a for group in self.groups for a in group]
         start = lambda a: self.at.get(a, 0)
         select = tuple(
             slice(start(a) + part[a].start, start(a) + part[a].stop) if a in part else start(a) for a in axes
         )
         kept = [a for a in axes if a in part]
-        return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.ours if a in kept])
+        return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.leaf_axes if a in kept])
 
     def within(self, cut: Cut) -> tuple[Any, ...] | None:
         """Returns the index of this piece in an array with the part `cut` of the leaf; None if it is outside."""
         places: list[Any] = []
-        for axis, part in zip(self.ours, cut, strict=True):
+        for axis, part in zip(self.leaf_axes, cut, strict=True):
             if axis not in self.counted:
                 places.append(slice(None))
             elif part.start <= self.counted[axis] < part.stop:
@@ -98,7 +99,7 @@ class Piece:
 class Conversion:
     """A `Convert` for one parameter slot."""
 
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     place: ParamSlot
     entry: Convert
 
@@ -133,7 +134,7 @@ class WeightMapping:
         """
         by_name: dict[str, list[Piece]] = {}
         for piece in self.pieces:
-            by_name.setdefault(piece.theirs, []).append(piece)
+            by_name.setdefault(piece.hf_name, []).append(piece)
         return {name: _join(name, pieces) for name, pieces in by_name.items()}
 
     @cached_property
@@ -153,7 +154,7 @@ def resolve(model: Any, table: Table) -> WeightMapping:
     found.sort(key=lambda use: (-1 if use[0] is None else use[0], use[1]))
     pieces = [p for _, _, e, place in found if isinstance(e, Weight) for p in _pieces(e, place)]
     conversions = [
-        Conversion(tuple(_fill(t, i=place.layer) for t in e.theirs), place, e)
+        Conversion(tuple(_fill(t, i=place.layer) for t in e.hf_names), place, e)
         for _, _, e, place in found
         if isinstance(e, Convert)
     ]
@@ -164,11 +165,11 @@ def resolve(model: Any, table: Table) -> WeightMapping:
 def param_slots(
     model: Any, leaves: Mapping[str, tuple[int, ...]], entry: Weight | Convert | Absent
 ) -> Iterator[ParamSlot]:
-    """Yields the model's parameters, or slices of stacked ones, that match `ours` of `entry`."""
-    before, layered, after = entry.ours.partition("{i}")
+    """Yields the model's parameters, or slices of stacked ones, that match the path of `entry`."""
+    before, layered, after = entry.path.partition("{i}")
     if not layered:
-        if entry.ours in leaves:
-            yield ParamSlot(entry.ours, None, leaves[entry.ours])
+        if entry.path in leaves:
+            yield ParamSlot(entry.path, None, leaves[entry.path])
         return
     layers = _child(model, before.rstrip("."))
     for i in range(0 if layers is None else len(layers)):
@@ -186,19 +187,21 @@ def _child(model: Any, path: str) -> Any:
 
 def _pieces(entry: Weight, place: ParamSlot) -> Iterator[Piece]:
     """Yields a piece for every value of the placeholders, except the layer's."""
-    groups, ours = parse(entry.pattern, len(place.shape))
-    theirs = [a for group in groups for a in group]
-    counters = [a for a in re.findall(r"\{(\w+)\}", entry.theirs) if a != "i"]
-    if {*ours} - {*theirs} != {*counters, *entry.index} or not {*theirs} - {*ours} <= entry.at.keys() <= {*theirs}:
+    groups, leaf_axes = parse(entry.pattern, len(place.shape))
+    tensor_axes = [a for group in groups for a in group]
+    counters = [a for a in re.findall(r"\{(\w+)\}", entry.hf_name) if a != "i"]
+    if {*leaf_axes} - {*tensor_axes} != {*counters, *entry.index} or not {*tensor_axes} - {
+        *leaf_axes
+    } <= entry.at.keys() <= {*tensor_axes}:
         raise ValueError(
-            f"{entry}: each axis must be on both sides of the pattern, or on ours with a placeholder of its name, or on "
-            "theirs with its index in `at`, or on ours with its index in `index`"
+            f"{entry}: each axis must be on both sides of the pattern, or on the right with a placeholder of its name, or on "
+            "the left with its index in `at`, or on the right with its index in `index`"
         )
-    sizes = dict(zip(ours, place.shape, strict=True))
+    sizes = dict(zip(leaf_axes, place.shape, strict=True))
     for values in itertools.product(*[range(sizes[a]) for a in counters]):
         counted = dict(zip(counters, values, strict=True))
-        name = _fill(entry.theirs, i=place.layer, **counted)
-        yield Piece(name, place, groups, ours, entry.at, {**counted, **entry.index}, bool(entry.index))
+        name = _fill(entry.hf_name, i=place.layer, **counted)
+        yield Piece(name, place, groups, leaf_axes, entry.at, {**counted, **entry.index}, bool(entry.index))
 
 
 def _fill(template: str, **values: int | None) -> str:

@@ -75,9 +75,9 @@ class _Source:
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
         self._plan, self._dtype = plan, None if dtype is None else np.dtype(dtype)
         self._values = {path: v.get_value() for path, v in nn.variables(model).items()}
-        self._converted = {name: (c, n) for c in plan.conversions for n, name in enumerate(c.theirs)}
+        self._converted = {name: (c, n) for c in plan.conversions for n, name in enumerate(c.hf_names)}
         self._shapes: dict[Any, list[tuple[tuple[int, ...], np.dtype]]] = {}
-        self._ours = functools.lru_cache(maxsize=_CACHED)(self._fetch)
+        self._leaf = functools.lru_cache(maxsize=_CACHED)(self._fetch)
 
     def headers(self) -> list[Header]:
         pieces = [Header(t.name, self._tensor_dtype(t), t.shape) for t in self._plan.tensors.values()]
@@ -102,13 +102,13 @@ class _Source:
     def tensor(self, name: str) -> np.ndarray:
         if name in self._converted:
             conversion, n = self._converted[name]
-            return _save(conversion, self._ours(conversion.place.path, conversion.place.index))[n]
+            return _save(conversion, self._leaf(conversion.place.path, conversion.place.index))[n]
         tensor = self._plan.tensors[name]
         out = np.empty(tensor.shape, self._tensor_dtype(tensor))
         for piece in tensor.pieces:
             whole = tuple(slice(0, n) for n in piece.place.shape)
-            ours = self._ours(piece.place.path, piece.place.index)[piece.within(whole)]
-            assign(piece.theirs_as_ours(out, tensor.lengths, whole), ..., ours, name)
+            value = self._leaf(piece.place.path, piece.place.index)[piece.within(whole)]
+            assign(piece.in_leaf_order(out, tensor.lengths, whole), ..., value, name)
         return out
 
     def _fetch(self, path: str, index: int | None) -> np.ndarray:
@@ -123,8 +123,10 @@ class _Source:
 def _save(conversion: Conversion, value: np.ndarray) -> tuple[np.ndarray, ...]:
     assert conversion.entry.save is not None
     parts = conversion.entry.save(value)
-    if len(parts) != len(conversion.theirs):
-        raise ValueError(f"{conversion.theirs}: `save` must give {len(conversion.theirs)} tensors, gave {len(parts)}")
+    if len(parts) != len(conversion.hf_names):
+        raise ValueError(
+            f"{conversion.hf_names}: `save` must give {len(conversion.hf_names)} tensors, gave {len(parts)}"
+        )
     return parts
 
 

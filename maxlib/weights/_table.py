@@ -23,8 +23,8 @@ class Weight:
     Values are only sliced and transposed, never computed, so the same entry reads and writes.
 
     Attributes:
-        theirs: Name of the tensor.
-        ours: Path of the leaf.
+        hf_name: Name of the tensor.
+        path: Path of the leaf.
         pattern: From the file's axes to the leaf's, as in einops, `"(N H) D -> N H D"`; the leaf's axes are not
             grouped. None means the same axes. An axis only on the right is indexed by the placeholder of that name:
             `"experts.{e}.w1.weight"` with `"F D -> e F D"`.
@@ -36,8 +36,8 @@ class Weight:
             `index={"N": 5}`.
     """
 
-    theirs: str
-    ours: str
+    hf_name: str
+    path: str
     pattern: str | None = None
     at: Mapping[str, int] = field(default_factory=dict)
     index: Mapping[str, int] = field(default_factory=dict)
@@ -48,18 +48,18 @@ class Convert:
     """Tensors that a function converts to one leaf (of one layer).
 
     Attributes:
-        theirs: Names of the tensors.
-        ours: Path of the leaf.
-        load: `load(*theirs) -> ours`, all numpy.
-        save: The inverse, `save(ours) -> tuple of theirs`. None makes the entry one-way: it applies if all its tensors
-            are present, instead of the other entries of that leaf, and an export uses the others.
+        hf_names: Names of the tensors.
+        path: Path of the leaf.
+        load: Function of the tensors that returns the leaf, all numpy.
+        save: The inverse, from the leaf to a tuple of tensors. None makes the entry one-way: it applies if all its
+            tensors are present, instead of the other entries of that leaf, and an export uses the others.
         batch: Number of common leading axes, over which `load` is applied index by index; only the indices that a
             device needs are read.
         dtype: The dtype that `load` returns; None means that of the first tensor.
     """
 
-    theirs: tuple[str, ...]
-    ours: str
+    hf_names: tuple[str, ...]
+    path: str
     load: Callable[..., np.ndarray]
     save: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
     batch: int = 0
@@ -72,10 +72,10 @@ class Ignore:
     anything.
     """
 
-    theirs: str
+    hf_name: str
 
     def matches(self, name: str) -> bool:
-        parts = re.split(r"(\{\w+\}|\*)", self.theirs)
+        parts = re.split(r"(\{\w+\}|\*)", self.hf_name)
         wild = lambda part: ".*" if part == "*" else r"\d+" if part.startswith("{") else re.escape(part)
         return re.fullmatch("".join(map(wild, parts)), name) is not None
 
@@ -84,7 +84,7 @@ class Ignore:
 class Copy:
     """A tensor that duplicates another one, such as a stored tied head; if it is otherwise unused, it must be equal."""
 
-    theirs: str
+    hf_name: str
     of: str
 
 
@@ -92,23 +92,23 @@ class Copy:
 class Absent:
     """A leaf that Hugging Face does not store: it keeps its initial value, and an export omits it."""
 
-    ours: str
+    path: str
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Another prefix: a tensor whose name begins with `theirs` is read as if it began with `to`.
+    """Another prefix: a tensor whose name begins with `hf_prefix` is read as if it began with `to`.
 
-    An empty `to` removes the prefix. If `to` begins with `theirs`, names that already begin with `to` do not change.
+    An empty `to` removes the prefix. If `to` begins with `hf_prefix`, names that already begin with `to` do not change.
     """
 
-    theirs: str
+    hf_prefix: str
     to: str
 
     def applied(self, name: str) -> str:
-        longer = self.to.startswith(self.theirs) and name.startswith(self.to)
-        fits = name.startswith(self.theirs) and not longer
-        return self.to + name.removeprefix(self.theirs) if fits else name
+        longer = self.to.startswith(self.hf_prefix) and name.startswith(self.to)
+        fits = name.startswith(self.hf_prefix) and not longer
+        return self.to + name.removeprefix(self.hf_prefix) if fits else name
 
 
 Entry = Weight | Convert | Ignore | Copy | Absent | Renamed
@@ -123,9 +123,11 @@ def parse(pattern: str | None, rank: int) -> tuple[tuple[Axes, ...], Axes]:
         return tuple((name,) for name in names), names
     left, arrow, right = pattern.partition("->")
     groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^()]*\)|[^\s()]+", left))
-    theirs, ours = [name for group in groups for name in group], tuple(right.split())
-    if not arrow or "(" in right or len({*theirs}) != len(theirs) or len({*ours}) != len(ours):
-        raise ValueError(f"a pattern must read like '(N H) D -> N H D', each axis once and ours plain; got {pattern!r}")
-    if len(ours) != rank:
-        raise ValueError(f"the pattern {pattern!r} names {len(ours)} axes of ours, but the leaf has {rank}")
-    return groups, ours
+    left_axes, right_axes = [name for group in groups for name in group], tuple(right.split())
+    if not arrow or "(" in right or len({*left_axes}) != len(left_axes) or len({*right_axes}) != len(right_axes):
+        raise ValueError(
+            f"a pattern must read like '(N H) D -> N H D', each axis once and the right side without groups; got {pattern!r}"
+        )
+    if len(right_axes) != rank:
+        raise ValueError(f"the pattern {pattern!r} names {len(right_axes)} axes on the right, but the leaf has {rank}")
+    return groups, right_axes

@@ -16,14 +16,14 @@ _PARTS = ("gate", "up", "down")
 _PER_EXPERT = re.compile(r"\{e\}\.\w+\.weight$")
 
 
-def linear(theirs: str, ours: str) -> list[Weight]:
+def linear(hf_name: str, path: str) -> list[Weight]:
     """Lists a weight and a bias with the same axes in the file and in the model."""
-    return [Weight(f"{theirs}.weight", f"{ours}.w"), Weight(f"{theirs}.bias", f"{ours}.b")]
+    return [Weight(f"{hf_name}.weight", f"{path}.w"), Weight(f"{hf_name}.bias", f"{path}.b")]
 
 
-def layer_norm(theirs: str, ours: str) -> list[Weight]:
+def layer_norm(hf_name: str, path: str) -> list[Weight]:
     """Lists the scale and the bias of a LayerNorm."""
-    return [Weight(f"{theirs}.weight", f"{ours}.scale"), Weight(f"{theirs}.bias", f"{ours}.bias")]
+    return [Weight(f"{hf_name}.weight", f"{path}.scale"), Weight(f"{hf_name}.bias", f"{path}.bias")]
 
 
 # Norms before each branch.
@@ -83,17 +83,17 @@ def with_fused_experts(table: Sequence[Entry]) -> list[Entry]:
     Args:
         table: A whole table.
     """
-    return [_fused(e) if isinstance(e, Weight) and _PER_EXPERT.search(e.theirs) else e for e in table]
+    return [_fused(e) if isinstance(e, Weight) and _PER_EXPERT.search(e.hf_name) else e for e in table]
 
 
 def _fused(entry: Weight) -> Weight:
     """Returns the entry for all experts together instead of one per expert: gate first, then up, then down."""
-    stem = entry.theirs.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
-    part = entry.ours.split(".")[-2]
+    stem = entry.hf_name.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
+    part = entry.path.split(".")[-2]
     if part == "down":
-        return Weight(f"{stem}.down_proj", entry.ours, "e O I -> e O I")
+        return Weight(f"{stem}.down_proj", entry.path, "e O I -> e O I")
     at = {"two": _PARTS.index(part)}
-    return Weight(f"{stem}.gate_up_proj", entry.ours, "e (two O) I -> e O I", at=at)
+    return Weight(f"{stem}.gate_up_proj", entry.path, "e (two O) I -> e O I", at=at)
 
 
 def fused_experts(model: str) -> list[Convert]:
@@ -105,37 +105,37 @@ def fused_experts(model: str) -> list[Convert]:
     return _fused_experts(f"{model}.layers.{{i}}", "layers.{i}")
 
 
-def _fused_experts(theirs: str, ours: str) -> list[Convert]:
+def _fused_experts(hf_name: str, path: str) -> list[Convert]:
     parts = (
         ("gate_up_proj", "gate", lambda both: both[:, : both.shape[1] // 2]),
         ("gate_up_proj", "up", lambda both: both[:, both.shape[1] // 2 :]),
         ("down_proj", "down", lambda one: one),
     )
     return [
-        Convert((f"{theirs}.mlp.experts.{name}",), f"{ours}.moe.{part}.w", load, batch=1, dtype=None)
+        Convert((f"{hf_name}.mlp.experts.{name}",), f"{path}.moe.{part}.w", load, batch=1, dtype=None)
         for name, part, load in parts
     ]
 
 
 def gated_attention(head_dim: int) -> list[Weight]:
     """Lists `ATTENTION` with an output gate, which Qwen stores in `q_proj`: each head's query, then its gate."""
-    table = [entry for entry in ATTENTION if ".q_proj." not in entry.theirs]
-    for ours, row in (("q", 0), ("gate", head_dim)):
+    table = [entry for entry in ATTENTION if ".q_proj." not in entry.hf_name]
+    for part, row in (("q", 0), ("gate", head_dim)):
         table += [
-            Weight("self_attn.q_proj.weight", f"attn.{ours}.w", "(N R) D -> N R D", at={"R": row}),
-            Weight("self_attn.q_proj.bias", f"attn.{ours}.b", "(N R) -> N R", at={"R": row}),
+            Weight("self_attn.q_proj.weight", f"attn.{part}.w", "(N R) D -> N R D", at={"R": row}),
+            Weight("self_attn.q_proj.bias", f"attn.{part}.b", "(N R) -> N R", at={"R": row}),
         ]
     return table
 
 
 def queries_keys_values(
-    theirs: str, ours: str, axes: str, *, keys: tuple[int, int], values: tuple[int, int]
+    hf_name: str, path: str, axes: str, *, keys: tuple[int, int], values: tuple[int, int]
 ) -> list[Weight]:
     """Lists the parts of a tensor that has all queries, then all keys, then all values along its first dimension.
 
     Args:
-        theirs: Name of the tensor.
-        ours: Path of the three leaves, with `{}` for q, k or v.
+        hf_name: Name of the tensor.
+        path: Path of the three leaves, with `{}` for q, k or v.
         axes: The other axes of the tensor; "one" is an axis of size 1 that the leaves do not have.
         keys: Number of key heads, and their width.
         values: Number of value heads, and their width.
@@ -143,38 +143,38 @@ def queries_keys_values(
     own = axes.replace("one ", "")
     table, row, at = [], 0, {"one": 0} if "one" in axes else {}
     for part, (count, width) in (("q", keys), ("k", keys), ("v", values)):
-        leaf = ours.format(part)
+        leaf = path.format(part)
         if keys[1] == values[1]:
-            table.append(Weight(theirs, leaf, f"(N R) {axes} -> N R {own}", at | {"N": row // width}))
+            table.append(Weight(hf_name, leaf, f"(N R) {axes} -> N R {own}", at | {"N": row // width}))
         else:  # heads of two widths: one by one
             pattern, starts = f"R {axes} -> N R {own}", (row + n * width for n in range(count))
-            table += [Weight(theirs, leaf, pattern, at | {"R": start}, {"N": n}) for n, start in enumerate(starts)]
+            table += [Weight(hf_name, leaf, pattern, at | {"R": start}, {"N": n}) for n, start in enumerate(starts)]
         row += count * width
     return table
 
 
-def mamba2(theirs: str, ours: str, *, heads: int, inner: int, groups: int) -> list[Weight]:
+def mamba2(hf_name: str, path: str, *, heads: int, inner: int, groups: int) -> list[Weight]:
     """Lists the weights of Mamba-2, which files store as one projection and one convolution.
 
     Args:
-        theirs: Name of the layer.
-        ours: Path of the `nn.Mamba2`.
+        hf_name: Name of the layer.
+        path: Path of the `nn.Mamba2`.
         heads: Number of heads.
         inner: Width of all heads together.
         groups: Size of `b` in all groups together.
     """
-    table = [Weight(f"{theirs}.{name}", f"{ours}.{name.lower()}") for name in ("A_log", "dt_bias", "D")]
-    table += [Weight(f"{theirs}.norm.weight", f"{ours}.norm.scale"), *linear(f"{theirs}.out_proj", f"{ours}.o")]
+    table = [Weight(f"{hf_name}.{name}", f"{path}.{name.lower()}") for name in ("A_log", "dt_bias", "D")]
+    table += [Weight(f"{hf_name}.norm.weight", f"{path}.norm.scale"), *linear(f"{hf_name}.out_proj", f"{path}.o")]
     row = 0
     for part, size in (("gate", inner), ("x", inner), ("b", groups), ("c", groups), ("dt", heads)):
-        table.append(Weight(f"{theirs}.in_proj.weight", f"{ours}.{part}.w", "R D -> R D", {"R": row}))
-        table.append(Weight(f"{theirs}.in_proj.bias", f"{ours}.{part}.b", "R -> R", {"R": row}))
+        table.append(Weight(f"{hf_name}.in_proj.weight", f"{path}.{part}.w", "R D -> R D", {"R": row}))
+        table.append(Weight(f"{hf_name}.in_proj.bias", f"{path}.{part}.b", "R -> R", {"R": row}))
         row += size
     row = 0
     for part, size in (("x", inner), ("b", groups), ("c", groups)):
         taps = "R one W -> R W", {"R": row, "one": 0}
-        table.append(Weight(f"{theirs}.conv1d.weight", f"{ours}.{part}_conv", *taps))
-        table.append(Weight(f"{theirs}.conv1d.bias", f"{ours}.{part}_conv_bias", "R -> R", {"R": row}))
+        table.append(Weight(f"{hf_name}.conv1d.weight", f"{path}.{part}_conv", *taps))
+        table.append(Weight(f"{hf_name}.conv1d.bias", f"{path}.{part}_conv_bias", "R -> R", {"R": row}))
         row += size
     return table
 
@@ -200,9 +200,9 @@ def mla(q_rank: int | None, nope_dim: int) -> list[Weight]:
     ]
 
 
-def under(entries: Sequence[Weight], theirs: str, ours: str) -> list[Weight]:
+def under(entries: Sequence[Weight], hf_name: str, path: str) -> list[Weight]:
     """Adds a prefix to both sides of `entries`."""
-    return [dataclasses.replace(e, theirs=f"{theirs}.{e.theirs}", ours=f"{ours}.{e.ours}") for e in entries]
+    return [dataclasses.replace(e, hf_name=f"{hf_name}.{e.hf_name}", path=f"{path}.{e.path}") for e in entries]
 
 
 def decoder_table(
@@ -229,7 +229,7 @@ def decoder_table(
 
 
 def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, tied: bool) -> list[Entry]:
-    """Makes the table of an `nn.MTPDecoder`'s modules, which are numbered as further layers and duplicate shared
+    """Makes the table of an `nn.mtp.MTPDecoder`'s modules, which are numbered as further layers and duplicate shared
     tensors.
 
     Args:
@@ -242,15 +242,15 @@ def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, ti
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     table: list[Entry] = [Ignore(f"model.layers.{first + depth}.*") for depth in range(used, stored)]
     for depth in range(used):
-        theirs, ours = f"model.layers.{first + depth}", f"mtp.{depth}"
+        hf_name, path = f"model.layers.{first + depth}", f"mtp.{depth}"
         table += [
-            Weight(f"{theirs}.enorm.weight", f"{ours}.embed_norm.scale"),
-            Weight(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.scale"),
-            Weight(f"{theirs}.eh_proj.weight", f"{ours}.project.w"),
-            *under(layer, theirs, f"{ours}.block"),
-            Weight(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.scale"),
-            Copy(f"{theirs}.embed_tokens.weight", of="model.embed_tokens.weight"),
-            Copy(f"{theirs}.shared_head.head.weight", of=head),
+            Weight(f"{hf_name}.enorm.weight", f"{path}.embed_norm.scale"),
+            Weight(f"{hf_name}.hnorm.weight", f"{path}.hidden_norm.scale"),
+            Weight(f"{hf_name}.eh_proj.weight", f"{path}.project.w"),
+            *under(layer, hf_name, f"{path}.block"),
+            Weight(f"{hf_name}.shared_head.norm.weight", f"{path}.norm.scale"),
+            Copy(f"{hf_name}.embed_tokens.weight", of="model.embed_tokens.weight"),
+            Copy(f"{hf_name}.shared_head.head.weight", of=head),
         ]
     return table
 

@@ -155,7 +155,7 @@ def test_a_trainer_without_a_filter_trains_factors_only():
     trainer.fit(2)
     before, after = (nn.variables(adapters.base_model(model)) for model in (adapted, trainer.model))
     assert all(np.array_equal(value.get_value(), after[path].get_value()) for path, value in before.items())
-    whole = training.make_state(adapted, optax.sgd(0.1), filter=nn.is_trainable)
+    whole = training.make_state(adapted, optax.sgd(0.1), filter=nn.tree.is_trainable)
     assert set(whole.trainable) == set(nn.partition(adapted)[0])
 
 
@@ -219,7 +219,7 @@ def test_decoding_with_latent_attention_uses_the_adapters():
     @jit
     def decode(layer):
         cache = layer.init_cache(2, 8, jnp.float32)
-        start = nn.Cache((cache,), jnp.zeros(2, jnp.int32))
+        start = nn.cache.Cache((cache,), jnp.zeros(2, jnp.int32))
         ctx = nn.context(2, 5, cache=start)
         _, cache = layer(x[:, :5], ctx, cache)
         ctx = nn.context(2, 1, cache=start.advanced((cache,), ctx))

@@ -72,7 +72,7 @@ def test_the_compiled_step_has_gradients_of_factors_only():
     optimizer = training.adamw(1e-2)
     sizes = {}
     batch = {name: jnp.zeros((2, 8), jnp.int32) for name in ("tokens", "targets")}
-    for name, filter in (("factors", adapters.trainable), ("all", nn.is_trainable)):
+    for name, filter in (("factors", adapters.trainable), ("all", nn.tree.is_trainable)):
         state = training.make_state(model, optimizer, filter=filter)
         step = jax.jit(training.make_train_step(loss, optimizer), donate_argnums=0)
         compiled = step.lower(state, batch).compile()

@@ -196,7 +196,7 @@ def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, float]:
     generator = inference.Generator(model, dtype=jnp.float32)
 
     def make(number: int) -> dict[str, Any]:
-        prompts, texts = sampled(loader, generator, seed + 300, number, prompts=PROMPTS, count=GROUP)
+        prompts, texts = sampled(loader, generator, seed + 300, number, prompts=PROMPTS, num_samples=GROUP)
         rewards = np.array([sorting.reward(*both) for both in zip(prompts, texts, strict=True)]).reshape(-1, GROUP)
         loader.seen = post_training.reward_metrics(rewards)
         advantages = post_training.group_advantages(rewards)
@@ -217,7 +217,7 @@ def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, float]:
     """On-policy, by the reverse divergence, into a smaller model whose random weights write nothing useful at first."""
     student = student_of(seed)
     generator = inference.Generator(student, dtype=jnp.float32)
-    make = lambda number: sorting.rows(*sampled(loader, generator, seed + 400, number, prompts=ROWS, count=1))
+    make = lambda number: sorting.rows(*sampled(loader, generator, seed + 400, number, prompts=ROWS, num_samples=1))
     loader = Made(make)
     loss = functools.partial(post_training.distillation_loss, beta=1.0, dtype=jnp.float32)
     both = post_training.WithFrozen(student, teacher)

@@ -127,7 +127,7 @@ def test_replace_writes_a_step_of_its_own_anew(tmp_path):
         save(ck, 5)
         ck.save(5, of(7))
         assert value(ck) == 7
-        ck.save(5, of(8), again=False)
+        ck.save(5, of(8), overwrite=False)
         assert value(ck) == 7
     with Checkpointer(tmp_path) as ck:
         ck.restore(5)

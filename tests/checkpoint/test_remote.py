@@ -84,7 +84,7 @@ try:
     raise AssertionError("replaced in silence")
 except FileExistsError as error:
     assert "overwrite=True" in str(error), error
-changed = nn.combine({k: v + 1 for k, v in nn.partition(model, nn.is_trainable)[0].items()}, nn.partition(model, nn.is_trainable)[1])
+changed = nn.combine({k: v + 1 for k, v in nn.partition(model, nn.tree.is_trainable)[0].items()}, nn.partition(model, nn.tree.is_trainable)[1])
 maxlib.save_pretrained(changed, f"{root}/model", overwrite=True)  # one file, no index: the old ones go
 assert same(maxlib.from_pretrained(f"{root}/model"), changed)
 

@@ -325,7 +325,7 @@ def test_what_does_not_fit_a_row_is_an_error_or_dropped(tokenizer, processor):
     with pytest.raises(ValueError, match=r"must fit a row of 32 tokens, 16 patches and 4 images, got \d+, \d+ and 2"):
         rows_of(documents, processor, patches=16)
     loader = data.Loader(
-        lambda part: data.pack(documents[part], length=32, images=processor.blank(16), long="drop"),
+        lambda part: data.pack(documents[part], length=32, images=processor.blank(16), overlong="drop"),
         batch_size=2,
         num_shards=1,
     )

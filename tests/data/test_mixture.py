@@ -32,8 +32,8 @@ def mixture(**kwargs) -> data.Mixture:
     return data.Mixture(**{"sources": SOURCES, "weights": {"web": 4, "code": 2, "wiki": 1}, "seed": 0, **kwargs})
 
 
-def loader(mixed, *, host=0, hosts=1, strategy="first_fit", long="split", **kwargs) -> data.Loader:
-    rows = lambda part: data.pack(mixed[part], length=LENGTH, strategy=strategy, bins=4, long=long)
+def loader(mixed, *, host=0, hosts=1, strategy="first_fit", overlong="split", **kwargs) -> data.Loader:
+    rows = lambda part: data.pack(mixed[part], length=LENGTH, strategy=strategy, bins=4, overlong=overlong)
     shards = data.host_shards(SHARDS, host=host, num_hosts=hosts)
     return data.Loader(rows, batch_size=BATCH, num_shards=SHARDS, shards=shards, timeout=60.0, **kwargs)
 
@@ -145,7 +145,7 @@ def test_sources_repeated_in_one_order_are_warned_of():
 
 def test_policies_per_source_are_counted():
     mixed = mixture(epochs=1)
-    batches = loader(mixed, long={"web": "drop", "code": "truncate"})
+    batches = loader(mixed, overlong={"web": "drop", "code": "truncate"})
     tokens = [int(t) for batch in batches for t in batch["tokens"][batch["segment_ids"] > 0]]
     kept = {"web": lambda d: d if len(d) <= LENGTH else d[:0], "code": lambda d: d[:LENGTH], "wiki": lambda d: d}
     assert Counter(tokens) == Counter(int(t) for name in NAMES for d in CORPORA[name] for t in kept[name](d))
@@ -161,7 +161,7 @@ def test_policies_per_source_are_counted():
     assert metrics["data/split_documents/wiki"] == metrics["data/split_documents"] == len(long["wiki"]) > 0
     assert metrics["data/split_tokens"] == sum(long["wiki"]) - LENGTH * len(long["wiki"])
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
-        list(loader(mixed, long={"wiki": "error"}))
+        list(loader(mixed, overlong={"wiki": "error"}))
 
 
 def test_empty_and_vanished_sources_are_named(tmp_path):
@@ -213,7 +213,7 @@ def test_bad_records_are_set_aside_and_counted_up_to_the_limit(tmp_path):
     path = tmp_path / "bad.jsonl"
     bad = data.SkipBadRecords(limit=2, path=path)
     web = bad.guard(SOURCES["web"].map(fails), name="web")
-    reading = loader(data.Mixture({"web": web}, epochs=2, seed=0), quarantine=bad)
+    reading = loader(data.Mixture({"web": web}, epochs=2, seed=0), bad_records=bad)
     tokens = Counter(int(t) // 1000 for batch in reading for t in batch["tokens"][batch["segment_ids"] > 0])
     assert set(tokens) == set(range(1, 41)) - {3, 5}
     assert reading.metrics()["data/bad_records"] == 2

@@ -116,7 +116,7 @@ def _reversed(row):
 def test_what_is_longer_than_a_row_keeps_its_beginning_or_goes(strategy):
     """Wherever it stands among the others; what is as long as a row is not longer."""
     docs = [[10, 11], list(range(20, 27)), [30, 31, 32, 33], list(range(40, 45)), [50]]
-    kept = {long: rows_of(docs, 4, strategy, long=long) for long in ("truncate", "drop")}
+    kept = {long: rows_of(docs, 4, strategy, overlong=long) for long in ("truncate", "drop")}
     used = {
         long: Counter(int(t) for r in rows for t in r["tokens"][r["segment_ids"] > 0]) for long, rows in kept.items()
     }
@@ -125,9 +125,9 @@ def test_what_is_longer_than_a_row_keeps_its_beginning_or_goes(strategy):
     assert used["drop"] == Counter(short)
     # The last token that is kept is learned from too: its target is the first that is not.
     assert predictions(kept["truncate"])[23, 24] == predictions(kept["truncate"])[43, 44] == 1
-    assert rows_of([[1, 2, 3, 4]], 4, strategy, long="error")
-    with pytest.raises(ValueError, match=r'has 5 tokens, a row 4, and long="error"'):
-        rows_of(docs[3:4], 4, strategy, long="error")
+    assert rows_of([[1, 2, 3, 4]], 4, strategy, overlong="error")
+    with pytest.raises(ValueError, match=r'has 5 tokens, a row 4, and overlong="error"'):
+        rows_of(docs[3:4], 4, strategy, overlong="error")
 
 
 def test_bad_arguments():

@@ -36,7 +36,7 @@ def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, m
     """Keys are those of the prompts repeated, and each prompt is computed once."""
     sampler, key, calls, prefill = Sampler(temperature=0.8, top_k=20), jax.random.key(3), [], continuous._prefill
     monkeypatch.setattr(continuous, "_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
-    got = engine.generate(PROMPTS[:3], count=3, max_new_tokens=5, sampler=sampler, key=key)
+    got = engine.generate(PROMPTS[:3], num_samples=3, max_new_tokens=5, sampler=sampler, key=key)
     repeated = [prompt for prompt in PROMPTS[:3] for _ in range(3)]
     alone = Generator(model, dtype=jnp.float32)
     rows = alone.generate(repeated, max_new_tokens=5, sampler=sampler, key=key, capacity=32)
@@ -102,7 +102,7 @@ def test_what_cannot_be_continued_is_refused(model, engine):
 
     class Shared(type(model)):
         def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
-            return nn.Cache(jnp.zeros((capacity, batch)), jnp.zeros(batch, jnp.int32))
+            return nn.cache.Cache(jnp.zeros((capacity, batch)), jnp.zeros(batch, jnp.int32))
 
     odd = object.__new__(Shared)
     odd.__dict__.update(model.__dict__)
@@ -114,7 +114,7 @@ def test_what_cannot_be_continued_is_refused(model, engine):
 @pytest.mark.full
 def test_a_mesh_changes_nothing(model, engine):
     layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP | {"vocab": None})
-    options = dict(max_new_tokens=LIMITS, count=2, sampler=Sampler(temperature=0.8), key=jax.random.key(2))
+    options = dict(max_new_tokens=LIMITS, num_samples=2, sampler=Sampler(temperature=0.8), key=jax.random.key(2))
     want = engine.generate(PROMPTS, **options)
     with sharding.use(layout):
         placed = jax.device_put(model, sharding.shardings(model, layout))

@@ -11,7 +11,7 @@ from flax import nnx
 from maxlib import inference, nn, ops, sharding
 from maxlib.inference import Generator, Sampler, stream_text
 from maxlib.inference._generate import check_stop, right_padded
-from maxlib.ops._rope import DynamicNTK, Rope
+from maxlib.ops import DynamicNTK, Rope
 from tests.nn.tiny import LLAMA, filled, filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
@@ -258,7 +258,9 @@ def test_sliding_layers_generate_past_their_window():
             return self.embed.w[...]
 
         def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):
-            return nn.Cache(self.layers.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length)
+            return nn.cache.Cache(
+                self.layers.init_cache(batch, capacity, dtype), jnp.zeros(batch, jnp.int32), rope_length
+            )
 
     model = filled(lambda: Model(nnx.Rngs(0)))
     got = inference.generate(model, PROMPTS, max_new_tokens=9, dtype=jnp.float32)

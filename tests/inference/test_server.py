@@ -31,7 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             (found,) = self.server.engine.generate(
                 [body["prompt"]],
                 max_new_tokens=body["max_tokens"],
-                count=body["n"],
+                num_samples=body["n"],
                 stop_token_ids=body["stop_token_ids"],
                 sampler=Sampler(temperature=body["temperature"]),
                 key=jax.random.key(body["seed"]),
@@ -82,7 +82,7 @@ def test_ids_and_log_probabilities_travel_both_ways(local):
         got = engine.generate(PROMPTS, max_new_tokens=[6, 4], stop_token_ids=stop)
         assert got == local.generate(PROMPTS, max_new_tokens=[6, 4], stop_token_ids=stop)
         assert got[0][0].finish_reason == "stop" and got[0][0].tokens[-1] in stop
-        groups = engine.generate(PROMPTS, max_new_tokens=3, count=3, sampler=Sampler(), key=jax.random.key(1))
+        groups = engine.generate(PROMPTS, max_new_tokens=3, num_samples=3, sampler=Sampler(), key=jax.random.key(1))
         assert [len(group) for group in groups] == [3, 3]
         assert len({body["seed"] for _, body in server.seen[-2:]}) == 2
         assert {one.sampler for group in groups for one in group} == {Sampler()}

@@ -270,7 +270,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path, name):
     assert ours.generate(prompts, max_new_tokens=12) == want
 
 
-SEEING = {
+VISION = {
     "vision_config": {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
                       "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
     "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
@@ -284,7 +284,7 @@ def test_text_of_a_model_that_sees_and_hears_is_that_of_transformers(tmp_path, n
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     text = TestGemma4.base | TestGemma4.cases[name] | {"use_bidirectional_attention": "vision", "pad_token_id": 0}
     tied = text.get("tie_word_embeddings", True)
-    config = transformers.Gemma4Config(text_config=text, tie_word_embeddings=tied, **SEEING)
+    config = transformers.Gemma4Config(text_config=text, tie_word_embeddings=tied, **VISION)
     torch.manual_seed(0)
     theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
     theirs.save_pretrained(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 import maxlib
 from maxlib.models import phi3
-from maxlib.ops._rope import LongRope
+from maxlib.ops import LongRope
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, assert_close

@@ -43,7 +43,7 @@ def run(layer, x, **context):
 @jax.jit
 def extend(layer, x, cache, length, valid=None):
     """Results and the new cache, of which `length` tokens of each row are there before."""
-    return layer(x, nn.context(*x.shape[:2], valid=valid, cache=nn.Cache([cache], length)), cache)
+    return layer(x, nn.context(*x.shape[:2], valid=valid, cache=nn.cache.Cache([cache], length)), cache)
 
 
 def visible(name, i, j):
@@ -165,7 +165,7 @@ def test_windows_hold_a_ring():
     assert isinstance(build(MASKS["window"]).init_cache(1, 64), nn.cache.RingCache)
     assert build(MASKS["window"]).init_cache(1, 64).k.shape == (1, 5, 2, 6)
     assert build(MASKS["chunked"]).init_cache(1, 64).k.shape == (1, 4, 2, 6)
-    assert isinstance(build(MASKS["causal"]).init_cache(1, 64), nn.KVCache)
+    assert isinstance(build(MASKS["causal"]).init_cache(1, 64), nn.cache.KVCache)
     assert build(MASKS["window"]).init_cache(1, 3).k.shape == (1, 3, 2, 6)
 
 
@@ -218,7 +218,7 @@ def test_errors_say_what_must_hold():
     with pytest.raises(ValueError, match="do not fit a cache of capacity 4"):
         extend(build(), inputs(1, 5), cache, np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
-        whole = nn.Cache([cache], jnp.zeros(1, jnp.int32))
+        whole = nn.cache.Cache([cache], jnp.zeros(1, jnp.int32))
         nn.context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)
 
 

@@ -24,7 +24,7 @@ def sized():
 
 @functools.partial(jax.jit, static_argnames="first")
 def extended(cache, keys, values, first=0):
-    context = nn.context(B, T, cache=nn.Cache(None, jnp.full(B, first, jnp.int32)))
+    context = nn.context(B, T, cache=nn.cache.Cache(None, jnp.full(B, first, jnp.int32)))
     bounds = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), T, jnp.int32)
     return cache.extend(keys, values, context, *bounds)
 
@@ -88,7 +88,7 @@ def kept(kind):
 def test_what_does_not_fit_is_dropped_and_covers_nothing(kind):
     """Rows of 6 and 8 tokens of 8: two and none of three new ones fit. The older ones stay as they are."""
     empty, put = kept(kind)
-    place = lambda length, valid=None: nn.context(B, T, cache=nn.Cache(None, jnp.asarray(length)), valid=valid)
+    place = lambda length, valid=None: nn.context(B, T, cache=nn.cache.Cache(None, jnp.asarray(length)), valid=valid)
     number = lambda *values: jnp.broadcast_to(jnp.asarray(values, jnp.float32)[None, :, None, None], (B, T, K, H))
 
     @jax.jit
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_dropped_and_covers_nothing(kind):
 
 def test_lengths_that_are_known_are_checked():
     layers = [kept("int8")[0], kv_cache(B, 12, num_kv_heads=K, k_dim=H, v_dim=H, ring=4, dtype=jnp.float32)]
-    of = lambda *length, layers=layers: nn.Cache(layers, jnp.asarray(length))
+    of = lambda *length, layers=layers: nn.cache.Cache(layers, jnp.asarray(length))
     assert of(0, 0).capacity == 8 and of(0, 0, layers=layers[1:]).capacity is None
     with pytest.raises(ValueError, match="a row of 9 tokens, cached and new ones, does not fit a cache of capacity 8"):
         nn.context(B, T, cache=of(0, 6))
@@ -123,5 +123,5 @@ def test_padding_on_the_left_is_refused_with_a_cache():
     """Token t is stored t slots after the cached ones, wherever padding stands."""
     left = jnp.asarray([[False, True, True], [True] * 3])
     with pytest.raises(ValueError, match="with a cache, padding must come after a row's tokens"):
-        nn.context(B, T, cache=nn.Cache(None, jnp.zeros(B, jnp.int32)), valid=left)
+        nn.context(B, T, cache=nn.cache.Cache(None, jnp.zeros(B, jnp.int32)), valid=left)
     nn.context(B, T, valid=left)

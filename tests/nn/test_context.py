@@ -9,7 +9,7 @@ from maxlib import nn, ops
 
 
 def cache(**more):
-    return nn.Cache([], jnp.zeros(2, jnp.int32), 16, **more)
+    return nn.cache.Cache([], jnp.zeros(2, jnp.int32), 16, **more)
 
 
 def test_positions_go_on_behind_an_image():
@@ -51,7 +51,7 @@ def test_shapes_are_checked():
 
 def test_first_tokens_of_documents():
     valid = jnp.asarray([[True, True, False], [True, False, False]])
-    later = nn.Cache([], jnp.asarray([4, 0]), 16)
+    later = nn.cache.Cache([], jnp.asarray([4, 0]), 16)
 
     @jax.jit
     def starts():

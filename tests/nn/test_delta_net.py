@@ -36,7 +36,7 @@ def run(layer, x, segment_ids=None):
 
 @jax.jit
 def step(layer, x, valid, length, cache):
-    ctx = nn.context(*x.shape[:2], valid=valid, cache=nn.Cache(None, length))
+    ctx = nn.context(*x.shape[:2], valid=valid, cache=nn.cache.Cache(None, length))
     y, cache = layer(x, ctx, cache)
     return y, cache, length + ctx.num_new
 

@@ -90,7 +90,7 @@ def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
-    return sharding.EP | sharding.ExpertParallel(how=request.param)
+    return sharding.EP | sharding.ExpertParallel(exchange=request.param)
 
 
 def differentiated(run):
@@ -118,11 +118,33 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
         close(jax.device_get(got), jax.device_get(looped(layer, x)))
 
 
+def exchanges_of_a_gradient(layer, behind, policy) -> int:
+    """Counts the exchanges between devices in the compiled gradient of a rematerialized layer and what is behind it."""
+
+    def loss(layer, x):
+        run = lambda x: behind(layer(x, nn.context(*x.shape[:2]))[0])
+        return jnp.sum(jnp.sin(x + nn.remat.rematerialised(run, nn.remat.remat_policy(policy), prevent_cse=True)(x)))
+
+    with sharding.use(sharding.Layout(sharding.make_mesh(expert=2, devices=jax.devices()[:2]), sharding.EP)):
+        text = jax.jit(jax.grad(loss)).lower(layer, inputs(B=2, T=16)).compile().as_text()
+    return len(re.findall(r" all-to-all(-start)?\(", text))
+
+
+def test_a_norm_behind_experts_does_not_compute_them_again():
+    """Its gradient needs the experts' sum; recomputed, tokens would travel a third time."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
+    unit = lambda y: y / jnp.linalg.norm(y, axis=-1, keepdims=True)
+    linear, kept, again = (
+        exchanges_of_a_gradient(layer, *of) for of in ((lambda y: y, "full"), (unit, "full"), (unit, {}))
+    )
+    assert 0 < linear == kept < again
+
+
 def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
     """As lowered for a TPU: no dense exchange, and what leaves a device is a turn's choices, not padded ones."""
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
-    ragged, x = sharding.EP | sharding.ExpertParallel(how="ragged"), inputs(B=8, T=16)
+    ragged, x = sharding.EP | sharding.ExpertParallel(exchange="ragged"), inputs(B=8, T=16)
     layout = sharding.Layout(sharding.make_mesh(expert=8), ragged)
     layer = jax.device_put(layer, sharding.shardings(layer, layout))
     with sharding.use(layout):
@@ -136,12 +158,12 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
 
 
 def test_an_exchange_that_cannot_be_is_said():
-    layer, ragged = moe(), sharding.EP | sharding.ExpertParallel(how="ragged")
+    layer, ragged = moe(), sharding.EP | sharding.ExpertParallel(exchange="ragged")
     layout = sharding.Layout(sharding.make_mesh(expert=2, data=4), ragged)
     with sharding.use(layout), pytest.raises(ValueError, match="ragged on tpu and gpu, not on cpu"):
         jax.eval_shape(layer, inputs(B=8))
-    with pytest.raises(ValueError, match="how must be 'ragged', 'dense', .* got 'some'"):
-        sharding.ExpertParallel(how="some")
+    with pytest.raises(ValueError, match="exchange must be 'ragged', 'dense', .* got 'some'"):
+        sharding.ExpertParallel(exchange="some")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +227,7 @@ def test_tokens_travel_to_their_experts(capacity_factor):
 )
 def test_the_platform_or_the_layout_says_how_tokens_travel(platform, axes, how, ragged, monkeypatch):
     monkeypatch.setattr(exchange, "current_device", lambda: (platform, "any"))
-    strategy = sharding.FSDP | sharding.ExpertParallel(how=how)
+    strategy = sharding.FSDP | sharding.ExpertParallel(exchange=how)
     strategy |= sharding.strategies.Pipeline(microbatches=2) if "stage" in axes else sharding.FSDP
     with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=-1, **axes), strategy)):
         assert exchange.is_ragged() is ragged

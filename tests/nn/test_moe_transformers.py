@@ -65,7 +65,7 @@ ROUTERS = {
         "DeepseekV2Config",
         "DeepseekV2TopkRouter",
         {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 16.0},
-        {"renormalize": False, "scale": 16.0, "groups": nn.router.GroupLimit(3, 2, best=1)},
+        {"renormalize": False, "scale": 16.0, "groups": nn.router.GroupLimit(3, 2, scores_per_group=1)},
     ),
     "DeepSeek V3": (
         "deepseek_v3",

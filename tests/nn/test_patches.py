@@ -58,7 +58,7 @@ def test_padding_on_the_left_and_a_start_shift_nothing_else():
 
 
 def test_squares_of_patches_stand_together():
-    at = vision.patch_places(jnp.asarray(GRIDS[None]), 100, 2)
+    at = vision.patch_positions(jnp.asarray(GRIDS[None]), 100, 2)
     want = []
     for i, (_, height, width) in enumerate(GRIDS):
         y, x = (

@@ -34,7 +34,7 @@ def test_equal_queries_get_equal_results_with_and_without_a_cache(mask):
 
     want, got, _ = step(x, None, None)
     np.testing.assert_array_equal(got, want)
-    cache = nn.Cache(first.init_cache(2, 12, jnp.float32), jnp.zeros(2, jnp.int32))
+    cache = nn.cache.Cache(first.init_cache(2, 12, jnp.float32), jnp.zeros(2, jnp.int32))
     for start, stop in ((0, 7), (7, 8), (8, 12)):  # longer than the window, one token, several
         one, other, cache = step(x[:, start:stop], None, cache)
         np.testing.assert_array_equal(other, one)
@@ -44,7 +44,7 @@ def test_equal_queries_get_equal_results_with_and_without_a_cache(mask):
 def test_int8_keys_are_shared_as_they_are_read():
     first, second = pair(ops.Causal())
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-    cache = nn.Cache(first.init_cache(1, 8, jnp.int8), jnp.zeros(1, jnp.int32))
+    cache = nn.cache.Cache(first.init_cache(1, 8, jnp.int8), jnp.zeros(1, jnp.int32))
     ctx = nn.context(1, 6, cache=cache)
     y, _, kv = first.with_kv(x, ctx, cache.layers)
     np.testing.assert_array_equal(second(x, ctx, kv)[0], y)

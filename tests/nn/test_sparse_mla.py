@@ -64,7 +64,7 @@ def test_packed_documents_are_those_documents_alone():
 def test_pieces_with_a_cache_are_the_whole():
     want, cache, found = np.asarray(run(layer(), X)), layer().init_cache(2, SEQ, jnp.float32), []
     step = jax.jit(
-        lambda layer, x, cache, length: layer(x, nn.context(*x.shape[:2], cache=nn.Cache(None, length)), cache)
+        lambda layer, x, cache, length: layer(x, nn.context(*x.shape[:2], cache=nn.cache.Cache(None, length)), cache)
     )
     for begin, end in ((0, 11), (11, 22), (22, 23), (23, 24)):
         y, cache = step(layer(), X[:, begin:end], cache, jnp.full(2, begin, jnp.int32))

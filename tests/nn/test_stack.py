@@ -198,7 +198,7 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
         stack, x = sharding.create(lambda: build(Same, 1, 2), layout), jnp.ones((8, 3, 4))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
-        monkeypatch.setattr("maxlib.nn.stack.current_device", lambda: ("gpu", "NVIDIA H100"))
+        monkeypatch.setattr("maxlib.nn._layer_weights.current_device", lambda: ("gpu", "NVIDIA H100"))
         lowered = jax.jit(lambda stack: gradient(stack)).lower(stack)
         assert "LayoutConstraint" in lowered.as_text()
         jax.tree.map(np.testing.assert_array_equal, want, lowered.compile()(stack))

@@ -10,7 +10,7 @@ import pytest
 from maxlib import nn
 
 INSIDE = jnp.asarray([[0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]], bool)
-BLOCKS = jax.jit(nn.bidirectional_blocks)
+BLOCKS = jax.jit(nn.vision.bidirectional_blocks)
 
 
 def test_features_go_to_placeholders_in_order():
@@ -40,6 +40,6 @@ def test_spans_are_runs_within_documents():
 
 
 def test_spans_count_what_is_cached():
-    start, stop = BLOCKS(INSIDE, cache=nn.Cache(None, jnp.asarray([10, 20], jnp.int32)))
+    start, stop = BLOCKS(INSIDE, cache=nn.cache.Cache(None, jnp.asarray([10, 20], jnp.int32)))
     np.testing.assert_array_equal(start, [[10, 11, 11, 13, 14, 15], [20, 20, 20, 20, 24, 25]])
     np.testing.assert_array_equal(stop, [[11, 13, 13, 14, 15, 16], [24, 24, 24, 24, 25, 26]])

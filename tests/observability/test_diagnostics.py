@@ -227,13 +227,13 @@ def test_logits_and_entropy_of_attention():
 
 
 def test_layers_that_lead_a_stack_are_tapped_one_by_one():
-    model, _ = hooks.tapped(stacked.Model(prefix=0, period=2, lead=3))
+    model, _ = hooks.with_hooks(stacked.Model(prefix=0, period=2, lead=3))
     rows = {path: v.shape for path, v in nn.variables(model).items() if path.endswith(".0.tap")}
     assert rows == {f"layers.{place}.0.tap": (n, len(hooks.FIELDS)) for place, n in (("lead", 3), ("body", 2))}
     order = ["layers.lead.0.w", "layers.lead.0", "layers.body.0", "layers.body.1", "norm"]
     led = [(f"layers.lead.0{one}", row) for row in range(3) for one in (".w", "")]
     body = [(f"layers.body.{slot}", row) for row in range(2) for slot in range(2)]
-    assert hooks.in_order(order, checkpoint.groupings(model)) == [*led, *body, ("norm", None)]
+    assert hooks.in_layer_order(order, checkpoint.groupings(model)) == [*led, *body, ("norm", None)]
 
 
 @pytest.mark.full

@@ -39,7 +39,7 @@ def test_llama_is_six_n_t_and_attention(remat):
 
 
 FILTERS = {
-    "all": nn.is_trainable,
+    "all": nn.tree.is_trainable,
     "LoRA": adapters.trainable,
     "the last layers": training.trainable_only("layers.*"),
     "the head": training.trainable_only("head.w"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops._rope import (
+from maxlib.ops import (
     DynamicNTK,
     LinearScaling,
     Llama3Scaling,

@@ -31,7 +31,7 @@ def text(tokenizer, targets):
 
 def test_pairs_share_their_prompt_and_learn_the_answer(tokenizer):
     source = documents({"chosen": ASK + YES, "rejected": ASK + NO}, {"prompt": ASK, "chosen": NO, "rejected": YES})
-    first, second = (pt.pairs(source, tokenizer, TEMPLATE)[i] for i in range(2))
+    first, second = (data.pairs(source, tokenizer, TEMPLATE)[i] for i in range(2))
     assert text(tokenizer, first["chosen"]["targets"]) == "the apple</s>"
     assert text(tokenizer, first["rejected"]["targets"]) == text(tokenizer, second["chosen"]["targets"]) == "of</s>"
     np.testing.assert_array_equal(first["chosen"]["tokens"], second["rejected"]["tokens"])
@@ -39,7 +39,7 @@ def test_pairs_share_their_prompt_and_learn_the_answer(tokenizer):
 
 def test_a_loader_gives_nested_batches(tokenizer):
     source = documents(*[{"chosen": ASK + YES, "rejected": ASK + NO}] * 6)
-    rows = pt.pad(pt.pairs(source, tokenizer, TEMPLATE), length=24)
+    rows = data.pad(data.pairs(source, tokenizer, TEMPLATE), length=24)
     loader = data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=2)
     first, second = next(loader), next(loader)
     for half in ("chosen", "rejected"):
@@ -69,17 +69,17 @@ def test_bad_pairs_are_named(tokenizer):
         {"chosen": ASK + YES},
         {"chosen": ASK + YES, "rejected": ASK + NO},
     )
-    pairs = pt.pairs(source, tokenizer, TEMPLATE)
+    pairs = data.pairs(source, tokenizer, TEMPLATE)
     for index, message in enumerate(("are equal", "must answer the same prompt", "needs the messages 'chosen' and")):
         with pytest.raises(ValueError, match=f"document {index}: ValueError: .*{message}"):
             pairs[index]
     bad = data.SkipBadRecords(limit=3)
     assert len(list(bad.guard(pairs))) == 1 and len(bad) == 3
-    rows = pt.pad(pairs.slice(slice(3, 4)), length=5)
+    rows = data.pad(pairs.slice(slice(3, 4)), length=5)
     with pytest.raises(ValueError, match="does not fit a row of 5"):
         rows[0]
-    assert pt.pad(pairs.slice(slice(3, 4)), length=5, long="truncate")[0]["chosen"]["tokens"].shape == (5,)
-    assert list(pt.pad(pairs.slice(slice(3, 4)), length=5, long="drop")) == []
+    assert data.pad(pairs.slice(slice(3, 4)), length=5, overlong="truncate")[0]["chosen"]["tokens"].shape == (5,)
+    assert list(data.pad(pairs.slice(slice(3, 4)), length=5, overlong="drop")) == []
 
 
 def test_templates_that_yield_no_mask_are_named(tokenizer):
@@ -89,13 +89,13 @@ def test_templates_that_yield_no_mask_are_named(tokenizer):
     shuffled = "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     for text, message in ((silent, "the chosen turns have no tokens"), (shuffled, "mark it in the template with")):
         with pytest.raises(ValueError, match=f"document 0: ValueError: .*{message}"):
-            pt.pairs(source, tokenizer, tokenization.ChatTemplate(text))[0]
+            data.pairs(source, tokenizer, tokenization.ChatTemplate(text))[0]
 
 
 def test_pairs_have_the_tools_of_their_document(tokenizer):
     template = tokenization.ChatTemplate("{{ tools[0] if tools else '' }}" + PLAIN)
     with_tools, without = (
-        pt.pairs(documents({"chosen": ASK + YES, "rejected": ASK + NO} | more), tokenizer, template)[0]["chosen"]
+        data.pairs(documents({"chosen": ASK + YES, "rejected": ASK + NO} | more), tokenizer, template)[0]["chosen"]
         for more in ({"tools": ["the size of"]}, {})
     )
     assert text(tokenizer, with_tools["targets"]) == text(tokenizer, without["targets"]) == "the apple</s>"
@@ -105,11 +105,11 @@ def test_pairs_have_the_tools_of_their_document(tokenizer):
 def test_labelled_answers_come_with_others(tokenizer):
     other = [{"role": "user", "content": "of"}]
     source = documents({"messages": ASK + YES, "desirable": True}, {"messages": other + NO, "desirable": False})
-    first, second = (pt.kto_examples(source, tokenizer, TEMPLATE)[i] for i in range(2))
+    first, second = (data.kto_examples(source, tokenizer, TEMPLATE)[i] for i in range(2))
     assert first["desirable"] and not second["desirable"]
     assert text(tokenizer, first["mismatched"]["targets"]) == "of</s>"
     assert tokenizer.decode(second["mismatched"]["tokens"], skip_special_tokens=False).startswith("<user>of</s>")
-    row = pt.pad(pt.kto_examples(source, tokenizer, TEMPLATE), length=30)[0]
+    row = data.pad(data.kto_examples(source, tokenizer, TEMPLATE), length=30)[0]
     assert row["mismatched"]["segment_ids"].shape == row["tokens"].shape == (30,) and row["desirable"].shape == ()
 
 
@@ -117,13 +117,13 @@ def test_the_other_answer_is_to_another_prompt(tokenizer):
     """Data made from pairs has both answers to a prompt next to each other; z is a mean over other prompts' answers."""
     other = [{"role": "user", "content": "of"}]
     answers = [{"messages": ask + end, "desirable": end is YES} for ask in (ASK, other) for end in (YES, NO)]
-    found = pt.kto_examples(documents(*answers), tokenizer, TEMPLATE)
+    found = data.kto_examples(documents(*answers), tokenizer, TEMPLATE)
     whole = lambda messages: tokenizer.encode(TEMPLATE(messages, add_generation_prompt=False)).ids
     got = [row["mismatched"]["tokens"].tolist() for row in (found[i] for i in range(4))]
     # The two of the first prompt get the first answer to the other one, and the other way round.
     assert got == [whole(ask + YES) for ask in (ASK, ASK, other, other)]
     with pytest.raises(ValueError, match="needs an answer to another prompt, but the next 1 documents have the same"):
-        pt.kto_examples(documents(*answers[:2]), tokenizer, TEMPLATE)[0]
+        data.kto_examples(documents(*answers[:2]), tokenizer, TEMPLATE)[0]
 
 
 def test_completions_become_rows():

@@ -39,11 +39,11 @@ def records() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def documents(tokenizer, processor):  # noqa: F811
-    return pt.pairs(records(), tokenizer, ChatTemplate(TEMPLATE), images=processor)
+    return data.pairs(records(), tokenizer, ChatTemplate(TEMPLATE), images=processor)
 
 
 def rows_of(documents, processor, **options):  # noqa: F811
-    return pt.pad(documents, length=LENGTH, images=processor.blank(PATCHES), **options)
+    return data.pad(documents, length=LENGTH, images=processor.blank(PATCHES), **options)
 
 
 def test_both_answers_have_the_images_of_their_prompt(documents, processor):  # noqa: F811
@@ -63,20 +63,20 @@ def test_both_answers_have_the_images_of_their_prompt(documents, processor):  # 
 
 def test_what_does_not_fit_is_an_error_or_left_out(documents, processor, tokenizer):  # noqa: F811
     with pytest.raises(ValueError, match="a document has images: pad it with images="):
-        pt.pad(documents, length=LENGTH)[0]
+        data.pad(documents, length=LENGTH)[0]
     with pytest.raises(ValueError, match="must fit 8 patches and 2 images of a row, got 24 and 2"):
-        pt.pad(documents, length=LENGTH, images=processor.blank(8))[1]
+        data.pad(documents, length=LENGTH, images=processor.blank(8))[1]
     with pytest.raises(ValueError, match="does not fit a row of 8"):  # placeholders are never cut
-        pt.pad(documents, length=8, images=processor.blank(PATCHES), long="truncate")[1]
-    kept = pt.pad(documents, length=LENGTH, images=processor.blank(8), long="drop")
+        data.pad(documents, length=8, images=processor.blank(PATCHES), overlong="truncate")[1]
+    kept = data.pad(documents, length=LENGTH, images=processor.blank(8), overlong="drop")
     assert len(list(kept.to_iter_dataset())) == 3
     with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
-        pt.pairs(records(), tokenizer, ChatTemplate(TEMPLATE))[0]
+        data.pairs(records(), tokenizer, ChatTemplate(TEMPLATE))[0]
 
 
 def test_labelled_answers_have_images_too(tokenizer, processor):  # noqa: F811
     labelled = [{"messages": one["prompt"] + one["chosen"], "desirable": i % 2 == 0} for i, one in enumerate(records())]
-    examples = pt.kto_examples(labelled, tokenizer, ChatTemplate(TEMPLATE), images=processor)
+    examples = data.kto_examples(labelled, tokenizer, ChatTemplate(TEMPLATE), images=processor)
     row = rows_of(examples, processor)[0]
     np.testing.assert_array_equal(row["images"].pixels, row["mismatched"]["images"].pixels)
     assert row["images"].grids.any() and (row["mismatched"]["targets"] != row["targets"]).any()

@@ -53,7 +53,7 @@ LOSSES = {
     **{name: functools.partial(loss, temperature=0.8) for name, loss in POLICIES.items()},
     "kto": functools.partial(pt.kto_loss, kind=pt.KTO(0.3, 1.2, 0.8)),
     "top_k": functools.partial(pt.distillation_loss, beta=0.3, hard=0.2),
-    "dft": pt.dft_loss,
+    "dft": training.dft_loss,
 }
 
 
@@ -397,15 +397,18 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
 
 
 def test_noise_on_token_vectors_is_drawn_with_the_key():
-    tuned = functools.partial(pt.with_embedding_noise(pt.dft_loss, alpha=20.0), dtype=jnp.float32)
+    tuned = functools.partial(training.with_embedding_noise(training.dft_loss, alpha=20.0), dtype=jnp.float32)
     data = jax.tree.map(jnp.asarray, halves()["chosen"])
     f = jax.jit(lambda model, data, key: tuned(model, data, key)[0], compiler_options=tiny.QUICKLY)
     one, two, again = (float(f(_built(), data, jax.random.key(seed))) for seed in (0, 1, 0))
-    silent = pt.with_embedding_noise(pt.dft_loss, alpha=0.0)
+    silent = training.with_embedding_noise(training.dft_loss, alpha=0.0)
 
     @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
     def without(model, data):
-        found = pt.dft_loss(model, data, dtype=jnp.float32), silent(model, data, jax.random.key(0), dtype=jnp.float32)
+        found = (
+            training.dft_loss(model, data, dtype=jnp.float32),
+            silent(model, data, jax.random.key(0), dtype=jnp.float32),
+        )
         return [value for value, _ in found]
 
     plain, silent = without(_built(), data)

@@ -170,5 +170,5 @@ def test_divergences(beta):
     compare(f"distillation/{beta}", run, DATA["logits"])
     values, ids = jax.lax.top_k(teacher, 3)
     chosen = lambda logits: jnp.take_along_axis(student(logits), ids, -1)
-    run = lambda logits: average(pt.top_k_divergence(chosen(logits), values, beta=beta))
+    run = lambda logits: average(ops.top_k_divergence(chosen(logits), values, beta=beta))
     compare(f"top_k/{beta}", run, DATA["logits"])

@@ -96,8 +96,10 @@ WARM = functools.partial(pt.grpo, temperature=0.7)
 AROUND = {
     "accumulated": training.accumulate(WARM, 4),
     "1f1b": training.one_f_one_b(WARM),
-    "noise": pt.with_embedding_noise(WARM),
-    "noise, accumulated": training.accumulate(functools.partial(pt.with_embedding_noise(WARM), dtype=jnp.float32), 2),
+    "noise": training.with_embedding_noise(WARM),
+    "noise, accumulated": training.accumulate(
+        functools.partial(training.with_embedding_noise(WARM), dtype=jnp.float32), 2
+    ),
 }
 
 

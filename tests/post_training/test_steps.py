@@ -103,7 +103,9 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
             return self.w
 
     def ours(w):
-        loss, stats = pt.dft_loss.from_hidden(Head(w), jnp.asarray(hidden, jnp.float32), {"targets": jnp.asarray(ids)})
+        loss, stats = training.dft_loss.from_hidden(
+            Head(w), jnp.asarray(hidden, jnp.float32), {"targets": jnp.asarray(ids)}
+        )
         return loss, stats
 
     value, gradient = jax.value_and_grad(lambda w: ours(w)[0])(jnp.asarray(weight, jnp.float32))

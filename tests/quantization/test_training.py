@@ -215,8 +215,8 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
     low = lambda rules: quant.report(jax.eval_shape(lambda: quant.for_training(Odd(), rules)))
     with pytest.warns(UserWarning, match=r"layer types are unknown: \['other.kernel'\]"):
         found = low("int8")
-    assert found.left == ("other.kernel",) and "in full precision: other.kernel" in found.summary
-    assert low([quant.high(match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).left == ("other.kernel",)
+    assert found.unquantized == ("other.kernel",) and "in full precision: other.kernel" in found.summary
+    assert low([quant.high(match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).unquantized == ("other.kernel",)
     with pytest.raises(ValueError, match="other.kernel.* do not belong to layers that can be quantized"):
         low([quant.Rule(FP8, kinds=("dense", "unknown"))])
 
@@ -224,7 +224,7 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
 def test_filters_of_a_short_convolution_are_no_matrices():
     """They multiply nothing, and a warning of each hybrid would tell nobody anything."""
     layer = lambda: nn.GatedDeltaNet(16, num_heads=2, key_dim=8, value_dim=8, rngs=nnx.Rngs(0))
-    assert quant.report(jax.eval_shape(lambda: quant.for_training(layer(), "int8"))).left == ()
+    assert quant.report(jax.eval_shape(lambda: quant.for_training(layer(), "int8"))).unquantized == ()
 
 
 def test_dtypes_that_the_backend_lacks(monkeypatch):

@@ -50,7 +50,7 @@ MISSPELT = {
 @pytest.mark.parametrize("case", MISSPELT)
 def test_a_name_in_place_of_another_is_refused(case):
     loss, batch, message = MISSPELT[case]
-    for wrapped in (loss, training.accumulate(loss, 2), pt.with_embedding_noise(loss)):
+    for wrapped in (loss, training.accumulate(loss, 2), training.with_embedding_noise(loss)):
         with pytest.raises(ValueError, match=message):
             run(wrapped, batch)
 
@@ -67,7 +67,7 @@ def test_a_step_warns_of_what_nobody_reads():
         jax.eval_shape(step, jax.eval_shape(lambda: training.make_state(tiny.model(), optax.sgd(0.1))), batch)
 
     own = tiny.batch(8) | {"weight": np.ones(8, np.float32)}
-    for loss in (training.next_token_loss, training.accumulate(functools.partial(pt.dft_loss, remat="full"), 2)):
+    for loss in (training.next_token_loss, training.accumulate(functools.partial(training.dft_loss, remat="full"), 2)):
         with pytest.warns(UserWarning, match=r"loss does not read batch\['weight'\]"):
             trace(loss, own)
     with warnings.catch_warnings():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from maxlib.ops._rope import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
+from maxlib.ops import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
 from maxlib.weights._hf_config import HARMLESS, HARMLESS_VALUES, HFConfig, read_config, rope_to_hf
 
 HEAD = 16

@@ -151,7 +151,7 @@ def test_a_quantized_read_takes_only_what_a_device_needs(model, exported, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (Weight("model.embed.weight", "embed.w", "V D -> V"), r"names 1 axes of ours, but the leaf has 2"),
+        (Weight("model.embed.weight", "embed.w", "V D -> V"), r"names 1 axes on the right, but the leaf has 2"),
         (Weight("model.embed.weight", "embed.w", "V D -> (V D)"), r"must read like"),
         (Weight("model.embed.weight", "embed.w", "V V -> V D"), r"must read like"),
         (Weight("model.embed.weight", "embed.w", "V D X -> V D"), r"each axis must be on both sides"),

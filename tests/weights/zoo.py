@@ -87,32 +87,34 @@ def dequantize(w: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def table(cfg: Config) -> Table:
-    theirs, ours = "model.layers.{i}.", "text.{i}."
+    hf_prefix, prefix = "model.layers.{i}.", "text.{i}."
     fused, interleaved = "(R H) D -> R H D", "E D (F two) -> E F D"
     return [
         Weight("model.embed.weight", "embed.w"),
-        Weight(theirs + "qkv.weight", ours + "q.w", fused, at={"R": 0}),
-        Weight(theirs + "qkv.weight", ours + "k.w", fused, at={"R": N}),
-        Weight(theirs + "qkv.weight", ours + "v.w", fused, at={"R": N + K}),
-        Weight(theirs + "scale", ours + "scale.w"),
-        Weight(theirs + "gate_up.weight", ours + "gate.w", "(two F) D -> F D", at={"two": 0}),
-        Weight(theirs + "gate_up.weight", ours + "up.w", "(two F) D -> F D", at={"two": 1}),
-        Weight(theirs + "experts.gate_up", ours + "experts.gate.w", interleaved, at={"two": 0}),
-        Weight(theirs + "experts.gate_up", ours + "experts.up.w", interleaved, at={"two": 1}),
-        Weight(theirs + "experts.{e}.down.weight", ours + "experts.down.w", "D F -> e D F"),
+        Weight(hf_prefix + "qkv.weight", prefix + "q.w", fused, at={"R": 0}),
+        Weight(hf_prefix + "qkv.weight", prefix + "k.w", fused, at={"R": N}),
+        Weight(hf_prefix + "qkv.weight", prefix + "v.w", fused, at={"R": N + K}),
+        Weight(hf_prefix + "scale", prefix + "scale.w"),
+        Weight(hf_prefix + "gate_up.weight", prefix + "gate.w", "(two F) D -> F D", at={"two": 0}),
+        Weight(hf_prefix + "gate_up.weight", prefix + "up.w", "(two F) D -> F D", at={"two": 1}),
+        Weight(hf_prefix + "experts.gate_up", prefix + "experts.gate.w", interleaved, at={"two": 0}),
+        Weight(hf_prefix + "experts.gate_up", prefix + "experts.up.w", interleaved, at={"two": 1}),
+        Weight(hf_prefix + "experts.{e}.down.weight", prefix + "experts.down.w", "D F -> e D F"),
         Convert(
-            (theirs + "experts.down_f8", theirs + "experts.down_scale"),
-            ours + "experts.down.w",
+            (hf_prefix + "experts.down_f8", hf_prefix + "experts.down_scale"),
+            prefix + "experts.down.w",
             load=dequantize,
             batch=1,
         ),
-        Convert((theirs + "log_bias",), ours + "bias.w", load=np.log, save=lambda b: (np.exp(b),), dtype="float32"),
-        Absent(ours + "calls"),
+        Convert(
+            (hf_prefix + "log_bias",), prefix + "bias.w", load=np.log, save=lambda b: (np.exp(b),), dtype="float32"
+        ),
+        Absent(prefix + "calls"),
         Weight("vision.blocks.{i}.proj.weight", "tower.layers.{i}.w"),
         Weight("heads.{i}.weight", "heads.{i}.w", "D -> D"),
         Weight("head.weight", "head.w"),
         Copy("head.weight", of="model.embed.weight"),
-        Ignore(theirs + "rotary.inv_freq"),
+        Ignore(hf_prefix + "rotary.inv_freq"),
         Ignore("mtp.*"),
         Renamed("tower.", "vision."),
     ]

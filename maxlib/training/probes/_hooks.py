@@ -27,7 +27,7 @@ class Tap(nnx.Variable):
     """Zeros; its gradient is a row of `FIELDS` (or `LOGITS`)."""
 
 
-def tapped(model: Any) -> tuple[Any, list[str]]:
+def with_hooks(model: Any) -> tuple[Any, list[str]]:
     """Returns a copy of `model` with hooks, and a list that tracing the copy fills with the paths of layers as they
     finish.
     """
@@ -41,8 +41,8 @@ def read(path: str, row: Any) -> dict[str, Any]:
     return dict(zip(LOGITS if path.endswith(".logit_tap") else FIELDS, row, strict=True))
 
 
-def in_order(order: Iterable[str], groupings: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
-    """Yields the hooks, with their row on a stack's repeat axis, in the order in which their layers finish."""
+def in_layer_order(order: Iterable[str], groupings: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
+    """Returns the hooks, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
     for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, groupings)):
         rows = [None] if group is None else range(group[1])
@@ -64,7 +64,7 @@ def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list
         _attach(child, here, inner, order)
         if not nn.tree.is_stack(child):
             # Layers differ only by their paths, so that equal classes with equal paths are equal to jit and scan.
-            child.__class__ = _tapped_class(type(child))
+            child.__class__ = _hooked_class(type(child))
             child.tap_path = here  # pyright: ignore[reportAttributeAccessIssue]
             child.tap = Tap(jnp.zeros((*inner, len(FIELDS))))  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(child, nn.SequenceMixer) and child.probes_scores:
@@ -103,7 +103,7 @@ def _children(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
 
 
 @functools.cache
-def _tapped_class(cls: type) -> type:
+def _hooked_class(cls: type) -> type:
     """Returns a subclass that can be assigned to `__class__` of an instance of `cls`, because it adds no slots."""
     return type(cls.__name__, (cls,), {"__slots__": ()} | _methods(cls))
 

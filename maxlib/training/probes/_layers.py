@@ -55,7 +55,7 @@ def observe(
     found = _watched(loss, filter)(model, batch, key)
     laid, seen = groupings(model), jax.device_get(found.seen)
     outputs = {}
-    for path, row in hooks.in_order(found.order, laid):
+    for path, row in hooks.in_layer_order(found.order, laid):
         name = layer_path(path, laid)[row or 0][0]
         outputs[name] = {}
         for kind in (f"{path}.tap", f"{path}.logit_tap"):
@@ -142,7 +142,7 @@ def _watched(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., _Found]
     def run(model: Any, batch: Batch, key: Array) -> _Found:
         chosen = filter or nn.tree.default_filter(model)
         take = lambda path, variable: isinstance(variable, hooks.Tap) or chosen(path, variable)
-        model, order = hooks.tapped(model)
+        model, order = hooks.with_hooks(model)
         watched, rest = nn.partition(model, take)
 
         def mean(watched: Any) -> Array:

@@ -1,0 +1,93 @@
+"""Threads that read the batches of one shard ahead, and their end with the program."""
+
+import atexit
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import grain
+
+from maxlib.data import _counting as counting
+from maxlib.data._iterator_state import from_json, to_json
+
+
+class Reader:
+    """Prefetches one shard in a daemon thread into `ready`: (batch, state and counts after it), (None, state, counts)
+    at the end, or an error.
+
+    grain's own prefetch (0.2.18) waits without a timeout and joins its thread when closed, so a hanging source would
+    hang the loader without an error that names it.
+    """
+
+    def __init__(self, dataset: Callable[[], grain.IterDataset], state: Any, prefetch: int):
+        self.ready: queue.SimpleQueue = queue.SimpleQueue()
+        self.room = threading.Semaphore(prefetch)  # acquired before reading a batch, released when one is returned
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(dataset, state), daemon=True, name="maxlib-data")
+        _running.add(self)
+        self.thread.start()
+
+    def where(self) -> str:
+        """Returns the innermost frames of the thread's stack."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)[-4:]) if frame else "  (the thread has ended)\n"
+
+    def _run(self, dataset: Callable, state: Any) -> None:
+        try:
+            self._read(dataset, state)
+        except BaseException as error:  # raised in the thread that waits for the batch
+            if not self.stop.is_set():
+                self.ready.put(error)
+        finally:
+            _running.discard(self)
+
+    def _read(self, dataset: Callable, state: Any) -> None:
+        with counting.collected() as stages:
+            iterator = iter(dataset())
+        if state is not None:
+            _restore(iterator, state)
+        while self.room.acquire() and not self.stop.is_set():
+            batch = next(iterator, None)
+            state = to_json(iterator.get_state()) if batch is not None else state
+            self.ready.put((batch, state, counting.total(stage.counts for stage in stages)))
+            if batch is None:
+                return
+
+
+_running: set[Reader] = set()
+
+
+@atexit.register
+def _end_threads(patience: float = 5.0) -> None:
+    """Ends all readers before the interpreter exits, which may abort if a thread is in native code.
+
+    Each reader ends after its current batch; one that takes longer than `patience` seconds is abandoned.
+    """
+    readers = {str(i): reader for i, reader in enumerate(tuple(_running))}
+    threads = [reader.thread for reader in readers.values()]
+    stop_readers(readers)
+    deadline = time.perf_counter() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.perf_counter()))
+
+
+def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
+    try:
+        iterator.set_state(from_json(state))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"The data state does not fit this pipeline ({error!r}): resume with the pipeline that it was taken from. "
+            f"It is {state}."
+        ) from error
+
+
+def stop_readers(readers: dict) -> None:
+    """Asks the threads to end, without waiting for them."""
+    for reader in readers.values():
+        reader.stop.set()
+        reader.room.release()
+    readers.clear()

@@ -1,0 +1,50 @@
+"""How the weights of a scanned layer are laid out in memory, so that XLA neither casts nor transposes a whole stack."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlib import _xla_workarounds
+from maxlib.hardware import current_device
+from maxlib.nn.tree import is_variable
+from maxlib.sharding import current, shard_map_by_name
+
+
+def pin_row_major(layer: Any) -> Any:
+    """Pins the weights of a sharded stack's layer to row-major order.
+
+    Otherwise XLA for GPUs transposes every layer before the loop (`_xla_workarounds.row_major`).
+    """
+    if current() is None or current_device()[0] != "gpu":
+        return layer
+
+    def keep(leaf):
+        names = leaf.get_metadata().get("axes", ()) if is_variable(leaf) else ()
+        value = leaf.get_value() if len(names) > 1 else None
+        return leaf.replace(_row_major(value, names)) if isinstance(value, jax.Array) else leaf
+
+    return jax.tree.map(keep, layer, is_leaf=is_variable)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _row_major(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Returns `weight` with each device's part in row-major order."""
+    return shard_map_by_name(_xla_workarounds.row_major, [names], names)(weight)
+
+
+@_row_major.defjvp
+def _(names, primals, tangents):
+    return _row_major(*primals, names), *tangents
+
+
+@jax.custom_jvp
+def keep_float32(weight: jax.Array) -> jax.Array:
+    """Returns `weight` and prevents XLA from casting it before the loop (`_xla_workarounds.keep_float32`)."""
+    return _xla_workarounds.keep_float32(weight) if weight.dtype == jnp.float32 else weight
+
+
+@keep_float32.defjvp
+def _(primals, tangents):
+    return keep_float32(*primals), *tangents

@@ -1,0 +1,61 @@
+"""The check that layers which are scanned together have one structure."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from maxlib.nn._jaxpr_equality import is_same_program
+from maxlib.nn._stack_grouping import layer_groups
+from maxlib.nn.tree import variables
+
+# Part of jit's cache key, which a plain context variable would not be.
+skip_check = jax.make_user_context(False)
+
+
+@contextmanager
+def skip_layer_check() -> Iterator[None]:
+    """Skips checking that layers scanned together are identical, so only one is traced.
+
+    This makes describing a deep model ten times faster. Use it for models that are checked elsewhere.
+    """
+    with skip_check(True):
+        yield
+
+
+def slots_built_apart(build: Callable, keys: Any, grouping: dict[str, int]) -> set[range]:
+    """Compares every scanned layer with the first of its slot.
+
+    Returns:
+        The slots whose layers have one structure but initial values that depend on the index.
+
+    Raises:
+        ValueError: when the structure of two layers differs, including static attributes.
+    """
+    # Trace the constructor for its operations and the shapes and structure of its result, without making arrays.
+    trace = lambda i: jax.make_jaxpr(functools.partial(build, i), return_shape=True)(keys[i])
+    # Layers stored alone need not match.
+    scanned = [group for group in layer_groups(**grouping).values() if group.repeats]
+    apart = set()
+    for numbers in (group.layers(slot) for group in scanned for slot in range(group.slots)):
+        program, first = trace(numbers[0])
+        for i in numbers[1:]:
+            other_program, other = trace(i)
+            if not is_same_program(program, other_program):
+                apart.add(numbers)
+            if jax.tree.flatten(first) != jax.tree.flatten(other):  # leaves and structure
+                raise ValueError(
+                    f"layers {numbers[0]} and {i} would be scanned together under {grouping} but differ in "
+                    f"{_difference(first, other)}; nn.grouping_for finds a valid grouping"
+                )
+    return apart
+
+
+def _difference(first, other) -> str:
+    """Names the arrays in which two layers differ; if there are none, static attributes differ."""
+    found = [{path: str(x.get_value()) for path, x in variables(layer).items()} for layer in (first, other)]
+    paths = sorted({path for path, _ in found[0].items() ^ found[1].items()})
+    said = [f"{path} ({found[0].get(path, 'absent')} and {found[1].get(path, 'absent')})" for path in paths]
+    return ", ".join(said) or "options, not arrays"

@@ -1,0 +1,59 @@
+"""Checks of the Trainer's arguments, before anything is computed."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from maxlib import nn
+from maxlib.training._evaluation import Evaluation
+from maxlib.training._export import Export
+from maxlib.training._prefetch import check_loader
+
+
+def check_step_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for an option that `make_train_step` does not have."""
+    if unknown := sorted(options.keys() - {"log_schedule", "router_bias_update_rate"}):
+        raise TypeError(f"Trainer takes no argument {', '.join(unknown)}; a schedule for the log is log_schedule=")
+
+
+def check_layout(layout: Any) -> None:
+    """Raises ValueError if several processes would train without a layout."""
+    if layout is None and jax.process_count() > 1:
+        raise ValueError(
+            f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
+            "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
+        )
+
+
+def check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Iterable[Any]) -> None:
+    """Raises TypeError for an argument of a wrong type, and ValueError for a loader that is used twice."""
+    if not callable(model) and not nn.variables(model):
+        raise TypeError(
+            f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"
+        )
+    check_loader(loader, "loader")
+    if evaluation is not None and not isinstance(evaluation, Evaluation):
+        raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
+    if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):
+        raise ValueError(
+            "evaluation has the training loader, which each evaluation would reset to its first batch: give "
+            "Evaluation a loader of its own, over held-out data"
+        )
+    if checkpointer is not None and not hasattr(checkpointer, "should_save"):
+        raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
+    for one in callbacks:
+        if not isinstance(one, Export) and not _is_callback(one):
+            raise TypeError(
+                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
+            )
+
+
+def _innermost(loader: Any) -> Any:
+    """Returns the loader inside `Prefetch` and other wrappers."""
+    return _innermost(loader.loader) if hasattr(loader, "loader") else loader
+
+
+def _is_callback(one: Any) -> bool:
+    """Returns True if a value is a pair of a positive number of steps and a function."""
+    return isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int and one[0] > 0 and callable(one[1])
