@@ -106,6 +106,9 @@ def current_device() -> tuple[str, str]:
     return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)
 
 
+_GPUS = ("NVIDIA ", "Tesla ")  # with which jax's names of NVIDIA's GPUs begin
+
+
 def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
     """Returns jax's platform and kind of a device that a caller names; the current device for None.
 
@@ -133,12 +136,12 @@ def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
 
 
 def _platform(kind: str) -> str:
-    return "gpu" if kind.startswith("NVIDIA") else "tpu"
+    return "gpu" if kind.startswith(_GPUS) else "tpu"
 
 
 def _full_kind(kind: str) -> str | None:
     """Returns jax's `device_kind` for a short name, and a whole kind as it is; None if the device is unknown."""
-    if kind.startswith("NVIDIA ") or chip_of(kind):
+    if kind.startswith(_GPUS) or chip_of(kind):
         return kind  # a GPU that is not in the table runs the kernels of its generation
     short = re.sub(r"^(nvidia|tpu) ", "", kind.lower())
     if short in CHIPS and CHIPS[short].prefixes:
