@@ -327,6 +327,9 @@ def put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context)
     if T > S:
         raise ValueError(f"{T} new tokens do not fit a cache of capacity {S}; make a larger one")
 
+    if is_known(ctx.length) and not np.asarray(ctx.length).any():  # an empty cache: prompts are written to its start
+        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), 0, axis=1)
+
     def put(old: Array, new: Array, length: Array) -> Array:
         if T == 1:  # decoding: one scatter, which drops out-of-range tokens
             return old.at[length].set(new[0], mode="drop")
