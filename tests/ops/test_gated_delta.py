@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
 from maxlib.observability import forward_flops
-from maxlib.ops._gated_delta.chunked import unit_lower_inverse
+from maxlib.ops._gated_delta.inverse import unit_lower_inverse
 
 B, T, K, N, HK, HV = 2, 150, 2, 4, 8, 6  # two chunks and a part of a third; two value heads to a key head
 SLOW = 0.05  # of the decay: a state that is not reset shows hundreds of tokens later
@@ -106,16 +106,19 @@ def test_documents_in_a_row_are_those_documents_alone():
     assert np.abs(leaked[0, 130:] - whole[0, 130:]).max() > 0.1 * np.std(whole)  # it does make a difference
 
 
-def test_gradients_are_those_of_the_definition():
+@pytest.mark.parametrize(
+    ("masks", "max_step"), [({"is_start": jnp.asarray(STARTS), "valid": jnp.asarray(VALID)}, 1), ({}, 2)]
+)
+def test_gradients_are_those_of_the_definition(masks, max_step):
+    """Of the outputs and the last state: with documents and padding; without, and with steps up to 2."""
     x = inputs() | {"initial_state": STATE}
+    x["beta"] = max_step * x["beta"]
     weights = np.random.default_rng(3).normal(size=(B, T, N, HV)).astype(np.float32)
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(implementation, x):
         def loss(x):
-            out, state = ops.gated_delta_rule(
-                **x, is_start=jnp.asarray(STARTS), valid=jnp.asarray(VALID), implementation=implementation
-            )
+            out, state = ops.gated_delta_rule(**x, **masks, implementation=implementation)
             return jnp.sum(out * weights) + jnp.sum(state**2)
 
         return jax.grad(loss)(x)
@@ -125,6 +128,27 @@ def test_gradients_are_those_of_the_definition():
     got = gradients("chunked", jax.tree.map(jnp.asarray, x))
     for name in x:
         close(got[name], want[name], 1e-4)
+
+
+def test_gradients_within_other_transforms():
+    """Row by row under vmap, in a rematerialised loop, and of gradients."""
+    x = jax.tree.map(jnp.asarray, inputs(tokens=70))
+    rule = lambda x: jnp.sum(ops.gated_delta_rule(**x, implementation="chunked")[0] ** 2)
+    by_row = jax.vmap(lambda x: rule(jax.tree.map(lambda a: a[None], x)))
+    row = jax.checkpoint(lambda total, x: (total + rule(jax.tree.map(lambda a: a[None], x)), None))
+    looped = lambda x: jax.lax.scan(row, 0.0, x)[0]
+    want = jax.jit(jax.grad(rule))(x)
+    for loss in (lambda x: by_row(x).sum(), looped):
+        jax.tree.map(lambda got, want: close(got, want, 1e-5), jax.jit(jax.grad(loss))(x), want)
+
+    def penalty(implementation, k):
+        of_v = jax.grad(
+            lambda v: jnp.sum(ops.gated_delta_rule(**x | {"k": k, "v": v}, implementation=implementation)[0])
+        )
+        return jnp.sum(of_v(x["v"]) ** 2)
+
+    got, want = (jax.jit(jax.grad(functools.partial(penalty, name)))(x["k"]) for name in ("chunked", "sequential"))
+    close(got, want, 1e-4)
 
 
 def test_the_inverse_of_a_triangle():
@@ -157,9 +181,14 @@ def test_padding_leaves_the_state_as_it_is():
 
 def test_the_state_is_float32_for_narrow_inputs():
     x = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), inputs(tokens=70))
-    out, state = run(x)
+    (out, state), backward = jax.vjp(run, x)
     assert (out.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
     close(out.astype(np.float32), definition(**x)[0], 2e-2)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), x)
+    want = jax.vjp(lambda x: run(x, implementation="sequential"), wide)[1]((out.astype(jnp.float32), state))[0]
+    (got,) = backward((out, state))
+    assert {a.dtype for a in got.values()} == {jnp.bfloat16.dtype}
+    jax.tree.map(lambda ours, theirs: close(ours.astype(np.float32), theirs, 3e-2), got, want)
 
 
 @pytest.mark.full
