@@ -136,6 +136,7 @@ def of_same(x: Float[Array, "... D"], *layers: Einsum) -> list[Float[Array, "...
         return [layer(x) for layer in layers]
     # [B, T, D] -> [B * T, D]
     rows = x.reshape(-1, x.shape[-1])
+    # [B * T, N, H] -> [B, T, N, H], for example
     return [y.reshape(*x.shape[:-1], *y.shape[1:]) for y in (layer(rows) for layer in layers)]
 
 
