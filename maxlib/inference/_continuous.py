@@ -24,6 +24,7 @@ from maxlib.inference._generate import (
     check_inputs,
     check_length,
     check_stop,
+    empty_cache,
     right_padded,
     shared_capacity,
 )
@@ -277,7 +278,7 @@ class _Run:
 @functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
 def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], seen, *, capacity, dtype, cache_dtype):
     """Runs one prompt, and returns its cache and the hidden state of its last token, `1 1 D`."""
-    cache = model.init_cache(1, capacity, dtype=cache_dtype)
+    cache = empty_cache(model, 1, capacity, cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
     last = jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
     return out.cache, last

@@ -3,7 +3,10 @@
 Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
 """
 
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 Prompts = Sequence[Sequence[int]]
@@ -47,9 +50,9 @@ class Generator:
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
-        self._shapes = jax.eval_shape(
-            lambda m: m, model
-        )  # of the original model, to convert other weights in the same way
+        # Converts other weights of the original model's shapes in the same way, in one program.
+        shapes = jax.eval_shape(lambda *models: models, model, self.model)
+        self._convert = jax.jit(functools.partial(_converted, *shapes))
 
     def update(self, weights: Any) -> None:
         """Replaces weights; compiled programs stay in use.
@@ -63,13 +66,9 @@ class Generator:
             KeyError: when the model has no parameter at a path.
             ValueError: when a weight has a different shape, or the model a different structure.
         """
-        absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), self._shapes)  # takes no memory
-        weights = jax.tree.map(jnp.asarray, weights)
-        new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
-        _check_shapes(self.model, new)
-        if jax.tree.structure(new) != jax.tree.structure(self.model):
-            raise ValueError("update takes a model of the same structure; make a new Generator for another model")
-        self.model = jax.tree.map(_replaced, self.model, new)
+        new = self._convert(jax.tree.map(jnp.asarray, weights))
+        old, tree = jax.tree.flatten(self.model)
+        self.model = tree.unflatten([a if b is None else b for a, b in zip(old, new, strict=True)])
 
     def generate(
         self,
@@ -159,10 +158,11 @@ class Generator:
                 return
 
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
-        """Returns the next token of each text, and a cache of the texts."""
-        tokens, valid = right_padded(texts, self.vocab, most=capacity)
+        """Returns the next token of each text, and a cache of the texts; equal texts in a row are computed once."""
+        count = 1 if seen else _repeats(texts)
+        tokens, valid = right_padded(texts[::count], self.vocab, most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        return _prefill(self.model, tokens, valid, seen, keys, step, **options)
+        return _prefill(self.model, tokens, valid, seen, keys, step, count=count, **options)
 
 
 def generate(
@@ -207,26 +207,55 @@ def generate(
 _keys = Keys(0)  # for calls of `generate` without a key
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
+@functools.partial(jax.jit, static_argnames=("count", "sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
     model,
-    tokens: Int[Array, "B T"],
-    valid: Bool[Array, "B T"],
+    tokens: Int[Array, "P T"],
+    valid: Bool[Array, "P T"],
     seen,
-    keys,
+    keys: Key[Array, " B"],
     step,
     *,
+    count,
     sampler,
     capacity,
     dtype,
     cache_dtype,
 ):
-    """Runs the prompts, and returns their first new tokens and the cache."""
-    cache = model.init_cache(tokens.shape[0], capacity, dtype=cache_dtype)
-    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
-    # [B, T, D] -> [B, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
+    """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
+    empty = lambda rows: empty_cache(model, rows, capacity, cache_dtype)
+    out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
+    # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
-    return _draw(model, last, keys, step, sampler), out.cache
+    cache = out.cache
+    if count > 1:
+        last = jnp.repeat(last, count, axis=0)  # [P, 1, D] -> [B, 1, D]
+        cache = jax.tree.map(functools.partial(_repeated, count), cache, jax.eval_shape(lambda: empty(len(last))))
+    return _draw(model, last, keys, step, sampler), cache
+
+
+def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.cache.Cache:
+    """Returns a cache that is known to be empty inside jit too, so that prompts are simply written to its start."""
+    with jax.ensure_compile_time_eval():
+        length = jnp.zeros(rows, jnp.int32)
+    return dataclasses.replace(model.init_cache(rows, capacity, dtype=dtype), length=length)
+
+
+def _repeated(count: int, x: Array, like: jax.ShapeDtypeStruct) -> Array:
+    """Repeats an array of a cache along its axis of rows, in which `like` is longer; it may have none."""
+    axis = next((axis for axis, size in enumerate(x.shape) if size != like.shape[axis]), None)
+    return x if axis is None else jnp.repeat(x, count, axis=axis)
+
+
+def _repeats(texts: Sequence[Sequence[int]]) -> int:
+    """Returns the largest count such that each text occurs in a multiple of it, one after the other.
+
+    On a mesh that splits the rows, the different texts must still divide over it; otherwise it is 1.
+    """
+    count = math.gcd(*(len(list(run)) for _, run in itertools.groupby(texts)))
+    layout = sharding.current()
+    divides = layout is None or len(texts) // count % layout.axis_size("batch") == 0
+    return count if divides else 1
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
@@ -265,9 +294,21 @@ def _check_shapes(old: Any, new: Any) -> None:
             )
 
 
-def _replaced(old: Array, new: Any) -> Array:
-    """Returns a copy of `new` in the dtype of `old`, or `old` if there is no new value."""
-    return old if isinstance(new, np.ndarray) else jnp.array(new, old.dtype, copy=True)
+def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
+    """Returns copies of weights as those of `like`, which is unstacked; None for those that are not given.
+
+    Args:
+        shapes: The original model.
+        like: The model to update.
+        weights: A model of these shapes, or some of its parameters by path.
+    """
+    absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), shapes)  # takes no memory
+    new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
+    _check_shapes(like, new)
+    if jax.tree.structure(new) != jax.tree.structure(like):
+        raise ValueError("update takes a model of the same structure; make a new Generator for another model")
+    copy = lambda old, x: None if isinstance(x, np.ndarray) else jnp.array(x, old.dtype, copy=True)
+    return [copy(*both) for both in zip(jax.tree.leaves(like), jax.tree.leaves(new), strict=True)]
 
 
 def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:

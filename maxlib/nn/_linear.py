@@ -141,10 +141,10 @@ def of_same(x: Float[Array, "... D"], *layers: Einsum) -> list[Float[Array, "...
 
 
 def _merges_rows() -> bool:
-    """Returns True on a single CPU device.
+    """Returns True on a single CPU device, where batch and sequence become one dimension of rows.
 
-    The weight's gradient then sums over one dimension of rows. XLA copies and transposes both operands of a sum over
-    two dimensions, batch and sequence.
+    The weight's gradient then sums over this dimension alone. XLA for CPUs copies and transposes both operands of a sum
+    over two dimensions.
     """
     return current() is None and current_device()[0] == "cpu"
 

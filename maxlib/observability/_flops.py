@@ -133,8 +133,8 @@ def peak_flops() -> float | None:
 
 
 @functools.cache
-def _measured_peak(size: int = 1024, rounds: int = 8) -> float:
-    """Measures the best of a few square matmuls, which take about 0.3 s in all."""
+def _measured_peak(size: int = 1024, rounds: int = 3) -> float:
+    """Measures the best of a few square matmuls, which take about 0.1 s in all."""
     x = jnp.ones((size, size), jnp.float32)
     dot = jax.jit(jnp.dot).lower(x, x).compile()
     seconds = []

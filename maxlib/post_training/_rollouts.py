@@ -4,10 +4,13 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 
+from maxlib import nn
 from maxlib.data._padding import Row, padded
 from maxlib.inference._engine import Completion
+from maxlib.inference._generate import Images
 from maxlib.inference._sampling import Sampler
 
 
@@ -20,6 +23,8 @@ def completion_batch(
     sampler: Sampler | None = None,
     sampler_log_probs: Sequence[Sequence[float]] | None = None,
     stop_token_ids: Collection[int] = (),
+    images: Sequence[Images | None] | None = None,
+    blank: nn.vision.Patches | None = None,
 ) -> Row:
     """Makes a batch for `policy_loss`: one prompt and one completion in each row.
 
@@ -36,9 +41,15 @@ def completion_batch(
         sampler_log_probs: Log-probabilities that the sampler reported for each token of the completions.
         stop_token_ids: Ids that end a completion, to check token ids of other samplers: a warning lists completions
             that are shorter than the longest one and do not end with one of them.
+        images: For vision models whose images are patches: the images of the prompt of each completion, as
+            `LocalEngine.generate` takes them; None for a prompt without. Each row of the batch then has its own
+            `images`.
+        blank: An empty row with the capacity for images that every row has (`ImageProcessor.blank`), needed with
+            `images`.
 
     Raises:
-        ValueError: when a row is longer than `length`, numbers disagree, or samplers differ.
+        ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, or samplers
+            differ.
     """
     drawn = [one for one in completions if isinstance(one, Completion)]
     samplers = ({one.sampler for one in drawn} | {sampler}) - {None}
@@ -54,18 +65,46 @@ def completion_batch(
         )
     _check_scores(completions, sampler_log_probs)
     _check_ends(completions, stop_token_ids)
-    rows = []
+    seen = _of_rows(images, blank, len(prompts))
+    scores = [None] * len(prompts) if sampler_log_probs is None else sampler_log_probs
     texts = cast(Sequence[Sequence[int]], completions)
-    for i, (prompt, completion) in enumerate(zip(prompts, texts, strict=True)):
-        tokens = np.array([*prompt, *completion], np.int32)
-        targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-        row = padded({"tokens": tokens, "targets": targets}, length)
-        if sampler_log_probs is not None:
-            row["sampler_log_probs"] = np.zeros(length, np.float32)
-            row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = sampler_log_probs[i]
-        rows.append(row | {"advantages": np.where(row["targets"] >= 0, advantages[i], 0).astype(np.float32)})
-    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    each = zip(prompts, texts, advantages, scores, seen, strict=True)
+    rows = [_row(*one, length=length, blank=blank) for one in each]
+    batch = jax.tree.map(lambda *x: np.stack(x), *rows)
     return batch if (one := next(iter(samplers), None)) is None else batch | {"sampler": one}
+
+
+def _row(
+    prompt: Sequence[int], completion: Sequence[int], advantage: Any, scores: Any, seen: Row, *, length: int, blank: Any
+) -> Row:
+    """Returns a prompt and its completion as a row; only the completion has targets, advantages and scores."""
+    tokens = np.array([*prompt, *completion], np.int32)
+    targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
+    row = padded({"tokens": tokens, "targets": targets} | seen, length, images=blank)
+    if scores is not None:
+        row["sampler_log_probs"] = np.zeros(length, np.float32)
+        row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = scores
+    return row | {"advantages": np.where(row["targets"] >= 0, advantage, 0).astype(np.float32)}
+
+
+def _of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[Row]:
+    """Returns the images of each row as a part of its document; raises ValueError for images that cannot be rows."""
+    if images is None:
+        return [{}] * count
+    if blank is None or len(images) != count:
+        raise ValueError(
+            f"images must be those of the prompt of each of the {count} completions, together with blank=, such as "
+            f"ImageProcessor.blank(patches), got {len(images)} of them and blank={type(blank).__name__}"
+        )
+    if wrong := [one for one in images if not isinstance(one, nn.vision.Patches | None)]:
+        raise ValueError(
+            f"the images of a prompt must be nn.vision.Patches, as an ImageProcessor makes them, got {type(wrong[0]).__name__}: "
+            "pixels of one size have no rows, so a batch of them cannot be split"
+        )
+    return [
+        {} if one is None else {"images": jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), one)}
+        for one in images
+    ]
 
 
 def _check_scores(completions: Any, scores: Any) -> None:

@@ -285,6 +285,12 @@ def beside(row: Row, got: plan.Plan) -> list[str]:
     ]
 
 
+# FLOPs of a step in multiples of the model's, at most, where a kernel computes rows that no expert was sent: JAX's
+# grouped matmul for GPUs computes the whole buffer, which has room for twice an even share. The tiles in XLA before it
+# computed only rows that arrived (1.36), but moved four times the bytes: 26.5% MFU at the roofline, not 40.7%.
+PADDED = {"mixtral-8x7b ep8": 2.5}
+
+
 def gpu_table(names: list[str], out: Path | None, check: bool) -> None:
     rows, wrong = [], []
     print("| model, target | sequences per GPU | mesh, attention | peak GiB | analytic | again | arithmetic s", end=" ")
@@ -296,7 +302,8 @@ def gpu_table(names: list[str], out: Path | None, check: bool) -> None:
         got = plan.plan(plan.Job(preset, target, per_device_batch_size=batch, sequence=sequence, **settings))
         print(f"| {preset}, {target} | {batch} x {sequence} | {' | '.join(on_gpus(got))} |", flush=True)
         rows.append(numbers(name, got) | {"flops": again(got)})
-        fine = got.fits and abs(error(got)) <= 0.1 and 1.2 <= 1 + again(got) <= 1.4 and got.compile_seconds < 120
+        arithmetic = 1.2 <= 1 + again(got) <= PADDED.get(name, 1.4)
+        fine = got.fits and abs(error(got)) <= 0.1 and arithmetic and got.compile_seconds < 120
         wrong += [] if fine else [name]
     finish(
         rows, out, wrong if check else [], "does not fit, or the analytic model, arithmetic or time to compile are off"

@@ -95,7 +95,7 @@ def test_what_cannot_be_continued_is_refused(model, engine):
     for words, options in {
         "at least 1, one for all or one per prompt": {"max_new_tokens": [1]},
         "capacity of 32, got 34": {"max_new_tokens": 17},
-        "count must be at least 1": {"max_new_tokens": 1, "count": 0},
+        "num_samples must be at least 1": {"max_new_tokens": 1, "num_samples": 0},
     }.items():
         with pytest.raises(ValueError, match=words):
             engine.generate(PROMPTS, **options)

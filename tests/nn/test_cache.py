@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn
-from maxlib.nn.cache import LatentCache, QuantizedCache, kv_cache
+from maxlib.nn.cache import LatentCache, QuantizedCache, kv_cache, put_rows
 
 B, T, K, H = 2, 3, 2, 4
 # By how much a number differs once rounded, as a part of the largest beside it.
@@ -60,6 +60,16 @@ def test_rows_are_put_behind_what_there_is():
     small = kv_cache(B, T - 1, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
     with pytest.raises(ValueError, match="3 new tokens do not fit a cache of capacity 2"):
         extended(small, keys, values)
+
+
+def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
+    old, (new, _) = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32).k, sized()
+    put = lambda length: put_rows(old + 1, new, nn.context(B, T, cache=nn.cache.Cache(None, length)))
+    empty = jnp.zeros(B, jnp.int32)
+    np.testing.assert_array_equal(jax.jit(lambda: put(empty))(), jax.jit(put)(empty))
+    programs = str(jax.make_jaxpr(lambda: put(empty))()), str(jax.make_jaxpr(put)(empty))
+    assert ["gather" in text for text in programs] == [False, True]
+    np.testing.assert_array_equal(put(empty + 2), jax.jit(put)(empty + 2))  # known, but not empty
 
 
 def test_a_ring_is_made_where_it_is_shorter():

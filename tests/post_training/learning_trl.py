@@ -1,11 +1,16 @@
-"""TRL's trainers on the task of `learning`, with the same weights, rows, steps and learning rates."""
+"""TRL's trainers on the task of `learning`, with the same weights, rows in the same order, and learning rates.
+
+Rollouts have the same prompts, but draw their own answers.
+"""
 
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -28,7 +33,7 @@ NAMES = {**{str(i): i for i in range(10)}, ">": sorting.SEPARATOR, ".": sorting.
 
 
 def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows: int, group: int) -> dict[str, Any]:
-    """Returns the seconds of `train`, and the trained model's score."""
+    """Returns the seconds of making and running the trainer, and the trained model's score."""
     torch.manual_seed(seed)
     read = lambda name: AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
     model = read("model")
@@ -50,15 +55,15 @@ def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows:
         "seed": seed,
     }
     trained = (read("student"), model) if what == "distillation" else model
-    trainer = MAKE[what](trained, tokenizer(), shared, seed, steps * rows, group)
+    start, processor = time.perf_counter(), time.process_time()
+    trainer = MAKE[what](trained, tokenizer(), shared, seed, steps, group)
     trainer.add_callback(times := Times())
-    start = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - start
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
     found = exact(trainer.model.eval(), seed)
     logs = [log for log in trainer.state.log_history if "reward" in log or "rewards/accuracies" in log]
     last = {name: logs[-1][name] for name in ("reward", "rewards/accuracies") if logs and name in logs[-1]}
-    return {"seconds": seconds, "step": times.median(), "figures": found | last}
+    return {"seconds": seconds, "processor": processor, "step": times.median(), "figures": found | last}
 
 
 class Times(TrainerCallback):
@@ -86,36 +91,57 @@ def text(ids: list[int]) -> str:
     return "".join(names[i] for i in ids)
 
 
-def sft(model: Any, words: Any, shared: dict, seed: int, count: int, group: int, peft: Any = None) -> Any:
-    orders = (False,) if peft is None else (True,)
-    questions, answers = sorting.supervised(10**8 + seed, count, orders)
+def in_order(trainer: type) -> type:
+    """A trainer that reads its data from the first row to the last."""
+    sampler = lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset)
+    return type("InOrder", (trainer,), {"_get_train_sampler": sampler})
+
+
+def joined(make: Callable[[int], tuple], first: int, steps: int) -> list[list]:
+    """The columns of all batches, whose seeds are those of `learning`."""
+    batches = [make(first * 10**4 + number) for number in range(steps)]
+    return [list(itertools.chain.from_iterable(column)) for column in zip(*batches, strict=True)]
+
+
+def prompts(first: int, steps: int, count: int) -> Dataset:
+    make = lambda seed: (sorting.lists(np.random.default_rng(seed), count),)
+    (found,) = joined(make, first, steps)
+    return Dataset.from_dict({"prompt": [text(sorting.prompt(x)) for x in found]})
+
+
+def sft(model: Any, words: Any, shared: dict, seed: int, steps: int, group: int, peft: Any = None) -> Any:
+    orders, first = ((False,), seed + 1) if peft is None else ((True,), seed + 101)
+    rows = shared["per_device_train_batch_size"]
+    questions, answers = joined(lambda seed: sorting.supervised(seed, rows, orders), first, steps)
     # Ids and masks, so that nothing is tokenized.
     both = list(zip(questions, answers, strict=True))
     masks = [[0] * len(question) + [1] * len(answer) for question, answer in both]
     data = Dataset.from_dict({"input_ids": [[*q, *a] for q, a in both], "completion_mask": masks})
     config = SFTConfig(**shared, max_length=None, completion_only_loss=True)
-    return SFTTrainer(model, args=config, train_dataset=data, processing_class=words, peft_config=peft)
+    return in_order(SFTTrainer)(model, args=config, train_dataset=data, processing_class=words, peft_config=peft)
 
 
-def lora(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
+def lora(model: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    return sft(model, words, shared, seed, count, group, config)
+    return sft(model, words, shared, seed, steps, group, config)
 
 
-def dpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
-    questions, chosen, rejected = sorting.pairs(10**8 + seed, count)
+def dpo(model: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
+    rows = shared["per_device_train_batch_size"]
+    questions, chosen, rejected = joined(lambda seed: sorting.pairs(seed, rows), seed + 200, steps)
     columns = {
         "prompt": [text(q) for q in questions],
         "chosen": [text(a[:-1]) for a in chosen],  # TRL adds the end
         "rejected": [text(a[:-1]) for a in rejected],
     }
     config = DPOConfig(**shared, beta=0.1, max_length=None)
-    return DPOTrainer(model, args=config, train_dataset=Dataset.from_dict(columns), processing_class=words)
+    data = Dataset.from_dict(columns)
+    return in_order(DPOTrainer)(model, args=config, train_dataset=data, processing_class=words)
 
 
-def grpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
-    questions = sorting.supervised(10**8 + seed, count, (False,))[0]
+def grpo(model: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
     options = {
+        "shuffle_dataset": False,
         "num_generations": group,
         "max_completion_length": sorting.NEW,
         "temperature": 1.0,
@@ -129,15 +155,14 @@ def grpo(model: Any, words: Any, shared: dict, seed: int, count: int, group: int
         ids = [words.encode(prompt) for prompt in prompts]
         return [sorting.reward(*both) for both in zip(ids, completion_ids, strict=True)]
 
-    data = Dataset.from_dict({"prompt": [text(q) for q in questions]})
+    data = prompts(seed + 300, steps, shared["per_device_train_batch_size"] // group)
     config = GRPOConfig(**shared, **options)
     return GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data, processing_class=words)
 
 
-def distillation(models: Any, words: Any, shared: dict, seed: int, count: int, group: int) -> Any:
-    questions = sorting.supervised(10**8 + seed, count, (False,))[0]
-    options = {"max_completion_length": sorting.NEW, "temperature": 1.0, "beta": 1.0}
-    data = Dataset.from_dict({"prompt": [text(q) for q in questions]})
+def distillation(models: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
+    options = {"max_completion_length": sorting.NEW, "temperature": 1.0, "beta": 1.0, "shuffle_dataset": False}
+    data = prompts(seed + 400, steps, shared["per_device_train_batch_size"])
     config = DistillationConfig(**shared, **options)
     student, teacher = models
     return DistillationTrainer(student, teacher, args=config, train_dataset=data, processing_class=words)
@@ -149,8 +174,6 @@ MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "distillation": dist
 @torch.no_grad()
 def exact(model: Any, seed: int) -> dict[str, float]:
     """As in `learning`."""
-    import numpy as np
-
     found = sorting.lists(np.random.default_rng(10**6 + seed), 256)
     shares = {"up": 0, "down": 0}
     for digits in found:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import data, nn, training
+from maxlib import data, inference, nn, training
 from maxlib import post_training as pt
 from maxlib.models import qwen3_vl
 from maxlib.tokenization import ChatTemplate
 from maxlib.training._gradients import gradients_of
+from maxlib.training._objectives.first_batch import check_first_batch
 from tests.data.test_images import SIZES, TEMPLATE, processor, rgb, tokenizer  # noqa: F401
 from tests.nn.tiny import filled
 
@@ -141,3 +142,56 @@ def test_gradients_are_those_of_microbatches(documents, processor):  # noqa: F81
     )
     for path, gradient in whole.items():
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5 * np.abs(gradient).max() + 1e-8, err_msg=path)
+
+
+def test_a_policy_scores_answers_as_their_sampler_did(documents, processor):  # noqa: F811
+    """Log-probabilities of a batch with images are those of the engine."""
+    model, sampler = seeing(processor), inference.Sampler(temperature=0.7)
+    chosen = [one["chosen"] for one in documents]
+    prompts = [one["tokens"][: np.argmax(one["targets"] >= 0) + 1].tolist() for one in chosen]
+    images = [one["images"] if len(one["images"].grids) else None for one in chosen]
+    engine = inference.LocalEngine(model, slots=3, dtype=jnp.float32)
+    groups = engine.generate(prompts, images=images, num_samples=2, max_new_tokens=4, sampler=sampler)
+    rows = [(prompt, own, one) for prompt, own, group in zip(prompts, images, groups, strict=True) for one in group]
+    prompts, images, completions = zip(*rows, strict=True)
+    advantages = np.linspace(-1, 1, 8)
+    options = {"length": LENGTH, "images": images, "blank": processor.blank(PATCHES)}
+    batch = pt.completion_batch(prompts, completions, advantages, **options)
+    assert batch["images"].pixels.shape == (8, PATCHES, 48) and batch["images"].grids.any(axis=(1, 2)).sum() == 6
+    found = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))(model, batch)
+    np.testing.assert_allclose(found.log_prob, batch["sampler_log_probs"], atol=1e-4)
+    assert (batch["sampler_log_probs"] < -0.1).sum() == 32  # of 8 answers with 4 tokens
+    blind = batch | {"images": type(batch["images"])(0 * batch["images"].pixels, batch["images"].grids)}
+    other = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))(model, blind)
+    assert np.abs(other.log_prob - found.log_prob).max() > 1e-2
+    loss = functools.partial(pt.grpo, temperature=0.7, dtype=jnp.float32)
+    _, stats = jax.jit(loss)(model, batch | {"old_log_probs": batch["sampler_log_probs"]})
+    assert float(stats.sums["ratio"]) == pytest.approx(8, abs=1e-3)  # 1 in each of the 8 answers
+
+
+def test_answers_need_images_that_can_be_rows(processor):  # noqa: F811
+    blank, prompts = processor.blank(PATCHES), [[1, 2]]
+    make = functools.partial(pt.completion_batch, prompts, [[3]], [1.0], length=LENGTH)
+    with pytest.raises(ValueError, match="those of the prompt of each of the 1 completions, together with blank="):
+        make(images=[None])
+    with pytest.raises(ValueError, match="got 2 of them"):
+        make(images=[None, None], blank=blank)
+    with pytest.raises(ValueError, match="must be nn.vision.Patches, .*, got ndarray"):
+        make(images=[np.zeros((1, 3, 8, 8))], blank=blank)
+    with pytest.raises(ValueError, match="must fit 40 patches and 10 images of a row, got 48 and 1"):
+        make(images=[nn.vision.Patches(np.zeros((48, 48), np.float32), np.array([[1, 6, 8]]))], blank=blank)
+    assert not make(images=[None], blank=blank)["images"].grids.any()
+
+
+def test_placeholders_without_images_are_an_error_of_the_first_batch(documents, processor):  # noqa: F811
+    """Inside jit ids are not known; a Trainer looks at them before."""
+    rows = [row["chosen"] for row in rows_of(documents, processor)]
+    batch = jax.tree.map(lambda *x: np.stack(x), *rows)
+    model = seeing(processor)
+    check_first_batch(batch, model)
+    blind = {name: x for name, x in batch.items() if name != "images"}
+    for one in (model, pt.WithFrozen(model, model)):
+        with pytest.raises(ValueError, match="image placeholders, but the given images make 0 vectors"):
+            check_first_batch(blind, one)
+    with pytest.raises(ValueError, match="placeholders by rows of patches"):
+        check_first_batch(batch | {"images": jax.tree.map(np.zeros_like, batch["images"])}, model)

@@ -23,6 +23,7 @@ from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops._loops import scan
 from maxlib.ops._varying import vary_alike
 
 
@@ -192,7 +193,7 @@ def _by_rows(spec: Spec, fn, *args):
 
 def _forward(spec: Spec, q, k, v, bias, k_start, k_end):
     rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
-    _, (out, lse) = lax.scan(lambda _, row: (None, _forward_block(spec, row, keys, values)), None, rows)
+    _, (out, lse) = scan(lambda _, row: (None, _forward_block(spec, row, keys, values)), None, rows)
     return _unfold(out, *q.shape[1:3]), _unfold(lse[..., None], *q.shape[1:3])[..., 0]
 
 
@@ -203,7 +204,7 @@ def _forward_block(spec: Spec, row: Rows, keys, values):
     # The smallest finite number instead of -inf: rows without a visible key so far would give -inf - -inf = NaN.
     init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
     step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
-    peak, total, acc = lax.fori_loop(*_visited(row, keys), step, init)
+    peak, total, acc = _over_visible(row, keys, step, init)
     # Divide once, after the last block: the sums are exp(x - peak), so lse = peak + log(total).
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
@@ -228,7 +229,8 @@ def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
     lse, delta = (_fold(x[..., None], k.shape[2], spec.block_q)[..., 0] for x in (lse, delta))
     d_out = _fold(d_out, k.shape[2], spec.block_q)
     block = lambda totals, xs: _backward_block(spec, keys, values, totals, *xs)
-    (dk, dv), (dq, d_bias) = lax.scan(block, (keys.zeros(rows.q), values.zeros(rows.q)), (rows, lse, delta, d_out))
+    totals = keys.zeros(rows.q), values.zeros(rows.q)
+    (dk, dv), (dq, d_bias) = scan(block, totals, (rows, lse, delta, d_out))
     return _unfold(dq, *q.shape[1:3]), _turn(dk).astype(k.dtype), _turn(dv).astype(v.dtype), d_bias
 
 
@@ -237,7 +239,7 @@ def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_o
     zeros = lambda x: None if x is None else _zeros(x.shape, _compute_dtype(row.q), row.q)
     init = *totals, zeros(row.q), zeros(row.bias)
     step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
-    dk, dv, dq, d_bias = lax.fori_loop(*_visited(row, keys), step, init)
+    dk, dv, dq, d_bias = _over_visible(row, keys, step, init)
     return (dk, dv), (dq.astype(row.q.dtype), jax.tree.map(lambda d, bias: d.astype(bias.dtype), d_bias, row.bias))
 
 
@@ -258,6 +260,13 @@ def _backward_tile(spec: Spec, row: Rows, keys, values, lse, delta, d_out, j, dk
 
 
 # ---------------------------------------------------------------------------------------------- one tile
+
+
+def _over_visible(row: Rows, keys, step, init):
+    """Runs `step(j, carry)` on each block of keys that is visible to any row."""
+    if keys.block == keys.length:
+        return step(0, init)
+    return lax.fori_loop(*_visited(row, keys), step, init)
 
 
 def _visited(row: Rows, keys) -> tuple[Array, Array]:

@@ -13,8 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, Terms, logits_gradient, logits_of, terms_of
+from maxlib.ops._loops import each, scan
 
 DEFAULT_CHUNK = 1024  # tokens
+FEWEST_LOGITS = 2**20  # of a chunk, 4 MiB: with a small vocabulary more tokens are taken at once
 
 
 def chunked(
@@ -26,7 +28,7 @@ def chunked(
     options: Options,
 ) -> tuple[Array, Terms]:
     """Computes the weighted sum of the losses and the per-token terms."""
-    M, count = rows.shape[0], _chunks(rows, chunk)
+    M, count = rows.shape[0], _chunks(rows, weight, chunk)
     rows, weight, targets, weights = _vary_alike(rows, weight, targets, weights, options.axis_name)
     out = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
     loss, terms = cast(tuple[Array, Terms], out)
@@ -41,14 +43,15 @@ def chunked_per_token(
     options: Options,
 ) -> Terms:
     """Computes the per-token terms only: one matmul forward, three backward."""
-    M, count = rows.shape[0], _chunks(rows, chunk)
+    M, count = rows.shape[0], _chunks(rows, weight, chunk)
     rows, weight, targets, _ = _vary_alike(rows, weight, targets, targets, options.axis_name)
     return _merged(cast(Terms, _per_token(_split(rows, count), weight, _split(targets, count), options)), M)
 
 
-def _chunks(rows: Array, chunk: int | None) -> int:
+def _chunks(rows: Array, weight: Array, chunk: int | None) -> int:
     """Returns the number of chunks."""
-    return max(1, -(-rows.shape[0] // (chunk or DEFAULT_CHUNK)))
+    chunk = chunk or max(DEFAULT_CHUNK, FEWEST_LOGITS // weight.shape[0])
+    return max(1, -(-rows.shape[0] // chunk))
 
 
 def _split(x: Array, count: int) -> Array:
@@ -73,7 +76,7 @@ def _chunked(rows, weight, targets, weights, options: Options):
 def _terms(rows, weight, targets, options: Options) -> Terms:
     """Computes the per-token terms of all chunks, one after the other."""
     w = weight.astype(rows.dtype)
-    return jax.lax.map(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
+    return each(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
 
 
 def _forward(rows, weight, targets, weights, options: Options):
@@ -144,7 +147,7 @@ def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
         return d_weight, (terms, d_logits @ w)  # d_rows: [m, V] [V, D] -> [m, D]
 
     start = jnp.zeros_like(weight, dtype=jnp.promote_types(rows.dtype, jnp.float32))
-    d_weight, (terms, d_rows) = jax.lax.scan(step, start, (rows, targets, grads))
+    d_weight, (terms, d_rows) = scan(step, start, (rows, targets, grads))
     return terms, d_rows, d_weight.astype(weight.dtype)
 
 

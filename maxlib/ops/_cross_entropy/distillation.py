@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.ops._cross_entropy.api import check_chunk
 from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split, _vary, _varying
 from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of
+from maxlib.ops._loops import each
 
 
 def divergence(
@@ -233,7 +234,7 @@ def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis
 
     Gradients of the weights are summed over chunks in float32.
     """
-    M, count = rows[0].shape[0], _chunks(rows[0], chunk)
+    M, count = rows[0].shape[0], _chunks(rows[0], weights[0], chunk)
     # Mark the weights as varying over the mesh axes of rows, so that their gradients are summed over devices once
     # instead of once per chunk.
     everywhere = frozenset().union(*(_varying(x) for x in (*rows, *weights)))
@@ -243,7 +244,7 @@ def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis
     wide = lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32))
     weights = tuple(wide(_vary(w, everywhere)) for w in weights)
     one = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
-    out = jax.lax.map(lambda xs: one(xs, weights), tuple(_split(x, count) for x in rows))
+    out = each(lambda xs: one(xs, weights), tuple(_split(x, count) for x in rows))
     # [count, size, ...] -> [M, ...]: chunk i has every count-th row (`_split`).
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:M], out)
 
@@ -259,8 +260,8 @@ def check_vocabulary(weight: Array, teacher_weight: Array) -> None:
     if weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
             f"student and teacher must have the same vocabulary; the student's has {weight.shape[0]} tokens, the "
-            "teacher's "
-            f"{teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding of its table"
+            f"teacher's {teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding "
+            "of its table"
         )
 
 

@@ -5,27 +5,33 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxlib.nn._context import first_of_segment
+from maxlib import nn
 
 
 def check_first_batch(batch: dict[str, Any], model: Any) -> None:
-    """Raises ValueError for targets or positions beyond the model's, and warns about targets that are not shifted.
+    """Raises ValueError for targets or positions beyond the model's and for images that do not match their
+    placeholders, and warns about targets that are not shifted.
 
     Args:
         batch: This host's rows; nested batches are checked too.
         model: The trained model; targets are only checked if it has `head_weight`, positions if it has `max_length`.
     """
+    model = getattr(model, "trained", model)  # of `WithFrozen`
     vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
-    for part in _batches(batch):
+    read = "tokens", "targets", "segment_ids", "valid", "positions"
+    for found in _batches(batch):
+        # On the host: eager operations on devices would be compiled one by one.
+        part = {name: np.asarray(found[name]) for name in read if found.get(name) is not None}
         if vocab is not None and (largest := np.max(part["targets"], initial=-1)) >= vocab:
             raise ValueError(
                 f"targets must be below the model's vocabulary of {vocab} tokens, or negative where nothing is learned; "
                 f"the first batch has {largest}: is this the model's tokenizer?"
             )
         _check_padding(part)
+        if isinstance(model, nn.vision.VisionModel) and "tokens" in part:
+            model.check_images(part["tokens"], found.get("images"))
         _check_positions(part, getattr(model, "max_length", None))
         warn_of_copies(part)
         _warn_of_restarts(part)
@@ -66,14 +72,19 @@ def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
     """Raises ValueError for packed rows with a document of over `limit` tokens; inside jit its length is not known."""
     places = batch.get("positions")
     if places is None and "segment_ids" in batch:
-        ids = jnp.asarray(batch["segment_ids"])
-        places = jnp.arange(ids.shape[1])[None] - first_of_segment(ids)
+        places = _places(batch["segment_ids"])
     if limit is not None and places is not None and (longest := np.max(places, initial=-1) + 1) > limit:
         raise ValueError(
             f"the first batch has {longest} positions in one document, but the model supports {limit}: pack rows of at "
-            "most "
-            "that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"
+            "most that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"
         )
+
+
+def _places(segment_ids: np.ndarray) -> np.ndarray:
+    """Returns the position of each token, `B T`, in its document."""
+    column = np.broadcast_to(np.arange(segment_ids.shape[1]), segment_ids.shape)
+    continues = np.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return column - np.maximum.accumulate(np.where(continues, 0, column), axis=1)
 
 
 def warn_of_copies(batch: dict[str, Any]) -> None:
