@@ -1,11 +1,12 @@
 """Measure the library's style: `python -m tests.style` prints the counts, `--check` fails if one exceeds its bound.
 
 Docstrings begin with a verb, or name the thing that a class is; comments teach where code is dense; functions stay
-short; no public name hides a module.
+short; no public name hides a module; no modules import each other, not even inside functions or for types.
 """
 
 import argparse
 import ast
+import graphlib
 import io
 import re
 import sys
@@ -100,6 +101,26 @@ def facade(room: str) -> list[str]:
     return sorted({name for name in names if not name.startswith("_")})
 
 
+def import_cycle() -> list[str]:
+    """Find modules that import each other, also inside functions and for types.
+
+    The package's own facade is left out: it imports every subpackage when that is first named.
+    """
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files()}
+    modules = set(names.values()) - {PACKAGE.name}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for path, module in names.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if module in modules and isinstance(node, ast.ImportFrom) and node.module:
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[module] |= {name if name in modules else node.module for name in full} & modules - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][:-1]
+    return []
+
+
 def largest_room() -> tuple[str, float]:
     sizes: dict[str, int] = {}
     for path in files():
@@ -122,6 +143,7 @@ def main() -> int:
         f"functions over {LONGEST} lines": long_functions(),
         f"functions with over {MOST_ARGUMENTS} arguments": many_arguments(),
         "public names that equal a module's": shadowed_modules(),
+        "modules in an import cycle": import_cycle(),
     }
     for title, places in lists.items():
         print(f"{title}: {len(places)}")

@@ -8,42 +8,20 @@ from flax import nnx
 
 from maxlib import inference, nn, ops, plan, sharding, training
 from maxlib.models import gpt2, llama
+from tests.counting import batch, loss, trained
 from tests.nn.tiny import filled
 from tests.outside import VOCAB, Outside, outside
 
 ROWS, LENGTH = 8, 12
 
 
-def batch(step: int) -> dict:
-    """Counting up, from a random start: something to learn."""
-    start = np.random.default_rng(step).integers(0, VOCAB, (ROWS, 1))
-    ids = (start + np.arange(LENGTH + 1)) % VOCAB
-    return {"tokens": jnp.asarray(ids[:, :-1], jnp.int32), "targets": jnp.asarray(ids[:, 1:], jnp.int32)}
-
-
-def loss(model, batch, key=None):
-    return training.next_token_loss(model, batch, dtype=jnp.float32, remat="full")
-
-
-@jax.jit
-def copied(model):
-    return jax.tree.map(jnp.copy, model)
+def batches(steps: int) -> list[dict]:
+    return [batch(i, VOCAB, length=LENGTH) for i in range(steps)]
 
 
 @jax.jit
 def layers(model):
     return list(model.blocks)
-
-
-def trained(model, steps: int):
-    """State and losses after `steps` steps."""
-    optimizer = training.adamw(3e-2, mask=training.decay_mask(model))
-    state = training.make_state(copied(model), optimizer)
-    step, losses = training.jit_step(training.make_train_step(loss, optimizer)), []
-    for i in range(steps):
-        state, metrics = step(state, batch(i))
-        losses.append(float(metrics["nll"]))
-    return state, losses
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +32,7 @@ def model():
 @pytest.fixture(scope="module")
 def run(model):
     """State and losses of 60 steps on one device."""
-    return trained(model, 60)
+    return trained(model, batches(60))
 
 
 def test_it_keeps_the_model_contract(model):
@@ -65,7 +43,7 @@ def test_it_trains_and_what_must_not_be_trained_is_not(model, run):
     state, losses = run
     assert losses[29] < 0.7 * losses[0]
     assert not any("calls" in path for path in state.trainable)
-    assert "loss/size" in jax.eval_shape(loss, model, batch(0))[1].sums
+    assert "loss/size" in jax.eval_shape(loss, model, batch(0, VOCAB, length=LENGTH))[1].sums
     np.testing.assert_array_equal(layers(state.model)[0].calls[...], 0)
 
 
@@ -104,7 +82,7 @@ def test_its_loss_on_eight_devices_is_that_of_one(model, run):
     layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
     placed = jax.device_put(model, sharding.shardings(model, layout))
     with sharding.use(layout):
-        got = jax.jit(lambda model: loss(model, batch(0))[1].sums["nll"])(placed)
+        got = jax.jit(lambda model: loss(model, batch(0, VOCAB, length=LENGTH))[1].sums["nll"])(placed)
     np.testing.assert_allclose(got / (ROWS * LENGTH), run[1][0], rtol=2e-5)
 
 
@@ -116,7 +94,7 @@ def test_it_trains_on_eight_devices(rules, run):
     layout = sharding.Layout(mesh, rules)
     placed = sharding.create(lambda: Outside(rngs=nnx.Rngs(0)), layout)
     with sharding.use(layout):
-        state, got = trained(placed, 3)
+        state, got = trained(placed, batches(3))
     np.testing.assert_allclose(got, run[1][:3], rtol=2e-5)
     for path, place in sharding.shardings(nn.variables(placed), layout).items():
         if path in state.trainable:
@@ -130,7 +108,7 @@ def test_a_familys_own_attention_answers_too():
     chosen = nn.with_attention(small, "chunked")
     assert {layer.attn.implementation for layer in chosen.layers} == {"chunked"}
     assert jax.tree.structure(nn.with_attention(chosen, None)) == jax.tree.structure(small)
-    tokens = batch(0)["tokens"]
+    tokens = batch(0, VOCAB, length=LENGTH)["tokens"]
     hidden = jax.jit(lambda model: model(tokens, dtype=jnp.float32).hidden)
     np.testing.assert_allclose(hidden(chosen), hidden(small), atol=1e-5)
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import inference, nn, plan, sharding, training
+from maxlib import inference, nn, plan, sharding
 from maxlib.checkpoint import Checkpointer, groupings
+from tests.counting import batch, trained
 from tests.nn.tiny import filled
 from tests.outside_recurrent import DIM, VOCAB, GatedRecurrence, Hybrid, hybrid
 
@@ -17,36 +18,14 @@ def ids(seed: int = 0, rows: int = ROWS, length: int = LENGTH):
     return jnp.asarray(np.random.default_rng(seed).integers(1, VOCAB, (rows, length)), jnp.int32)
 
 
-def batch(step: int) -> dict:
-    """Counting up, from a random start: something to learn."""
-    start = np.random.default_rng(step).integers(0, VOCAB, (ROWS, 1))
-    text = (start + np.arange(LENGTH + 1)) % VOCAB
-    return {"tokens": jnp.asarray(text[:, :-1], jnp.int32), "targets": jnp.asarray(text[:, 1:], jnp.int32)}
-
-
-def loss(model, batch, key=None):
-    return training.next_token_loss(model, batch, dtype=jnp.float32, remat="full")
-
-
-@jax.jit
-def copied(model):
-    return jax.tree.map(jnp.copy, model)
-
-
-def trained(model, steps: int):
-    optimizer = training.adamw(3e-2, mask=training.decay_mask(model))
-    state = training.make_state(copied(model), optimizer)
-    step, losses = training.jit_step(training.make_train_step(loss, optimizer)), []
-    for i in range(steps):
-        state, metrics = step(state, batch(i))
-        losses.append(float(metrics["nll"]))
-    return state, losses
+def batches(steps: int) -> list[dict]:
+    return [batch(i, VOCAB, length=LENGTH) for i in range(steps)]
 
 
 @pytest.fixture(scope="module")
 def run():
     """State and losses of 80 steps on one device."""
-    return trained(hybrid(), 80)
+    return trained(hybrid(), batches(80))
 
 
 @jax.jit

@@ -49,7 +49,7 @@ class Part:
         """Returns a view of this part of `array`, with the file's dimension `axis` split into the layer's `axes`."""
         group = self.group(axes)
         split = array.reshape(*array.shape[:axis], *(self.lengths[a] for a in group), *array.shape[axis + 1 :])
-        sizes, at = dict(zip(self.piece.ours, self.piece.place.shape, strict=True)), self.piece.at
+        sizes, at = dict(zip(self.piece.leaf_axes, self.piece.place.shape, strict=True)), self.piece.at
         index = [slice(at.get(a, 0), at.get(a, 0) + sizes[a]) if a in sizes else at[a] for a in group]
         taken = split[(*[slice(None)] * axis, *index, ...)]
         kept = [a for a in group if a in sizes]
@@ -79,8 +79,8 @@ class Names:
     def theirs(self, name: str) -> str:
         """Returns the name of a module in transformers, which for some models differs from that in files."""
         for entry in self.table:
-            if isinstance(entry, weights.Renamed) and entry.to and not entry.to.endswith(entry.theirs):
-                name = entry.theirs + name.removeprefix(entry.to) if name.startswith(entry.to) else name
+            if isinstance(entry, weights.Renamed) and entry.to and not entry.to.endswith(entry.hf_prefix):
+                name = entry.hf_prefix + name.removeprefix(entry.to) if name.startswith(entry.to) else name
         return name
 
 
@@ -107,7 +107,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
             # Skip modules in which heads of several layers alternate.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue
-            kinds = (tuple(piece.ours[d] for d in dims) for dims in dimensions(site))
+            kinds = (tuple(piece.leaf_axes[d] for d in dims) for dims in dimensions(site))
             part = Part(path[:-2], short[path][:-2], piece, lengths, *kinds)
             module = _current(name.removesuffix(".weight"))
             parts.setdefault(module, []).append(part)

@@ -245,8 +245,8 @@ def _as_fields(record: Any, field: str, at: str) -> Document:
         return {"tokens": tokens.astype(np.int32)}
     found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise ValueError(
-        f"{at}: the field {field!r} must hold text, integers or messages, and not be empty, got {value!r}; the record has "
-        f"{found}."
+        f"{at}: the field {field!r} must hold text, integers or messages, and not be empty, got {value!r}; the record "
+        f"has {found}."
     )
 
 

@@ -140,8 +140,8 @@ class Loader:
             if self._is_fixed or self.batches:
                 raise ValueError(
                     f"This process's devices hold the rows {as_ranges(rows)} of each global batch, but its loader "
-                    "returns "
-                    f"{as_ranges(self.rows)}: omit shards=, and let the loader follow the mesh before its first batch."
+                    f"returns {as_ranges(self.rows)}: omit shards=, and let the loader follow the mesh before its "
+                    "first batch."
                 )
             size = self._batch_size // self.num_shards
             self.shards = sorted({int(row) // size for row in rows})
@@ -225,14 +225,12 @@ class Loader:
         if self._padding_row is None:
             raise ValueError(
                 f"The shards {self.shards} of {self.num_shards} have no rows: their documents are exhausted, empty or "
-                "all "
-                "filtered out. Use fewer shards or more documents."
+                "all filtered out. Use fewer shards or more documents."
             )
         if self._num_batches is None:
             raise RuntimeError(
-                f"This host's shards {self.shards} ended after {self.batches} batches while other hosts may go "
-                "on: repeat the documents, or pass num_shards=1, which every host reads to the same end, or "
-                "num_batches=, "
+                f"This host's shards {self.shards} ended after {self.batches} batches while other hosts may go on: "
+                "repeat the documents, or pass num_shards=1, which every host reads to the same end, or num_batches=, "
                 "up to which an exhausted host returns rows of padding."
             )
 
@@ -256,8 +254,7 @@ class Loader:
             if any(shard[name] != here for shard in mine):
                 raise ValueError(
                     f"The data state has {name}={mine[0][name]}, but this loader has {name}={here}: a run must keep "
-                    "the value it "
-                    "began with; start another run in a new directory."
+                    "the value it began with; start another run in a new directory."
                 )
         batches = {shard["batches"] for shard in mine}
         if len(batches) > 1:

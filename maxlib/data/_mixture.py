@@ -158,8 +158,8 @@ class _MixedIterator(CountingIterator):
         if state["names"] != list(self._mixture.names):
             raise ValueError(
                 f"The data state belongs to a mixture of {state['names']}, this one has {list(self._mixture.names)}: "
-                "resume "
-                "with the same sources in the same order. To stop using a source, give it weight 0 at later steps."
+                "resume with the same sources in the same order. To stop using a source, give it weight 0 at later "
+                "steps."
             )
         for reader, one in zip(self._readers, state["readers"], strict=True):
             reader.set_state(one)
@@ -175,8 +175,7 @@ class _MixedIterator(CountingIterator):
             waiting = [name for name, ended in zip(self._mixture.names, self._ended, strict=True) if not ended]
             raise ValueError(
                 f"All sources with a weight are exhausted after {self._tokens} tokens of this shard, while {waiting} "
-                "have "
-                "weight 0: give the others more epochs, or give these a weight."
+                "have weight 0: give the others more epochs, or give these a weight."
             )
         return [weight / sum(left) for weight in left]
 

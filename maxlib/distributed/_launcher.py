@@ -163,8 +163,7 @@ def _check(processes: Sequence[int], retries: int) -> None:
     if not processes or min(processes) < 1 or not falling or retries < 0:
         raise ValueError(
             "processes must be decreasing numbers of at least 1, such as 4,2,1, and retries at least 0; got "
-            f"{list(processes)} "
-            f"and {retries}"
+            f"{list(processes)} and {retries}"
         )
 
 

@@ -118,8 +118,7 @@ def _join(
 def _late(missing: Iterable[int], num_processes: int, address: str, timeout: float) -> str:
     return (
         f"{_words(missing)} of {num_processes} did not connect to {address} within {timeout:g} s: look into their "
-        "logs, and check "
-        "that they were started with this address and this number of processes"
+        "logs, and check that they were started with this address and this number of processes"
     )
 
 

@@ -143,8 +143,7 @@ def apply(*names: str) -> None:
     if "jax" in sys.modules and _started():
         raise RuntimeError(
             f"too late for the flags {', '.join(names)}: jax has started its devices. Call xla_flags.apply before "
-            "anything that "
-            "computes or lists devices"
+            "anything that computes or lists devices"
         )
     for variable in sorted({VARIABLES[each.platform] for each in chosen.values()}):
         flags = _merged({name: each for name, each in chosen.items() if VARIABLES[each.platform] == variable})

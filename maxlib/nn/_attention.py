@@ -276,15 +276,17 @@ def _check_rope(rope: Any, head_dim: int) -> None:
 
 def attention_kind(num_heads: int, num_kv_heads: int) -> str:
     """Names attention by its number of key heads: MHA (one per query head), MQA (a single one) or GQA."""
-    return "MHA" if num_heads == num_kv_heads else "MQA" if num_kv_heads == 1 else "GQA"
+    if num_heads == num_kv_heads:
+        return "MHA"
+    return "MQA" if num_kv_heads == 1 else "GQA"
 
 
 def attend(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
     v: Float[Array, "B S K Hv"],
-    k_start,
-    k_end,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
     sinks: Float[Array, " N"] | None = None,
     *,
     bias: Float[Array, "B 1 T S"] | None = None,
@@ -323,7 +325,7 @@ def attend(
     by_tokens = lambda x: constrain(x, "batch", "seq", "act_heads", None)  # [B, T, N, H]
     if q.shape[1] == k.shape[1]:
         q, k, v = by_tokens(q), by_tokens(k), by_tokens(v)
-    k, v = _a_copy_for_each(axis_size("attn_heads"), q, k, v)
+    k, v = _repeat_heads(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
     # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
@@ -332,14 +334,15 @@ def attend(
         static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
     of_bias = ("batch", None, "q_seq", None)
     names = [queries, keys, keys, queries[:2], queries[:2], ("attn_heads",), None if bias is None else of_bias]
-    names += [] if segments is None else [queries[:2], keys[:2]]
+    if segments is not None:
+        names += [queries[:2], keys[:2]]  # of queries [B, T] and of keys [B, S]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
     ring = _ring(k, bias, zigzag=zigzag)
     op = _on_one_device(ring, static, options, zigzag=zigzag)
     return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
 
 
-def _a_copy_for_each(shards: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _repeat_heads(shards: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Returns keys and values with a head for each device that splits heads, if there are fewer."""
     if q.shape[2] % shards or shards <= k.shape[2] or shards % k.shape[2]:
         # If heads do not divide over the devices, `shard_map_by_name` replicates them (or `_check_exchange` raises).

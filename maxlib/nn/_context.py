@@ -87,8 +87,12 @@ class Context:
 
     def mask_hint(self, mask: Mask, cache: Any = None) -> MaskHint | None:
         """Returns the static description of `mask` for `attend`; with a cache, for queries against its keys."""
+        # Without blocks in this batch, the part of the mask that allows them has no effect.
         found = (mask if self.bidirectional_blocks is not None else mask.without_blocks).static
-        if found is None or (cache is not None and (found.segmented or cache.kind not in ("full", "latent"))):
+        if found is None:
+            return None
+        # Only caches in which token i is in slot i keep the order that the description assumes.
+        if cache is not None and (found.segmented or cache.kind not in ("full", "latent")):
             return None
         # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
         segmented = cache is None and (found.segmented or self.packed)

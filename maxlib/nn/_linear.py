@@ -97,10 +97,7 @@ class Einsum(nnx.Module):
         self._check(x)
         # For "...D,NHD->...NH": [..., D] -> [..., N, H]
         w = self._gathered(x) if self.gather_once else self.w
-        # On a single CPU device: the weight's gradient then sums over one dimension of rows. XLA copies and transposes
-        # both operands of a sum over two dimensions, batch and sequence.
-        merge_rows = current() is None and current_device()[0] == "cpu"
-        y = merged_einsum(self.matmul.einsum, self.spec, x, w, rows=merge_rows)
+        y = merged_einsum(self.matmul.einsum, self.spec, x, w, rows=_merges_rows())
         if self.b is None:
             return y
         # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
@@ -127,6 +124,15 @@ class Einsum(nnx.Module):
         letters, sizes = of_x.removeprefix("..."), dict(zip(of_w, self.w.shape, strict=True))
         if sizes.keys() >= set(letters):
             check_ends(x, letters, tuple(sizes[letter] for letter in letters), f"the weight of {self.spec!r}")
+
+
+def _merges_rows() -> bool:
+    """Returns True on a single CPU device, where batch and sequence become one dimension of rows.
+
+    The weight's gradient then sums over this dimension alone. XLA for CPUs copies and transposes both operands of a sum
+    over two dimensions.
+    """
+    return current() is None and current_device()[0] == "cpu"
 
 
 def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:

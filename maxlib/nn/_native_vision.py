@@ -165,7 +165,6 @@ def _offset(cache: Cache) -> Int[Array, " B"]:
     if cache.position_offset is None:
         raise ValueError(
             "the cache must have a position_offset, because positions of images do not count tokens: make it with the "
-            "model's "
-            "init_cache"
+            "model's init_cache"
         )
     return cache.position_offset

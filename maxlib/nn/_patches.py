@@ -68,13 +68,20 @@ def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     counts = [len(grids)] if counts is None else list(counts)
     if sum(counts) != len(grids):
         raise ValueError(f"counts must give each of the {len(grids)} images to a row, got {counts}")
-    images, ends = np.cumsum([0, *counts]), np.cumsum([0, *grids.prod(axis=1)])
-    rows = [(pixels[ends[a] : ends[b]], _frames(grids[a:b])) for a, b in itertools.pairwise(images)]
-    P, I = _bucket(max(len(row) for row, _ in rows)), max(len(own) for _, own in rows)
-    pad = lambda x, n: np.pad(x, ((0, n - len(x)), (0, 0)))
-    own = [(pad(row, P), pad(grid, 1 << (max(I, 1) - 1).bit_length())) for row, grid in rows]
-    found = Patches(np.stack([row for row, _ in own]), np.stack([grid for _, grid in own]).astype(np.int32))
-    return found if len(counts) > 1 else Patches(found.pixels[0], found.grids[0])
+    # Row r has the images first[r] to first[r + 1]; image i has the patches ends[i] to ends[i + 1].
+    first, ends = np.cumsum([0, *counts]), np.cumsum([0, *grids.prod(axis=1)])
+    rows = [(pixels[ends[a] : ends[b]], _frames(grids[a:b])) for a, b in itertools.pairwise(first)]
+    num_patches = _bucket(max(len(own) for own, _ in rows))
+    num_images = max(1, *(len(own) for _, own in rows))
+    num_images = 1 << (num_images - 1).bit_length()  # the next power of two
+    pixels = np.stack([_padded(own, num_patches) for own, _ in rows])
+    grids = np.stack([_padded(own, num_images) for _, own in rows]).astype(np.int32)
+    return Patches(pixels, grids) if len(counts) > 1 else Patches(pixels[0], grids[0])
+
+
+def _padded(x: np.ndarray, rows: int) -> np.ndarray:
+    """Appends zeros up to this number of rows."""
+    return np.pad(x, ((0, rows - len(x)), (0, 0)))
 
 
 def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, frames: int = 2) -> Patches:

@@ -54,11 +54,11 @@ class Selector(Protocol):
 
 def fits(rule: Selector, site: Where) -> bool:
     """Returns True if `rule` selects this matmul."""
-    return (
-        site.kind in rule.kinds
-        and fnmatch.fnmatchcase(site.path, rule.match)
-        and (rule.layers is None or site.layer in [i + site.count if i < 0 else i for i in rule.layers])
-    )
+    if site.kind not in rule.kinds or not fnmatch.fnmatchcase(site.path, rule.match):
+        return False
+    if rule.layers is None:
+        return True
+    return site.layer in [i + site.count if i < 0 else i for i in rule.layers]  # -1 is the last layer
 
 
 def decide(rules: Sequence[Selector], where: Where) -> int | None:
@@ -146,7 +146,9 @@ def _is_matrix(x: nnx.Variable) -> bool:
     """
     axes, value = x.get_metadata().get("axes"), x.get_value()
     rank = value.ndim if axes is None else len(axes) - num_layer_axes(axes)
-    return rank >= 2 and not {"position", "tap"} & {*(axes or ())} and jnp.issubdtype(value.dtype, jnp.floating)
+    # Tables of positions and filters of convolutions are no matrices that multiply activations.
+    is_table = bool({"position", "tap"} & {*(axes or ())})
+    return rank >= 2 and not is_table and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 Decide = Callable[[Where], Hashable]
@@ -174,7 +176,7 @@ def change_sites(model: Any, decide: Decide, change: Change) -> Any:
         treatment = decide(Where(full, kind_of(node)))
         return node if treatment is None else change(node, treatment, full, None)
 
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_place)
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_site_or_stack)
 
 
 def map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
@@ -201,7 +203,7 @@ def replace(site: Any, **parts: Any) -> Any:
 
 def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
     """Changes the matmuls of a stack, regrouped so that all layers of a slot have one treatment."""
-    stack = _laid_out(stack, path, decide)
+    stack = _regrouped(stack, path, decide)
     new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
     for name, group in stack.layer_groups.items():
         layers = enumerate(getattr(stack, name))
@@ -221,13 +223,13 @@ def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decid
     return map_sites(layer, one)
 
 
-def _laid_out(stack: Stack, path: str, decide: Decide) -> Stack:
+def _regrouped(stack: Stack, path: str, decide: Decide) -> Stack:
     """Returns the stack regrouped so that all layers of a slot have one treatment."""
     layers = jax.eval_shape(lambda s: list(s), stack)
     kinds = [_treatments(layer, path, i, len(layers), decide) for i, layer in enumerate(layers)]
-    place = [stack.where(i)[0] for i in range(len(layers))]
-    # Each slot already has one treatment.
-    if len(set(zip(place, kinds, strict=True))) == len(set(place)):
+    slots = [stack.where(i)[0] for i in range(len(layers))]
+    # As many pairs of slot and treatment as slots: each slot already has one treatment.
+    if len(set(zip(slots, kinds, strict=True))) == len(set(slots)):
         return stack
     shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
     return stack.regrouped(**grouping_for(zip(shapes, kinds, strict=True)))
@@ -238,6 +240,6 @@ def _treatments(layer: Any, path: str, i: int, count: int, decide: Decide) -> tu
     return tuple(decide(Where(f"{path}.{inner}", kind_of(site), i, count)) for inner, site in find(layer, SITES))
 
 
-def _is_place(x: Any) -> bool:
+def _is_site_or_stack(x: Any) -> bool:
     """Returns True for a layer with a matmul, and for a stack."""
     return isinstance(x, (*SITES, Stack))

@@ -159,8 +159,12 @@ def as_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_perio
     """Returns a grouping as a dict, as checkpoints store it; `lead` and `lead_period` are omitted if there is
     no lead.
     """
-    own = ({"lead": lead} if lead else {}) | ({"lead_period": lead_period} if lead and lead_period > 1 else {})
-    return {"num_layers": num_layers, "prefix": prefix, "period": period} | own
+    grouping = {"num_layers": num_layers, "prefix": prefix, "period": period}
+    if lead:
+        grouping["lead"] = lead
+        if lead_period > 1:
+            grouping["lead_period"] = lead_period
+    return grouping
 
 
 def normalized_grouping(num_layers: int, lead: int, prefix: int, period: int, lead_period: int = 1) -> Grouping:

@@ -107,8 +107,7 @@ def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
         if (found := int(is_placeholder.sum())) != count:
             raise ValueError(
                 f"the tokens have {found} image placeholders, but the given images make {count} vectors: the numbers "
-                "must be "
-                "equal; take prompt and images from one call of the processor"
+                "must be equal; take prompt and images from one call of the processor"
             )
 
 

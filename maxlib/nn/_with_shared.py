@@ -64,10 +64,8 @@ def constant_in_scan(x: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any],
         if added := sorted(new.shared.keys() - x.shared.keys()):
             raise ValueError(
                 f"a scanned layer shares {', '.join(added)}: only a layer that is stored alone can, because each "
-                "repeat "
-                "would share its own. Choose lead, prefix and period so that it is stored alone (nn.grouping_for does "
-                "if "
-                "no other layer has its kind)"
+                "repeat would share its own. Choose lead, prefix and period so that it is stored alone "
+                "(nn.grouping_for does if no other layer has its kind)"
             )
         return new.x
 

@@ -58,8 +58,7 @@ class Cache:
         if (most := int(np.max(np.asarray(self.length) + np.asarray(num_new), initial=0))) > self.capacity:
             raise ValueError(
                 f"a row of {most} tokens, cached and new ones, does not fit a cache of capacity {self.capacity}; make "
-                "a "
-                "larger one, or cache fewer"
+                "a larger one, or cache fewer"
             )
 
     def advanced(self, layers: Any, ctx: Context) -> "Cache":
@@ -299,13 +298,12 @@ class QuantizedLatentCache(LayerCache):
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
         """Stores the rounded latents of the new tokens."""
-        # [B, T, R] -> [B, T, kv_rank] and [B, T, R - kv_rank]
+        # [B, T, R] -> [B, T, kv_rank] and [B, T, R - kv_rank], with one scale per token each.
         parts = jnp.split(latent.astype(jnp.float32), [self.kv_rank], axis=-1)
-        low = [qwix.quantize(x, self.values.dtype, channelwise_axes=(0, 1)) for x in parts]
-        # Values [B, T, R], scales [B, T, 2]
-        values, scales = (
-            jnp.concatenate(both, axis=-1) for both in zip(*((q.qvalue, q.scale) for q in low), strict=True)
-        )
+        low, key = (qwix.quantize(x, self.values.dtype, channelwise_axes=(0, 1)) for x in parts)
+        # [B, T, R] and [B, T, 2]
+        values = jnp.concatenate([low.qvalue, key.qvalue], axis=-1)
+        scales = jnp.concatenate([low.scale, key.scale], axis=-1)
         return QuantizedLatentCache(
             put_rows(self.values, values, ctx), put_rows(self.scales, scales, ctx), self.kv_rank
         )

@@ -57,20 +57,27 @@ def attention_kind(model: Any) -> str:
 
 def features(model: Any) -> tuple[str, ...]:
     """Lists labels of the decoder's features, from positions to head; an image encoder is not described."""
-    stacks = _stacks(model)
-    found = [
-        *_positions(model),
-        *_attention(stacks),
-        *(["LayerNorm"] if _all(LayerNorm, *stacks) else []),
-        *_biases(stacks),
-        *_experts(stacks),
-        *(["per-layer embeddings"] if _all(PerLayerEmbed, model) else []),
-        *(["logit soft-cap"] if model.softcap is not None else []),
-        *(["tied head"] if _is_tied(model) else []),
-        *(["multi-token prediction"] if isinstance(model, _PredictsAhead) else []),
-    ]
     # dict.fromkeys keeps the first of equal labels, in order.
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(_labels(model)))
+
+
+def _labels(model: Any) -> Iterator[str]:
+    """Yields the labels of `features`, perhaps repeatedly."""
+    stacks = _stacks(model)
+    yield from _positions(model)
+    yield from _attention(stacks)
+    if _all(LayerNorm, *stacks):
+        yield "LayerNorm"
+    yield from _biases(stacks)
+    yield from _experts(stacks)
+    if _all(PerLayerEmbed, model):
+        yield "per-layer embeddings"
+    if model.softcap is not None:
+        yield "logit soft-cap"
+    if _is_tied(model):
+        yield "tied head"
+    if isinstance(model, _PredictsAhead):
+        yield "multi-token prediction"
 
 
 def _is_tied(model: Any) -> bool:
@@ -83,11 +90,12 @@ def takes_images(model: Any) -> bool:
     """Returns True if the model's call takes `images` and it has an image encoder: a `tower`, or layers in a child
     module.
     """
+    if "images" not in inspect.signature(type(model).__call__).parameters:
+        return False
     children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
-    towers = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
-    return (bool(towers) or getattr(model, "tower", None) is not None) and "images" in inspect.signature(
-        type(model).__call__
-    ).parameters
+    # The decoder's own layers are a stack; a child module with a stack inside is an encoder.
+    encoders = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
+    return bool(encoders) or getattr(model, "tower", None) is not None
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:
@@ -95,8 +103,13 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
-    kinds = {(isinstance(one, LayerCache) and one.kind) or type(one).__name__ for one in layer_caches(cache.layers)}
-    return tuple(sorted(kinds))
+    return tuple(sorted({_cache_kind(one) for one in layer_caches(cache.layers)}))
+
+
+def _cache_kind(cache: Any) -> str:
+    """Names the kind of a layer's cache; a cache without a name has that of its class."""
+    kind = cache.kind if isinstance(cache, LayerCache) else None
+    return type(cache).__name__ if kind is None else kind
 
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
@@ -117,29 +130,36 @@ def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
 def _positions(model: Any) -> Iterator[str]:
     """Yields labels of how the model encodes positions."""
     stacks = _stacks(model)
-    yield from ["learned positions"] if _all(LearnedPositions, model) else []
-    by_axes = _static(MRope, stacks)
-    yield from ["M-RoPE"] if by_axes else []
-    ropes = _static(Rope, stacks)
+    ropes, mropes, of_mixers = _static(Rope, stacks), _static(MRope, stacks), _mixer_features(stacks)
+    if _all(LearnedPositions, model):
+        yield "learned positions"
+    if mropes:
+        yield "M-RoPE"
     for rope in ropes:
         yield SCALINGS[type(rope.scaling).__name__] if rope.scaling else "RoPE"
-    yield from _said(stacks, "partial RoPE", *["layers without positions"] * bool(ropes or by_axes))
+    if "partial RoPE" in of_mixers:
+        yield "partial RoPE"
+    # Worth a word only if other layers have positions.
+    if "layers without positions" in of_mixers and (ropes or mropes):
+        yield "layers without positions"
 
 
 def _attention(stacks: list[Stack]) -> Iterator[str]:
     """Yields labels of masks, then those of the mixers."""
     masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
-    yield from ["sliding window"] if any(isinstance(mask, SlidingWindow) for mask in masks) else []
-    yield from ["chunked attention"] if any(isinstance(mask, Chunked) for mask in masks) else []
-    found = dict.fromkeys(word for stack in stacks for mixer in mixers(stack) for word in mixer.features())
-    known = [word for word in _ATTENTION_WORDS if word in found]
-    yield from (*known, *(word for word in found if word not in (*_POSITION_WORDS, *known)))
+    if any(isinstance(mask, SlidingWindow) for mask in masks):
+        yield "sliding window"
+    if any(isinstance(mask, Chunked) for mask in masks):
+        yield "chunked attention"
+    # First the usual words in the order of the tables, then the others in the order of the layers.
+    found = _mixer_features(stacks)
+    yield from (word for word in _ATTENTION_WORDS if word in found)
+    yield from (word for word in found if word not in (*_POSITION_WORDS, *_ATTENTION_WORDS))
 
 
-def _said(stacks: list[Stack], *words: str) -> list[str]:
-    """Returns those of `words` that are features of a mixer."""
-    found = {word for stack in stacks for mixer in mixers(stack) for word in mixer.features()}
-    return [word for word in words if word in found]
+def _mixer_features(stacks: list[Stack]) -> list[str]:
+    """Lists the features of all mixers, each once, in the order of the layers."""
+    return list(dict.fromkeys(word for stack in stacks for mixer in mixers(stack) for word in mixer.features()))
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
@@ -166,4 +186,5 @@ def _experts(stacks: list[Stack]) -> Iterator[str]:
     """Yields labels of the experts."""
     for moe in _all(MoE, *stacks):
         yield f"{moe.router.top_k} of {moe.router.num_experts} experts"
-        yield from ["shared expert"] if moe.shared is not None else []
+        if moe.shared is not None:
+            yield "shared expert"

@@ -111,8 +111,7 @@ def check_cache_dtype(model: Any, dtype: Any) -> None:
     if refusing and is_quantized(dtype):
         raise ValueError(
             f"{', '.join(sorted(refusing))} cannot store a state in {jnp.dtype(dtype).name}: every token rounds it "
-            "again, so "
-            "errors add up. Use a floating cache dtype of two bytes or more"
+            "again, so errors add up. Use a floating cache dtype of two bytes or more"
         )
 
 

@@ -1,47 +1,28 @@
-"""Routers, which choose the experts of each token and their weights, and losses that balance the experts.
+"""Routers, which choose the experts of each token and their weights; with them, losses that balance the experts.
 
 Shapes: leading axes `*B` (usually B rows and T tokens), D width, E experts, X = top_k chosen experts of a token.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from maxlib._utils.paths import dotted
+from maxlib.nn._expert_bias import ExpertBias as ExpertBias
+from maxlib.nn._expert_bias import expert_bias_paths as expert_bias_paths
+from maxlib.nn._expert_bias import moved_biases as moved_biases
+from maxlib.nn._expert_bias import update_router_bias as update_router_bias
 from maxlib.nn._linear import Einsum, Init
-from maxlib.nn._pytree import pytree
+from maxlib.nn._router_losses import RouterZ as RouterZ
+from maxlib.nn._router_losses import SequenceBalance as SequenceBalance
+from maxlib.nn._router_losses import SwitchBalance as SwitchBalance
+from maxlib.nn._routing import Routing as Routing
+from maxlib.nn._routing import expert_counts as expert_counts
 from maxlib.nn.norm import RMSNorm
-from maxlib.nn.stack import Stack
-from maxlib.nn.tree import combine, variables
 from maxlib.sharding import shard_map_by_name
-
-
-@pytree
-class Routing:
-    """Decisions of a router, in float32.
-
-    Attributes:
-        experts: Ids of the chosen experts of each token.
-        weights: Factors on the results of these experts.
-        logits: Scores of all experts before normalization.
-        probs: Normalized scores of all experts, which sum to 1, without the expert bias.
-        input_weights: Factors on the inputs of the chosen experts, or None.
-    """
-
-    experts: Int[Array, "*B X"]
-    weights: Float[Array, "*B X"]
-    logits: Float[Array, "*B E"]
-    probs: Float[Array, "*B E"]
-    input_weights: Float[Array, "*B X"] | None = None
-
-
-class ExpertBias(nnx.Variable):
-    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,176 +212,7 @@ def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:
     if groups is None:
         return
     size, rest = divmod(num_experts, groups.num_groups)
-    if rest or not 1 <= groups.best <= size or not 1 <= groups.top_groups <= groups.num_groups:
+    if rest or not 1 <= groups.scores_per_group <= size or not 1 <= groups.top_groups <= groups.num_groups:
         raise ValueError(f"{groups} does not fit {num_experts} experts: groups must be of equal size, and large enough")
     if groups.top_groups * size < top_k:
         raise ValueError(f"top_k={top_k} experts cannot come from {groups.top_groups} groups of {size}")
-
-
-def expert_counts(
-    experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, num_experts: int, *, axis: int | None = None
-) -> Float[Array, "..."]:
-    """Counts the choices of each expert among valid tokens.
-
-    Args:
-        experts: Ids of the chosen experts, `*B X`.
-        valid: False for padding, `*B`; None if every token is real.
-        num_experts: Number E of experts.
-        axis: Number of leading axes that are kept; None sums over all of them.
-
-    Returns:
-        Counts in float32, the last axis of size E.
-    """
-    # [*B, X] -> [*B, X, E]
-    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
-    if valid is not None:
-        chosen = jnp.where(valid[..., None, None], chosen, 0)
-    return chosen.sum(axis=tuple(range(axis or 0, experts.ndim)))
-
-
-@dataclasses.dataclass(frozen=True)
-class SwitchBalance:
-    """Balance loss over all tokens of the batch (Fedus et al. 2021, arXiv:2101.03961).
-
-    Computes `weight * E * sum(load * mean probability)`, which is `weight` when balanced, for any `top_k`. The loss of
-    Hugging Face is `top_k` times as large and combines all layers.
-
-    Args:
-        weight: Factor on the loss.
-    """
-
-    weight: float
-    name: str = dataclasses.field(default="loss/moe_balance", init=False)
-
-    def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
-        """Returns the loss of one layer."""
-        E, X = routing.probs.shape[-1], routing.experts.shape[-1]
-        # load = share / tokens and mean probability = sum / tokens, hence the square of the number of tokens.
-        share = expert_counts(routing.experts, valid, E) / X
-        return self.weight * E * jnp.sum(share * _sum(routing.probs, valid)) / _number(routing, valid) ** 2
-
-
-@dataclasses.dataclass(frozen=True)
-class SequenceBalance:
-    """Balance loss within each row of the batch, averaged over non-empty rows (DeepSeek V3, arXiv:2412.19437).
-
-    Args:
-        weight: Factor on the loss.
-    """
-
-    weight: float
-    name: str = dataclasses.field(default="loss/moe_sequence_balance", init=False)
-
-    def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
-        """Returns the loss of one layer."""
-        (B, T, E), X = routing.probs.shape, routing.experts.shape[-1]
-        tokens = jnp.full(B, T) if valid is None else valid.sum(axis=1)
-        # [B, E], then one loss for each row, [B].
-        share = expert_counts(routing.experts, valid, E, axis=1) / X
-        each = E * jnp.sum(share * _sum(routing.probs, valid, axis=1), axis=1) / jnp.maximum(tokens, 1) ** 2
-        return self.weight * each.sum() / jnp.maximum((tokens > 0).sum(), 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterZ:
-    """Loss that keeps logits small: `weight` times the mean squared log-sum-exp (Zoph et al. 2022, arXiv:2202.08906).
-
-    Args:
-        weight: Factor on the loss.
-    """
-
-    weight: float
-    name: str = dataclasses.field(default="loss/router_z", init=False)
-
-    def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
-        """Returns the loss of one layer."""
-        # [B, T, E] -> [B, T, 1]
-        square = jax.nn.logsumexp(routing.logits, axis=-1, keepdims=True) ** 2
-        return self.weight * _sum(square, valid)[0] / _number(routing, valid)
-
-
-def _sum(values, valid, axis: int = 0):
-    """Sums `values` over the axes from `axis` to the second to last, without padding."""
-    if valid is not None:
-        values = jnp.where(valid[..., None], values, 0)
-    return values.sum(axis=tuple(range(axis, values.ndim - 1)))
-
-
-def _number(routing: Routing, valid):
-    """Returns the number of valid tokens, at least 1."""
-    if valid is None:
-        return routing.experts[..., 0].size
-    return jnp.maximum(valid.sum(), 1)
-
-
-def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"], *, rate: float) -> Any:
-    """Updates the expert biases of all routers to balance the experts (Wang et al. 2024, arXiv:2408.15664).
-
-    Each bias changes by `rate`: up for experts with less than the mean load, down for those with more. A `Trainer` and
-    `training.make_train_step` do this automatically.
-
-    Args:
-        model: A model or a layer. Every layer that reports a load must have an expert bias.
-        load: `aux["moe/load"]` or `aux["moe/counts"]` of the step: a row for each MoE layer, or `E` for a single layer.
-        rate: Size of a change.
-
-    Returns:
-        A new model.
-
-    Raises:
-        ValueError: when the number of rows differs from the number of expert biases.
-    """
-    places = expert_bias_paths(model)
-    load = jnp.atleast_2d(load)
-    if len(places) != len(load):
-        raise ValueError(
-            f"load must have a row for each of the model's {len(places)} router expert biases, got {load.shape}"
-        )
-    return combine(moved_biases(model, places, load, rate=rate), model)
-
-
-def moved_biases(model: Any, places: list[str], load: Float[Array, "L E"], *, rate: Any) -> dict[str, Array]:
-    """Computes the new expert biases of `update_router_bias` by path.
-
-    Args:
-        model: A model or a layer.
-        places: The path of every row of `load`, from `expert_bias_paths`.
-        load: Loads or counts of the experts.
-        rate: Size of a change.
-    """
-    # Scanned layers share one variable [repeats, E]: collect its rows of `load`.
-    rows: dict[str, list[int]] = {}
-    for row, path in enumerate(places):
-        rows.setdefault(path, []).append(row)
-    known = variables(model)
-
-    def moved(path: str) -> Array:
-        old = known[path].get_value()
-        # [repeats, E], or [E] for a layer that is not scanned.
-        mine = load[jnp.array(rows[path])].reshape(old.shape)
-        mean = mine.mean(axis=-1, keepdims=True)
-        # Ignore differences by rounding, so that sums over microbatches update the same biases as the whole batch.
-        uneven = jnp.abs(mean - mine) > 1e-5 * mean
-        return old + (rate * jnp.where(uneven, jnp.sign(mean - mine), 0)).astype(old.dtype)
-
-    return {path: moved(path) for path in rows}
-
-
-def expert_bias_paths(model: Any) -> list[str]:
-    """Lists the path of every layer's expert bias in layer order; layers that are scanned together share a path.
-
-    Args:
-        model: A model or a layer.
-    """
-    found = []
-    is_node = lambda x: isinstance(x, Stack | ExpertBias)
-    for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_node):
-        if isinstance(node, ExpertBias):
-            found.append(dotted(path))
-        elif isinstance(node, Stack):
-            for i in range(len(node)):
-                place, _ = node.where(i)
-                kind, slot = place.split(".")
-                inner = expert_bias_paths(getattr(node, kind)[int(slot)])
-                found += [".".join(filter(None, (dotted(path), place, one))) for one in inner]
-    return found

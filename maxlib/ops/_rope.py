@@ -77,8 +77,7 @@ class Rope:
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
                 f"a sequence must not be longer than the rotary table: at most {self.max_length} positions, got "
-                f"{length}. "
-                "Shorten the sequence, or build the model with a longer rope (larger max_length, and a "
+                f"{length}. Shorten the sequence, or build the model with a longer rope (larger max_length, and a "
                 "scaling if it was not trained that far)."
             )
 

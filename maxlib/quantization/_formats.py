@@ -90,8 +90,7 @@ def check_backend(format: Format) -> None:
         if (problem := _problem(a, b, jax.default_backend())) is not None:
             raise ValueError(
                 f"the backend {jax.default_backend()!r} must multiply {a} by {b} for this format, but fails: "
-                f"{problem}. "
-                "Choose another format, or quantize weights only"
+                f"{problem}. Choose another format, or quantize weights only"
             )
 
 

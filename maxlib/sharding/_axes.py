@@ -109,4 +109,6 @@ def _suggestion(name: object) -> str:
 def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:
     """Returns the mesh axes that a rule names, as a tuple."""
     axes = axes.axes if isinstance(axes, IfFree) else axes
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)

@@ -27,8 +27,7 @@ def check_no_aliases(model: Any) -> None:
             raise ValueError(
                 f"{other} and {here} are the same parameter, but JAX would copy it to two parameters and train them "
                 "separately. Store it once and call it twice: a tied head is embed.logits(x), and a module that "
-                "several layers "
-                "use is an attribute of their parent, which passes it to them"
+                "several layers use is an attribute of their parent, which passes it to them"
             )
 
 

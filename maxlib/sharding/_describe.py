@@ -152,8 +152,11 @@ def _num_devices(sharding: Any) -> int:
     return sharding.mesh.size if isinstance(sharding, NamedSharding) else sharding.num_devices
 
 
-def _word(place: Any) -> str:
-    return "-" if place is None else place if isinstance(place, str) else "*".join(place)
+def _word(axes: Any) -> str:
+    """Formats the mesh axes of one dimension: None, an axis, or a tuple of axes."""
+    if axes is None:
+        return "-"
+    return axes if isinstance(axes, str) else "*".join(axes)
 
 
 def size(count: float) -> str:

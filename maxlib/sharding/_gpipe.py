@@ -72,7 +72,7 @@ def pipelined(
 
     Args:
       stage: `(layers, active, x, ctx) -> (x, aux)`. It gets some of the layers; `active` marks those that are not idle
-        (None if all work). An idle layer must return x unchanged.
+        (None if all are active). An idle layer must return x unchanged.
       layers: arrays with a leading axis of equal layers, `[periods, ...]`.
       x: arrays with a leading batch axis, `[rows, ...]`.
       ctx: other inputs of the layers. Arrays with a leading axis of `rows` are split like x; the others are shared by
@@ -102,7 +102,7 @@ def pipelined(
     stage_params = _in_parts(in_stages(layers, plan), plan), idle(plan)
     on_parts = each_part(stage, plan, (0, None, 0, common))
     on_stages = each_stage(lambda stage_params, x, ctx: on_parts(*stage_params, x, ctx), plan)
-    run = lambda stage_params, turn, x, ctx: on_stages(stage_params, turn.repeat, x, _rows_of(ctx, turn.microbatch))
+    run = lambda stage_params, now, x, ctx: on_stages(stage_params, now.repeat, x, _rows_of(ctx, now.microbatch))
     if plan.schedule.repeats > 1:
         # `_chunk` selects different weights in each tick; without this policy autodiff would save each selection.
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
@@ -114,16 +114,16 @@ def pipelined(
 
 def _tick(run, stage_params, x, ctx, plan, flow, t):
     """Runs one tick: every stage takes the previous stage's last output and computes a chunk."""
-    schedule, turn = plan.schedule, plan.schedule.forward(t, plan.schedule.all)  # fields are [stages]
+    schedule, now = plan.schedule, plan.schedule.forward(t, plan.schedule.all)  # fields are [stages]
     # The microbatch that stage 0 reads in this tick: [stages, microbatches, rows, ...] -> [stages, rows, ...]
     new = jax.tree.map(lambda a: a[:, schedule.forward(t, 0).microbatch], x)
-    entering = placed(stage_inputs(flow.passed, new, turn), plan)
-    passed, aux = run(stage_params, turn, entering, ctx)
+    entering = placed(stage_inputs(flow.passed, new, now), plan)
+    passed, aux = run(stage_params, now, entering, ctx)
     # Every stage writes to its own `out`, though only the last stage's is read: finished microbatches then stay on
     # their device until the end. A microbatch's last round overwrites values of earlier rounds and of the bubble.
     leaving = schedule.forward(t, schedule.stages - 1).microbatch
     out = jax.tree.map(lambda o, a: o.at[:, leaving].set(a), flow.out, passed)
-    return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, turn)), None
+    return _Flow(placed(passed, plan), placed(out, plan), add_up(flow.aux, aux, now)), None
 
 
 def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
@@ -133,10 +133,10 @@ def _rows_of(ctx: Tree, microbatch: jax.Array) -> Tree:
 
 def _empty(run, stage_params, x, ctx, plan) -> _Flow:
     """Returns the zeros with which the scan begins."""
-    number, turn = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
+    number, now = plan.schedule.stages, plan.schedule.forward(jnp.zeros((), int), plan.schedule.all)
     passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan)
     out = placed(jax.tree.map(jnp.zeros_like, x), plan)
-    _, aux = jax.eval_shape(run, stage_params, turn, passed, ctx)
+    _, aux = jax.eval_shape(run, stage_params, now, passed, ctx)
     total = lambda a: jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
     return _Flow(passed, out, jax.tree.map(total, aux))
 
@@ -292,30 +292,30 @@ def _kept(remat: Callable | None) -> Callable:
     return keep
 
 
-def stage_inputs(passed: Tree, new: Tree, turn: Tick) -> Tree:
+def stage_inputs(passed: Tree, new: Tree, now: Tick) -> Tree:
     """Gives each stage the output of the previous stage.
 
     Args:
       passed: outputs of the last tick, `[stages, rows, ...]`.
       new: the next microbatch, `[stages, rows, ...]` or `[1, rows, ...]`. Stage 0 reads it in the first round, and the
           output of the last stage in later rounds.
-      turn: the work of each stage.
+      now: the work of each stage.
     """
     # [stages] -> [stages, 1, ...] in `along`, to broadcast over rows
-    fresh = (jnp.arange(len(turn.repeat)) == 0) & (turn.repeat == 0)
+    fresh = (jnp.arange(len(now.repeat)) == 0) & (now.repeat == 0)
     along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
     # The stage axis is split over devices, so XLA turns a roll by one into a collective-permute to the neighbour.
     return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
 
 
-def add_up(total: Tree, new: Tree, turn: Tick) -> Tree:
+def add_up(total: Tree, new: Tree, now: Tick) -> Tree:
     """Adds the layers' reports of this tick to `total`, `[stages, repeats, size, ...]`; the bubble adds nothing."""
 
     def add(s, a, repeat, active):
         a = jnp.where(active, a, 0)
         return s + a[None] if s.shape[0] == 1 else s.at[repeat].add(a)
 
-    return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, turn.repeat, turn.active), total, new)
+    return jax.tree.map(lambda s, a: jax.vmap(add)(s, a, now.repeat, now.active), total, new)
 
 
 def of_stage(tree: Tree, stage: int) -> Tree:
@@ -342,11 +342,11 @@ def split_microbatches(a: jax.Array, plan: PipelineSpec) -> jax.Array:
         rows, _ = drop_uneven(layout.spec("batch"), a.shape, layout.mesh)
     a = lax.with_sharding_constraint(a, P(*(*rows, None)[:1], *[rest] * (a.ndim - 1)))
     # [rows, ...] -> [rows of one, microbatches, ...] -> [microbatches, rows of one, ...]
-    dealt = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
+    split = jnp.swapaxes(a.reshape(-1, plan.schedule.microbatches, *a.shape[1:]), 0, 1)
     if not plan.parts:
-        return dealt
+        return split
     # [microbatches, rows of one, ...] -> [microbatches, parts, rows of a part, ...]
-    cut = dealt.reshape(len(dealt), parts_in(plan.parts), -1, *a.shape[1:])
+    cut = split.reshape(len(split), parts_in(plan.parts), -1, *a.shape[1:])
     return lax.with_sharding_constraint(cut, P(rest, plan.parts, *[rest] * a.ndim))
 
 

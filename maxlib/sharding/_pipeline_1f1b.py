@@ -247,32 +247,32 @@ def _tick(work, flow, t, *, forward=True, backward=True):
 def _forward(work, flow, t):
     """Runs a chunk forward on every stage, and stores the inputs of its layers."""
     plan, schedule = work.plan, work.plan.schedule
-    turn, first = schedule.forward(t, schedule.all), schedule.forward(t, 0).microbatch
+    now, first = schedule.forward(t, schedule.all), schedule.forward(t, 0).microbatch
     new = jax.tree.map(lambda a: a[first][None], work.x)  # [microbatches, rows, ...] -> [1, rows, ...]
-    entering = placed(stage_inputs(flow.passed, new, turn), plan)
+    entering = placed(stage_inputs(flow.passed, new, now), plan)
     # Every stage reads the context of its own microbatch: [microbatches, rows, ...] -> [stages, rows, ...]
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
-    passed, more, aux, kept = each_stage(work.through, plan)(work.stage_params, turn.repeat, entering, ctx)
+    ctx = jax.tree.map(lambda a: a[now.microbatch], work.ctx)
+    passed, more, aux, kept = each_stage(work.through, plan)(work.stage_params, now.repeat, entering, ctx)
     # Ring buffer: the slot of tick t - kept is free, because its backward pass came at most 2 lead = kept - 1 ticks
     # later.
     kept = jax.tree.map(lambda k, a: k.at[:, t % schedule.kept].set(a), flow.kept, placed(kept, plan))
     value, stats = flow.loss
-    value = value + jnp.sum(jnp.where(turn.active, more, 0))
-    return flow._replace(passed=placed(passed, plan), kept=kept, aux=add_up(flow.aux, aux, turn), loss=(value, stats))
+    value = value + jnp.sum(jnp.where(now.active, more, 0))
+    return flow._replace(passed=placed(passed, plan), kept=kept, aux=add_up(flow.aux, aux, now), loss=(value, stats))
 
 
 def _loss(work, flow, t):
     """Computes the loss of the microbatch that leaves the last chunk in this tick, and its gradients."""
     schedule = work.plan.schedule
-    turn = schedule.forward(t, schedule.stages - 1)
+    now = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
+    ctx = jax.tree.map(lambda a: a[now.microbatch], work.ctx)
     run = lambda left: work.loss(work.head, left, ctx)
     if schedule.repeats == 1:
         new, head, grad_in = run(left)
     else:  # in V - 1 of V ticks the microbatch starts another round, and the head need not run
         none = lambda left: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, left))
-        new, head, grad_in = lax.cond(turn.repeat == schedule.repeats - 1, run, none, left)
+        new, head, grad_in = lax.cond(now.repeat == schedule.repeats - 1, run, none, left)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
     return flow._replace(head=add(flow.head, head), loss=add(flow.loss, new)), grad_in
 
@@ -280,14 +280,14 @@ def _loss(work, flow, t):
 def _backward(work, flow, grad_in, t):
     """Runs a chunk backward on every stage; `grad_in` is the gradient of the loss, for the last chunk."""
     plan, schedule = work.plan, work.plan.schedule
-    turn, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
-    is_last = (schedule.all == schedule.stages - 1) & (turn.repeat == schedule.repeats - 1)
+    now, first = schedule.backward(t, schedule.all), schedule.backward(t, 0).microbatch
+    is_last = (schedule.all == schedule.stages - 1) & (now.repeat == schedule.repeats - 1)
     grad_in = placed(_arriving(flow.returned, grad_in, is_last), plan)
     # Each stage looks up its own slot: [stages, kept, size, rows, ...] -> [stages, size, rows, ...]
-    kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, turn.entered % schedule.kept)
-    ctx = jax.tree.map(lambda a: a[turn.microbatch], work.ctx)
-    args = flow.layers, placed(kept, plan), ctx, grad_in, turn.repeat, turn.active
-    total, returned = each_stage(work.back, plan)(work.stage_params, turn.repeat, *args)
+    kept = jax.vmap(lambda kept, at: jax.tree.map(lambda k: k[at], kept))(flow.kept, now.entered % schedule.kept)
+    ctx = jax.tree.map(lambda a: a[now.microbatch], work.ctx)
+    args = flow.layers, placed(kept, plan), ctx, grad_in, now.repeat, now.active
+    total, returned = each_stage(work.back, plan)(work.stage_params, now.repeat, *args)
     # On stage 0 a microbatch passes backward through chunks (V - 1) S, ..., S, 0; the last write is the gradient of x.
     grad_in = jax.tree.map(lambda c, a: c.at[:, first].set(a), flow.grad_in, returned)
     total = _placed_parts(placed(total, plan), 1, plan)

@@ -82,8 +82,7 @@ def chunks(periods: int, stages: int, repeats: int) -> Chunks:
     if periods < stages:
         raise ValueError(
             f"{periods} repeats of layers cannot be split into {stages} stages; use a mesh with fewer stages, or give "
-            "the "
-            "stack a shorter period or prefix"
+            "the stack a shorter period or prefix"
         )
     if (most := -(-periods // stages)) % repeats:
         raise ValueError(
@@ -167,27 +166,27 @@ class Schedule(NamedTuple):
     def forward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
         """Returns the forward work of `stage` (one index or `[stages]`) in tick `t`."""
         step = t - stage  # stage `s` begins `s` ticks after the first
-        microbatch, repeat = self._meets(step)
-        return Tick(microbatch, repeat, self._within(step), jnp.full_like(step, t))
+        microbatch, repeat = self._microbatch_and_repeat(step)
+        return Tick(microbatch, repeat, self._is_active(step), jnp.full_like(step, t))
 
     def backward(self, t: jax.Array, stage: np.ndarray | int) -> Tick:
         """Returns the backward work of `stage` in tick `t`, in the schedule 1F1B."""
         # The mirror image: the last stage begins in tick `lead`, and stage `s` follows S - 1 - s ticks later.
         step = t - self.lead - (self.stages - 1 - stage)
-        microbatch, repeat = self._meets(step)
+        microbatch, repeat = self._microbatch_and_repeat(step)
         repeat = self.repeats - 1 - repeat  # the last chunk first
         # `forward` solved for t: step = (group * V + repeat) * S + one, and t = step + stage.
         group, one = jnp.divmod(microbatch, self.stages)
         entered = (group * self.repeats + repeat) * self.stages + one + stage
-        return Tick(microbatch, repeat, self._within(step), entered)
+        return Tick(microbatch, repeat, self._is_active(step), entered)
 
-    def _within(self, step: jax.Array) -> jax.Array:
+    def _is_active(self, step: jax.Array) -> jax.Array:
         """Returns True if a stage computes in this local step; otherwise it is in the bubble."""
         return (step >= 0) & (step < self.microbatches * self.repeats)
 
-    def _meets(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _microbatch_and_repeat(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the microbatch of a stage's local step, and its number of completed rounds."""
         # step = (group * V + repeat) * S + one: a group of S microbatches makes V rounds, then the next group does.
-        turn, one = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
-        group, repeat = jnp.divmod(turn, self.repeats)
+        rounds, one = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
+        group, repeat = jnp.divmod(rounds, self.repeats)
         return group * self.stages + one, repeat

@@ -47,7 +47,7 @@ def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
     kept, wanted = _places(names, lambda own: spec(own, layout.rules))
     size = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
     last = len(shape) - 1
-    lacking = _axes(kept, last)[len(_axes(wanted, last)) :]
+    lacking = _axes(kept, last)[len(_axes(wanted, last)) :]  # those over which it is gathered
     return size(lacking) > 1 and shape[last] // size(_axes(kept, last)) % LANES != 0
 
 
@@ -138,7 +138,9 @@ def _axes(place: P, d: int) -> tuple[str, ...]:
 
 def _each(names: Names | AllGatherArg | None) -> list[Names]:
     """Lists the name tuples of an argument: zero, one or two."""
-    return [] if names is None else [names.kept, names.wanted] if isinstance(names, AllGatherArg) else [names]
+    if names is None:
+        return []
+    return [names.kept, names.wanted] if isinstance(names, AllGatherArg) else [names]
 
 
 def _flat(in_names, out_names) -> list[Any]:

@@ -21,13 +21,10 @@ from maxlib.sharding._rules import drop_uneven, spec
 
 
 def can_zigzag(length: int) -> bool:
-    """Returns whether the zigzag order is possible.
+    """Returns True if the active layout splits queries by sequence, and `length` divides into two chunks per device.
 
     Args:
       length: tokens of a row.
-
-    Returns:
-      True if the active layout splits queries by sequence, and `length` divides into two chunks per device.
     """
     axis, layout = axis_of("q_seq"), current()
     return axis is not None and layout is not None and length % (2 * layout.mesh.shape[axis]) == 0

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from maxlib.training._schedules import warmup_cosine as warmup_cosine
     from maxlib.training._schedules import warmup_linear as warmup_linear
     from maxlib.training._schedules import warmup_stable_decay as warmup_stable_decay
-    from maxlib.training._step import TrainState as TrainState
+    from maxlib.training._state import TrainState as TrainState
+    from maxlib.training._state import make_state as make_state
     from maxlib.training._step import jit_step as jit_step
     from maxlib.training._step import make_eval_step as make_eval_step
-    from maxlib.training._step import make_state as make_state
     from maxlib.training._step import make_train_step as make_train_step
     from maxlib.training._trainer import DivergedError as DivergedError
     from maxlib.training._trainer import Trainer as Trainer
@@ -68,7 +68,8 @@ __getattr__, __dir__ = lazy(
         "_placement": ("materialize_model", "place_batch"),
         "_prefetch": ("Prefetch", "StatefulLoader"),
         "_schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
-        "_step": ("TrainState", "jit_step", "make_eval_step", "make_state", "make_train_step"),
+        "_state": ("TrainState", "make_state"),
+        "_step": ("jit_step", "make_eval_step", "make_train_step"),
         "_trainer": ("DivergedError", "Trainer"),
         "_optimizer_wrappers": (
             "ema",

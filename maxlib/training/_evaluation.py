@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from maxlib.training._objectives.objective import Batch, Stats
 from maxlib.training._prefetch import StatefulLoader, check_loader
-from maxlib.training._step import TrainState, means
+from maxlib.training._state import TrainState
+from maxlib.training._step import means
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,30 +27,30 @@ def with_moved_biases(
       rate: step size of the biases.
       skipped: True if the step is skipped; None if steps are never skipped.
     """
-    places = _places(rest, counts)
-    trained = [bias for bias in dict.fromkeys(places) if _trains(bias, rest, trainable)]
+    paths = _bias_paths(rest, counts)
+    trained = [bias for bias in dict.fromkeys(paths) if _trains(bias, rest, trainable)]
     if not trained:
         return rest
-    if counts is None or len(counts) != len(places):
-        _warn(places, counts)
+    if counts is None or len(counts) != len(paths):
+        _warn_without_counts(paths, counts)
         return rest
-    new = moved_biases(rest, places, counts, rate=rate)
+    new = moved_biases(rest, paths, counts, rate=rate)
     old = {path: nn.variables(rest)[path].get_value() for path in trained}
     new = {path: new[path] if skipped is None else jnp.where(skipped, old[path], new[path]) for path in trained}
     return nn.combine(place_like_parameters(new, new, rest), rest)
 
 
-def _places(rest: Any, counts: Array | None) -> list[str]:
+def _bias_paths(rest: Any, counts: Array | None) -> list[str]:
     """Lists the biases whose routers report counts; multi-token prediction modules only do so if the loss runs them."""
     frozen = nn.tree.frozen_prefixes(rest)
-    places = [path for path in expert_bias_paths(rest) if not path.startswith(frozen)]
+    paths = [path for path in expert_bias_paths(rest) if not path.startswith(frozen)]
     nodes = jax.tree_util.tree_leaves_with_path(rest, is_leaf=lambda x: isinstance(x, nn.mtp.MTP))
     is_mtp = tuple(
         f"{jax.tree_util.keystr(path, simple=True, separator='.')}." for path, x in nodes if isinstance(x, nn.mtp.MTP)
     )
-    if counts is None or len(counts) == len(places):
-        return places
-    return [path for path in places if not path.startswith(is_mtp)]
+    if counts is None or len(counts) == len(paths):
+        return paths
+    return [path for path in paths if not path.startswith(is_mtp)]
 
 
 def _trains(bias: str, rest: Any, trainable: dict[str, Any]) -> bool:
@@ -59,12 +59,11 @@ def _trains(bias: str, rest: Any, trainable: dict[str, Any]) -> bool:
     return any(path.startswith(router) and not isinstance(known[path], nnx.LoRAParam) for path in trainable)
 
 
-def _warn(places: list[str], counts: Array | None) -> None:
-    said = "none" if counts is None else f"those of {len(counts)} layers"
+def _warn_without_counts(paths: list[str], counts: Array | None) -> None:
+    reported = "none" if counts is None else f"those of {len(counts)} layers"
     warnings.warn(
-        f"the model has {len(places)} expert biases of trained routers, but the loss reports {said} of their experts' "
-        "counts "
-        "(Stats.expert_counts), so no bias is updated and nothing balances the experts: write the loss with "
+        f"the model has {len(paths)} expert biases of trained routers, but the loss reports {reported} of their experts' "
+        "counts (Stats.expert_counts), so no bias is updated and nothing balances the experts: write the loss with "
         "training.objective, or "
         "pass router_bias_update_rate=0 and call nn.router.update_router_bias yourself",
         stacklevel=2,

@@ -13,7 +13,7 @@ from maxlib import checkpoint
 from maxlib.checkpoint import Checkpointer, SaveError
 from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._restore import config_text, items_of
-from maxlib.training._step import TrainState
+from maxlib.training._state import TrainState
 from maxlib.weights import _buckets as buckets
 
 

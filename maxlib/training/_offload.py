@@ -31,7 +31,7 @@ def offload_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientT
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params):
-        return _wait(inner.init(memory.to_device(params)), params)
+        return _on_host_if_asked(inner.init(memory.to_device(params)), params)
 
     def update(updates, state, params=None, *, stacked: Collection[str] | None = None, **extra):
         if not any(map(memory.is_on_host, jax.tree.leaves((state, params)))):
@@ -86,14 +86,12 @@ def check_offloaded(state: Any, params: dict[str, Any]) -> None:
     if moments and not any(map(memory.is_on_host, moments)):
         raise ValueError(
             "the layout asks for moments on the host (OFFLOAD_OPTIMIZER), but this optimizer keeps all of them on the "
-            "device: "
-            "use training.adamw with float32 moments, wrap an optimizer that treats layers separately in "
-            "training.offload_by_layer, or "
-            "leave that out"
+            "device: use training.adamw with float32 moments, wrap an optimizer that treats layers separately in "
+            "training.offload_by_layer, or leave that out"
         )
 
 
-def _wait(state: Any, params: dict[str, Any]) -> Any:
+def _on_host_if_asked(state: Any, params: dict[str, Any]) -> Any:
     """Puts moments, which are dicts by path, into the layout's memory kind."""
     if (layout := sharding.current()) is None or not layout.offload.optimizer:
         return state
@@ -102,6 +100,7 @@ def _wait(state: Any, params: dict[str, Any]) -> Any:
 
 
 def _by_path(node: Any, params: Iterable[str]) -> bool:
+    """Returns True for a dict from paths of parameters, such as the moments of Adam."""
     return isinstance(node, dict) and bool(node) and set(node) <= set(params)
 
 
@@ -164,10 +163,12 @@ def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) 
 
 
 def _at(tree: Any, i: Int[Array, ""]) -> Any:
+    """Returns layer `i` of arrays with a leading axis of layers."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
 def _put(tree: Any, layer: Any, i: Int[Array, ""]) -> Any:
+    """Writes layer `i` of arrays with a leading axis of layers."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), tree, layer)
 
 

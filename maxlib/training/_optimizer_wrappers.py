@@ -14,8 +14,15 @@ from maxlib import nn
 
 
 class SpikeState(NamedTuple):
-    """inner: state of the wrapped optimizer. norm, loss: running means. deviation: running mean of the loss's
-    deviation. count: steps in these means.
+    """State of `skip_spikes`.
+
+    Attributes:
+      inner: state of the wrapped optimizer.
+      norm: running mean of the gradient's norm.
+      loss: running mean of the loss.
+      deviation: running mean of the loss's distance from its mean.
+      count: steps in these means.
+      skipped: True if the last step was skipped.
     """
 
     inner: Any
@@ -58,8 +65,7 @@ def skip_spikes(
         value = extra["value"]  # the loss, as `make_train_step` gives it
         now = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
         finite = jnp.isfinite(now) & jnp.isfinite(value)
-        # If the mean is negative or near zero, its magnitude is no scale for a spike; the usual deviation of the loss
-        # is.
+        # If the mean is negative or near zero, its magnitude is no scale for a spike, but the usual deviation is one.
         usual = jnp.maximum(jnp.abs(state.loss), 8 * state.deviation)
         high = (now > norm_factor * state.norm) | (value - state.loss > (loss_factor - 1) * usual)
         skipped = ~finite | (high & (state.count >= warmup_steps))
@@ -82,8 +88,11 @@ def skip_spikes(
 
 
 class LowState(NamedTuple):
-    """inner: state of the wrapped optimizer, with moments in bfloat16. updates: number of updates, which seeds the
-    noise.
+    """State of `bfloat16_moments`.
+
+    Attributes:
+      inner: state of the wrapped optimizer, with moments in bfloat16.
+      updates: number of updates, which seeds the noise.
     """
 
     inner: Any
@@ -103,22 +112,23 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
     """
     inner = in_float32(optimizer)
 
-    def moments(state: Any, params: Any, f: Callable[[Array, int], Array]) -> Any:
-        like, (leaves, tree) = _like(params), jax.tree.flatten_with_path(state)
-        return jax.tree.unflatten(tree, [f(x, i) if like(path, x) else x for i, (path, x) in enumerate(leaves)])
+    def map_moments(f: Callable[[Array, int], Array], state: Any, params: Any) -> Any:
+        """Applies `f` to every moment and its number; counts and other scalars stay as they are."""
+        is_moment, (leaves, tree) = _moment_test(params), jax.tree.flatten_with_path(state)
+        return jax.tree.unflatten(tree, [f(x, i) if is_moment(path, x) else x for i, (path, x) in enumerate(leaves)])
 
     def init(params):
-        low = moments(inner.init(params), params, lambda x, i: x.astype(jnp.bfloat16))
+        low = map_moments(lambda x, i: x.astype(jnp.bfloat16), inner.init(params), params)
         return LowState(low, jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, **extra):
         assert params is not None  # the step passes them
         key = jax.random.fold_in(jax.random.key(0), state.updates)
-        wide = moments(state.inner, params, lambda x, i: x.astype(jnp.float32))
+        wide = map_moments(lambda x, i: x.astype(jnp.float32), state.inner, params)
         changes, wide = inner.update(updates, wide, params, **extra)
         own = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
-        low = moments(wide, params, lambda x, i: _by_chance(x, own[i]))
-        return _held_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
+        low = map_moments(lambda x, i: _round_stochastically(x, own[i]), wide, params)
+        return _rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -134,18 +144,19 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
 
 
-def _like(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
-    """Returns True if a leaf of an optimizer's state belongs to a parameter, as a moment does."""
+def _moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
+    """Returns a function of the path and value of a leaf in an optimizer's state: True for a moment of a parameter."""
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
-    def like(path: Any, leaf: Any) -> bool:
+    def is_moment(path: Any, leaf: Any) -> bool:
+        # A moment is stored under its parameter's path and has its shape.
         found = [shapes.get(str(getattr(part, "key", ""))) for part in path]
         return leaf.shape in found and jnp.issubdtype(leaf.dtype, jnp.floating)
 
-    return like
+    return is_moment
 
 
-def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
+def _round_stochastically(x: Float[Array, "..."], key: Array) -> Array:
     """Rounds stochastically to bfloat16: adds noise below the last kept bit, then truncates."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
@@ -153,21 +164,26 @@ def _by_chance(x: Float[Array, "..."], key: Array) -> Array:
     return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
 
 
-def _held_changes(params: Any, changes: Any, key: Array) -> Any:
+def _rounded_changes(params: Any, changes: Any, key: Array) -> Any:
     """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
 
     def one(parameter: Array, change: Array, key: Array) -> Array:
         if parameter.dtype != jnp.bfloat16:
             return change
         exact = parameter.astype(jnp.float32)
-        return _by_chance(exact + change, key).astype(jnp.float32) - exact
+        return _round_stochastically(exact + change, key).astype(jnp.float32) - exact
 
     leaves, tree = jax.tree.flatten(params)
     return jax.tree.map(one, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
 
 
 class EMAState(NamedTuple):
-    """inner: state of the wrapped optimizer. average: moving average of the parameters."""
+    """State of `ema`.
+
+    Attributes:
+      inner: state of the wrapped optimizer.
+      average: moving average of the parameters.
+    """
 
     inner: Any
     average: dict[str, Array]
@@ -201,7 +217,7 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
 
 def check_averages(state: Any) -> None:
     """Raises ValueError if an `optax.chain` changes updates after `ema`."""
-    if type(state) is tuple and any(map(_averages, state[:-1])):
+    if type(state) is tuple and any(map(_has_average, state[:-1])):
         raise ValueError(
             "in optax.chain, ema(...) comes before another transformation, so its average follows updates that are "
             "changed afterwards: put it around the whole chain, ema(optax.chain(...))"
@@ -211,7 +227,7 @@ def check_averages(state: Any) -> None:
             check_averages(part)
 
 
-def _averages(state: Any) -> bool:
+def _has_average(state: Any) -> bool:
     is_average = lambda x: isinstance(x, EMAState)
     return any(map(is_average, jax.tree.leaves(state, is_leaf=is_average)))
 
@@ -260,9 +276,9 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
         return optax.EmptyState()
 
     def update(updates, state, params=None):
-        return {
-            path: u if (f := factor(path)) == 1.0 else (u * f).astype(u.dtype) for path, u in updates.items()
-        }, state
+        factors = {path: factor(path) for path in updates}
+        scaled = {path: u if factors[path] == 1 else (u * factors[path]).astype(u.dtype) for path, u in updates.items()}
+        return scaled, state
 
     return optax.GradientTransformation(init, update)
 
@@ -286,8 +302,7 @@ class PathFilter:
         if unused := [pattern for pattern in self.patterns if not fnmatch.filter(names, pattern)]:
             raise ValueError(
                 f"each pattern of trainable_only must match a parameter, {unused} match none (a tied head has none); "
-                "there are "
-                f"{names}"
+                f"there are {names}"
             )
 
 

@@ -173,9 +173,8 @@ def _check_rows(batch: Batch) -> None:
         if x.shape[:1] != (rows,):
             raise ValueError(
                 f"a pipeline splits the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have "
-                "the "
-                f"{rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Store it by row, "
-                "or pass the loss without one_f_one_b, for GPipe by autodiff"
+                f"the {rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Store it by row, or "
+                "pass the loss without one_f_one_b, for GPipe by autodiff"
             )
 
 

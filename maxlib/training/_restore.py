@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._checksum import digest, to_hex
 from maxlib.checkpoint._groupings import layer_path
 from maxlib.checkpoint._restore import Stored, open_step
-from maxlib.training._step import TrainState, init_optimizer
+from maxlib.training._state import TrainState, init_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,24 +56,37 @@ def initial_state(
     if resume_from is not None:
         restored = _read(lambda like: checkpoint.load(resume_from, like, groupings=groupings), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
-    step = int(state.step)
-    kept = f"step {step} with this run's optimizer state" if step else "step 0"
     if params_from is not None:
-        if step and optax.tree.get(state.opt_state, "average") is not None:
-            raise ValueError(
-                f"at step {step} the optimizer's averages are of the parameters that params_from would replace: restore before "
-                "the first step"
-            )
-        values = _model_values(state, Path(params_from), groupings, layout)
-        trainable = {path: values.pop(path) for path in state.trainable}
-        new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
-        if step == 0:  # the optimizer state may contain the old parameters, as averages do
-            jax.tree.map(lambda x: x.delete(), state.opt_state)
-            new = dataclasses.replace(new, opt_state=init_optimizer(optimizer, trainable, new.rest))
-        return new, ResumePoint(f"parameters from {params_from}, {kept}")
-    if step:
+        return _with_parameters(state, Path(params_from), groupings, optimizer=optimizer, layout=layout)
+    if step := int(state.step):
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
     return state, ResumePoint(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
+
+
+def _with_parameters(
+    state: TrainState,
+    directory: Path,
+    groupings: Any,
+    *,
+    optimizer: optax.GradientTransformation,
+    layout: sharding.Layout | None,
+) -> tuple[TrainState, ResumePoint]:
+    """Returns the state with the model in `directory`; before the first step, with a new optimizer state too."""
+    step = int(state.step)
+    if step and optax.tree.get(state.opt_state, "average") is not None:
+        raise ValueError(
+            f"at step {step} the optimizer's averages are of the parameters that params_from would replace: "
+            "restore before the first step"
+        )
+    values = _model_values(state, directory, groupings, layout)
+    trainable = {path: values.pop(path) for path in state.trainable}
+    new = dataclasses.replace(state, trainable=trainable, rest=nn.combine(values, state.rest))
+    if step:
+        return new, ResumePoint(f"parameters from {directory}, step {step} with this run's optimizer state")
+    # The optimizer state may contain the old parameters, as averages do.
+    jax.tree.map(lambda x: x.delete(), state.opt_state)
+    new = dataclasses.replace(new, opt_state=init_optimizer(optimizer, trainable, new.rest))
+    return new, ResumePoint(f"parameters from {directory}, step 0")
 
 
 def save(
@@ -126,10 +139,9 @@ def _read(read: Callable[[Any], dict[str, Any]], state: TrainState, base: Any, w
     saved = restored["meta"].get("base")
     if known is not None and saved is not None and known["checksum"] != saved["checksum"]:
         raise ValueError(
-            f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's frozen "
-            f"weights, from {known['directory']}, differ ({known['checksum']}): build the model from the same base, "
-            "with "
-            "the same dtype, quantization and grouping of stacks"
+            f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's "
+            f"frozen weights, from {known['directory']}, differ ({known['checksum']}): build the model from the same "
+            "base, with the same dtype, quantization and grouping of stacks"
         )
     return restored
 
@@ -208,26 +220,33 @@ def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path,
     stored = _newest_records(directory)
     _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
     if "base" in stored.meta:  # frozen weights were not saved: the current ones must be the same
-        saved, here = stored.meta["base"], record_of(state, stored.meta["base"]["directory"])
-        if saved["checksum"] != here["checksum"]:
-            raise ValueError(
-                f"{directory} only has the parameters trained on the base in {saved['directory']} (checksum "
-                f"{saved['checksum']}), "
-                f"but this model's frozen weights differ ({here['checksum']}): build the model from that base"
-            )
+        _check_base(state, stored.meta["base"], directory)
         frozen = {path for path, v in nn.variables(state.rest).items() if _is_weight(v)} - state.trainable.keys()
         wanted = {path: value for path, value in wanted.items() if path not in frozen}
-    names = {
-        item: {layer for name in stored.items.get(item, ()) for layer, _ in layer_path(name, stored.meta["layouts"])}
-        for item in ("params", "rest")
-    }
-    held_in = lambda item, path: any(layer in names[item] for layer, _ in layer_path(path, groupings))
+
+    # Paths of single layers, because the checkpoint may group its stacks in another way.
+    def layers_of(paths: Iterable[str], groupings: Any) -> set[str]:
+        return {layer for path in paths for layer, _ in layer_path(path, groupings)}
+
+    params, rest = (layers_of(stored.items.get(item, ()), stored.meta["layouts"]) for item in ("params", "rest"))
     like: dict[str, dict[str, Any]] = {"params": {}, "rest": {}}
     for path, value in wanted.items():
-        is_param = held_in("params", path) or (path in state.trainable and not held_in("rest", path))
+        layers = layers_of([path], groupings)
+        is_param = bool(layers & params) or (path in state.trainable and not layers & rest)
         like["params" if is_param else "rest"][path] = value
     read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, groupings=groupings, cast=True)
     return read.get("params", {}) | read.get("rest", {})
+
+
+def _check_base(state: TrainState, saved: dict[str, str], directory: Path) -> None:
+    """Raises ValueError unless the frozen weights of `state` are those of the base that a checkpoint records."""
+    here = record_of(state, saved["directory"])
+    if saved["checksum"] != here["checksum"]:
+        raise ValueError(
+            f"{directory} only has the parameters trained on the base in {saved['directory']} (checksum "
+            f"{saved['checksum']}), but this model's frozen weights differ ({here['checksum']}): build the model from "
+            "that base"
+        )
 
 
 def _newest_records(directory: Path) -> Stored:

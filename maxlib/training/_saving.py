@@ -14,9 +14,9 @@ from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
 from maxlib.observability._goodput import Clock
 from maxlib.training._export import Export
-from maxlib.training._objectives.objective import Batch
+from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._restore import record_of, save
-from maxlib.training._step import Loss, TrainState
+from maxlib.training._state import TrainState
 from maxlib.training.probes._nonfinite import find_nonfinite
 
 
@@ -85,11 +85,9 @@ class SaveManager:
             return "There is no checkpoint, because this trainer has no checkpointer"
         self.wait()
         latest = self.checkpointer.latest()
-        return (
-            "There is no good checkpoint yet"
-            if latest is None
-            else f"The last good checkpoint is that of step {latest}"
-        )
+        if latest is None:
+            return "There is no good checkpoint yet"
+        return f"The last good checkpoint is that of step {latest}"
 
     def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
         """Returns a sentence that names the first tensor of a bad step that is not finite.
@@ -104,15 +102,13 @@ class SaveManager:
             found = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
         except Exception as error:  # such as too little memory: still report what is known
             return f"Its origin could not be found: {type(error).__name__}: {error}."
-        with_these = f"With the parameters of step {good['meta']['step']} and this step's batch"
-        return (
-            f"{with_these}: {found}."
-            if found
-            else f"{with_these} everything is finite: the parameters became bad since then."
-        )
+        recomputed = f"With the parameters of step {good['meta']['step']} and this step's batch"
+        if found:
+            return f"{recomputed}: {found}."
+        return f"{recomputed} everything is finite: the parameters became bad since then."
 
     def _try(self, call: Callable[[], Any], what: str) -> bool:
-        """Returns whether `call` succeeds. A SaveError of this or the previous save is logged in one line."""
+        """Returns True if `call` succeeds; logs a SaveError of this or the previous save in one line."""
         try:
             with self._clock.span("save"), hard_timeout(self._timeout, what):
                 call()

@@ -1,174 +1,29 @@
 """The training step: a pure function from state and batch to state and metrics."""
 
-import difflib
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.sharding._create import check_no_aliases
 from maxlib.training._expert_balance import with_moved_biases
 from maxlib.training._gradients import Accumulated, divisor, gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
 from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._objectives.tuning import noisy_loss
-from maxlib.training._offload import apply_updates, check_offloaded, update
-from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
-from maxlib.training._placement import batch_names, materialize_model, place_like_parameters
+from maxlib.training._offload import apply_updates, update
+from maxlib.training._placement import batch_names, place_like_parameters
+from maxlib.training._state import TrainState
 
 Metrics = dict[str, Any]
-
-
-@nn.pytree
-class TrainState:
-    """Everything that a training step reads and writes. A donated state is deleted; the step returns a new one.
-
-    Args:
-      trainable: trained parameters by path.
-      rest: the rest of the model (`nn.partition`).
-      opt_state: state of the optimizer.
-      step: number of steps done.
-      key: random key of the whole run; each step folds in its number.
-    """
-
-    trainable: dict[str, Any]
-    rest: Any
-    opt_state: Any
-    step: Int[Array, ""]
-    key: Array
-
-    @property
-    def model(self) -> Any:
-        """Builds the model from this state's arrays."""
-        return nn.combine(self.trainable, self.rest)
-
-
 _OWN_METRICS = {"loss", "grad_norm", "finite", "num_targets", "num_tokens", "skipped", "learning_rate"}
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-
-
-def make_state(
-    model: Any | Callable[[], Any],
-    optimizer: optax.GradientTransformation,
-    *,
-    filter: nn.tree.Filter | None = None,
-    key: Array | int = 0,
-) -> TrainState:
-    """Makes the state before the first step. It shares the model's arrays: donating it deletes them in the model too.
-
-    Moments are created with their parameters' sharding, or with the layout's (`sharding.ZERO1`, `OFFLOAD_OPTIMIZER`),
-    so call it inside `sharding.use` if the steps run there. It warns if the model is split over devices but no layout
-    is active.
-
-        optimizer = training.adamw(1e-3)
-        state = training.make_state(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), optimizer)
-
-    Args:
-      model: a model, or a function that builds one, which is run under jit so that parameters are created already
-          sharded.
-      optimizer: an optax optimizer of `{path: array}`.
-      filter: selects the trained parameters; the others are frozen. None trains the factors of adapters if the model
-          has any, else all parameters of a floating dtype, except the frozen model of `post_training.WithFrozen`.
-      key: random key of the whole run.
-
-
-    Raises:
-      ValueError: when there is nothing to train, a pattern of `trainable_only` matches nothing, a parameter occurs
-          twice (`self.head = self.embed`), moments should be offloaded but the optimizer cannot keep them on the host,
-          or `ema` comes before another transformation in a chain.
-    """
-    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-        raise TypeError(
-            f"optimizer must be an optax.GradientTransformation, such as training.adamw(1e-3), got {optimizer!r:.80}"
-        )
-    if filter is not None and not callable(filter):
-        raise TypeError(
-            f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
-        )
-    if callable(model) and not nn.variables(model):
-        build: Any = model
-        model = materialize_model(build, sharding.current())
-    check_no_aliases(model)
-    trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
-    if not trainable:
-        raise ValueError(_nothing_to_train(model, filter))
-    _warn_without_layout(trainable)
-    if isinstance(filter, PathFilter):
-        filter.check(model)
-    seed = jax.random.key(key) if isinstance(key, int) else key
-
-    start = lambda key: place_like_parameters((jnp.zeros((), jnp.int32), key), trainable, rest)
-    step, copied_key = jax.jit(start)(seed)
-    opt_state = init_optimizer(optimizer, trainable, rest)
-    check_offloaded(opt_state, trainable)
-    check_averages(opt_state)
-    _warn_of_rounding(opt_state, trainable)
-    return TrainState(trainable, rest, opt_state, step, copied_key)
-
-
-def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
-    """Makes the optimizer's initial state for these parameters, with their shardings."""
-
-    def initial(params: dict[str, Any]) -> Any:
-        return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
-
-    return jax.jit(initial)(params)
-
-
-def _warn_without_layout(trainable: dict[str, Any]) -> None:
-    """Warns about parameters that are split over devices while no layout is active."""
-    if sharding.current() is not None:
-        return
-    arrays = {path: x for path, x in trainable.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
-    split = [path for path, x in arrays.items() if not x.sharding.is_fully_replicated]
-    if split:
-        warnings.warn(
-            f"{len(split)} of {len(trainable)} trained parameters, such as {split[0]}, are split over devices, but no "
-            "layout is "
-            "active: moments may be replicated, and kernels and activations are not sharded. Make the state and run "
-            "the "
-            "steps inside `with sharding.use(layout):`",
-            stacklevel=3,
-        )
-
-
-def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
-    """Warns about low-precision parameters that lose most updates, unless the optimizer rounds stochastically."""
-    is_low = lambda x: isinstance(x, LowState)
-    rounds = any(map(is_low, jax.tree.leaves(opt_state, is_leaf=is_low)))
-    coarse = lambda x: jnp.finfo(x.dtype).bits < 32 and not (rounds and x.dtype == jnp.bfloat16)
-    if lost := [path for path, x in trainable.items() if coarse(x)]:
-        warnings.warn(
-            f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, and this "
-            "optimizer's updates of them are rounded to nearest: updates below 1/256 of a weight, which are nearly "
-            "all, are lost. "
-            "Train in float32 (from_pretrained(..., dtype=jnp.float32)), or use stochastic rounding for bfloat16: "
-            "training.bfloat16_moments(optimizer), or adamw(..., moments=jnp.bfloat16)",
-            stacklevel=3,
-        )
-
-
-def _nothing_to_train(model: Any, filter: Any) -> str:
-    if not nn.variables(model):
-        return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
-    names = sorted({*nn.tree.pattern_paths(model).values()})
-    patterns = filter.patterns if isinstance(filter, PathFilter) else ()
-    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, 1)]
-    meant = f"; did you mean {', '.join(near)}?" if near else ""
-    return (
-        f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; as "
-        "are the "
-        "patterns of trainable_only"
-    )
 
 
 def make_train_step(
@@ -214,23 +69,36 @@ def make_train_step(
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # for decay, and offloading by layer
-        updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
-        trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
-        opt_state = place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        counts = {"num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
-        metrics = {"loss": loss, "grad_norm": norm, "finite": finite} | counts | means(stats)
-        if (skipped := optax.tree.get(opt_state, "skipped")) is not None:  # `skip_spikes`
-            metrics |= {"skipped": skipped.astype(jnp.float32), "finite": finite | skipped}
+        trainable, opt_state = _updated(optimizer, state, grads, loss)
+        skipped = optax.tree.get(opt_state, "skipped")  # None without `skip_spikes`
+        metrics = {"loss": loss, "grad_norm": norm, "num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
+        metrics |= _health(loss, norm, skipped) | means(stats)
         if log_schedule is not None:
             metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
-        rest, options = state.rest, {"rate": router_bias_update_rate, "skipped": skipped}
+        rest, rate = state.rest, cast(Any, router_bias_update_rate)
         if router_bias_update_rate:
-            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, **cast(Any, options))
+            rest = with_moved_biases(rest, state.trainable, stats.expert_counts, rate=rate, skipped=skipped)
         return TrainState(trainable, rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
 
     return step
+
+
+def _updated(
+    optimizer: optax.GradientTransformationExtraArgs, state: TrainState, grads: dict[str, Any], loss: Array
+) -> tuple[dict[str, Any], Any]:
+    """Returns the new parameters and optimizer state, with the shardings of the old ones."""
+    extra = {"value": loss, "stacked": nn.tree.stacked_paths(state.rest)}  # for decay, and offloading by layer
+    updates, opt_state = update(optimizer, grads, state.opt_state, state.trainable, **extra)
+    trainable = place_like_parameters(apply_updates(state.trainable, updates), state.trainable, state.rest)
+    return trainable, place_like_parameters(opt_state, state.trainable, state.rest, optimizer=True)
+
+
+def _health(loss: Array, norm: Array, skipped: Array | None) -> Metrics:
+    """Returns `finite`, and `skipped` if the optimizer skips steps; the state after a skipped step is valid."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if skipped is None:
+        return {"finite": finite}
+    return {"finite": finite | skipped, "skipped": skipped.astype(jnp.float32)}
 
 
 def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:

@@ -27,7 +27,8 @@ from maxlib.training._placement import host_rows, materialize_model, place_batch
 from maxlib.training._prefetch import StatefulLoader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
-from maxlib.training._step import jit_step, make_eval_step, make_state, make_train_step
+from maxlib.training._state import make_state
+from maxlib.training._step import jit_step, make_eval_step, make_train_step
 from maxlib.training._trainer_arguments import check_arguments, check_layout, check_step_options
 
 MOST_EMPTY = 10  # batches in a row without a target

@@ -31,8 +31,8 @@ from maxlib.weights._hf_named_fields import hf_switched_window as hf_switched_wi
 from maxlib.weights._hf_named_fields import switched_window as switched_window
 from maxlib.weights._hub import download as download
 from maxlib.weights._hub import model_directory as model_directory
-from maxlib.weights._hub import push_to_hub as push_to_hub
 from maxlib.weights._hub_names import HUB_NAMES as HUB_NAMES
+from maxlib.weights._hub_push import push_to_hub as push_to_hub
 from maxlib.weights._loading import load as load
 from maxlib.weights._table import Absent as Absent
 from maxlib.weights._table import Convert as Convert

@@ -177,8 +177,7 @@ def from_pretrained(
     if (directory / QUANTIZED).exists():
         raise ValueError(
             f"{directory} has quantized weights ({QUANTIZED}): read it with maxlib.quantization.load, or pass the "
-            "directory "
-            "from which it was made"
+            "directory from which it was made"
         )
     family, cfg = read_model(directory, family=family)
     _check_known(changes, cfg, family)

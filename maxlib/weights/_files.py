@@ -179,8 +179,7 @@ def _nothing_found(directory: Path) -> str:
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         return (
             f"{start}, but has {', '.join(pickled)}. Such files are pickles, which can run any code when opened, so "
-            "maxlib "
-            "does not read them. Use the safetensors version of this model, or convert it if you trust it: "
+            "maxlib does not read them. Use the safetensors version of this model, or convert it if you trust it: "
             "transformers.AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
         )
     if parts := [name for name in names if name.endswith(".safetensors")]:

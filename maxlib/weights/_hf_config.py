@@ -246,9 +246,9 @@ class HFConfig:
         if unread := self.unread():
             listed = "\n".join(f"  {name} = {_short(value)}" for name, value in unread.items())
             raise ValueError(
-                f"config.json{': ' + self._path if self._path else ''} has fields this architecture does not know, so it "
-                f"cannot be sure to compute the same:\n{listed}\nRemove them if they change nothing, else use a model "
-                "that knows them."
+                f"config.json{': ' + self._path if self._path else ''} has fields this architecture does not know, so "
+                f"it cannot be sure to compute the same:\n{listed}\nRemove them if they change nothing, else use a "
+                "model that knows them."
             )
 
 

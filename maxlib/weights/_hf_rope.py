@@ -5,13 +5,10 @@ transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 has `rope_par
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 from maxlib.ops._rope import Rope
 from maxlib.ops._rope_scaling import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Scaling, Yarn
-
-if TYPE_CHECKING:
-    from maxlib.weights._hf_config import HFConfig
 
 LIMIT = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
@@ -27,12 +24,23 @@ TYPES = {
 OLD_NAMES = {"su": "longrope"}
 
 
+@runtime_checkable
+class Fields(Protocol):
+    """Fields of a config.json, which may be nested; see `HFConfig`."""
+
+    def where(self, name: str) -> str: ...
+
+    def take(self, name: str, default: Any = ..., *, kind: type | None = None, nullable: bool = False) -> Any: ...
+
+    def nested(self, name: str) -> "Fields": ...
+
+
 @dataclass(frozen=True)
 class _Spellings:
     """All places in which a config may give a rotary field; they must agree."""
 
-    fields: "HFConfig"
-    parts: tuple["HFConfig", ...]
+    fields: Fields
+    parts: tuple[Fields, ...]
 
     def get(self, *names: str, default: Any = None, kind: type = float, outside: str | None = None) -> Any:
         """Finds the one value given under any of `names` in any part, or as `outside` at the top level.
@@ -62,7 +70,7 @@ def _modern(value: Any) -> Any:
 
 
 def read_rope(
-    fields: "HFConfig",
+    fields: Fields,
     *,
     head_dim: int,
     interleaved: bool,
@@ -96,7 +104,7 @@ def read_rope(
         raise ValueError(f"{fields.where('rope_type')} {kind!r} has invalid numbers: {error}") from error
 
 
-def _parts(fields: "HFConfig", layer_type: str | None, scaling_field: str | None) -> tuple["HFConfig", ...]:
+def _parts(fields: Fields, layer_type: str | None, scaling_field: str | None) -> tuple[Fields, ...]:
     """Lists the objects that describe the rope, that of transformers 5 first."""
     parts = []
     if fields.take("rope_parameters", None, kind=dict):

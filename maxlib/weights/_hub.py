@@ -2,16 +2,12 @@
 
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from maxlib.weights import _buckets as buckets
-from maxlib.weights._card import ModelCard
 from maxlib.weights._files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
 
 # All files of a model except its weights. Code (*.py) and pickles (*.bin) are never fetched.
@@ -67,8 +63,8 @@ def download(name: str, *, revision: str | None = None, token: str | bool | None
         ImportError: If huggingface_hub is not installed.
         ValueError: If the model has no safetensors; maxlib reads no pickles.
     """
-    hub = _huggingface_hub(name)
-    with _explained(name, revision):
+    hub = import_hub(name)
+    with explained_errors(name, revision):
         snapshot = Path(hub.snapshot_download(name, revision=revision, token=token, allow_patterns=list(SMALL_FILES)))
         # Pin the commit, so that both downloads use the same one.
         commit, files = snapshot.name, _weight_files(snapshot, name)
@@ -80,55 +76,6 @@ def download(name: str, *, revision: str | None = None, token: str | bool | None
             "revision or a copy of the model with safetensors."
         )
     return snapshot
-
-
-def push_to_hub(
-    model: Any,
-    name: str,
-    *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    message: str = "Upload a model with maxlib",
-    model_card: ModelCard | bool = True,
-    **options: Any,
-) -> str | None:
-    """Writes `model` as `save_pretrained` does and uploads it to the hub in one commit.
-
-    With several hosts all must call this; the first one uploads.
-
-    Args:
-        model: The model.
-        name: Name on the hub; the repository is created if it does not exist.
-        private: True makes a new repository private; None uses the owner's setting.
-        token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
-        revision: Branch to commit to; None is the main branch.
-        message: Message of the commit.
-        model_card: Content of README.md; True writes a default card, False none.
-        **options: Other arguments of `save_pretrained`, such as `like` and `tokenizer`.
-
-    Returns:
-        The URL of the commit; None on hosts that do not upload.
-
-    Raises:
-        ImportError: If huggingface_hub is not installed.
-        PermissionError: If the token has no write access.
-    """
-    from maxlib.weights._family import save_pretrained  # imports this module
-
-    hub = _huggingface_hub(name)
-    api = hub.HfApi(token=token)
-    if model_card is True:
-        model_card = ModelCard(title=name.rpartition("/")[2])
-    with _explained(name, revision), tempfile.TemporaryDirectory() as directory:
-        save_pretrained(model, directory, model_card=model_card, **options)
-        if jax.process_index():
-            return None
-        api.create_repo(name, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(name, branch=revision, exist_ok=True)
-        found = api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
-    return found.commit_url
 
 
 def _weight_files(snapshot: Path, name: str) -> list[str]:
@@ -147,7 +94,8 @@ def _weight_files(snapshot: Path, name: str) -> list[str]:
     return sorted(files)
 
 
-def _huggingface_hub(name: str) -> Any:
+def import_hub(name: str) -> Any:
+    """Imports huggingface_hub; raises ImportError with advice if it is not installed."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -159,7 +107,7 @@ def _huggingface_hub(name: str) -> Any:
 
 
 @contextmanager
-def _explained(name: str, revision: str | None) -> Iterator[None]:
+def explained_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turns errors of huggingface_hub into built-in exceptions with advice."""
     from huggingface_hub import constants, errors
 

@@ -176,8 +176,7 @@ def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
     if foreign:
         raise FileExistsError(
             f"{directory} has files that do not belong to an export ({', '.join(foreign[:5])}), and saving replaces "
-            "the whole "
-            "directory. Save elsewhere, or move them away."
+            "the whole directory. Save elsewhere, or move them away."
         )
     if names and not overwrite:
         raise FileExistsError(f"{directory} already has an export. Save elsewhere, or pass overwrite=True.")

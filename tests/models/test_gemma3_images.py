@@ -12,11 +12,19 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import maxlib
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.models import gemma3
 from maxlib.weights import read_model
-from tests.models import parity
 from tests.models.conformance import assert_close
+from tests.models.fixed_images import (
+    check_decoding,
+    check_eight_devices,
+    check_wrong_images,
+    gradients_of,
+    logits_of,
+    reference,
+    tokens_and_images,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -59,11 +67,7 @@ def config(**text) -> "transformers.Gemma3Config":
 
 @functools.cache
 def inputs() -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.random.RandomState(1).randint(0, IMAGE, (3, SEQ)).astype(np.int32)
-    for row, start in PLACES:
-        tokens[row, start : start + PER_IMAGE] = IMAGE
-    images = np.random.RandomState(2).standard_normal((len(PLACES), 3, 12, 12)).astype(np.float32)
-    return tokens, images
+    return tokens_and_images(SEQ, IMAGE, PER_IMAGE, PLACES)
 
 
 def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
@@ -76,45 +80,12 @@ def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
 def theirs(tmp_path_factory):
     """The directory of a transformers model, its logits, and the gradients of its loss under the names of files."""
     model = transformers.Gemma3ForConditionalGeneration(config()).eval()
-    model.set_attn_implementation("eager")
-    values = parity.tensors({name: list(p.shape) for name, p in model.named_parameters()})
-    for name, p in model.named_parameters():
-        p.data.copy_(torch.from_numpy(values[name]))
-    directory = tmp_path_factory.mktemp("gemma3")
-    model.save_pretrained(directory / "weights")
-    tokens, images = inputs()
-    logits = run(model, tokens, images)
-    labels = torch.from_numpy(tokens)[:, 1:].flatten().long()
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels).backward()
-    for p in model.parameters():
-        p.data.copy_(p.grad)
-    model.save_pretrained(directory / "gradients")
-    return directory / "weights", logits.detach().numpy(), load_file(directory / "gradients" / "model.safetensors")
+    return reference(model, run, *inputs(), tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="module")
 def model(theirs):
     return maxlib.from_pretrained(theirs[0])
-
-
-@jax.jit
-def logits_of(model, tokens, images, segment_ids=None):
-    return model.logits(model(tokens, images=images, segment_ids=segment_ids, dtype=jnp.float32).hidden)
-
-
-@jax.jit
-def step(model, tokens, valid, images, cache):
-    out = model(tokens, valid=valid, images=images, cache=cache, dtype=jnp.float32)
-    return model.logits(out.hidden), out.cache
-
-
-@jax.jit
-def gradients_of(params, rest, tokens, images):
-    def loss(params):
-        logits = logits_of(nn.combine(params, rest), tokens, images)[:, :-1]
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1).mean()
-
-    return jax.grad(loss)(params)
 
 
 def released(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -209,41 +180,17 @@ def test_images_that_touch_in_different_documents_do_not_see_each_other(model):
 
 @pytest.mark.full
 def test_prefill_and_decode_equal_the_full_pass(model):
-    tokens, images = inputs()
-    want = np.asarray(logits_of(model, tokens, images))
-    cache = model.init_cache(3, SEQ, dtype=jnp.float32)
+    cache = check_decoding(model, *inputs(), lengths=[16, 13, 7])
     assert {a.shape[-3] for a in jax.tree.leaves(cache.layers)} == {3, SEQ}
-    lengths = np.array([16, 13, 7])  # every image is in the prompt
-    valid = np.arange(16) < lengths[:, None]
-    logits, cache = step(model, np.where(valid, tokens[:, :16], 0), valid, images, cache)
-    for row, n in enumerate(lengths):
-        assert_close(logits[row, :n], want[row, :n])
-    for i in range(SEQ - 16):
-        logits, cache = step(model, tokens[np.arange(3), lengths + i][:, None], np.ones((3, 1), bool), None, cache)
-        assert_close(logits[:, 0], want[np.arange(3), lengths + i])
 
 
 @pytest.mark.full
 def test_eight_devices_equal_one(theirs, model):
-    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
-    tokens, images = (np.concatenate([x] * 4) for x in inputs())
-    spread = maxlib.from_pretrained(theirs[0], layout=layout)
-    with sharding.use(layout):
-        got = jax.device_get(logits_of(spread, tokens, images))
-    assert_close(got, np.tile(logits_of(model, *inputs()), (4, 1, 1)))
+    check_eight_devices(theirs[0], model, *inputs())
 
 
 def test_wrong_images_are_refused(model):
-    tokens, images = map(jnp.asarray, inputs())
-    with pytest.raises(ValueError, match="have 16 image placeholders, but the given images make 12 vectors"):
-        model(tokens, images=images[:3])
-    with pytest.raises(ValueError, match="have 16 image placeholders, but the given images make 0 vectors"):
-        model(tokens)
-    with pytest.raises(ValueError, match=r"images must have the shape \(number, 3, 12, 12\), got \(4, 3, 12, 9\)"):
-        logits_of(model, tokens, images[..., :9])
-    fewer = np.array(tokens)
-    fewer[1:] = 0  # of four images two have a place; jit cannot know, but it must show
-    assert np.isnan(logits_of(model, fewer, images)).any() and np.isfinite(logits_of(model, tokens, images)).all()
+    check_wrong_images(model, *inputs())
 
 
 def test_a_text_model_refuses_images(model):

@@ -20,7 +20,7 @@ from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models import test_gemma4 as text
 from tests.models.conformance import CLOSE, assert_close
-from tests.models.seeing import GRIDS, IMAGE, VIDEO, Seeing, tokens
+from tests.models.image_conformance import GRIDS, IMAGE, VIDEO, ImageConformance, tokens
 
 AUDIO = 58
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "boi_token_id": 1, "eoi_token_id": 2}
@@ -41,7 +41,7 @@ TEXT = text.TestGemma4.base | {"pad_token_id": 0, "use_bidirectional_attention":
 TEXT |= {"layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 4}
 
 
-class TestGemma4Images(Seeing):
+class TestGemma4Images(ImageConformance):
     family = "gemma4"
     config = "Gemma4Config"
     text_base = TEXT
@@ -62,7 +62,7 @@ class TestGemma4Images(Seeing):
         },
         "images_causal": {"text": {"use_bidirectional_attention": None, "attention_k_eq_v": True}},
     }
-    rules = Seeing.rules | {"kv_heads": None}  # the first has one of them in its encoder
+    rules = ImageConformance.rules | {"kv_heads": None}  # the first has one of them in its encoder
     matters = {
         "text_config.use_bidirectional_attention": None,
         "text_config.pad_token_id": 3,

@@ -12,11 +12,19 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import maxlib
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.models import llama4
 from maxlib.weights import read_model
-from tests.models import parity
 from tests.models.conformance import assert_close
+from tests.models.fixed_images import (
+    check_decoding,
+    check_eight_devices,
+    check_wrong_images,
+    gradients_of,
+    logits_of,
+    reference,
+    tokens_and_images,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -59,11 +67,7 @@ def config() -> "transformers.Llama4Config":
 
 @functools.cache
 def inputs() -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.random.RandomState(1).randint(0, IMAGE, (3, SEQ)).astype(np.int32)
-    for row, start in PLACES:
-        tokens[row, start : start + PER_TILE] = IMAGE
-    images = np.random.RandomState(2).standard_normal((len(PLACES), 3, 12, 12)).astype(np.float32)
-    return tokens, images
+    return tokens_and_images(SEQ, IMAGE, PER_TILE, PLACES)
 
 
 def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
@@ -74,46 +78,12 @@ def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
 def theirs(tmp_path_factory):
     """The directory of a transformers model, its logits, and the gradients of its loss under the names of files."""
     model = transformers.Llama4ForConditionalGeneration(config()).eval()
-    model.set_attn_implementation("eager")
-    values = parity.tensors({name: list(p.shape) for name, p in model.named_parameters()})
-    for name, p in model.named_parameters():
-        p.data.copy_(torch.from_numpy(values[name]))
-    directory = tmp_path_factory.mktemp("llama4")
-    model.save_pretrained(directory / "weights")
-    tokens, images = inputs()
-    logits = run(model, tokens, images)
-    labels = torch.from_numpy(tokens)[:, 1:].flatten().long()
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels).backward()
-    for p in model.parameters():
-        p.data.copy_(p.grad)
-    model.save_pretrained(directory / "gradients")
-    return directory / "weights", logits.detach().numpy(), load_file(directory / "gradients" / "model.safetensors")
+    return reference(model, run, *inputs(), tmp_path_factory.mktemp("llama4"))
 
 
 @pytest.fixture(scope="module")
 def model(theirs):
     return maxlib.from_pretrained(theirs[0])
-
-
-@functools.partial(jax.jit, compiler_options=parity.QUICK)
-def logits_of(model, tokens, images):
-    return model.logits(model(tokens, images=images, dtype=jnp.float32).hidden)
-
-
-@functools.partial(jax.jit, compiler_options=parity.QUICK)
-def step(model, tokens, valid, images, cache):
-    out = model(tokens, valid=valid, images=images, cache=cache, dtype=jnp.float32)
-    return model.logits(out.hidden), out.cache
-
-
-@functools.partial(jax.jit, compiler_options=parity.QUICK)
-def gradients_of(params, rest, tokens, images):
-    def loss(params):
-        model = nn.combine(params, rest)
-        logits = model.logits(model(tokens, images=images, dtype=jnp.float32).hidden)[:, :-1]
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1).mean()
-
-    return jax.grad(loss)(params)
 
 
 def test_logits_are_those_of_transformers(theirs, model):
@@ -185,37 +155,16 @@ def test_what_is_not_computed_is_refused(theirs, tmp_path, fields):
 
 @pytest.mark.full
 def test_prefill_and_decode_equal_the_full_pass(model):
-    tokens, images = inputs()
-    want = np.asarray(logits_of(model, tokens, images))
-    cache = model.init_cache(3, SEQ, dtype=jnp.float32)
-    lengths = np.array([14, 13, 7])  # every tile is in the prompt
-    valid = np.arange(14) < lengths[:, None]
-    logits, cache = step(model, np.where(valid, tokens[:, :14], 0), valid, images, cache)
-    for row, n in enumerate(lengths):
-        assert_close(logits[row, :n], want[row, :n])
-    for i in range(SEQ - 14):
-        logits, cache = step(model, tokens[np.arange(3), lengths + i][:, None], np.ones((3, 1), bool), None, cache)
-        assert_close(logits[:, 0], want[np.arange(3), lengths + i])
+    check_decoding(model, *inputs(), lengths=[14, 13, 7])
 
 
 @pytest.mark.full
 def test_eight_devices_equal_one(theirs, model):
-    layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
-    tokens, images = (np.concatenate([x] * 4) for x in inputs())
-    spread = maxlib.from_pretrained(theirs[0], layout=layout)
-    with sharding.use(layout):
-        got = jax.device_get(logits_of(spread, tokens, images))
-    assert_close(got, np.tile(logits_of(model, *inputs()), (4, 1, 1)))
+    check_eight_devices(theirs[0], model, *inputs())
 
 
 def test_wrong_images_are_refused(model):
-    tokens, images = map(jnp.asarray, inputs())
-    with pytest.raises(ValueError, match="have 16 image placeholders, but the given images make 12 vectors"):
-        model(tokens, images=images[:3])
-    with pytest.raises(ValueError, match="have 16 image placeholders, but the given images make 0 vectors"):
-        model(tokens)
-    with pytest.raises(ValueError, match=r"images must have the shape \(number, 3, 12, 12\), got \(4, 3, 12, 9\)"):
-        logits_of(model, tokens, images[..., :9])
+    check_wrong_images(model, *inputs())
 
 
 def test_the_text_of_a_model_that_sees_can_be_read_alone(theirs, model):

@@ -17,7 +17,7 @@ from maxlib.models import mistral
 from maxlib.weights import HFConfig
 from tests.models import parity, test_mistral
 from tests.models.conformance import BASE, assert_close
-from tests.models.seeing import GRIDS, IMAGE, Seeing
+from tests.models.image_conformance import GRIDS, IMAGE, ImageConformance
 
 TEXT = BASE | {"model_type": "mistral", "head_dim": 10, "sliding_window": None}
 MINISTRAL = test_mistral.TestMinistral3.base | {"model_type": "ministral3", "rope_parameters": test_mistral.SHARPENED}
@@ -33,7 +33,7 @@ TOWER = {
 }
 
 
-class Pixtral(Seeing):
+class Pixtral(ImageConformance):
     """Positions count tokens."""
 
     family = "mistral"

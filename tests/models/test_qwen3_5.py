@@ -17,7 +17,7 @@ from maxlib.ops import Rope
 from maxlib.weights import HFConfig
 from tests.models import parity, qwen_mtp
 from tests.models.conformance import BASE, SEQ, Conformance
-from tests.models.seeing import Seeing
+from tests.models.image_conformance import ImageConformance
 from tests.models.test_qwen3_next import DEFAULT, DELTA, EXPERTS
 
 LINEAR, FULL = qwen3_5.LINEAR, qwen3_5.FULL
@@ -110,7 +110,7 @@ class TestQwen35MoE(TestQwen35):
 SECTIONS = DEFAULT | {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 
 
-class TestQwen35Images(Seeing):
+class TestQwen35Images(ImageConformance):
     family = "qwen3_5"
     config = "Qwen3_5Config"
     dtype = "float64"
@@ -128,8 +128,8 @@ class TestQwen35Images(Seeing):
         "text_config.rope_parameters": SECTIONS | {"mrope_section": [3, 1, 0]},
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
     }
-    elsewhere = Seeing.elsewhere | {"text_config.layer_types"}
-    refused = Seeing.refused | {
+    elsewhere = ImageConformance.elsewhere | {"text_config.layer_types"}
+    refused = ImageConformance.refused | {
         "text_config.rope_parameters.mrope_section": [1, 2, 1],
         "vision_config.model_type": "siglip_vision_model",
     }
@@ -151,7 +151,7 @@ class TestQwen35MoEImages(TestQwen35Images):
         "text_config.rope_parameters",
         "vision_config.rope_parameters",
     }
-    rules = Seeing.rules | {"expert": "data"}
+    rules = ImageConformance.rules | {"expert": "data"}
 
 
 def transformers_cases():
@@ -173,7 +173,7 @@ SEES = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-SMALL_SEES = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
+SMALL_VISION = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
 IDS = {"image_token_id": 248056, "video_token_id": 248057}
 IDS |= {"vision_start_token_id": 248053, "vision_end_token_id": 248054}
 
@@ -330,7 +330,7 @@ RELEASED = {
 def test_presets_are_what_the_releases_say(preset):
     text = COMMON | RELEASED[preset]
     text["layer_types"] = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(text["num_hidden_layers"])]
-    fields = HFConfig(seeing(text, **SMALL_SEES if preset == "qwen3.5-0.8b" else {}))
+    fields = HFConfig(seeing(text, **SMALL_VISION if preset == "qwen3.5-0.8b" else {}))
     cfg = qwen3_5.Config.from_hf(fields)
     assert cfg == qwen3_5.PRESETS[preset] and cfg.stored_mtp == 1
     fields.done()

@@ -10,14 +10,14 @@ from maxlib.models import qwen3_vl
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE
-from tests.models.seeing import TOWER, Seeing, tokens
+from tests.models.image_conformance import TOWER, ImageConformance, tokens
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}
 TEXT = BASE | {"head_dim": 16, "num_hidden_layers": 5, "rope_parameters": ROPE}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 
 
-class TestQwen3VL(Seeing):
+class TestQwen3VL(ImageConformance):
     family = "qwen3_vl"
     config = "Qwen3VLConfig"
     text_base = TEXT
@@ -37,7 +37,7 @@ class TestQwen3VL(Seeing):
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         "vision_config.deepstack_visual_indexes": [0, 3],
     }
-    refused = Seeing.refused | {
+    refused = ImageConformance.refused | {
         "text_config.sliding_window": 8,
         "text_config.rope_parameters.mrope_section": [4, 2, 3],
         "vision_config.deepstack_visual_indexes": [3, 1],
@@ -71,8 +71,8 @@ class TestQwen3VLMoE(TestQwen3VL):
     text_base = TEXT | EXPERTS
     cases = {"experts": {"text": {"tie_word_embeddings": False}}}
     matters = {"text_config.num_experts_per_tok": 1}
-    elsewhere = Seeing.elsewhere | {"text_config.rms_norm_eps", "text_config.rope_parameters"}
-    rules = Seeing.rules | {"expert": "data"}
+    elsewhere = ImageConformance.elsewhere | {"text_config.rms_norm_eps", "text_config.rope_parameters"}
+    rules = ImageConformance.rules | {"expert": "data"}
 
     test_presets_have_the_published_size = None
     test_three_positions_of_text_are_one = None
@@ -120,7 +120,7 @@ def test_sections_must_fill_the_head(tmp_path):
 @pytest.mark.full
 def test_frames_of_a_video_are_images(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from tests.models.seeing import VIDEO
+    from tests.models.image_conformance import VIDEO
 
     case = parity.golden("qwen3_vl")["two_added"]
     path = parity.directory(tmp_path, case)

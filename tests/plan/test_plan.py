@@ -305,7 +305,7 @@ def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
     )
     job = plan.Job(dataclasses.replace(CONFIG, dim=40), "h100x8", sequence=16)
     first = plan.estimated(job)
-    assert [one["remat"] for one in traced] == [{}, None, None]  # "full", all of it, and the FLOPs
+    assert [one["remat"] for one in traced] == [{"moe": "keep"}, None, None]  # "full", all of it, and the FLOPs
     second = plan.estimated(dataclasses.replace(job, layout=layout(data=2, fsdp=4)))
     assert len(traced) == 4 and second.analytic.activations == first.analytic.activations
 

@@ -26,7 +26,7 @@ class Config(ModelConfig):
     model_types = ("toy", "toy_old")
     architecture = "ToyForCausalLM"
     fixed = {"hidden_act": ("silu", "swish"), "tower.act": "gelu"}
-    only = {"use_mrope": False}
+    fixed_if_present = {"use_mrope": False}
     ignored = ("tower.head",)
 
     dim: int = hf("hidden_size")

@@ -128,7 +128,7 @@ def test_without_huggingface_hub_the_package_is_named():
 
 
 def test_of_several_hosts_the_first_uploads(hub, model, monkeypatch):
-    monkeypatch.setattr("maxlib.weights._hub.jax.process_index", lambda: 1)
+    monkeypatch.setattr("maxlib.weights._hub_push.jax.process_index", lambda: 1)
     monkeypatch.setattr("maxlib.weights._family.save_pretrained", lambda *_, **__: None)
     assert maxlib.push_to_hub(model, NAME, token="hf_good") is None
     assert not hub.models and not hub.commits

@@ -259,8 +259,8 @@ def check_vocabulary(weight: Array, teacher_weight: Array) -> None:
     if weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
             f"student and teacher must have the same vocabulary; the student's has {weight.shape[0]} tokens, the "
-            "teacher's "
-            f"{teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding of its table"
+            f"teacher's {teacher_weight.shape[0]}. Distill from a teacher with the same tokenizer and the same padding "
+            "of its table"
         )
 
 

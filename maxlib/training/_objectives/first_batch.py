@@ -71,8 +71,7 @@ def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
     if limit is not None and places is not None and (longest := np.max(places, initial=-1) + 1) > limit:
         raise ValueError(
             f"the first batch has {longest} positions in one document, but the model supports {limit}: pack rows of at "
-            "most "
-            "that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"
+            "most that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"
         )
 
 

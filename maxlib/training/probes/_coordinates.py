@@ -13,8 +13,9 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.tables import to_text
-from maxlib.training._objectives.objective import Batch
-from maxlib.training._step import Loss, jit_step, make_state, make_train_step
+from maxlib.training._objectives.objective import Batch, Loss
+from maxlib.training._state import make_state
+from maxlib.training._step import jit_step, make_train_step
 from maxlib.training.probes._layers import observe
 
 

@@ -10,8 +10,7 @@ from jaxtyping import Array
 
 from maxlib import nn
 from maxlib.checkpoint._checksum import digest, to_hex
-from maxlib.training._objectives.objective import Batch
-from maxlib.training._step import Loss
+from maxlib.training._objectives.objective import Batch, Loss
 
 
 class Corrupted(RuntimeError):

@@ -13,8 +13,8 @@ from jaxtyping import Array
 from maxlib import nn, sharding
 from maxlib.checkpoint._groupings import groupings, layer_path
 from maxlib.training._gradients import divisor
-from maxlib.training._objectives.objective import Batch
-from maxlib.training._step import Loss, TrainState
+from maxlib.training._objectives.objective import Batch, Loss
+from maxlib.training._state import TrainState
 from maxlib.training.probes import _hooks as hooks
 
 

@@ -6,8 +6,7 @@ from typing import Any
 from jaxtyping import Array
 
 from maxlib import nn
-from maxlib.training._objectives.objective import Batch
-from maxlib.training._step import Loss
+from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training.probes._layers import Observation, observe
 
 

@@ -45,7 +45,7 @@ def tokens(vocab: int = 57) -> np.ndarray:
     return found
 
 
-class Seeing(Conformance):
+class ImageConformance(Conformance):
     """A case is `{"text": changes, "vision": changes}` of the two bases, and what else changes."""
 
     text_base: ClassVar[dict[str, Any]]

@@ -14,7 +14,7 @@ import maxlib
 from maxlib import nn
 from maxlib._command import main
 from tests.models import parity
-from tests.models.seeing import IMAGE
+from tests.models.image_conformance import IMAGE
 from tests.test_examples import example
 
 TEMPLATE = """{% for m in messages %}w1 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}

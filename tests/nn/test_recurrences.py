@@ -1,0 +1,109 @@
+"""Recurrent layers: documents, caches, devices, and what a state cannot do. Families compare them with transformers."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, sharding
+from tests.nn.recurrences import DIM, KINDS, SEGMENTS, SEQ, X, layer, run
+
+
+@jax.jit
+def step(layer, x, valid, length, cache):
+    ctx = nn.context(*x.shape[:2], valid=valid, cache=nn.cache.Cache(None, length))
+    y, cache = layer(x, ctx, cache)
+    return y, cache, length + ctx.num_new
+
+
+def devices(rules: str) -> sharding.Layout:
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, context=2)
+    return sharding.Layout(mesh, functools.reduce(operator.or_, (getattr(sharding, n) for n in rules.split("|"))))
+
+
+def kinds(*full: str):
+    """All kinds of layers; those in `full` are left to the full tests."""
+    marked = [pytest.param(kind, marks=pytest.mark.full) if kind in full else kind for kind in KINDS]
+    return pytest.mark.parametrize("kind", marked)
+
+
+@kinds("groups")
+def test_packed_documents_are_those_documents_alone(kind):
+    packed = np.asarray(run(layer(kind), X, SEGMENTS))
+    alone = np.asarray(run(layer(kind), X[:, 3:67]))
+    np.testing.assert_allclose(packed[:, 3:67], alone, atol=2e-5 * alone.std())
+    leaked = np.asarray(run(layer(kind), X))
+    assert np.abs(packed[:, 67:76] - leaked[:, 67:76]).max() > 0.1 * alone.std()  # it does make a difference
+
+
+@kinds("mamba")
+def test_pieces_with_a_cache_are_the_whole(kind):
+    """Rows of different lengths: many tokens at once, then one by one, and a row that is used again."""
+    one = layer(kind)
+    want, cache, found = np.asarray(run(one, X)), one.init_cache(2, SEQ, jnp.float32), np.zeros_like(X)
+    length, done = jnp.zeros(2, jnp.int32), np.zeros(2, int)
+    for new in ((66, 5), (1, 1), (1, 0), (0, 66), (1, 1)):
+        width = 66 if max(new) > 1 else 1
+        at = np.minimum(done[:, None] + np.arange(width), SEQ - 1)
+        valid = np.arange(width) < np.array(new)[:, None]
+        y, cache, length = step(one, np.take_along_axis(X, at[..., None], 1), valid, length, cache)
+        for row, n in enumerate(new):
+            found[row, done[row] : done[row] + n] = np.asarray(y)[row, :n]
+        done += new
+    for row, n in enumerate(done):
+        np.testing.assert_allclose(found[row, :n], want[row, :n], atol=2e-5 * want.std())
+    # Length zero: the state of the row's earlier document is forgotten.
+    y, _, _ = step(one, X[:, :1], np.ones((2, 1), bool), jnp.zeros(2, jnp.int32), cache)
+    np.testing.assert_allclose(y, want[:, :1], atol=2e-5 * want.std())
+
+
+@kinds("groups", "convolution")
+def test_eight_devices_are_one(kind):
+    """Rows, heads and tokens over two devices each, and documents over the border."""
+    want = run(layer(kind), X, SEGMENTS)
+    with sharding.use(devices("FSDP_TP|CP_RING")):
+        got = run(layer(kind), X, SEGMENTS)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.std(want))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rules", ["FSDP_TP|CP_RING", "FSDP|CP_ULYSSES", "FSDP_TP|SP"])
+def test_gradients_on_eight_devices_are_those_on_one(kind, rules):
+    @jax.jit
+    def gradients(layer, x, segments):
+        def loss(layer, x):
+            y = run(layer, x, segments)
+            return jnp.square(y * (segments > 0)[..., None]).sum(), y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+    want = gradients(layer(kind), X, SEGMENTS)
+    with sharding.use(devices(rules)):
+        got = gradients(layer(kind), X, SEGMENTS)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.filterwarnings("ignore:nothing is split over")
+@kinds("delta", "kimi", "mamba", "convolution")
+def test_parameters_lie_on_eight_devices(kind):
+    """A single group of heads is whole on all of them, whatever the rules split."""
+    made = sharding.create(lambda: KINDS[kind](DIM, rngs=nnx.Rngs(0)), devices("FSDP_TP"))
+    split = {axis for w in jax.tree.leaves(made) for axis in jax.tree.leaves(tuple(w.sharding.spec))}
+    assert {"tensor", "fsdp"} <= split
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_state_cannot_do_is_refused(kind):
+    one = jax.eval_shape(lambda: layer(kind))
+    assert not one.reorderable and not one.quantizable_cache
+    caches = [jax.eval_shape(lambda capacity=capacity: one.init_cache(1, capacity)) for capacity in (8, 1 << 15)]
+    assert not nn.cache.can_rewind(caches[0])
+    assert jax.tree.map(jnp.shape, caches[0]) == jax.tree.map(jnp.shape, caches[1])  # it does not grow
+    if kind in ("delta", "kimi"):
+        assert caches[0].state.dtype == jnp.float32 and caches[0].q.dtype == jnp.bfloat16
