@@ -16,9 +16,15 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 MADE_OF = "## What it is made of"
 SEQUENCE, MOST = 4096, 1024  # tokens of a row, GPUs
-# Sizes that make a preset small enough to try on a laptop, in order of preference; GPT-2's width is a multiple of 12.
+# Fields that make a preset small enough to try on a laptop, in order of preference; GPT-2's width is a multiple of 12.
 NARROW = {"vocab": 256, "mlp_dim": 128, "expert_dim": 32}
-TRIES = ({"dim": 64, "num_layers": 8}, {"dim": 64}, {"dim": 96})
+TRIES = (
+    {"dim": 64, "num_layers": 8},
+    {"dim": 64},
+    {"dim": 96},
+    {"dim": 64, "num_layers": 8, "vision": None},
+    {"dim": 64, "vision": None},
+)
 WAYS = (("fsdp=-1", "fsdp"), ("fsdp=-1,expert=8", "fsdp+ep"))  # degrees and strategies, as `maxlib plan` takes them
 
 
@@ -142,21 +148,22 @@ model = {family.name}.{family.model.__name__}(cfg, rngs=nnx.Rngs(0))
 """
 
 
-def narrow(family, preset: str) -> dict[str, int]:
-    """Returns sizes for `dataclasses.replace` that give a model of less than 100 million parameters; {} for none."""
+def narrow(family, preset: str) -> dict[str, int | None]:
+    """Returns fields for `dataclasses.replace` that give a model of less than 100 million parameters; {} for none."""
     import jax
     from flax import nnx
 
     from maxlib import nn
 
     cfg = family.presets[preset]
+    has = {field.name for field in dataclasses.fields(cfg) if getattr(cfg, field.name)}
     for tried in TRIES:
-        sizes = {name: value for name, value in {**tried, **NARROW}.items() if getattr(cfg, name, None)}
+        sizes = {name: value for name, value in {**tried, **NARROW}.items() if name in has}
         try:
             with nn.stack.skip_layer_check():
                 small = dataclasses.replace(cfg, **sizes)
                 model = jax.eval_shape(lambda small=small: family.model(small, rngs=nnx.Rngs(0)))
-        except ValueError:  # these sizes do not fit together
+        except (ValueError, AttributeError):  # these fields do not fit together
             continue
         if nn.num_parameters(model) < 1e8:
             return sizes
