@@ -106,11 +106,11 @@ def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
             raise ValueError(f"{path}: names must begin with {peft.PREFIX!r}, as PEFT writes them; got {name!r}")
         short = name.removeprefix(peft.PREFIX)
         if found := _FACTOR.match(short):
-            modules.setdefault(names.ours(found[1]), {})[found[2].removeprefix("embedding_")] = tensor.view()
+            modules.setdefault(names.in_table(found[1]), {})[found[2].removeprefix("embedding_")] = tensor.view()
         elif ".lora_" in short:
             raise ValueError(f"{path}: {name} belongs to a kind of adapter that is not supported")
         else:
-            saved[names.ours(short)] = tensor.view()
+            saved[names.in_table(short)] = tensor.view()
     if not (modules or saved):
         raise ValueError(f"{path} has no tensors, so the result would be the base model")
     for module, factors in modules.items():

@@ -70,13 +70,13 @@ class Names:
     table: weights.Table
     family: str
 
-    def ours(self, name: str) -> str:
+    def in_table(self, name: str) -> str:
         """Returns the spelling of `name` in the table."""
         for entry in self.table:
             name = entry.applied(name) if isinstance(entry, weights.Renamed) else name
         return _current(name)
 
-    def theirs(self, name: str) -> str:
+    def in_transformers(self, name: str) -> str:
         """Returns the name of a module in transformers, which for some models differs from that in files."""
         for entry in self.table:
             if isinstance(entry, weights.Renamed) and entry.to and not entry.to.endswith(entry.hf_prefix):

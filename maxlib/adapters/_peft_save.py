@@ -74,9 +74,9 @@ def save(
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}
     for name, factors in modules.items():
-        ranks[names.theirs(name)], made = _written(name, factors, names, modules)
+        ranks[names.in_transformers(name)], made = _written(name, factors, names, modules)
         tensors |= {peft.PREFIX + key: np.ascontiguousarray(value) for key, value in made.items()}
-    whole = {n: r for n, r in ranks.items() if modules[names.ours(n)][0].part.fused}
+    whole = {n: r for n, r in ranks.items() if modules[names.in_table(n)][0].part.fused}
     single = {n: r for n, r in ranks.items() if n not in whole}
     dora = _dora(modules)
     config = peft.make(single, experts=whole, dora=dora, base=base) | {"target_modules": _targets(names, single)}
@@ -152,7 +152,7 @@ def _written(
         raise ValueError(f"{name}: PEFT has no DoRA for fused experts")
     if part.fused:
         return (rank, scale), _fused(name, a, b, names, modules)
-    made = {f"{names.theirs(name)}.lora_A.weight": a, f"{names.theirs(name)}.lora_B.weight": b}
+    made = {f"{names.in_transformers(name)}.lora_A.weight": a, f"{names.in_transformers(name)}.lora_B.weight": b}
     return (rank, scale), made | _magnitude(name, factors, names)
 
 
@@ -166,7 +166,7 @@ def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str
     whole = np.zeros(part.size(part.kept), factors[0].magnitude.dtype)
     for f in factors:
         f.part.view(whole, 0, part.kept)[...] = f.magnitude
-    return {f"{names.theirs(name)}.lora_magnitude_vector": whole}
+    return {f"{names.in_transformers(name)}.lora_magnitude_vector": whole}
 
 
 def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -177,7 +177,7 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
         a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
     stem, _, parameter = name.rpartition(".")
     inner = parameter == "gate_up_proj" and f"{stem}.down_proj" in modules
-    where = names.theirs(stem) + ".base_layer" * inner
+    where = names.in_transformers(stem) + ".base_layer" * inner
     # [E, r, I] -> [E r, I]; [E, O, r] -> [O, r, E] -> [O, r E]
     a, b = a.reshape(-1, a.shape[-1]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
     return {f"{where}.lora_A.weight": a, f"{where}.lora_B.weight": b}
@@ -186,5 +186,5 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
 def _targets(names: Names, modules: Iterable[str]) -> list[str]:
     """Returns `target_modules`: last names if they only match adapted modules, else full names."""
     last = lambda name: name.rpartition(".")[2]
-    shared = {last(name) for name in {names.theirs(n) for n in names.parts} - {*modules}}
+    shared = {last(name) for name in {names.in_transformers(n) for n in names.parts} - {*modules}}
     return sorted({name if last(name) in shared else last(name) for name in modules})

@@ -21,7 +21,7 @@ def known_trips(rest: str) -> int | None:
 
 
 def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
-    """Returns the FLOPs of a call to cuBLAS or to a kernel of maxlib, from shapes; 0 for others.
+    """Returns the FLOPs of a call to cuBLAS, to a kernel of maxlib or to a grouped matmul; 0 for others.
 
     Kernels of Mosaic GPU carry no estimate into the program before jax 0.12. Attention counts for a causal mask, the
     tiles on its diagonal as a whole.
@@ -32,8 +32,11 @@ def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
     if (found := _KERNEL.search(rest)) is None or '"cost_estimate"' in rest:
         return 0.0
     if found[1] == "grouped_matmul":  # every row is multiplied by one expert of each matrix
-        matrices = [shape for shape in (*operands, *results) if len(shape) == 3]
-        return 2.0 * operands[0][0] * sum(math.prod(shape[1:]) for shape in matrices)
+        rows = next(shape for shape in operands if len(shape) == 2)  # in JAX's kernels the experts' counts come first
+        if found[2] == "d_weights":  # from rows and one side of a matrix, which tokamax transposes, to its other side
+            return 2.0 * math.prod(rows) * results[0][-1]
+        matrices = [shape for shape in operands if len(shape) == 3]
+        return 2.0 * rows[0] * sum(math.prod(shape[1:]) for shape in matrices)
     (*queries, Hk), (*_, S, _, Hv) = operands[0], operands[2]  # inside a pipeline with an axis of stages
     keys, values = _ATTENTION.get(found[2], (0, 0))
     return 2.0 * math.prod(queries) * min(S, (S + _TILE) / 2) * (keys * Hk + values * Hv)

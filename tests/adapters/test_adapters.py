@@ -101,7 +101,7 @@ def test_the_formula_in_float64(spec, shape, axes, options):
 def test_doras_length_carries_no_gradient():
     layer = nnx.Dict(one=nn.Einsum("...D,FD->...F", (5, 4), ("mlp", "embed"), rngs=nnx.Rngs(0)))
     layer = trained(put_on(layer, adapters.LoRA(rank=2, alpha=3, dora=True)))["one"]
-    x, length = jnp.ones((1, 4)), layer.matmul.length(layer.w)
+    x, length = jnp.ones((1, 4)), layer.matmul.row_norms(layer.w)
     b = layer.matmul.b[...]
     gains = layer.matmul.magnitude[...] / length
     run = lambda b: (gains * (x @ (layer.w[...] + 1.5 * b @ layer.matmul.a[...]).T)[0]).sum()

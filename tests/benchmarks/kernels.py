@@ -10,6 +10,7 @@ device.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, ops, weights
+from maxlib.hardware import is_blackwell
 from maxlib.ops._attention import dispatch as attention
 from maxlib.ops._attention import table
 from maxlib.ops._gated_delta import dispatch as gated_delta
@@ -37,7 +39,7 @@ DEVICES = {
     "v6e": ("tpu", "TPU v6 lite"),
 }
 PHASES = ("train", "train packed", "prefill", "decode")
-PROVEN = ("cudnn", "tokamax", "splash", "megablox")
+PROVEN = ("cudnn", "tokamax", "splash", "megablox", "jax_mosaic_gpu")
 EXTRA = {"softcap", "sinks", "bias", "lse"}
 CAUSAL = ops.StaticMask("causal", aligned=True)
 TOKENS, ROWS = 1024, 2  # what every preset has positions for
@@ -59,7 +61,7 @@ Asked = Callable[[tuple[str, str]], Kernel]  # a call, which answers for a devic
 def asked(name: str, phase: str) -> list[Asked]:
     """Returns the calls of a preset's phase."""
     family = next(one for one in weights.families() if name in one.presets)
-    with nn.stack.skip_layer_check(), _recorded() as found:
+    with nn.stack.skip_layer_check(), _recorded(phase) as found:
         model = jax.eval_shape(lambda: family.model(family.presets[name], rngs=nnx.Rngs(0)))
         tokens = jax.ShapeDtypeStruct((ROWS, 1 if phase == "decode" else TOKENS), jnp.int32)
         jax.eval_shape(lambda model, tokens: _run(model, tokens, phase), model, tokens)
@@ -78,7 +80,7 @@ def _run(model: Any, tokens: jax.Array, phase: str) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[dict[Any, Asked]]:
+def _recorded(phase: str) -> Iterator[dict[Any, Asked]]:
     """Yields the calls that are traced inside, each of them once."""
     found: dict[Any, Asked] = {}
 
@@ -95,7 +97,7 @@ def _recorded() -> Iterator[dict[Any, Asked]]:
     with (
         note(attention, "explain", lambda call, *_: call, _attention),
         note(gated_delta, "explain", lambda call, *_: call, _gated_delta),
-        note(grouped, "refusals", shapes, _grouped),
+        note(grouped, "refusals", shapes, functools.partial(_grouped, training=phase.startswith("train"))),
         note(ssd, "_run", lambda implementation, *_: implementation, _ssd),
     ):
         yield found
@@ -132,9 +134,13 @@ def _gated_delta(device: tuple[str, str], call: gated_delta.Call, *_: Any) -> Ke
     return Kernel("gated_delta_rule", str(gated_delta.explain(call).chosen), ("the gated delta rule",))
 
 
-def _grouped(device: tuple[str, str], rows: Any, weights: Any, order: str, out_dtype: Any, *_: Any) -> Kernel:
+def _grouped(
+    device: tuple[str, str], rows: Any, weights: Any, order: str, out_dtype: Any, *_: Any, training: bool
+) -> Kernel:
     reasons = grouped.refusals(rows, weights, order, out_dtype, device)
     chosen = str(grouped.explain("", reasons).chosen)
+    if training and chosen == "jax_mosaic_gpu" and is_blackwell(device[1]):  # tokamax has them for Hopper only
+        return Kernel("grouped_matmul", "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
     return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
 
 

@@ -14,6 +14,7 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu import config as grouped
 from maxlib.ops import _attention, _tuning, tiles
 from maxlib.ops._attention.dispatch import Call
 from maxlib.ops._attention.splash import Blocks
+from maxlib.ops._grouped_matmul.ragged_tiles import hopper_tiles
 from maxlib.ops._grouped_matmul.tiling import Matmuls, Tiles
 
 HOPPER = hopper.attention_tiles(128, 128, False)
@@ -29,6 +30,8 @@ EVERY = [
     tiles.SplitTiles(),
     MEGABLOX,
     grouped.grouped_tiles(4096, 2048),
+    hopper_tiles(4096, 8, True),
+    tiles.RaggedBlackwellTiles(),
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),
     tiles.DeltaTPUTiles(),

@@ -123,6 +123,8 @@ def test_attention_kernels_count_about_half_the_pairs(name, keys, values):
         ("forward", [[1024, 64], [8, 96, 64], [12, 2]], [[1024, 96]], 1),
         ("gate_up", [[1024, 64], [8, 96, 64], [8, 96, 64]], [[1024, 96], [1024, 96]], 2),
         ("d_weights", [[1024, 96], [1024, 64], [9]], [[8, 96, 64]], 1),
+        ("d_rows", [[8], [1024, 96], [8, 96, 64]], [[1024, 64]], 1),  # JAX's
+        ("d_weights", [[8], [8], [96, 1024], [1024, 64]], [[8, 96, 64]], 1),  # tokamax's
     ],
 )
 def test_grouped_kernels_multiply_each_row_with_one_expert(name, operands, results, matrices):

@@ -8,6 +8,7 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
 from maxlib.ops import _tuning
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._findings import refused as failed_check
+from maxlib.ops._grouped_matmul import jax_mosaic_gpu
 from maxlib.ops._grouped_matmul.megablox import DTYPES, matmuls
 from maxlib.ops._grouped_matmul.tiled import tiled_tiles
 
@@ -28,6 +29,10 @@ class Implementation:
 
 
 TABLE = {
+    "jax_mosaic_gpu": Implementation(
+        "JAX's kernels for NVIDIA's Hopper and Blackwell, and for the gradient of the weights tokamax or XLA",
+        frozenset({"gpu"}),
+    ),
     "mosaic_gpu": Implementation(
         "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"
     ),
@@ -62,6 +67,8 @@ def refusals(
         if weights is None
         else _hopper_refuses(rows, weights, weight_order, out_dtype, device)
     )
+    if found["jax_mosaic_gpu"] is None:
+        found["jax_mosaic_gpu"] = jax_mosaic_gpu.refuses(rows, weights, weight_order, out_dtype, device)
     return {name: why or failed_check("grouped_matmul", name, device[1]) for name, why in found.items()}
 
 
@@ -86,6 +93,8 @@ def sizes(
     M, (E, O, I) = rows.shape[0], (weights.shape[weight_order.index(axis)] for axis in "EOI")
     if name == "megablox" and str(rows.dtype) in DTYPES:
         default: Any = matmuls(rows, weights, weight_order).tiles()
+    elif name == "jax_mosaic_gpu":
+        default = jax_mosaic_gpu.tiles_for(device[1], M, E)
     elif name == "mosaic_gpu":
         default = grouped_tiles(I, O)
     elif name == "tiled":

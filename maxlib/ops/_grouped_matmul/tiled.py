@@ -77,13 +77,14 @@ def tiled_outer(
     rows: Num[Array, "M I"],
     rows_per_expert: Int[Array, " E"],
     tiles: TiledTiles | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "E O I"]:
-    """Computes `grouped_outer` tile by tile."""
-    exact = summed_in(rows.dtype)
+    """Computes `grouped_outer` tile by tile, by default in the dtype of the sums."""
+    dtype = dtype or summed_in(rows.dtype)
     if rows.shape[0] == 0:
-        return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
+        return jnp.zeros((len(rows_per_expert), d_out.shape[1], rows.shape[1]), dtype)
     d_out, rows, rows_per_expert = vary_alike((d_out, rows, rows_per_expert))
-    return _outer(d_out, rows, rows_per_expert, exact, _sizes(tiles, rows, rows_per_expert))
+    return _outer(d_out, rows, rows_per_expert, dtype, _sizes(tiles, rows, rows_per_expert))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
