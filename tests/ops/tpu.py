@@ -81,7 +81,7 @@ def compile_delta(device, sizes: tuple, implementation: str, *, gradients: bool)
 def delta(device) -> list[str]:
     """Prints the temporary memory of both implementations, in MiB; returns the cases whose FLOPs are not counted.
 
-    Since `chunked` has a backward pass of its own it takes less memory than the kernels, which hold their arguments head
+    Since `chunked` has a backward pass of its own, it takes less memory than the kernels, which copy their arguments head
     by head.
     """
     api.current_device = lambda: ("tpu", device.device_kind)  # which is not here
