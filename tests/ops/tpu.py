@@ -81,8 +81,8 @@ def compile_delta(device, sizes: tuple, implementation: str, *, gradients: bool)
 def delta(device) -> list[str]:
     """Prints the temporary memory of both implementations, in MiB; returns the cases whose FLOPs are not counted.
 
-    Since `chunked` has a backward pass of its own, it takes less memory than the kernels, which copy their arguments head
-    by head.
+    Since `chunked` has a backward pass of its own, it takes less memory than the kernels, which copy their arguments to
+    another layout.
     """
     api.current_device = lambda: ("tpu", device.device_kind)  # which is not here
     print("\n| | pass | `chunked`, MiB | `mosaic_tpu`, MiB |\n|---|---|---|---|")
