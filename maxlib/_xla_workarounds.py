@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int
 
+from maxlib.hardware import current_device
+
 Arrays = TypeVar("Arrays")
 
 
@@ -68,3 +70,31 @@ def for_each_token(weight: Array, shape: tuple[int, ...]) -> Array:
     For that sum XLA for CPUs takes a hundred times as long (jax 0.10.2).
     """
     return jnp.broadcast_to(weight, shape)
+
+
+def last_axis_first(weight: Array) -> Array:
+    """Returns `weight` with its last axis first, on CPUs as a matmul by the identity.
+
+    In a loop over layers, XLA for CPUs (jax 0.10.2) moves the slice of a layer's weight into the loops that read it,
+    and then does not vectorize them: a short convolution takes eight times as long. It does not move a matmul.
+    """
+    if current_device()[0] != "cpu":
+        return jnp.moveaxis(weight, -1, 0)
+    return jnp.einsum("wu,...w->u...", jnp.eye(weight.shape[-1], dtype=weight.dtype), weight, precision="highest")
+
+
+def inner(a: Array, b: Array) -> Array:
+    """Sums `a * b` over the last axis, `... D` to `...`; on CPUs as a matmul.
+
+    XLA for CPUs (jax 0.10.2) computes a sum of products one number at a time, and takes up to eighty times as long.
+    """
+    if current_device()[0] != "cpu":
+        return jnp.sum(a * b, axis=-1)
+    return jnp.einsum("...d,...d->...", a, b, precision="highest")
+
+
+def scaled(a: Array, factor: Array) -> Array:
+    """Multiplies each vector of `... D` by its factor, `...`. On CPUs the factor's gradient is an `inner`, too."""
+    if current_device()[0] != "cpu":
+        return a * factor[..., None]
+    return jnp.einsum("...d,...->...d", a, factor, precision="highest")

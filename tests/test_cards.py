@@ -1,12 +1,16 @@
 """Cards of model families: the documentation's facts are read from the models."""
 
 import itertools
+import re
 import runpy
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from maxlib import plan, sharding, weights
+from maxlib import nn, plan, sharding, weights
+from maxlib.models.__main__ import row
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +74,22 @@ def test_a_card_has_sizes_memory_and_a_picture(cards):
     assert "32 \N{MULTIPLICATION SIGN} Block" in text and 'model_type` `"mixtral"`' in text
     # 16 bytes for each of 46.7 billion parameters are 747 GB: 16 GPUs of 80 GB, once a step has room too.
     assert "fits on 16 H100s" in text
+
+
+def smallest(family) -> str:
+    return min((row(family, preset) for preset in family.presets), key=lambda found: found.total).preset
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gpt2", *(pytest.param(n, marks=pytest.mark.full) for n in ("nemotron_h", "mistral", "lfm2"))]
+)
+def test_a_small_model_without_the_hub_runs(cards, name):
+    (family,) = (family for family in weights.families() if family.name == name)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", cards["without_hub"](family, smallest(family)), re.S | re.M)
+    names: dict = {}
+    exec(code, names)
+    hidden = jax.eval_shape(lambda model: model(jnp.zeros((1, 8), jnp.int32)).hidden, names["model"])
+    assert hidden.shape == (1, 8, names["cfg"].dim) and nn.num_parameters(names["model"]) < 1e8
 
 
 def test_every_family_with_presets_has_prose_and_a_row_in_the_guide():

@@ -110,3 +110,40 @@ def test_the_gradient_of_a_weight_is_one_sum():
 
     by_axes_of_one = seconds(lambda w, shape: w[None, None])
     assert 2 * seconds(workarounds.for_each_token) < by_axes_of_one
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for CPUs is slow at it")
+def test_the_slice_of_a_layer_is_moved_into_the_loops_that_read_it():
+    def program(taps):
+        def layer(x, weight):
+            first, second = taps(weight)
+            return jax.nn.silu(jnp.broadcast_to(first, x.shape) * x + jnp.broadcast_to(second, x.shape)), None
+
+        run = jax.jit(lambda x, stack: lax.scan(layer, x, stack)[0])
+        return run.lower(jnp.ones((64, 128)), jnp.ones((3, 128, 2))).compile().as_text()
+
+    # Of each fused loop its text, if it computes an exponential.
+    loops = lambda text: [
+        part for part in text.split("\n}\n") if "%fused_computation" in part and "exponential(" in part
+    ]
+    slices = lambda taps: any("dynamic-slice(" in loop for loop in loops(program(taps)))
+    assert not slices(workarounds.last_axis_first)
+    assert slices(lambda weight: jnp.moveaxis(weight, -1, 0))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for CPUs is slow at it")
+def test_a_sum_of_products_is_a_matmul():
+    def seconds(inner) -> float:
+        x = jnp.ones((1, 512, 4, 256))
+        run = jax.jit(inner).lower(x, x).compile()
+        timed = lambda: (time.process_time(), run(x, x).block_until_ready(), time.process_time())
+        return min(end - begin for begin, _, end in (timed() for _ in range(6)))
+
+    assert 4 * seconds(workarounds.inner) < seconds(lambda a, b: jnp.sum(a * b, axis=-1))
+
+
+def test_the_gradient_of_a_scaled_vector():
+    a, factor = jnp.arange(6.0).reshape(2, 3), jnp.array([2.0, -1.0])
+    out, backward = jax.vjp(workarounds.scaled, a, factor)
+    assert jnp.array_equal(out, a * factor[:, None])
+    assert jnp.array_equal(backward(a + 1)[1], jnp.sum(a * (a + 1), axis=1))

@@ -3,6 +3,7 @@
 A process of its own does this, since Sphinx forks and jax has threads.
 """
 
+import dataclasses
 import hashlib
 import math
 import re
@@ -15,6 +16,15 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 MADE_OF = "## What it is made of"
 SEQUENCE, MOST = 4096, 1024  # tokens of a row, GPUs
+# Fields that make a preset small enough to try on a laptop, in order of preference; GPT-2's width is a multiple of 12.
+NARROW = {"vocab": 256, "mlp_dim": 128, "expert_dim": 32}
+TRIES = (
+    {"dim": 64, "num_layers": 8},
+    {"dim": 64},
+    {"dim": 96},
+    {"dim": 64, "num_layers": 8, "vision": None},
+    {"dim": 64, "vision": None},
+)
 WAYS = (("fsdp=-1", "fsdp"), ("fsdp=-1,expert=8", "fsdp+ep"))  # degrees and strategies, as `maxlib plan` takes them
 
 
@@ -94,7 +104,8 @@ def card(family) -> str:
 
 ## Load, train, serve
 
-A name on the hub, or a directory, whose `config.json` has the `model_type` {types}:
+A name on the hub, or a directory, whose `config.json` has the `model_type` {types}. The hub needs the extra `hub` (`pip install -e ".[hub]"`); for a gated model, accept its terms on the hub and run
+`hf auth login`.
 
 ```python
 import maxlib
@@ -104,7 +115,7 @@ model = maxlib.from_pretrained("{hub}")
 # transformers opens what this writes.
 maxlib.save_pretrained(model, "copy", like="{hub}")
 ```
-
+{without_hub(family, small.preset)}
 ```bash
 # Does it fit, and how fast can it be?
 maxlib plan {small.preset} {options}
@@ -116,6 +127,47 @@ maxlib chat {hub}
 
 [Change a part](../guides/change-a-model.md) of it, or compare it with [other families](../guides/models.md).
 """
+
+
+def without_hub(family, preset: str) -> str:
+    """Returns how to make a small model of the family with new weights; nothing where no sizes of ours fit it."""
+    if not (sizes := narrow(family, preset)):
+        return ""
+    return f"""
+Without the hub, a small model with the same kinds of layers and new weights:
+
+```python
+import dataclasses
+from flax import nnx
+from maxlib.models import {family.name}
+
+small = {{{", ".join(f'"{name}": {value}' for name, value in sizes.items())}}}
+cfg = dataclasses.replace({family.name}.PRESETS["{preset}"], **small)
+model = {family.name}.{family.model.__name__}(cfg, rngs=nnx.Rngs(0))
+```
+"""
+
+
+def narrow(family, preset: str) -> dict[str, int | None]:
+    """Returns fields for `dataclasses.replace` that give a model of less than 100 million parameters; {} for none."""
+    import jax
+    from flax import nnx
+
+    from maxlib import nn
+
+    cfg = family.presets[preset]
+    has = {field.name for field in dataclasses.fields(cfg) if getattr(cfg, field.name)}
+    for tried in TRIES:
+        sizes = {name: value for name, value in {**tried, **NARROW}.items() if name in has}
+        try:
+            with nn.stack.skip_layer_check():
+                small = dataclasses.replace(cfg, **sizes)
+                model = jax.eval_shape(lambda small=small: family.model(small, rngs=nnx.Rngs(0)))
+        except (ValueError, AttributeError):  # these fields do not fit together
+            continue
+        if nn.num_parameters(model) < 1e8:
+            return sizes
+    return {}
 
 
 def _on_hub(preset: str) -> str:

@@ -86,7 +86,7 @@ def commands() -> str:
     rows = "\n".join(f"| [`maxlib {name}`](#maxlib-{name}) | {text} |" for name, text, _ in parts)
     helps = "\n\n".join(f"## maxlib {name}\n\n```text\n{text.strip()}\n```" for name, _, text in parts)
     return (
-        "# The command line\n\nThe command `maxlib` comes with the package; it needs no copy of the repository. Its exit "
+        "# The command line\n\nThe command `maxlib` comes with the package. Its exit "
         "status is 0 when all is well, 1 when the answer is no\n(a plan that does not fit, two checkpoints that differ), 2 for bad "
         "input. This page is what `--help` prints.\n\n| command | what it does |\n|---|---|\n" + rows + "\n\n"
         "Four modules have commands of their own: `python -m maxlib.distributed launch` ([many machines](guides/launch.md)), "

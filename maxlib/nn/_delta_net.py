@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from maxlib import ops
 from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._context import Context, context
-from maxlib.nn._linear import Einsum
+from maxlib.nn._linear import Einsum, of_same
 from maxlib.nn._pytree import pytree
 from maxlib.nn._recurrence import rates, sequence_axis, taps
 from maxlib.nn.cache import LayerCache
@@ -136,18 +136,23 @@ class GatedDeltaNet(SequenceMixer):
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         # [B, T, D] -> [B, T, heads, width]
         own = lambda y: constrain(y, *_HEADS[: y.ndim])
-        q, k, v = (mark_heads(own(part(x)), name) for part, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
-        log_decay, beta = map(own, self._rates(x))
-        out, cache = self._mix(q, k, v, log_decay, beta, ctx, cache)
-        # The norm and the gate are in float32, so multiply in float32, too. [B, T, N, Hv]
-        out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
-        out = (out * self.out_gate_act(own(self.gate(x)).astype(out.dtype))).astype(x.dtype)
-        return self.o(out), cache
+        q, k, v, gate, a, b = map(own, of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b))
+        q, k, v = (mark_heads(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+        out, cache = self._mix(q, k, v, *self._rates(a, b), ctx, cache)
+        # Cheap to compute again; kept for the backward pass, it would take several times the memory of its inputs.
+        gated = jax.checkpoint(self._gated_norm, prevent_cse=False)
+        return self.o(gated(checkpoint_name(out, "attention_out"), gate)), cache
 
-    def _rates(self, x: Array) -> tuple[Array, Array]:
+    def _gated_norm(self, out: Array, gate: Array) -> Array:
+        """Norms the output and gates it, `B T N Hv`."""
+        # The norm and the gate are in float32, so multiply in float32, too.
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        return (self.norm(out).astype(wide) * self.out_gate_act(gate.astype(wide))).astype(out.dtype)
+
+    def _rates(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Returns log decays and steps, `B T N` each, in float32 or wider."""
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
-        a, b = wide(self.a(x)), wide(self.b(x))
+        a, b = wide(a), wide(b)
         # [N] -> [B, T, N]
         a_log, dt_bias = (for_each_token(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
         return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
@@ -208,8 +213,10 @@ def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
     """
     filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), filters, tails, strict=True)]
-    q, k, v = (jax.nn.silu(y) for y, _ in found)
+    # Each channel becomes a weighted sum over the last W tokens of its document.
+    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
+    parts = zip((q, k, v), filters, tails, strict=True)
+    (q, k, v), tails = zip(*(convolve(x, w, tail=tail) for x, w, tail in parts), strict=True)
     how = {"initial_state": state, "implementation": implementation}
     out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, **masks, **how)
-    return out, *(tail for _, tail in found), state
+    return out, *tails, state

@@ -164,8 +164,10 @@ def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
     """Convolves and applies the recurrence on one device's part; returns the output and the new cache's arrays."""
     filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    found = [ops.short_convolution(x, w, tail=t, **masks) for x, w, t in zip((q, k, v), filters, tails, strict=True)]
-    q, k, v = (jax.nn.silu(y) for y, _ in found)
+    # Each channel becomes a weighted sum over the last W tokens of its document.
+    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
+    parts = zip((q, k, v), filters, tails, strict=True)
+    (q, k, v), tails = zip(*(convolve(x, w, tail=tail) for x, w, tail in parts), strict=True)
     how = {"initial_state": state, "implementation": implementation}
     out, state = ops.kimi_delta_attention(q, k, v, log_decay, beta, **masks, **how)
-    return out, *(tail for _, tail in found), state
+    return out, *tails, state

@@ -126,6 +126,20 @@ class Einsum(nnx.Module):
             check_ends(x, letters, tuple(sizes[letter] for letter in letters), f"the weight of {self.spec!r}")
 
 
+def of_same(x: Float[Array, "... D"], *layers: Einsum) -> list[Float[Array, "..."]]:
+    """Returns `layer(x)` for each layer.
+
+    Where layers merge the rows of `x`, they are merged once. Otherwise a loop over blocks would keep a copy for the
+    backward pass of each layer.
+    """
+    if x.ndim < 3 or not _merges_rows():
+        return [layer(x) for layer in layers]
+    # [B, T, D] -> [B * T, D]
+    rows = x.reshape(-1, x.shape[-1])
+    # [B * T, N, H] -> [B, T, N, H], for example
+    return [y.reshape(*x.shape[:-1], *y.shape[1:]) for y in (layer(rows) for layer in layers)]
+
+
 def _merges_rows() -> bool:
     """Returns True on a single CPU device, where batch and sequence become one dimension of rows.
 

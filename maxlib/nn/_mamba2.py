@@ -251,10 +251,11 @@ def _op(x, b, c, dt, a_log, d, *rest, axis_name, implementation):
     """
     filters, biases, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:9], rest[9:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
+    # Each channel becomes a weighted sum over the last W tokens of its document.
+    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
     parts = zip((x, b, c), filters, biases, tails, strict=True)
-    found = [ops.short_convolution(y, w, bias=bias, tail=tail, **masks) for y, w, bias, tail in parts]
-    x, b, c = (jax.nn.silu(y) for y, _ in found)
+    (x, b, c), tails = zip(*(convolve(y, w, bias=bias, tail=tail) for y, w, bias, tail in parts), strict=True)
     # Negative for every a_log, so that states decay. [N]
     a = -jnp.exp(a_log.astype(dt.dtype))
     out, state = ops.ssd(x, dt, a, b, c, d=d, **masks, initial_state=state, implementation=implementation)
-    return out, *(tail for _, tail in found), state
+    return out, *tails, state

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib.nn._linear import Einsum
+from maxlib.nn._linear import Einsum, of_same
 from maxlib.sharding import constrain
 
 
@@ -39,9 +39,12 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Applies the layer to each token."""
         # [..., D] -> [..., F] twice. Remat policies know both by name.
-        gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
+        gate, up = of_same(x, self.gate, self.up)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        # Cheap to compute again; kept for the backward pass, it would take twice the memory of its inputs.
+        hidden = jax.checkpoint(lambda gate, up: self.act(gate) * up, prevent_cse=False)(gate, up)
         # [..., F] -> [..., D]
-        return self.down(_constrain_hidden(self.act(gate) * up))
+        return self.down(_constrain_hidden(hidden))
 
 
 class MLP(nnx.Module):

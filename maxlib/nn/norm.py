@@ -1,13 +1,14 @@
 """Norms over the last axis, computed in float32."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib._xla_workarounds import for_each_token
+from maxlib._xla_workarounds import for_each_token, inner, scaled
 from maxlib.nn._linear import check_ends
 
 
@@ -28,11 +29,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
-        # float32, because a mean of squares in bfloat16 would have only 8 significant bits.
-        x32 = _to_unit(x, self.eps)
-        scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
-        # [D] -> [..., D]
-        return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
+        return _scaled_to_unit(x, self.scale[...], self.eps, self.plus_one)
 
 
 class HeadsRMSNorm(RMSNorm):
@@ -86,10 +83,20 @@ class UnitRMSNorm:
         return _to_unit(x, self.eps).astype(x.dtype)
 
 
+# Cheap to compute again; kept for the backward pass, it would take several times the memory of `x`.
+@functools.partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
+def _scaled_to_unit(x: Array, scale: Array, eps: float, plus_one: bool) -> Array:
+    # float32, because a mean of squares in bfloat16 would have only 8 significant bits.
+    x32 = _to_unit(x, eps)
+    scale = scale.astype(x32.dtype) + (1.0 if plus_one else 0.0)
+    # [D] -> [..., D]
+    return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
+
+
 def _to_unit(x, eps: float):
     """Returns `x / sqrt(mean(x^2) + eps)` in float32 or wider."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return scaled(x32, jax.lax.rsqrt(inner(x32, x32) / x.shape[-1] + eps))
 
 
 class LayerNorm(nnx.Module):
@@ -111,7 +118,7 @@ class LayerNorm(nnx.Module):
         check_ends(x, "D", self.scale.shape, "the norm")
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        x32 = scaled(x32, jax.lax.rsqrt(inner(x32, x32) / x.shape[-1] + self.eps))
         # [D] -> [..., D]: explicit, because `jax_numpy_rank_promotion="raise"` forbids implicit rank promotion.
         wide = lambda w: for_each_token(jnp.asarray(w[...], x32.dtype), x.shape)
         x32 = x32 * wide(self.scale)

@@ -148,8 +148,8 @@ def _curves(runs: list[Run]) -> list[plots.Chart]:
     where, memory = _memory(runs)
     charts = [
         plots.loss([(run.series(_loss_name(run, "")), run.series(_loss_name(run, "eval/"))) for run in runs]),
-        plots.lines("Throughput", "tokens per second", [tokens_per_second(run) for run in runs], zero=True),
         plots.lines("Gradient norm", "before clipping", [run.series("grad_norm") for run in runs], log=True),
+        plots.lines("Throughput", "tokens per second", [tokens_per_second(run) for run in runs], zero=True),
         plots.lines("Learning rate", "", [run.series("learning_rate") for run in runs], zero=True),
         plots.lines("Step time", "seconds", [run.series("seconds") for run in runs], zero=True),
         plots.lines("Waiting for data", "share of the step, %", [_waiting(run) for run in runs], zero=True),

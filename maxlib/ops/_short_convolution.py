@@ -1,14 +1,14 @@
 """Short causal depthwise convolution, as recurrent layers apply it before their state."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib._xla_workarounds import for_each_token
+from maxlib._xla_workarounds import for_each_token, last_axis_first
 from maxlib.ops._varying import vary_alike
 
 AxisName = str | tuple[str, ...]
@@ -22,6 +22,7 @@ def short_convolution(
     is_start: Bool[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     tail: Float[Array, "B W-1 *C"] | None = None,
+    act: Callable[[Array], Array] | None = None,
     axis_name: AxisName | None = None,
 ) -> tuple[Float[Array, "B T *C"], Float[Array, "B W-1 *C"]]:
     """Convolves each channel with its own W taps: `y[t] = sum_w weight[w] x[t - (W - 1) + w]`, in float32.
@@ -36,6 +37,7 @@ def short_convolution(
       is_start: True for the first token of a document; None if every row continues `tail`.
       valid: False for padding; None if every token is real.
       tail: the last W - 1 real inputs before this call; None for zeros.
+      act: applied to the result; None for none. The backward pass keeps only the inputs and computes both again.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
 
     Returns:
@@ -52,13 +54,21 @@ def short_convolution(
         before, tail = _across(x, tail, is_start, valid, axis_name)
     else:
         before, tail = tail, _next_tail(x, tail, is_start, valid)
-    # [B, W - 1 + T, *C], token t at t + W - 1.
-    inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     # Number of earlier tokens of the same document within this call.
     age = _age(is_start, width) if is_start is not None else None
+    # Cheap to compute again; kept for the backward pass, it would take several times the memory of the inputs.
+    run = jax.checkpoint(_activated, static_argnums=0, prevent_cse=False)
+    return run(act, before.astype(x.dtype), x, weight, bias, age), tail
+
+
+def _activated(act: Callable | None, before: Array, x: Array, weight: Array, bias: Array | None, age: Array | None):
+    """Returns `act` of the convolution of `x`, with the tail `before` it."""
+    # [B, W - 1 + T, *C], token t at t + W - 1.
+    inputs = jnp.concatenate([before, x], axis=1)
     y = _convolve(*vary_alike((inputs, weight, age)))
     y = y if bias is None else y + for_each_token(jnp.asarray(bias, y.dtype), y.shape)
-    return y.astype(x.dtype), tail
+    y = y.astype(x.dtype)
+    return y if act is None else act(y)
 
 
 @jax.custom_vjp
@@ -89,8 +99,8 @@ _convolve.defvjp(lambda *args: (_convolve(*args), args), _convolve_backward)
 
 def _taps(weight: Array, dtype: Any) -> list[Array]:
     """Returns the taps, `*C` each, in float32 or wider: first the one on the token itself, then those before."""
-    wide = weight.astype(jnp.promote_types(dtype, jnp.float32))
-    return [wide[..., i] for i in reversed(range(weight.shape[-1]))]
+    wide = last_axis_first(weight.astype(jnp.promote_types(dtype, jnp.float32)))  # *C W -> W *C
+    return [wide[i] for i in reversed(range(len(wide)))]
 
 
 def _shifted(a: Array, begin: int, size: int) -> Array:

@@ -224,6 +224,7 @@ def _estimate(estimate: Estimate) -> list[str]:
         f"roofline: arithmetic {estimate.compute:.4g} s, memory {estimate.memory:.4g} s, network {estimate.network:.4g} s{host}",
         f"a step takes at least {estimate.seconds:.4g} s, bound by {estimate.bound}: {estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {estimate.mfu:.1%}; with no overlap {estimate.serial:.4g} s, MFU {estimate.mfu_serial:.1%}",
+        "a bound, not a forecast: published runs on TPUs took 1.25 to 1.5 times as long",
         "MFU is the model's FLOPs over what the devices could do in that time; what runs twice for remat does not count",
         *[f"  assumes {line}" for line in estimate.assumptions],
     ]
@@ -233,5 +234,5 @@ def _times(plan: Plan) -> list[str]:
     if not plan.compiled:
         why = refused(plan.job)
         return [f"not compiled: {escape(why)}" if why else "not compiled"]
-    end = "to the end" if plan.code is not None else "until buffers were assigned"
+    end = "to the end" if plan.code is not None else "memory only; --full compiles the rest"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]

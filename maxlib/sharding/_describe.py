@@ -86,6 +86,9 @@ class Description:
 def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
     """Lists shape, axis names, placement and bytes per device of every parameter; print the result.
 
+    In the table, `place` has for each dimension the mesh axis that splits it ("-" for none, "whole" if no dimension is
+    split), and `copies` the number of devices that hold the same part.
+
     Warns about large parameters that are replicated more often than others of the model, or on all devices. Copies
     along the mesh axis `data` are plain data parallelism and cause no warning.
 

@@ -275,7 +275,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        found = 'There is no such directory. Write a name on the hub as "org/name".'
+        found = "There is no such directory. If a run should have written it, has that run finished? "
+        found += 'Write a name on the hub as "org/name".'
         if path.parent.exists():
             found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
         raise FileNotFoundError(

@@ -34,15 +34,26 @@ SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)
 RECORDED = Path(__file__).with_suffix(".json")
 # Why a preset's step is slower than 60% of the peak at the roofline.
 SLOW = {
+    "deepseek-v2-lite": "rows of experts 1408 wide pass through memory",
     "falcon-h1-0.5b": "the chunks of Mamba-2 pass through memory",
+    "gemma4-26b-a4b": "rows of experts 704 wide pass through memory",
+    "glm-4.7-flash": "rows of experts 1536 wide pass through memory",
+    "gpt-oss-120b": "rows of experts pass through memory: 4 of 128 per token, with biases",
+    "gpt-oss-20b": "rows of experts pass through memory: 4 of 32 per token, with biases",
     "gpt3-52k": "a toy, narrower than a tile",
     "granite-4.0-h-tiny": "the chunks of Mamba-2, and rows of experts 512 wide, pass through memory",
+    "nemotron-3-nano-30b-a3b": "the chunks of Mamba-2, and rows of experts, pass through memory",
     "qwen3-30b-a3b": "rows of experts 768 wide pass through memory",
     "qwen3-next-80b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
+    "qwen3.5-35b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
 }
 # And why one computes more than 1.45 times the model's FLOPs.
-COSTLY = {"gpt3-52k": "a toy, narrower than a tile"}
+COSTLY = {
+    "deepseek-v2": "attention over latents is a large part, and masked tiles with it",
+    "glm-4.7-flash": "attention over latents is a large part, and masked tiles with it",
+    "gpt3-52k": "a toy, narrower than a tile",
+}
 
 
 def main() -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn, sharding
+from maxlib import nn, ops, sharding
+from maxlib.models import llama
+from tests.nn.tiny import LLAMA
 
 # prefix, period, lead, lead_period
 LAYOUTS = [(0, 1), (2, 2), (1, 3), (7, 1), (1, 2, 2), (0, 4, 3), (1, 1, 4, 2)]
@@ -360,6 +362,20 @@ def test_a_layer_taken_out_of_a_scan_refuses_changes():
     alone = stack.unstacked()
     alone[1].up.w[...] = jnp.zeros(copy.up.w.shape)
     assert not alone[1].up.w[...].any()
+
+
+def test_a_part_of_a_scanned_block_without_arrays_is_that_of_all_its_layers():
+    stack = nn.Stack(lambda i, rngs: llama.Block(LLAMA, rngs=rngs), 3, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, 9, LLAMA.dim))
+    before, window = stack(x, nn.context(1, 9))[0], ops.Causal() & ops.SlidingWindow(2)
+    alone = stack.unstacked()
+    for layer in alone:
+        layer.attn.mask = window
+    stack.body[0].attn.mask = window
+    found = stack(x, nn.context(1, 9))[0]
+    np.testing.assert_allclose(found, alone(x, nn.context(1, 9))[0], atol=1e-5)
+    assert float(jnp.abs(found - before).max()) > 1e-2
+    assert [one.kind for one in nn.cache.layer_caches(stack.init_cache(1, 9))] == ["ring"]
 
 
 def test_layers_are_taken_by_number():

@@ -164,6 +164,8 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     samples = f"&lt;{nn.num_parameters(tiny.model())}&gt;"
     for wanted in ("<svg", "points: validation", "goodput", "waiting for data", "By layer", "learning_rate", samples):
         assert wanted.lower() in html.lower(), wanted
+    titles = re.findall(r"<figcaption><b>([^<]+)</b>", html)
+    assert titles[:2] == ["Loss", "Gradient norm"] and "bold lines are smoothed" in html
     assert "http" not in re.sub(r'xmlns\S*="[^"]*"|<!DOCTYPE[^>]*>', "", html)  # opens without a network
 
 

@@ -1,4 +1,4 @@
-"""What only the gated delta rule has: mixed decays, the inverse of a triangle, its FLOPs and errors."""
+"""What only the gated delta rule has: mixed decays, its gradient by hand, a triangle's inverse, FLOPs and errors."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 
 from maxlib import ops
 from maxlib.observability import forward_flops
-from maxlib.ops._gated_delta.chunked import unit_lower_inverse
+from maxlib.ops._gated_delta.inverse import unit_lower_inverse
 from tests.ops.recurrences import GATED_DELTA, B, T, close, in_float64
 
 K, N, HK, HV = 2, 4, 8, 6
@@ -28,6 +28,50 @@ def test_slow_decays_between_fast_ones():
     with jax.enable_x64(True):
         want = jax.device_get(both("sequential", in_float64(x)))
     jax.tree.map(lambda got, want: close(got, want, 2e-5), both("chunked", jax.tree.map(jnp.asarray, x)), want)
+
+
+def test_gradients_without_documents_and_with_long_steps():
+    """Of the outputs and the last state, in float32 and in bfloat16; steps up to 2."""
+    x = GATED_DELTA.inputs() | {"initial_state": GATED_DELTA.initial_state()}
+    x["beta"] = 2 * x["beta"]
+    weights = np.random.default_rng(3).normal(size=(B, T, N, HV)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(implementation, x):
+        def loss(x):
+            out, state = GATED_DELTA(x, implementation=implementation)
+            return jnp.sum(out * weights) + jnp.sum(state**2)
+
+        return jax.grad(loss)(x)
+
+    with jax.enable_x64(True):
+        want = jax.device_get(gradients("sequential", in_float64(x)))
+    got = gradients("chunked", jax.tree.map(jnp.asarray, x))
+    jax.tree.map(lambda got, want: close(got, want, 1e-4), got, want)
+    narrow = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), GATED_DELTA.inputs(tokens=70))
+    rule = lambda implementation: lambda x: jnp.sum(GATED_DELTA(x, implementation=implementation)[0] ** 2)
+    got = jax.jit(jax.grad(rule("chunked")))(narrow)
+    want = jax.jit(jax.grad(rule("sequential")))(jax.tree.map(lambda a: a.astype(jnp.float32), narrow))
+    assert {a.dtype for a in got.values()} == {jnp.bfloat16.dtype}
+    jax.tree.map(lambda got, want: close(got.astype(np.float32), want, 3e-2), got, want)
+
+
+def test_gradients_within_other_transforms():
+    """Row by row under vmap, in a rematerialised loop, and of gradients."""
+    x = jax.tree.map(jnp.asarray, GATED_DELTA.inputs(tokens=70))
+    rule = lambda x: jnp.sum(GATED_DELTA(x, implementation="chunked")[0] ** 2)
+    one_row = lambda x: rule(jax.tree.map(lambda a: a[None], x))
+    step = jax.checkpoint(lambda total, x: (total + one_row(x), None))
+    want = jax.jit(jax.grad(rule))(x)
+    for loss in (lambda x: jax.vmap(one_row)(x).sum(), lambda x: jax.lax.scan(step, 0.0, x)[0]):
+        jax.tree.map(lambda got, want: close(got, want, 1e-5), jax.jit(jax.grad(loss))(x), want)
+
+    def penalty(implementation, k):
+        of_v = jax.grad(lambda v: jnp.sum(GATED_DELTA(x | {"k": k, "v": v}, implementation=implementation)[0]))
+        return jnp.sum(of_v(x["v"]) ** 2)
+
+    got, want = (jax.jit(jax.grad(functools.partial(penalty, name)))(x["k"]) for name in ("chunked", "sequential"))
+    close(got, want, 1e-4)
 
 
 def test_the_inverse_of_a_triangle():

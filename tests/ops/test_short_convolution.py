@@ -106,3 +106,16 @@ def test_gradients_are_those_of_sums():
         of_taps[:, W - 1 - back] += source[b, at] * weights[b, t].astype(np.float64)
     for ours, theirs in zip(got, (of_x, of_taps, weights.sum((0, 1)), of_tail), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_an_activation_keeps_only_the_inputs_for_the_backward_pass():
+    x, weight = jnp.asarray(X), jnp.asarray(WEIGHT)
+    inside = lambda x: ops.short_convolution(x, weight, act=jax.nn.silu)[0]
+    outside = lambda x: jax.nn.silu(ops.short_convolution(x, weight)[0])
+    for got, want in zip(
+        *(jax.jit(lambda x, run=run: jax.vjp(run, x)[1](x)[0])(x) for run in (inside, outside)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_array_equal(jax.jit(inside)(x), jax.jit(outside)(x))
+    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(inside, x)[1], x))
+    assert sum(a.size for a in kept) <= X.size + WEIGHT.size + B * (W - 1) * C

@@ -257,7 +257,8 @@ def test_the_command_says_what_is_wrong(capsys):
     assert command.main(["llama9", "--target", "h100x8"]) == 2
     assert "no preset is called 'llama9'" in capsys.readouterr().err
     assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
-    assert "fits:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fits:" in out and "a bound, not a forecast" in out
     assert command.main(["llama3-70b", "--target", "h100"]) == 1
     assert "GiB too much" in capsys.readouterr().out
     assert command.main(["llama3.2-1b", "--target", "h100x8", "--mesh", "fsdp=x"]) == 2

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
@@ -165,7 +166,7 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     d_out, d_lse = cotangents
     # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse. This one number per row replaces the
     # sum over all keys in the softmax's gradient, so tiles are independent of each other.
-    delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - d_lse
+    delta = inner(d_out.astype(lse.dtype), out.astype(lse.dtype)) - d_lse
     delta = jnp.where(jnp.isfinite(lse), delta, 0.0)
     dq, dk, dv, d_bias = _by_rows(spec, _backward, *args, jnp.where(jnp.isfinite(lse), lse, 0.0), delta, d_out)
     return dq, dk, dv, d_bias, None, None

@@ -137,7 +137,9 @@ def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
     # queries and keys on chip.
     if implementation == "mosaic_tpu":
         kernels = functools.partial(mosaic_tpu, **norm, tiles=tiles)
-        return lambda x, state: kernels(x.q, x.k, x.v, x.log_decay, x.beta, x.is_start, state)
+        return lambda x, state: kernels(
+            *x[:5], jnp.zeros(x.q.shape[:2], bool) if x.is_start is None else x.is_start, state
+        )
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document

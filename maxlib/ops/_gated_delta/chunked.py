@@ -1,48 +1,28 @@
-"""Gated delta rule in matmuls, chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+"""Gated delta rule in matmuls, chunk by chunk, in blocks of chunks (Yang et al. 2024, arXiv:2412.06464).
 
-Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
-document, else 0. All updates of a chunk follow from one unit triangular system:
-
-    (I + strict_lower(beta k k^T D)) T = I,  U = T (beta v),  W = T (beta exp(G) k)
-    V = U - W S,  o = exp(G) q S + (q k^T D) V,  S <- exp(G[C]) S + (exp(G[C] - G) k)^T V
-
-Only the last line depends on the previous chunk. Chunks are processed in blocks: a block computes the first line for
-all its chunks at once, then passes its state through them. The backward pass saves only the state at the beginning of
-each block and recomputes the rest, so memory per token does not depend on the size of the state.
+A block computes for all its chunks at once what does not need the state, then passes the state through them
+(`_block.py`). The backward pass saves only the inputs and the state at the beginning of each block and recomputes the
+rest, so memory per token does not depend on the size of the state.
 
 Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value heads of each, Hk and Hv wide.
 """
 
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib.ops._chunks import ChunkTiles, decays, for_each_head, split
+from maxlib.ops._chunks import ChunkTiles, count_starts, in_blocks, in_chunks, joined
+from maxlib.ops._gated_delta.block import backward, forward
 from maxlib.ops._gated_delta.inputs import Inputs, widened
+from maxlib.ops._gated_delta.inverse import SMALL
 from maxlib.ops._varying import vary_alike
 
-SMALL = 16  # largest triangle that is inverted by doubling
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
-
-
-class _Chunks(NamedTuple):
-    """Factors with which the chunks of a block update a state; the chunk is the first axis.
-
-    Args:
-      readers: W stacked on exp(G) q, `n B K G 2C Hk`, which read the state before the chunk.
-      u: `n B K G C Hv`.
-      writers: exp(G[C] - G) k, `n B K G C Hk`.
-      kept: exp(G[C]), `n B K G`.
-    """
-
-    readers: Array
-    u: Array
-    writers: Array
-    kept: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +36,25 @@ class DeltaTiles(ChunkTiles):
         self.require(SMALL, "chunk")
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"DeltaTiles: chunk must be a power of two, got {self.chunk}")
+
+
+class _Static(NamedTuple):
+    """Static parameters: tokens of a chunk, and those of `chunked`."""
+
+    size: int
+    scale: float
+    l2_norm: bool
+    precision: jax.lax.Precision
+
+    def chunks(self, x: Inputs) -> Inputs:
+        """Cuts a block, `B t ...`, into chunks; widens and normalizes its queries and keys."""
+        cut: Callable[..., Any] = lambda a, heads: None if a is None else in_chunks(a, heads, self.size)
+        return widened(Inputs(*map(cut, x, _HEADS)), scale=self.scale, l2_norm=self.l2_norm)
+
+    @property
+    def dot(self) -> Callable[..., Array]:
+        """Einsum in the chosen precision."""
+        return functools.partial(jnp.einsum, precision=self.precision)
 
 
 def chunked(
@@ -78,101 +77,44 @@ def chunked(
       tiles: tokens of a chunk and of a block.
 
     Returns:
-      The outputs, `B T K G Hv`, and the state after the last token.
+      The outputs, `B T K G Hv`, in the dtype of the values, and the state after the last token.
     """
     tokens = x.q.shape[1]
     size = min(tiles.chunk, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
     blocks, per_block = tiles.count(tokens, size)
-    # Transpose once to the order in which the matmuls read them, instead of in every block.
-    xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
-    xs, state = vary_alike((xs, state))
-    # Each block widens and normalizes its own queries and keys; for all tokens at once, XLA would make several copies.
-    run = lambda state, x: _block(state, widened(x, scale=scale, l2_norm=l2_norm), precision=precision)
-    block = jax.checkpoint(run, prevent_cse=False)
-    state, out = jax.lax.scan(block, state, xs)
-    # [blocks, n, B, K, G, C, Hv] -> [B, blocks, n, C, K, G, Hv] -> [B, T, K, G, Hv]
-    out = jnp.moveaxis(out, (2, 5), (0, 3))
-    return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
+    xs: Inputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
+    xs, state = vary_alike((xs._replace(is_start=count_starts(xs.is_start, size)), state))
+    out, state = cast(tuple[Array, Array], _apply(_Static(size, scale, l2_norm, precision), xs, state))
+    # [blocks, B, t, K, G, Hv] -> [B, T, K, G, Hv]
+    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
 
 
-def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
-    """Computes the state after one block and its outputs, `n B K G C Hv`."""
-    dot = functools.partial(jnp.einsum, precision=precision)
-    chunks, scores = _chunks(x, dot)
-
-    def step(state, chunk: _Chunks):
-        # [2C, Hk] [Hk, Hv]: W S, and the queries' reads of the state.
-        read = dot("bkgid,bkgdv->bkgiv", chunk.readers, state)
-        taken, out = jnp.split(read, 2, axis=-2)
-        values = chunk.u - taken
-        written = dot("bkgid,bkgiv->bkgdv", chunk.writers, values)
-        return chunk.kept[..., None, None] * state + written, (values, out)
-
-    state, (values, out) = jax.lax.scan(step, state, chunks)
-    # Outputs of all chunks: contributions of the previous state and of the chunk itself.
-    return state, out + dot("nbkgij,nbkgjv->nbkgiv", scores, values)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(static: _Static, xs: Inputs, state: Array) -> tuple[Array, Array]:
+    """Passes the state through all blocks; returns the outputs, `blocks B t K G Hv`, and the last state."""
+    return _apply_forward(static, xs, state)[0]
 
 
-def _chunks(x: Inputs, dot) -> tuple[_Chunks, Array]:
-    """Computes the state updates of all chunks of a block, and the scores `q k^T D`, `n B K G C C`."""
-    # q and k are `n B K C Hk`, v is `n B K G C Hv`, rates are `n B K G C`.
-    decay, into, out_of, kept = decays(x.log_decay, x.is_start)
-    q, k, of_k, of_q = (
-        for_each_head(a, x.v.shape[3])
-        for a in (x.q, x.k, dot("nbkid,nbkjd->nbkij", x.k, x.k), dot("nbkid,nbkjd->nbkij", x.q, x.k))
-    )
-    times = lambda weight, a: weight[..., None] * a
-    solve = functools.partial(
-        dot, "nbkgij,nbkgjd->nbkgid", unit_lower_inverse(jnp.tril(times(x.beta, of_k) * decay, -1))
-    )
-    readers = jnp.concatenate([solve(times(x.beta * into, k)), times(into, q)], axis=-2)
-    return _Chunks(readers, solve(times(x.beta, x.v)), times(out_of, k), kept), of_q * decay
+def _apply_forward(static: _Static, xs: Inputs, state: Array):
+    def step(state, x):
+        after, out = forward(state, static.chunks(x), static.dot)
+        return after, (joined(out, 2).astype(x.v.dtype), state)
+
+    last, (out, before) = jax.lax.scan(step, state, xs)
+    return (out, last), (xs, before)
 
 
-@jax.custom_vjp
-def unit_lower_inverse(lower: Array) -> Array:
-    """Returns `(I + lower)^-1` of strictly lower triangular matrices `... C C`, C a power of two, by matmuls."""
-    return _inverse(lower)
+def _apply_backward(static: _Static, saved: tuple[Inputs, Array], cotangents: tuple[Array, Array]):
+    (xs, before), (d_out, d_last) = saved, cotangents
+
+    def step(d_state, block):
+        state, x, d_out = block
+        x, uncut = jax.vjp(static.chunks, x)
+        d, d_state = backward(state, x, in_chunks(d_out, 2, static.size).astype(state.dtype), d_state, static.dot)
+        return d_state, uncut(d)[0]._replace(is_start=None)
+
+    d_first, d_xs = jax.lax.scan(step, d_last, (before, xs, d_out), reverse=True)
+    return d_xs, d_first
 
 
-def _inverse(lower: Array) -> Array:
-    size = lower.shape[-1]
-    if size <= SMALL:
-        return _doubled(lower)
-    # [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], both halves at once.
-    half = size // 2
-    above, left, below = lower[..., :half, :half], lower[..., half:, :half], lower[..., half:, half:]
-    above, below = _inverse(jnp.stack([above, below]))
-    corner = -_matmul(_matmul(below, left), above)
-    return jnp.block([[above, jnp.zeros_like(above)], [corner, below]])
-
-
-def _doubled(lower: Array) -> Array:
-    """Inverts small matrices: blocks on the diagonal grow from size one by doubling."""
-    size = lower.shape[-1]
-    i, j = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
-    inverse, block = jnp.broadcast_to((i == j).astype(lower.dtype), lower.shape), 1
-    while block < size:
-        # The lower left quarter of each new block of twice the size.
-        corner = jnp.broadcast_to((i // (2 * block) == j // (2 * block)) & (i // block > j // block), lower.shape)
-        inverse = inverse - _matmul(_matmul(inverse, jnp.where(corner, lower, 0)), inverse)
-        block *= 2
-    return inverse
-
-
-def _matmul(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision="highest")
-
-
-def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    inverse = _inverse(lower)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
-    # d (I + L)^-1 = -T dL T, so the gradient of L is -T^T g T^T.
-    turned = jnp.swapaxes(inverse, -1, -2)
-    return (jnp.tril(-_matmul(_matmul(turned, gradient), turned), -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+_apply.defvjp(_apply_forward, _apply_backward)

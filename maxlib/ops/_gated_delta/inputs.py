@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._xla_workarounds import inner, scaled
+
 EPS = 1e-6  # added to the squared norm of a query or key
 
 
@@ -18,7 +20,7 @@ class Inputs(NamedTuple):
       v: values, `B T K G Hv`, of the G value heads that share a key head.
       log_decay: logarithm of the factor on the state, `B T K G`, float32 or float64.
       beta: step towards the value, `B T K G`, float32 or float64.
-      is_start: `B T`, True if the state before a token is zero.
+      is_start: `B T`, True if the state before a token is zero; None if it never is.
     """
 
     q: Array
@@ -26,7 +28,7 @@ class Inputs(NamedTuple):
     v: Array
     log_decay: Array
     beta: Array
-    is_start: Array
+    is_start: Array | None
 
 
 def grouped(q, k, v, log_decay, beta, is_start, valid) -> Inputs:
@@ -37,8 +39,7 @@ def grouped(q, k, v, log_decay, beta, is_start, valid) -> Inputs:
     if valid is not None:
         # A token with g = 0 and beta = 0 does not change the state.
         log_decay, beta = (jnp.where(valid[:, :, None], a, 0.0) for a in (log_decay, beta))
-    starts = jnp.zeros(q.shape[:2], bool) if is_start is None else is_start
-    return Inputs(q, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), starts)
+    return Inputs(q, k, by_key_head(v), by_key_head(log_decay), by_key_head(beta), is_start)
 
 
 def widened(x: Inputs, *, scale: float, l2_norm: bool) -> Inputs:
@@ -51,4 +52,4 @@ def widened(x: Inputs, *, scale: float, l2_norm: bool) -> Inputs:
 
 def _unit(x: Array) -> Array:
     """Scales each head to unit norm."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
+    return scaled(x, jax.lax.rsqrt(inner(x, x) + EPS))

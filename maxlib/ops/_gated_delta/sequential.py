@@ -27,7 +27,8 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
 def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
     """Updates the state with one token, and reads it."""
     # S <- exp(g) S, or 0 at the start of a document. [B, K, G] -> [B, K, G, 1, 1]
-    kept = jnp.where(x.is_start[:, None, None], 0.0, jnp.exp(x.log_decay))
+    kept = jnp.exp(x.log_decay)
+    kept = kept if x.is_start is None else jnp.where(x.is_start[:, None, None], 0.0, kept)
     state = kept[..., None, None] * state
     # S <- S + k (beta (v - k^T S))^T: the value stored under k moves towards v by beta.
     found = jnp.einsum("bkd,bkgdv->bkgv", x.k, state, precision="highest")

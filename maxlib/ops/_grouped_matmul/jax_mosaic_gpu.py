@@ -53,7 +53,8 @@ def jax_mosaic_gpu(
     whole = 128 if isinstance(tiles, RaggedHopperTiles) else 256
     rows = only_used(jnp.pad(rows, ((0, -M % whole), (0, 0))), rows_per_expert)
     rows, weights, rows_per_expert = vary_alike((rows, weights, rows_per_expert))
-    return _multiply(rows, weights, rows_per_expert, weight_order, tiles)[:M]
+    y: Any = _multiply(rows, weights, rows_per_expert, weight_order, tiles)
+    return y[:M]
 
 
 def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
@@ -76,7 +77,8 @@ def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: 
             return f"takes widths that are multiples of {WIDTH}, not {name}={width}"
     if taken := AXES & set(jax.sharding.get_abstract_mesh().axis_names):
         return f"has axes of these names itself, which the mesh must not have: {', '.join(sorted(taken))}"
-    return "needs 32-bit integers, but jax_enable_x64 is set" if jax.config.jax_enable_x64 else None
+    wide = jax.dtypes.canonicalize_dtype("int64").itemsize == 8
+    return "needs 32-bit integers, but jax_enable_x64 is set" if wide else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib.ops._chunks import split
-from maxlib.ops._gated_delta.chunked import unit_lower_inverse
+from maxlib.ops._gated_delta.inverse import unit_lower_inverse
 from maxlib.ops._kda.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 

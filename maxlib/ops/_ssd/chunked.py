@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib.ops._chunks import ChunkTiles, decays, for_each_head, split
+from maxlib.ops._chunks import ChunkTiles, count_starts, decays, for_each_head, split
 from maxlib.ops._ssd.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
@@ -53,7 +53,7 @@ def chunked(
     size = min(tiles.chunk, tokens)
     blocks, per_block = tiles.count(tokens, size)
     xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
-    xs, state = vary_alike((xs, state))
+    xs, state = vary_alike((xs._replace(is_start=count_starts(xs.is_start, size)), state))
     block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
     # [blocks, n, B, G, R, C, P] -> [B, blocks, n, C, G, R, P] -> [B, T, G, R, P]
@@ -64,7 +64,7 @@ def chunked(
 def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
     """Computes the state after one block and its outputs, `n B G R C P`."""
     dot = functools.partial(jnp.einsum, precision=precision)
-    # u is `n B G R C P`, b and c are `n B G C S`, rates are `n B G R C`.
+    # u is `n B G R C P`, b and c are `n B G C S`, rates are `n B G R C`, `is_start` counts starts, `n B C`.
     decay, into, out_of, kept = decays(x.log_decay, x.is_start)
     # (exp(A[C] - A) u)^T b: what each chunk adds to the state, `n B G R P S`.
     added = dot("nbgrip,nbgis->nbgrps", out_of[..., None] * x.x, x.b)
