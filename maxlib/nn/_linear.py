@@ -126,8 +126,8 @@ class Einsum(nnx.Module):
             check_ends(x, letters, tuple(sizes[letter] for letter in letters), f"the weight of {self.spec!r}")
 
 
-def of_same(x: Float[Array, "... D"], *layers: Einsum) -> list[Float[Array, "..."]]:
-    """Returns `layer(x)` for each layer.
+def of_same(x: Float[Array, "... D"], *layers: Callable[[Array], Array]) -> list[Float[Array, "..."]]:
+    """Returns `layer(x)` for each layer; a layer maps the last axis.
 
     Where layers merge the rows of `x`, they are merged once. Otherwise a loop over blocks would keep a copy for the
     backward pass of each layer.

@@ -224,7 +224,10 @@ def _passes_gradients(aval: Any) -> bool:
 
 
 def _dot(eqn, inputs, times, counts):
-    (contracted, _), _ = eqn.params["dimension_numbers"]
+    """Counts matmuls; sums of products of two vectors and scaled vectors, which CPUs compute as dots, are none."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    if not contracted or len(eqn.outvars[0].aval.shape) == len(batch):
+        return
     summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
     counts.append((times * _passes(inputs), 2 * summed * math.prod(eqn.outvars[0].aval.shape), _dtypes(eqn)))
 

@@ -24,7 +24,8 @@ def test_what_a_state_cannot_do_is_refused():
     assert not model.layers.is_reorderable  # zigzag order
     with pytest.raises(ValueError, match="GatedDeltaNet cannot store a state in int8"):
         model.init_cache(1, 8, dtype=jnp.int8)
-    assert not nn.cache.can_rewind(jax.eval_shape(lambda: layer("delta").init_cache(1, 8)))
+    made = layer("delta")
+    assert not nn.cache.can_rewind(jax.eval_shape(lambda: made.init_cache(1, 8)))
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_key_heads"):
         nn.GatedDeltaNet(DIM, **DELTA | {"num_heads": 3}, rngs=nnx.Rngs(0))
 

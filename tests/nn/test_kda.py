@@ -24,7 +24,8 @@ def test_what_a_state_cannot_do_is_refused():
     assert not model.layers.is_reorderable  # zigzag order
     with pytest.raises(ValueError, match="KimiDeltaAttention cannot store a state in int8"):
         model.init_cache(1, 8, dtype=jnp.int8)
-    assert not nn.cache.can_rewind(jax.eval_shape(lambda: layer("kimi").init_cache(1, 8)))
+    made = layer("kimi")
+    assert not nn.cache.can_rewind(jax.eval_shape(lambda: made.init_cache(1, 8)))
     with pytest.raises(ValueError, match="conv_width must be at least 2"):
         nn.KimiDeltaAttention(DIM, **KIMI, conv_width=1, rngs=nnx.Rngs(0))
 

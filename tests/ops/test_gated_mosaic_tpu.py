@@ -15,7 +15,7 @@ from maxlib import ops, sharding
 from maxlib.kernels.gated_delta import api as kernel
 from maxlib.observability import forward_flops
 from maxlib.ops._gated_delta import api
-from tests.ops.test_gated_delta import SLOW, close
+from tests.ops.recurrences import SLOW, close
 
 V5P = ("tpu", "TPU v5p")
 on_a_tpu = jax.default_backend() == "tpu"

@@ -175,7 +175,7 @@ def test_wrong_tables_are_refused(change, message, exported):
     ],
 )
 def test_pieces_of_one_tensor_fit_together(pattern, at, message, exported):
-    table = [e for e in zoo.table(zoo.Config()) if getattr(e, "ours", "") != "text.{i}.k.w"]
+    table = [e for e in zoo.table(zoo.Config()) if getattr(e, "path", "") != "text.{i}.k.w"]
     table.append(Weight("model.layers.{i}.qkv.weight", "text.{i}.k.w", pattern, at=at))
     with pytest.raises(ValueError, match=message):
         load(lambda: zoo.Zoo(zoo.Config(), rngs=nnx.Rngs(0)), table, exported)
@@ -231,7 +231,7 @@ def test_another_spelling_is_read(model, exported, tmp_path):
 
 
 def test_a_weight_that_cannot_be_written_is_named(model, tmp_path):
-    one_way = [e for e in zoo.table(zoo.Config()) if "down" not in getattr(e, "ours", "") or isinstance(e, Convert)]
+    one_way = [e for e in zoo.table(zoo.Config()) if "down" not in getattr(e, "path", "") or isinstance(e, Convert)]
     family = dataclasses.replace(FAMILY, table=lambda cfg: one_way)
     with pytest.raises(ValueError, match=r"no entry that can write .*experts.down.w \(0 of"):
         maxlib.save_pretrained(model, tmp_path / "hf", family=family)

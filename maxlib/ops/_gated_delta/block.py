@@ -3,8 +3,8 @@
 Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
 document, else 0. The values V that a chunk writes into the state S solve one unit triangular system:
 
-    T = (I + strict_lower(beta k k^T D))^-1,  V = T beta (v - exp(G) k S)
-    o = exp(G) q S + (q k^T D) V,  S <- exp(G[C]) S + k^T (exp(G[C] - G) V)
+- `T = (I + strict_lower(beta k k^T D))^-1`, and `V = T beta (v - exp(G) k S)`
+- `o = exp(G) q S + (q k^T D) V`, and `S <- exp(G[C]) S + k^T (exp(G[C] - G) V)`
 
 Only S depends on the previous chunk. The gradient uses that of an inverse, `dT = -T dL T`: with the gradient dV of the
 values and `X = T^T dV`, that of L is `-X V^T`, and no gradient of T is needed.
