@@ -14,8 +14,8 @@ from maxlib.hardware import GIB
 from maxlib.plan._advice import remedies
 from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job
-from maxlib.plan._memory import Memory
-from maxlib.plan._program import refused
+from maxlib.plan._memory import Memory, estimate_memory
+from maxlib.plan._program import make_program, refused
 from maxlib.plan._roofline import Estimate
 from maxlib.plan._targets import Target
 from maxlib.sharding._presets import preset_name
@@ -149,9 +149,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _remedies(plan: Plan) -> list[str]:
-    from maxlib.plan._api import estimated  # here, since it returns a Plan
-
-    found = remedies(plan.job, plan.target.chip.memory, lambda job: estimated(job).peak)
+    found = remedies(plan.job, plan.target.chip.memory, lambda job: estimate_memory(make_program(job)).total)
     return [found] if found else []
 
 
