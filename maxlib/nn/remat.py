@@ -28,7 +28,9 @@ POLICIES: Mapping[str, Any] = {
     "qkv": MOE | dict.fromkeys(QKV, "keep"),
     "qkv_offload": MOE | dict.fromkeys(QKV, "offload"),
     "dots_except_mlp": MOE | dict.fromkeys((*QKV, "latent", "attn", "mlp"), "keep"),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(*MOE)
+    ),
     "minimal": dict.fromkeys(INTERMEDIATES, "keep"),
     "minimal_offload": MOE | dict.fromkeys((*QKV, "latent", "attn", *HIDDEN, "mlp"), "offload"),
 }

@@ -134,6 +134,7 @@ def test_a_norm_behind_experts_does_not_compute_them_again():
     """Its gradient needs the experts' sum; recomputed, tokens would travel a third time."""
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
     unit = lambda y: y / jnp.linalg.norm(y, axis=-1, keepdims=True)
+    assert exchanges_of_a_gradient(layer, unit, "dots") == exchanges_of_a_gradient(layer, lambda y: y, "dots")
     linear, kept, again = (
         exchanges_of_a_gradient(layer, *of) for of in ((lambda y: y, "full"), (unit, "full"), (unit, {}))
     )
