@@ -97,17 +97,19 @@ def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
         ours.restore(params_from=tmp_path)
 
 
-def test_parameters_from_a_hugging_face_directory(tmp_path):
+def restored_llama(directory, **options):
+    """A saved model, and a Trainer of another one with the saved parameters."""
     rope = ops.Rope(12, max_length=64)
     model = tiny.llama(rope=rope)
-    weights.save_pretrained(model, tmp_path / "model")
-    ours = training.Trainer(
-        lambda: tiny.llama(seed=1, rope=rope),
-        optimizer=ADAMW,
-        loader=tiny.Loader(),
-        loss=tiny.loss,
-    )
-    ours.restore(params_from=tmp_path / "model")  # a warning would be an error
+    weights.save_pretrained(model, directory)
+    build = lambda: tiny.llama(seed=1, rope=rope)
+    ours = training.Trainer(build, optimizer=ADAMW, loader=tiny.Loader(), loss=tiny.loss, **options)
+    ours.restore(params_from=directory)  # a warning would be an error
+    return model, ours
+
+
+def test_parameters_from_a_hugging_face_directory(tmp_path):
+    model, ours = restored_llama(tmp_path / "model")
     assert same(nn.partition(model)[0], ours.state.trainable)
     other = trainer()
     with pytest.raises(ValueError, match="has a different model"):
@@ -140,17 +142,7 @@ def test_parameters_of_a_checkpoint_without_its_base_need_that_base(tmp_path):
 
 
 def test_parameters_from_hugging_face_are_those_of_frozen_layers_too(tmp_path):
-    rope = ops.Rope(12, max_length=64)
-    model = tiny.llama(rope=rope)
-    weights.save_pretrained(model, tmp_path / "model")
-    ours = training.Trainer(
-        lambda: tiny.llama(seed=1, rope=rope),
-        optimizer=ADAMW,
-        loader=tiny.Loader(),
-        loss=tiny.loss,
-        filter=training.trainable_only("layers.attn.*"),
-    )
-    ours.restore(params_from=tmp_path / "model")
+    model, ours = restored_llama(tmp_path / "model", filter=training.trainable_only("layers.attn.*"))
     assert same(nn.partition(model)[0], nn.partition(ours.model)[0])
 
 
