@@ -14,7 +14,7 @@ from maxlib import checkpoint, nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.training._restore import items_of
 from tests.plan.jobs import layout
-from tests.plan.test_plan import CONFIG
+from tests.plan.jobs import CONFIG
 from tests.training import tiny
 
 BOTH = sharding.OFFLOAD_OPTIMIZER | sharding.OFFLOAD_LAYERS
