@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import entries
 import programs
 from docutils import nodes
 from flax import nnx
@@ -84,14 +85,16 @@ def page(module: str, name: str, siblings: list[str]) -> str:
 
 
 def expand(app, docname: str, source: list[str]) -> None:
-    """Replaces the blocks of a page by tables, and lists the objects' pages below it; runs on every page."""
+    """Replaces the blocks of a page by tables, and puts the entries and the contents below them; runs on every page."""
     blocks = listed(source[0])
     if not blocks:
         return
     of_block = iter(blocks)
     text = BLOCK.sub(lambda match: _table(*next(of_block)), source[0])
-    entries = "\n".join(f"{name} <objects/{page_of(module, name)}>" for module, names in blocks for name in names)
-    source[0] = EMPTY.sub("", text) + f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{entries}\n```\n"
+    pages = {page_of(module, name): name for module, names in blocks for name in names}
+    listed_below = "\n".join(f"{name} <objects/{page}>" for page, name in pages.items())
+    contents = f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{listed_below}\n```\n"
+    source[0] = EMPTY.sub("", text) + entries.section(list(pages)) + contents
 
 
 def _table(module: str, names: list[str]) -> str:
@@ -100,13 +103,6 @@ def _table(module: str, names: list[str]) -> str:
     rows = [f"   * - :py:obj:`{name} <{module}.{name}>`\n     - {summary(module, name)}" for name in names]
     table = "\n".join([".. list-table::", "   :class: api-summary", "   :widths: 30 70", "", *rows])
     return f"```{{eval-rst}}\n{table}\n```"
-
-
-def anchors(app, doctree) -> None:
-    """Gives each row of a table of summaries the place of its name, so that old links to a long page lead to it."""
-    for table in doctree.findall(lambda n: isinstance(n, nodes.table) and "api-summary" in n["classes"]):
-        for link in table.findall(addnodes.pending_xref):
-            link.parent["ids"].append(link["reftarget"])
 
 
 def short_names(app, doctree) -> None:
@@ -345,7 +341,6 @@ def name_attributes(app) -> None:
 def setup(app) -> dict[str, Any]:
     app.connect("builder-inited", name_attributes)
     app.connect("source-read", expand)
-    app.connect("doctree-read", anchors)
     app.connect("doctree-read", short_names)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
