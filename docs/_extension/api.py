@@ -113,6 +113,14 @@ def short_names(app, doctree) -> None:
                 text.parent.replace(text, nodes.Text(text.replace("jaxlib._jax.Array", "Array")))
 
 
+def one_document(app, doctree) -> None:
+    """Lets every node belong to the page. MyST reads `eval-rst` as a document of its own, whose settings hold all that
+    Sphinx knows; stored with each page, that was 2 GB.
+    """
+    for node in doctree.findall():
+        node.document = doctree
+
+
 def as_text(page: str) -> str:
     """Returns an API page with what its names say in the place of their tables, for readers that are programs."""
     of_block = iter(listed(page))
@@ -342,6 +350,7 @@ def setup(app) -> dict[str, Any]:
     app.connect("builder-inited", name_attributes)
     app.connect("source-read", expand)
     app.connect("doctree-read", short_names)
+    app.connect("doctree-read", one_document, priority=999)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
     app.connect("autodoc-skip-member", skip)
