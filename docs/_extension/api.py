@@ -13,6 +13,7 @@ import inspect
 import itertools
 import re
 import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def expand(app, docname: str, source: list[str]) -> None:
     of_block = iter(blocks)
     text = BLOCK.sub(lambda match: _table(*next(of_block)), source[0])
     pages = {page_of(module, name): name for module, names in blocks for name in names}
-    listed_below = "\n".join(f"{name} <objects/{page}>" for page, name in pages.items())
+    several = len({module for module, _ in blocks}) > 1  # gpt2.Config and llama.Config
+    labels = {page: page.partition(".")[2] if several else name for page, name in pages.items()}
+    listed_below = "\n".join(f"{label} <objects/{page}>" for page, label in labels.items())
     contents = f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{listed_below}\n```\n"
     source[0] = EMPTY.sub("", text) + entries.section(list(pages)) + contents
 
@@ -191,6 +194,8 @@ def documentation(module: str, name: str) -> str:
     if not own and "__doc__" in getattr(value, "__dict__", {}):
         own = inspect.cleandoc(value.__doc__)
     said = own or below(module).get(name) or comment(module, name) or KNOWN.get(name)
+    if not said and typing.get_origin(value) is typing.Literal:
+        return f"One of {', '.join(f'`{choice!r}`' for choice in typing.get_args(value))}."
     return said or _of_its_class(value) or f"A `{type(value).__name__}`."
 
 
