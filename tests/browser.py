@@ -66,6 +66,16 @@ SEARCHES = {
     "elastic": "guides/launch",
     "multi-node": "guides/launch",
     "interpretability": "guides/look-inside",
+    "gemma": "cards/gemma",
+    "load gemma": "cards/gemma3",
+    "llama": "cards/llama",
+    "deepseek": "cards/deepseek",
+    "RMSNorm": "api/objects/nn.RMSNorm",
+    "from_pretrained": "api/objects/from_pretrained",
+    "Trainer": "api/objects/training.Trainer",
+    "swap attention": "guides/change-a-model",
+    "v5e-16": "guides/plan",
+    "loss spike report": "notebooks/run_report",
 }
 FIRST = 5  # results within which the page has to be
 # Texts whose contrast with the background below them is less than 4.5, or 3 for large ones.
