@@ -67,7 +67,7 @@ def for_each_token(weight: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts a weight to the shape of activations; its gradient is a sum over all leading axes.
 
     With axes of one before the weight, the gradient of a single row is a sum over tokens that keeps the axis of rows.
-    For that sum XLA for CPUs takes a hundred times as long (jax 0.10.2).
+    For that sum XLA for CPUs takes a hundred times as long (jax 0.10.2; no longer in 0.12).
     """
     return jnp.broadcast_to(weight, shape)
 
@@ -86,7 +86,8 @@ def last_axis_first(weight: Array) -> Array:
 def inner(a: Array, b: Array) -> Array:
     """Sums `a * b` over the last axis, `... D` to `...`; on CPUs as a matmul.
 
-    XLA for CPUs (jax 0.10.2) computes a sum of products one number at a time, and takes up to eighty times as long.
+    XLA for CPUs (jax 0.10.2; no longer 0.12) computes a sum of products one number at a time, and takes up to eighty
+    times as long.
     """
     if current_device()[0] != "cpu":
         return jnp.sum(a * b, axis=-1)

@@ -18,6 +18,8 @@ dotted name is in a nested object: `hf("vision_config.hidden_size")`.
 """
 
 import dataclasses
+import difflib
+import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -55,6 +57,8 @@ class ModelConfig:
         fixed: Fields with the only value that the family supports; a tuple lists alternatives. They are also written.
         fixed_if_present: The same for fields that transformers may omit; never written.
         ignored: Names of fields without effect in this family. Say why in a comment.
+
+    Raises TypeError where a subclass assigns another name without an annotation, since nothing would read it.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -62,6 +66,10 @@ class ModelConfig:
     fixed: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
     fixed_if_present: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        _refuse_unknown(cls)
 
     def __post_init__(self):
         for name, codec in _codecs(type(self)).items():
@@ -101,6 +109,19 @@ class ModelConfig:
     def required(cls) -> list[str]:
         """Returns the names of the fields that config.json must have."""
         return [name for codec in _codecs(cls).values() for name in codec.required]
+
+
+def _refuse_unknown(cls: type) -> None:
+    """Raises TypeError for a plain attribute that nothing reads: a misspelt `fixed`, or a field without annotation."""
+    inherited = {name for base in cls.__mro__[1:] for name in (*vars(base), *inspect.get_annotations(base))}
+    for name, value in vars(cls).items():
+        described = callable(value) or hasattr(value, "__get__")  # methods, properties, nested classes
+        if name.startswith("_") or name in inherited or name in inspect.get_annotations(cls) or described:
+            continue
+        readable = [] if isinstance(value, dataclasses.Field) else [one for one in inherited if one[0] != "_"]
+        near = difflib.get_close_matches(name, readable, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"a field needs an annotation, `{name}: int = ...`"
+        raise TypeError(f"{cls.__name__}.{name} has no effect: {meant}")
 
 
 def _codecs(cls: type) -> dict[str, FieldCodec]:

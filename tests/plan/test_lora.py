@@ -62,6 +62,15 @@ def test_70b_fits_one_h200_with_a_quantized_base(base, least, most, capsys):
     assert got.num_parameters == pytest.approx(70.55e9 + 0.207e9, rel=1e-3)  # the base, and rank 16 on every matrix
 
 
+def test_70b_in_bfloat16_fits_eight_chips():
+    got = plan.estimated(plan.Job("llama3-70b", "v5p-16", sequence=4096, lora=adapters.LoRA(16, 32)))
+    base, factors = 2 * 70.55e9 / 8, 4 * 0.207e9  # bytes: the base's on each chip, and all factors
+    assert got.fits and 24 < got.peak / GIB < 30
+    assert factors / 8 < got.gradients < factors  # none of the base, whose share would be 33 GiB
+    assert got.optimizer == pytest.approx(2 * got.gradients, rel=1e-6)
+    assert got.parameters == pytest.approx(base + got.gradients, rel=2e-3)  # one base
+
+
 def test_the_command_reads_adapters(monkeypatch):
     monkeypatch.setattr(
         command, "plan", lambda job, **_: found.append(job) or (_ for _ in ()).throw(ValueError("seen"))

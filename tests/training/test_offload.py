@@ -13,8 +13,7 @@ import maxlib
 from maxlib import checkpoint, nn, ops, plan, sharding, training
 from maxlib.models import llama
 from maxlib.training._restore import items_of
-from tests.plan.jobs import layout
-from tests.plan.test_plan import CONFIG
+from tests.plan.jobs import CONFIG, layout
 from tests.training import tiny
 
 BOTH = sharding.OFFLOAD_OPTIMIZER | sharding.OFFLOAD_LAYERS

@@ -192,3 +192,11 @@ def test_windows_of_the_upper_layers(fields, types, window):
     assert written["max_window_layers"] == written["layer_types"].count(FULL)
     assert written["use_sliding_window"] == (window is not None)
     assert Windowed.from_hf(HFConfig(written)) == cfg
+
+
+def test_an_attribute_that_nothing_reads_is_an_error():
+    with pytest.raises(TypeError, match=r"Typo\.fixd has no effect: did you mean fixed\?"):
+        type("Typo", (Config,), {"fixd": {"hidden_act": "silu"}})
+    with pytest.raises(TypeError, match=r"Bare\.depth has no effect: a field needs an annotation"):
+        type("Bare", (Config,), {"depth": hf("num_layers")})
+    type("Fine", (Config,), {"fixed": {}, "width": 3, "_own": 1, "total": property(lambda self: 1)})

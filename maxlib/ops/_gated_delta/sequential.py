@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._xla_workarounds import inner
+from maxlib.ops._chunks import for_each_head
 from maxlib.ops._gated_delta.inputs import Inputs
 from maxlib.ops._varying import vary_alike
 
@@ -25,14 +27,18 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
 
 
 def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
-    """Updates the state with one token, and reads it."""
-    # S <- exp(g) S, or 0 at the start of a document. [B, K, G] -> [B, K, G, 1, 1]
+    """Reads the state with one token, and updates it."""
+    # exp(g), or 0 at the start of a document. [B, K, G] -> [B, K, G, 1, 1]
     kept = jnp.exp(x.log_decay)
     kept = kept if x.is_start is None else jnp.where(x.is_start[:, None, None], 0.0, kept)
-    state = kept[..., None, None] * state
-    # S <- S + k (beta (v - k^T S))^T: the value stored under k moves towards v by beta.
-    found = jnp.einsum("bkd,bkgdv->bkgv", x.k, state, precision="highest")
+    kept = kept[..., None, None]
+    # Key and query read the old state at once, exp(g) k^T S and exp(g) q^T S: a step passes over the state twice, once
+    # to read and once to write. [B, K, G, 2, Hk] [B, K, G, Hk, Hv] -> [B, K, G, 2, Hv]
+    rows = for_each_head(jnp.stack([x.k, x.q], axis=2)[None], state.shape[2])[0]
+    read = kept * jnp.einsum("bkgrd,bkgdv->bkgrv", rows, state, precision="highest")
+    found, out = read[..., 0, :], read[..., 1, :]
+    # S <- exp(g) S + k (beta (v - exp(g) k^T S))^T: the value stored under k moves towards v by beta.
     delta = x.beta[..., None] * (x.v - found)
-    state = state + x.k[:, :, None, :, None] * delta[..., None, :]
-    # o = q^T S
-    return state, jnp.einsum("bkd,bkgdv->bkgv", x.q, state, precision="highest")
+    state = kept * state + x.k[:, :, None, :, None] * delta[..., None, :]
+    # o = q^T S = exp(g) q^T S_old + (q^T k) delta
+    return state, out + inner(x.q, x.k)[:, :, None, None] * delta

@@ -1,0 +1,57 @@
+"""The search for a layout: what it tries, what it refuses, in which order it shows the rest."""
+
+import dataclasses
+import functools
+import re
+
+from maxlib import plan
+from maxlib.models import llama
+from maxlib.plan import __main__ as command
+from maxlib.plan._search import pareto
+from tests.plan.jobs import CONFIG, MIXTRAL, layout
+
+
+def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsys, monkeypatch):
+    layouts = [layout()]
+    monkeypatch.setattr(
+        command, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",))
+    )
+    assert command.main(["llama3-70b", "--target", "h100", "--search"]) == 1
+    assert re.search(r"no layout fits h100: .* GiB more than there is", capsys.readouterr().err)
+
+
+def test_a_search_orders_what_fits_by_speed():
+    layouts = [layout(), layout("fsdp_tp_sp", fsdp=2, tensor=4), layout(fsdp=3)]
+    job = plan.Job("llama3-8b", "h100x8", sequence=4096)
+    found = plan.search(job, layouts=layouts, batches=(1, 64), remats=("full",))
+    assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
+    speeds = [p.tokens / p.estimate.serial for p in found.plans if p.fits and p.estimate]
+    assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
+    front = pareto(found.plans)
+    assert [p.peak for p in front] == sorted(p.peak for p in front)
+    assert "layouts in" in str(found)
+
+
+def test_a_search_spreads_experts_over_devices():
+    found = plan.search(plan.Job(MIXTRAL, "h100x16", sequence=16), batches=(1,), remats=("full",), compile=0)
+    degrees = {(got.mesh["fsdp"], got.mesh["tensor"], got.mesh["expert"]) for got in found.plans}
+    assert {(16, 1, 1), (8, 2, 1), (4, 1, 4), (2, 1, 8)} <= degrees and {expert for *_, expert in degrees} == {1, 4, 8}
+
+
+def test_a_search_copies_parameters_where_the_devices_do_not_divide_a_width():
+    cfg = dataclasses.replace(CONFIG, dim=48)
+    found = plan.search(plan.Job(cfg, "h100x32", sequence=16), batches=(1,), remats=("full",), compile=0)
+    meshes = [(got.mesh["data"], got.mesh["fsdp"], got.mesh["tensor"]) for got in found.plans]
+    assert {(2, 16, 1), (1, 16, 2)} <= set(meshes)  # 48 is 3 times 16
+
+
+def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
+    traced, call = [], llama.Llama.__call__
+    monkeypatch.setattr(
+        llama.Llama, "__call__", lambda self, *args, **more: traced.append(more) or call(self, *args, **more)
+    )
+    job = plan.Job(dataclasses.replace(CONFIG, dim=40), "h100x8", sequence=16)
+    first = plan.estimated(job)
+    assert [one["remat"] for one in traced] == [{"moe": "keep"}, None, None]  # "full", all of it, and the FLOPs
+    second = plan.estimated(dataclasses.replace(job, layout=layout(data=2, fsdp=4)))
+    assert len(traced) == 4 and second.analytic.activations == first.analytic.activations

@@ -1,0 +1,176 @@
+"""Every loss on a small model and one batch for all of them.
+
+All losses are computed from one forward pass (`everything`), so that a program is compiled once for all of them; each
+loss and each of its metrics is compared, and the gradient of a weighted sum.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlib import nn, sharding, training
+from maxlib import post_training as pt
+from maxlib.training._objectives.objective import split_options
+from tests.nn.tiny import tiny_llama
+from tests.training import tiny
+
+ROWS, T, VOCAB, K = 8, 24, 64, 3
+PP = sharding.Pipeline("stage", microbatches=4)
+PAIRS = {
+    "sigmoid": pt.DPO(0.3, label_smoothing=0.1),
+    "robust": pt.DPO(0.3, "robust", 0.1),
+    "hinge": pt.DPO(0.3, "hinge"),
+    "ipo": pt.DPO(0.3, "ipo"),
+    "apo_zero": pt.DPO(0.3, "apo_zero"),
+    "apo_down": pt.DPO(0.3, "apo_down"),
+    "sppo": pt.DPO(0.3, "sppo_hard"),
+    "nca": pt.DPO(0.3, "nca_pair"),
+    "bco": pt.DPO(0.3, "bco_pair"),
+    "sigmoid_norm": pt.DPO(0.3, "sigmoid_norm"),
+    "simpo": pt.SimPO(),
+    "mixture": pt.Mixture(((0.7, pt.DPO(0.2)), (0.3, pt.DPO(0.2, "bco_pair")))),
+}
+POLICIES = {
+    "grpo": functools.partial(pt.grpo, kl_term=pt.KL(0.1), entropy=0.01),
+    "dr_grpo": pt.dr_grpo(20),
+    "dapo": functools.partial(pt.dapo, kl_term=pt.KL(0.1, "corrected")),
+    "gspo": pt.gspo,
+    "gspo_token": functools.partial(pt.gspo, ratio="sequence_token"),
+    "cispo": functools.partial(pt.cispo, kl_term=pt.KL(0.1, "k2")),
+    "rloo": pt.rloo,
+    "tis": functools.partial(pt.grpo, correction=pt.Correction("token", None, 1.5)),
+    "mis": functools.partial(pt.grpo, correction=pt.Correction("sequence", 0.5, 2.0, "zero")),
+}
+LOSSES = {
+    **{name: functools.partial(pt.preference_loss, kind=kind) for name, kind in PAIRS.items()},
+    **{name: functools.partial(loss, temperature=0.8) for name, loss in POLICIES.items()},
+    "kto": functools.partial(pt.kto_loss, kind=pt.KTO(0.3, 1.2, 0.8)),
+    "top_k": functools.partial(pt.distillation_loss, beta=0.3, hard=0.2),
+    "dft": training.dft_loss,
+}
+
+
+# One of every kind of sum: pairs, sequences, tokens, ratios and weights of sequences, stored targets. `full` has all.
+FEW = "sigmoid", "dapo", "mis", "kto", "top_k"
+ALL = tuple(LOSSES)
+
+
+@training.objective
+def everything(head, hidden, batch, *, names=FEW):
+    """The sum of these losses with different factors; sums of each, and what each is divided by, are metrics."""
+    total, sums = 0.0, {}
+    for i, name in enumerate(names):
+        goal, given = split_options(LOSSES[name])
+        value, stats = goal.from_hidden(head, hidden, batch, **given)
+        total += (1 + i % 4) * value
+        sums |= {f"{name}/loss": value, f"{name}/count": stats.num_targets}
+        sums |= {f"{name}/{metric}": x for metric, x in stats.sums.items()}
+    return total, training.Stats(jnp.asarray(float(len(batch["tokens"]))), jax.lax.stop_gradient(sums))
+
+
+loss_of = lambda names: functools.partial(everything, names=names, dtype=jnp.float32)
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+chosen = pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), full(ALL, id="all")])
+
+
+@functools.cache
+def built():
+    return tiny_llama(num_layers=4, vocab=VOCAB)
+
+
+def model():
+    return jax.tree.map(jnp.copy, built())
+
+
+@functools.cache
+def batch():
+    """Rows of two pairs: segments 1 and 3 chosen, 2 and 4 rejected, each with a prompt; the last row has one pair."""
+    rng = np.random.default_rng(0)
+    segment_ids, targets = np.zeros((ROWS, T), np.int32), np.full((ROWS, T), -1, np.int32)
+    tokens = rng.integers(0, VOCAB, (ROWS, T)).astype(np.int32)
+    values = {name: np.zeros((ROWS, T), np.float32) for name in ("advantages", "desirable")}
+    for row in range(ROWS):
+        begin = 0
+        for segment in range(1, 5 if row < ROWS - 1 else 3):
+            size, prompt = int(rng.integers(4, 7)), int(rng.integers(1, 3))
+            at = slice(begin, begin + size)
+            segment_ids[row, at] = segment
+            targets[row, begin + prompt - 1 : begin + size - 1] = tokens[row, begin + prompt : begin + size]
+            values["advantages"][row, at], values["desirable"][row, at] = rng.normal(), rng.random() < 0.5
+            begin += size
+    near = lambda: (rng.normal(-4.1, 0.3, (ROWS, T))).astype(np.float32)
+    log_p = np.log(rng.dirichlet(np.ones(K + 2), (ROWS, T))[..., :K]).astype(np.float32)
+    ids = np.argsort(rng.random((ROWS, T, VOCAB)), axis=-1)[..., :K].astype(np.int32)
+    scores = {name: near() for name in ("reference_log_probs", "old_log_probs", "sampler_log_probs")}
+    stored = {"teacher_ids": ids, "teacher_log_probs": log_p, "kl_baseline": np.full(ROWS, 0.4, np.float32)}
+    return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, **values, **scores, **stored}
+
+
+def by_autodiff(names):
+    """Gradients, mean and statistics, as `training.one_f_one_b` gives them."""
+
+    def gradients(params, rest, data, key):
+        def mean(params):
+            value, stats = loss_of(names)(nn.combine(params, rest), data, key)
+            return value / stats.num_targets, stats
+
+        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return grads, value, stats
+
+    return gradients
+
+
+def run(gradients, spread, data):
+    compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
+    return jax.device_get(compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0)))
+
+
+@functools.cache
+def alone(names):
+    return run(by_autodiff(names), model(), batch())
+
+
+def check(got, want):
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    close_sums(got[2].sums, want[2].sums)
+    close_gradients(got[0], want[0])
+
+
+def close_sums(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def close_gradients(got, want):
+    assert got.keys() == want.keys()
+    for path, gradient in want.items():
+        np.testing.assert_allclose(got[path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
+
+
+def separate(data):
+    """Each segment in a row of its own, chosen rows before rejected ones."""
+    parts = []
+    for row in range(ROWS):
+        for segment in range(1, data["segment_ids"][row].max() + 1):
+            at = np.flatnonzero(data["segment_ids"][row] == segment)
+            part = {}
+            for name, x in data.items():
+                part[name] = x[row]
+                if x.ndim > 1:
+                    part[name] = np.zeros((8, *x.shape[2:]), x.dtype)
+                    part[name][: len(at)] = x[row, at]
+            part["targets"][len(at) :] = -1
+            part["segment_ids"] = (part["segment_ids"] > 0).astype(np.int32)
+            parts.append(part)
+    return [{name: np.stack([part[name] for part in half]) for name in parts[0]} for half in (parts[::2], parts[1::2])]
+
+
+def halves(seed=0):
+    """Pairs as two sub-batches with one segment each."""
+    first, second = separate(batch())
+    keep = ("tokens", "targets", "segment_ids")
+    return {half: {k: x[k][:8] for k in keep} for half, x in (("chosen", first), ("rejected", second))}

@@ -1,0 +1,128 @@
+"""Losses with a frozen model beside the trained one: a reference or a teacher."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import adapters, nn, sharding, training
+from maxlib import post_training as pt
+from tests.nn.tiny import tiny_llama
+from tests.post_training.every_loss import VOCAB, built, check, halves
+from tests.training import tiny
+
+
+def preferred(model, batch, key):
+    return pt.preference_loss(model, batch, key, dtype=jnp.float32, kind=pt.DPO(0.5))
+
+
+def distilled(model, batch, key):
+    options = {"beta": 0.4, "temperature": 1.5, "hard": 0.3}
+    return pt.distillation_loss(model, batch["chosen"], key, dtype=jnp.float32, **options)
+
+
+def labelled(model, batch, key):
+    own = batch["chosen"] | {"desirable": jnp.arange(8) % 2 == 0, "mismatched": batch["rejected"]}
+    return pt.kto_loss(model, own, key, dtype=jnp.float32)
+
+
+def odds(model, batch, key):
+    return pt.preference_loss(model.trained, batch, key, dtype=jnp.float32, kind=pt.ORPO(0.2))
+
+
+@functools.cache
+def beside(seed=1):
+    """The frozen model has another width."""
+    return pt.WithFrozen(built(), tiny_llama(num_layers=1, vocab=VOCAB, dim=24, seed=seed))
+
+
+def test_a_model_beside_itself_is_frozen_as_it_is_now():
+    model = tiny.model()
+    both = pt.WithFrozen(model, model)
+    training.materialize_model(both, None)  # which refuses one parameter at two places
+    before = np.asarray(both.frozen.embed.w[...])
+    model.embed.w.set_value(model.embed.w[...] + 1)
+    np.testing.assert_array_equal(both.frozen.embed.w[...], before)
+    np.testing.assert_array_equal(both.trained.embed.w[...], before + 1)
+
+
+def taught(loss, spread, data):
+    def gradients(params, rest, data):
+        f = lambda params: loss(nn.combine(params, rest), data, jax.random.key(0))
+        (value, stats), grads = jax.value_and_grad(f, has_aux=True)(params)
+        return grads, value, stats
+
+    only = training.trainable_only("trained.*")
+    compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
+    return jax.device_get(compiled(*nn.partition(spread, only), jax.tree.map(jnp.asarray, data)))
+
+
+def test_the_frozen_model_is_left_alone_without_a_filter():
+    """Weight decay needs no gradient, so it would shrink a reference or a teacher that the optimizer sees."""
+    both = beside()
+    state = training.make_state(both, training.adamw(0.1))
+    assert set(state.trainable) == {f"trained.{path}" for path in nn.partition(both.trained)[0]}
+    step = jax.jit(training.make_train_step(preferred, training.adamw(0.1)), compiler_options=tiny.QUICKLY)
+    state, _ = step(state, halves())
+    before, after = nn.variables(beside().frozen), nn.variables(state.model.frozen)
+    assert all(np.array_equal(value.get_value(), after[path].get_value()) for path, value in before.items())
+
+
+def test_beside_a_frozen_model_adapters_are_trained_alone():
+    put_on = lambda model: adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    adapted = put_on(built())
+    want = {f"trained.{path}" for path in nn.partition(adapted, adapters.trainable)[0]}
+    both = pt.WithFrozen(adapted, put_on(built()))
+    assert set(training.make_state(pt.WithFrozen(adapted, built()), training.adamw(0.1)).trainable) == want
+    assert set(nn.partition(both, nn.tree.default_filter(both))[0]) == want
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", [preferred, distilled, labelled, odds])
+def test_with_a_frozen_model_on_a_mesh(loss):
+    want = taught(loss, beside(), halves())
+    assert all(path.startswith("trained.") for path in want[0])
+    layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP)
+    spread = jax.device_put(beside(), sharding.shardings(beside(), layout))
+    with sharding.use(layout):
+        check(taught(loss, spread, halves()), want)
+
+
+def test_a_reference_in_the_batch_is_one_beside_the_model():
+    """`add_reference` and `add_teacher` store what `WithFrozen` computes; all tokens as top-k are the divergence."""
+    both, data = beside(), jax.tree.map(jnp.asarray, halves())
+
+    class Once(tiny.Loader):
+        def __next__(self):
+            self.next += 1
+            return halves()
+
+    stored = next(pt.add_reference(Once(), both.frozen, dtype=jnp.float32))
+    options = {"kind": pt.DPO(0.5), "dtype": jnp.float32}
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def preferences(both, stored):
+        found = pt.preference_loss(both, data, **options), pt.preference_loss(both.trained, stored, **options)
+        return *found, pt.preference_loss(both.trained, data, reference=lambda model: model, **options)
+
+    (want, stats), (got, _), (itself, _) = preferences(both, stored)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(itself / stats.num_targets, np.log(2), rtol=1e-6)
+
+    loader = pt.add_teacher(Once(), both.frozen, k=VOCAB, temperature=1.5, dtype=jnp.float32)
+    first, state = next(loader)["chosen"], loader.get_state()
+    assert state == {"0": {"next": 1}} and first["teacher_ids"].shape == (*data["chosen"]["tokens"].shape, VOCAB)
+    options = {"beta": 0.0, "temperature": 1.5, "dtype": jnp.float32}
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def divergences(both, first):
+        found = (
+            pt.distillation_loss(both.trained, first, **options),
+            pt.distillation_loss(both, data["chosen"], **options),
+        )
+        return [value for value, _ in found]
+
+    np.testing.assert_allclose(*divergences(both, first), rtol=1e-4)
