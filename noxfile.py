@@ -217,8 +217,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def docs_browser(session: nox.Session) -> None:
-    """Check the built documentation in headless Chromium (must be on the path): search, contrast, phones, errors."""
+    """Check the built documentation in headless Chromium (must be on the path): search, contrast, phones, errors. Count
+    how far away each page is.
+    """
     session.install("selenium>=4.20")
+    session.run("python", "-m", "tests.steps", "docs/_build/html")
     session.run("python", "-m", "tests.browser", "docs/_build/html", *session.posargs)
 
 

@@ -1,5 +1,6 @@
 """How Sphinx builds the documentation; `nox -s docs` runs it with warnings as errors."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -32,8 +33,9 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
-    "anchors",  # docs/_extension, as the next three
+    "anchors",  # docs/_extension, as the next four
     "api",
+    "entries",
     "links",
     "notebooks",
 ]
@@ -63,6 +65,12 @@ html_theme_options = {
     "footer_end": [],
     "secondary_sidebar_items": ["page-toc"],
 }
+
+if "DOCS_VERSION" in os.environ:  # beside other versions, in a folder of its own; see docs/versions.py
+    # The address is relative to the first page.
+    html_theme_options["switcher"] = {"json_url": "../switcher.json", "version_match": os.environ["DOCS_VERSION"]}
+    html_theme_options["check_switcher"] = False  # it is not there yet
+    html_theme_options["navbar_end"] = ["version-switcher", *html_theme_options["navbar_end"]]
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

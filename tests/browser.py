@@ -1,22 +1,24 @@
 """Looks at the built documentation in headless Chromium: `python -m tests.browser docs/_build/html`.
 
-Every page in light on a phone and in dark on a screen, some also the other way round: errors on the console, horizontal
-scrolling, pictures that did not load, contrast below WCAG 2.1 AA. And searches: each must list its page among the first
-five. Needs selenium, Chromium and its driver. `--pictures FOLDER` keeps screenshots.
+Every page on a phone and on a screen, in light and in dark: errors on the console, horizontal scrolling, pictures that
+did not load, contrast below WCAG 2.1 AA. And searches: each must list its page among the first five. Needs selenium,
+Chromium and its driver. `--pictures FOLDER` keeps screenshots.
 """
 
 import argparse
 import functools
 import http.server
+import itertools
 import json
 import shutil
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 VIEWS = ((390, "light"), (390, "dark"), (1440, "light"), (1440, "dark"))  # pixels, colors
-BRIEFLY = ((390, "light"), (1440, "dark"))  # of the pages that are not among these:
+# Pages that are loaded anew for each view, and of which screenshots are kept.
 PAGES = ("index", "start", "gallery", "concepts", "guides/tour", "guides/index", "guides/finetune", "guides/sharding",
          "guides/troubleshooting", "api/nn", "api/training", "api/objects/nn.Attention", "api/objects/training.Trainer", "cards/llama", "models", "plans", "notebooks/plan_70b",
          "notebooks/experts")  # fmt: skip
@@ -64,6 +66,16 @@ SEARCHES = {
     "elastic": "guides/launch",
     "multi-node": "guides/launch",
     "interpretability": "guides/look-inside",
+    "gemma": "cards/gemma",
+    "load gemma": "cards/gemma3",
+    "llama": "cards/llama",
+    "deepseek": "cards/deepseek",
+    "RMSNorm": "api/objects/nn.RMSNorm",
+    "from_pretrained": "api/objects/from_pretrained",
+    "Trainer": "api/objects/training.Trainer",
+    "swap attention": "guides/change-a-model",
+    "v5e-16": "guides/plan",
+    "loss spike report": "notebooks/run_report",
 }
 FIRST = 5  # results within which the page has to be
 # Texts whose contrast with the background below them is less than 4.5, or 3 for large ones.
@@ -95,6 +107,12 @@ const right = e => { const box = e.getBoundingClientRect(); return box.left + Ma
 return [...document.querySelectorAll("article *")].filter(e => !e.closest("svg,.visually-hidden,.sr-only") && e.getClientRects().length && right(e) > most + 1 && !scrolls(e))
   .slice(0, 3).map(e => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 30).replaceAll("\\n", " ")}`);
 """
+THEME = "return document.documentElement.dataset.theme"
+CHOOSE = """
+document.head.insertAdjacentHTML("beforeend", "<style>* { transition: none !important; }</style>");
+localStorage.setItem("mode", arguments[0]); localStorage.setItem("theme", arguments[0]);
+document.documentElement.dataset.mode = document.documentElement.dataset.theme = arguments[0];
+"""
 BROKEN = "return [...document.images].filter(i => i.complete && i.naturalWidth === 0).map(i => i.src)"
 
 
@@ -102,18 +120,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("site", type=Path)
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="look at the I-th of N parts of the pages only")
+    parser.add_argument("--browsers", type=int, default=2, help="browsers that work at the same time")
     args = parser.parse_args()
     address, pages = serve(args.site), every_page(args.site)
-    driver = chromium()
-    try:
-        found = [f"{page}: was not built" for page in (*PAGES, SOURCE) if page not in pages]
-        for view in VIEWS:
-            chosen = [page for page in pages if page in PAGES or view in BRIEFLY]
-            found += look(driver, address, chosen, *view, args.pictures)
-        found += [line for words, page in SEARCHES.items() for line in search(driver, address, words, page)]
-    finally:
-        driver.quit()
-    print("\n".join(found) or f"{len(pages)} pages and {len(SEARCHES)} searches: nothing found")
+    part, parts = map(int, args.share.split("/"))
+    found = [f"{page}: was not built" for page in (*PAGES, SOURCE) if page not in pages]
+    pages, searches = pages[part - 1 :: parts], list(SEARCHES)[part - 1 :: parts]
+    shares = [(pages[i :: args.browsers], searches[i :: args.browsers]) for i in range(args.browsers)]
+    with ThreadPoolExecutor(args.browsers) as pool:
+        found += itertools.chain(*pool.map(lambda share: look(address, *share, args.pictures), shares))
+    print("\n".join(found) or f"{len(pages)} pages and {len(searches)} searches: nothing found")
     return bool(found)
 
 
@@ -150,31 +167,40 @@ def chromium():
     return webdriver.Chrome(options=options, service=service)
 
 
-def look(driver, address: str, pages: list[str], width: int, mode: str, pictures: Path | None):
-    """Yields the problems of pages of one width and color scheme."""
-    # A window of Chromium has a least width; this sets that of the page.
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driver.get(f"{address}/{pages[0]}.html")
-    driver.execute_script(
-        "localStorage.setItem('mode', arguments[0]); localStorage.setItem('theme', arguments[0])", mode
-    )
-    driver.get_log("browser")
-    for page in pages:
-        driver.get(f"{address}/{page}.html")
-        time.sleep(0.3)
-        assert driver.execute_script("return document.documentElement.dataset.theme") == mode
-        yield from (f"{page}, {width} pixels, {mode}: {line}" for line in wrong(driver, address))
+def look(address: str, pages: list[str], searches: list[str], pictures: Path | None) -> list[str]:
+    """Returns the problems that one browser finds."""
+    driver = chromium()
+    try:
+        found = [line for page in pages for line in look_at(driver, address, page, pictures)]
+        return found + [line for words in searches for line in search(driver, address, words, SEARCHES[words])]
+    finally:
+        driver.quit()
+
+
+def look_at(driver, address: str, page: str, pictures: Path | None):
+    """Yields the problems of a page in every view. It is loaded once; those of PAGES are loaded for each view."""
+    for number, (width, mode) in enumerate(VIEWS):
+        # A window of Chromium has a least width; this sets that of the page.
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        if number == 0 or page in PAGES:
+            driver.get(f"{address}/{page}.html")
+        if number == 0 or driver.execute_script(THEME) != mode:
+            driver.execute_script(CHOOSE, mode)
+            if page in PAGES:  # the theme itself has to remember the choice
+                driver.get(f"{address}/{page}.html")
+                assert driver.execute_script(THEME) == mode
+        yield from (f"{page}, {width} pixels, {mode}: {line}" for line in wrong(driver))
         if pictures is not None and page in PAGES:
             path = pictures / f"{page.replace('/', '-')}-{width}-{mode}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(driver.get_screenshot_as_png())
-
-
-def wrong(driver, address: str):
-    """Yields the problems of the current page."""
     logged = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-    yield from (f"console: {line}" for line in logged if not outside(line, address))
+    yield from (f"{page}: console: {line}" for line in logged if not outside(line, address))
+
+
+def wrong(driver):
+    """Yields the problems of the current page in its current view."""
     yield from (f"wider than the screen: {line}" for line in driver.execute_script(WIDER))
     yield from (f"picture missing: {line}" for line in driver.execute_script(BROKEN))
     yield from (f"contrast {colors} {text}" for colors, text in driver.execute_script(CONTRAST).items())
@@ -189,8 +215,8 @@ def search(driver, address: str, words: str, page: str):
     """Yields a line if a search does not list its page among the first ones."""
     driver.get(f"{address}/search.html?q={words.replace(' ', '+')}")
     results: list[str] = []
-    for _ in range(40):  # results come one after the other
-        time.sleep(0.25)
+    for _ in range(100):  # results come one after the other
+        time.sleep(0.1)
         links = "return [...document.querySelectorAll('#search-results li > a')].map(a => a.getAttribute('href'))"
         results = driver.execute_script(links)
         if len(results) >= FIRST:

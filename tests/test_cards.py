@@ -76,13 +76,14 @@ def test_a_card_has_sizes_memory_and_a_picture(cards):
     assert "fits on 16 H100s" in text
 
 
+SMALL = ("nemotron_h", "mistral", "lfm2", "deepseek_v32", "gemma4", "qwen3_vl")
+
+
 def smallest(family) -> str:
     return min((row(family, preset) for preset in family.presets), key=lambda found: found.total).preset
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", "gpt2", *(pytest.param(n, marks=pytest.mark.full) for n in ("nemotron_h", "mistral", "lfm2"))]
-)
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", *(pytest.param(n, marks=pytest.mark.full) for n in SMALL)])
 def test_a_small_model_without_the_hub_runs(cards, name):
     (family,) = (family for family in weights.families() if family.name == name)
     (code,) = re.findall(r"^```python\n(.*?)^```$", cards["without_hub"](family, smallest(family)), re.S | re.M)
@@ -90,6 +91,12 @@ def test_a_small_model_without_the_hub_runs(cards, name):
     exec(code, names)
     hidden = jax.eval_shape(lambda model: model(jnp.zeros((1, 8), jnp.int32)).hidden, names["model"])
     assert hidden.shape == (1, 8, names["cfg"].dim) and nn.num_parameters(names["model"]) < 1e8
+
+
+@pytest.mark.full
+def test_every_family_has_a_small_model(cards):
+    found = {family.name: cards["narrow"](family, smallest(family)) for family in weights.families() if family.presets}
+    assert len(found) > 30 and [name for name, sizes in found.items() if not sizes] == []
 
 
 def test_every_family_with_presets_has_prose_and_a_row_in_the_guide():

@@ -1,11 +1,13 @@
 """Releases: the workflow, the notes, and the project's metadata files."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import maxlib
+from docs import versions
 from tests.release import notes
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +54,12 @@ def test_workflow_and_templates_are_sound():
     assert set(jobs["publish"]["needs"]) == {"tests", "install"} and jobs["publish"]["if"].startswith("startsWith")
     assert jobs["install"]["strategy"]["matrix"]["python"] == supported()
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    named = [ROOT / word for line in commands for word in line.split() if word.startswith((".ci/", "tests/"))]
+    named = [
+        ROOT / word
+        for line in commands
+        for word in line.split()
+        if word.startswith((".ci/", "tests/", "docs/versions"))
+    ]
     assert named and all(path.exists() for path in named)
     body = found[ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml"]["body"]
     (doctor,) = (field for field in body if field.get("id") == "doctor")
@@ -61,3 +68,24 @@ def test_workflow_and_templates_are_sound():
 
 def supported() -> list[str]:
     return re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+
+
+def test_versions_of_the_documentation_lie_beside_each_other(tmp_path):
+    site, published = tmp_path / "site", tmp_path / "published"
+    (site / ".doctrees").mkdir(parents=True)
+    for version in ("0.9.0", "dev", "0.10.0rc1", "0.10.0"):
+        (site / "index.html").write_text(version)
+        versions.add(site, published, version, "/maxlib/")
+    assert (published / "0.9.0" / "index.html").read_text() == "0.9.0"
+    assert not (published / "dev" / ".doctrees").exists()
+    menu = json.loads((published / "switcher.json").read_text())
+    assert [entry["version"] for entry in menu] == ["dev", "0.10.0", "0.10.0rc1", "0.9.0"]
+    assert [entry["version"] for entry in menu if entry["preferred"]] == ["0.10.0"]
+    assert menu[1]["name"] == "0.10.0 (stable)" and menu[1]["url"] == "/maxlib/0.10.0/"
+    assert 'url=0.10.0/"' in (published / "index.html").read_text()
+    with pytest.raises(ValueError, match="neither"):
+        versions.add(site, published, "../elsewhere", "/maxlib/")
+
+
+def test_without_a_release_the_first_page_leads_to_the_development_version():
+    assert versions.newest(["dev"]) == "dev" and versions.newest(["dev", "0.1.0rc1"]) == "dev"

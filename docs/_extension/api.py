@@ -13,9 +13,11 @@ import inspect
 import itertools
 import re
 import types
+import typing
 from pathlib import Path
 from typing import Any
 
+import entries
 import programs
 from docutils import nodes
 from flax import nnx
@@ -84,14 +86,18 @@ def page(module: str, name: str, siblings: list[str]) -> str:
 
 
 def expand(app, docname: str, source: list[str]) -> None:
-    """Replaces the blocks of a page by tables, and lists the objects' pages below it; runs on every page."""
+    """Replaces the blocks of a page by tables, and puts the entries and the contents below them; runs on every page."""
     blocks = listed(source[0])
     if not blocks:
         return
     of_block = iter(blocks)
     text = BLOCK.sub(lambda match: _table(*next(of_block)), source[0])
-    entries = "\n".join(f"{name} <objects/{page_of(module, name)}>" for module, names in blocks for name in names)
-    source[0] = EMPTY.sub("", text) + f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{entries}\n```\n"
+    pages = {page_of(module, name): name for module, names in blocks for name in names}
+    several = len({module for module, _ in blocks}) > 1  # gpt2.Config and llama.Config
+    labels = {page: page.partition(".")[2] if several else name for page, name in pages.items()}
+    listed_below = "\n".join(f"{label} <objects/{page}>" for page, label in labels.items())
+    contents = f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{listed_below}\n```\n"
+    source[0] = EMPTY.sub("", text) + entries.section(list(pages)) + contents
 
 
 def _table(module: str, names: list[str]) -> str:
@@ -102,19 +108,20 @@ def _table(module: str, names: list[str]) -> str:
     return f"```{{eval-rst}}\n{table}\n```"
 
 
-def anchors(app, doctree) -> None:
-    """Gives each row of a table of summaries the place of its name, so that old links to a long page lead to it."""
-    for table in doctree.findall(lambda n: isinstance(n, nodes.table) and "api-summary" in n["classes"]):
-        for link in table.findall(addnodes.pending_xref):
-            link.parent["ids"].append(link["reftarget"])
-
-
 def short_names(app, doctree) -> None:
     """Writes `Array` in the signatures of overloads, which no event of autodoc shows."""
     for signature in doctree.findall(addnodes.desc_signature):
         for text in list(signature.findall(nodes.Text)):
             if "jaxlib._jax.Array" in text:
                 text.parent.replace(text, nodes.Text(text.replace("jaxlib._jax.Array", "Array")))
+
+
+def one_document(app, doctree) -> None:
+    """Lets every node belong to the page. MyST reads `eval-rst` as a document of its own, whose settings hold all that
+    Sphinx knows; stored with each page, that was 2 GB.
+    """
+    for node in doctree.findall():
+        node.document = doctree
 
 
 def as_text(page: str) -> str:
@@ -187,6 +194,8 @@ def documentation(module: str, name: str) -> str:
     if not own and "__doc__" in getattr(value, "__dict__", {}):
         own = inspect.cleandoc(value.__doc__)
     said = own or below(module).get(name) or comment(module, name) or KNOWN.get(name)
+    if not said and typing.get_origin(value) is typing.Literal:
+        return f"One of {', '.join(f'`{choice!r}`' for choice in typing.get_args(value))}."
     return said or _of_its_class(value) or f"A `{type(value).__name__}`."
 
 
@@ -345,8 +354,8 @@ def name_attributes(app) -> None:
 def setup(app) -> dict[str, Any]:
     app.connect("builder-inited", name_attributes)
     app.connect("source-read", expand)
-    app.connect("doctree-read", anchors)
     app.connect("doctree-read", short_names)
+    app.connect("doctree-read", one_document, priority=999)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring, priority=400)
     app.connect("autodoc-skip-member", skip)

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,14 +18,18 @@ HERE = Path(__file__).parents[1]
 MADE_OF = "## What it is made of"
 SEQUENCE, MOST = 4096, 1024  # tokens of a row, GPUs
 # Fields that make a preset small enough to try on a laptop, in order of preference; GPT-2's width is a multiple of 12.
-NARROW = {"vocab": 256, "mlp_dim": 128, "expert_dim": 32}
+NARROW = {"vocab": 256, "mlp_dim": 128, "expert_dim": 32, "per_layer_vocab": 256}
 TRIES = (
     {"dim": 64, "num_layers": 8},
     {"dim": 64},
     {"dim": 96},
+    {"dim": 64, "num_layers": 8, "num_heads": 8, "index_heads": 8},
+    {"dim": 64, "num_layers": 8, "vision": {"dim": 64, "mlp_dim": 128}},
+    {"dim": 64, "vision": {"dim": 64, "mlp_dim": 128}},
     {"dim": 64, "num_layers": 8, "vision": None},
     {"dim": 64, "vision": None},
 )
+COLUMNS = 100  # letters of a line of code that a page shows
 WAYS = (("fsdp=-1", "fsdp"), ("fsdp=-1,expert=8", "fsdp+ep"))  # degrees and strategies, as `maxlib plan` takes them
 
 
@@ -141,14 +146,27 @@ import dataclasses
 from flax import nnx
 from maxlib.models import {family.name}
 
-small = {{{", ".join(f'"{name}": {value}' for name, value in sizes.items())}}}
-cfg = dataclasses.replace({family.name}.PRESETS["{preset}"], **small)
+{narrowing(family, preset, sizes)}
 model = {family.name}.{family.model.__name__}(cfg, rngs=nnx.Rngs(0))
 ```
 """
 
 
-def narrow(family, preset: str) -> dict[str, int | None]:
+def narrowing(family, preset: str, sizes: dict) -> str:
+    """Returns the lines that make `cfg` of a preset and of what `narrow` found."""
+    vision = sizes.get("vision") or {}
+    fields = ", ".join(f'"{name}": {value}' for name, value in sizes.items() if name != "vision" or not vision)
+    small = f"small = {{{fields}}}"
+    if len(small) > COLUMNS:
+        small = f"small = {{\n{textwrap.indent(textwrap.fill(fields + ',', COLUMNS - 4), '    ')}\n}}"
+    lines = [small, f'cfg = dataclasses.replace({family.name}.PRESETS["{preset}"], **small)']
+    if vision:
+        given = ", ".join(f"{name}={value}" for name, value in vision.items())
+        lines += [f"vision = dataclasses.replace(cfg.vision, {given})", "cfg = dataclasses.replace(cfg, vision=vision)"]
+    return "\n".join(lines)
+
+
+def narrow(family, preset: str) -> dict[str, int | dict[str, int] | None]:
     """Returns fields for `dataclasses.replace` that give a model of less than 100 million parameters; {} for none."""
     import jax
     from flax import nnx
@@ -161,12 +179,14 @@ def narrow(family, preset: str) -> dict[str, int | None]:
         sizes = {name: value for name, value in {**tried, **NARROW}.items() if name in has}
         try:
             with nn.stack.skip_layer_check():
+                if isinstance(sizes.get("vision"), dict):
+                    sizes["vision"] = dataclasses.replace(cfg.vision, **tried["vision"])
                 small = dataclasses.replace(cfg, **sizes)
                 model = jax.eval_shape(lambda small=small: family.model(small, rngs=nnx.Rngs(0)))
-        except (ValueError, AttributeError):  # these fields do not fit together
+        except (ValueError, AttributeError, TypeError):  # these fields do not fit together
             continue
         if nn.num_parameters(model) < 1e8:
-            return sizes
+            return {name: tried.get(name, value) for name, value in sizes.items()}
     return {}
 
 
@@ -178,9 +198,15 @@ def _on_hub(preset: str) -> str:
 
 
 def title(family: str) -> str:
-    """Returns the public name of a family, that of its heading in docs/api/models.md."""
+    """Returns the public name of a family."""
+    return titles()[family]
+
+
+def titles() -> dict[str, str]:
+    """Returns the public names of the families that have cards, from the headings in docs/api/models.md."""
     page = (HERE / "api" / "models.md").read_text()
-    return re.findall(rf"^## (.+)\n\n```\{{api\}} maxlib\.models\.{family}$", page, re.MULTILINE)[0]
+    found = re.findall(r"^## (.+)\n\n```\{api\} maxlib\.models\.(\w+)$", page, re.MULTILINE)
+    return {name: title for title, name in found if (HERE / "families" / f"{name}.md").exists()}
 
 
 def _features(rows) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import api
+import cards
 import figures
 import programs
 from docutils import nodes
@@ -207,10 +208,16 @@ def without_pragmas(app, docname: str, source: list[str]) -> None:
     source[0] = source[0].replace("  # fmt: skip", "")
 
 
-def landing_figure(app, docname: str, source: list[str]) -> None:
-    """Draws a small Llama, from the model itself, in the place of `<<figure>>`."""
-    if "<<figure>>" in source[0]:
-        source[0] = source[0].replace("<<figure>>", f"```{{raw}} html\n{figures.llama_3_1_8b()}\n```")
+def landing(app, docname: str, source: list[str]) -> None:
+    """Draws Llama, from the model itself, on the first page, and names the families there."""
+    if docname == "index":
+        drawing = f"```{{raw}} html\n{figures.llama_3_1_8b()}\n```"
+        source[0] = with_families(source[0]).replace("<<figure>>", drawing)
+
+
+def with_families(text: str) -> str:
+    """Puts links to the families' cards in the place of `<<families>>`."""
+    return text.replace("<<families>>", ", ".join(f"[{t}](cards/{name}.md)" for name, t in cards.titles().items()))
 
 
 def write_llms_full(app, error) -> None:
@@ -218,13 +225,13 @@ def write_llms_full(app, error) -> None:
     if error is None and app.builder.format == "html":
         left_out = ("index", "changelog", OBJECTS)
         pages = ["index", *(page for page in sorted(app.env.found_docs) if not page.startswith(left_out))]
-        texts = [api.as_text(Path(app.env.doc2path(page)).read_text()) for page in pages]
+        texts = [api.as_text(with_families(Path(app.env.doc2path(page)).read_text())) for page in pages]
         Path(app.outdir, "llms-full.txt").write_text("\n\n".join(texts))
 
 
 def setup(app) -> dict[str, Any]:
     app.connect("source-read", rest_of_guides)
-    app.connect("source-read", landing_figure)
+    app.connect("source-read", landing)
     app.connect("source-read", link_cards)
     app.connect("source-read", prose_on_cards)
     app.connect("source-read", without_pragmas)

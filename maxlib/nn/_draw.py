@@ -2,8 +2,9 @@
 
 import dataclasses
 import html
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -17,21 +18,24 @@ from maxlib.sharding.layers import num_layer_axes
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _WIDTH, _LINE, _PAD = 430, 17, 9  # pixels: of the picture, of a line of text, around it
+_BOLD, _SMALL = 8.2, 6.6  # pixels: of a letter in a title, and in other text
 _MOST = 5  # boxes in a stack; if there are more, equal ones are drawn once
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:currentColor}.small{font-size:11.5px;opacity:.75}"
-    ".right{text-anchor:end}.name{font-weight:600}rect{stroke:currentColor;stroke-opacity:.35;fill-opacity:.13}"
+    ".right{text-anchor:end}.name{font-weight:600}.detail{font-size:11.5px;font-weight:400;fill-opacity:.75}"
+    "rect{stroke:currentColor;stroke-opacity:.35;fill-opacity:.13}"
 )
 _COLOURS = {"Attention": "#4477aa", "MLA": "#4477aa", "DeltaNet": "#66aaaa", "MLP": "#228833", "MoE": "#ee6677", "Embed": "#aa7744", "Norm": "#888888"}  # fmt: skip
 
 
 # JAX sorts attributes by name when it maps over a model; this is the order in which they run.
 _ORDER = (
-    "tower", "projector", "embed", "positions", "pre_norm", "attn_norm", "attn", "delta",
+    "tower", "projector", "patches", "embed", "PerLayerEmbed", "positions", "pre_norm", "attn_norm", "attn", "delta", "mamba", "conv",
     "attn_post_norm", "mlp_norm", "mlp", "moe", "mlp_post_norm", "layers",
     "norm", "router", "q_down", "q_norm", "q_up", "q", "kv_down", "kv_norm",
     "k_up", "v_up", "k", "v", "k_norm", "b", "a", "o", "gate", "up", "down", "shared", "head",
 )  # fmt: skip
+_MIXERS = {"attn", "delta", "mamba", "conv", "mlp", "moe"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Drawing:
 def draw(model: Any) -> Drawing:
     """Draws a model as blocks with their shapes and parameters; identical layers are one block with a count.
 
-    If layers alternate too often for that, each distinct layer is one block that lists the indices of its layers.
+    If layers alternate too often for that, each distinct layer is one block that lists the indices of its layers. A
+    layer names the parts that it shares with a layer above it, and draws only the others.
 
     Also works on `jax.eval_shape` of a model, so a large model needs no memory.
 
@@ -81,7 +86,7 @@ def draw(model: Any) -> Drawing:
         model: A model, a stack or a layer.
     """
     block = _block(type(model).__name__, model)
-    parts, height = _render(block, 1, 1, _WIDTH - 2)
+    parts, height = _render(_folded(block), 1, 1, _WIDTH - 2)
     area = f'width="{_WIDTH}" height="{height + 2}" viewBox="0 0 {_WIDTH} {height + 2}"'
     label = html.escape(f"{block.kind}: {scaled(num_parameters(model))} parameters")
     body = "\n".join(parts)
@@ -97,12 +102,21 @@ def _block(name: str, module: Any, in_a_stack: bool = False) -> Block:
     kind, parts = type(module).__name__, _submodules(module)
     if isinstance(module, Stack):
         return Block(name, f"{len(module)} layers", num_parameters(module), inside=tuple(_layers(module)))
-    boxes = {n: part for n, part in parts.items() if not isinstance(part, Einsum | ExpertLinear)}
-    if not any(_submodules(part) for part in parts.values()) or isinstance(module, Einsum):
+    boxes = {n: part for n, part in parts.items() if not _is_projection(part)}
+    if not any(_submodules(part) for part in boxes.values()):
         boxes = {}
     shapes = [line for n, part in {"": module, **parts}.items() if n not in boxes for line in _shapes(n, part)]
-    inside = tuple(_block(n, part, in_a_stack) for n, part in boxes.items())
+    inside = tuple(_merged(_block(n, part, in_a_stack) for n, part in boxes.items()))
     return Block(name, kind, count(module), (*_notes(module), *_in_rows(shapes)), inside)
+
+
+def _is_projection(module: Any) -> bool:
+    """Tells whether a module is one matrix, perhaps with limits around it."""
+    if isinstance(module, Einsum | ExpertLinear):
+        return True
+    arrays, parts = vars(module).values(), list(_submodules(module).values())
+    plain = not any(_notes(module)) and not any(is_variable(value) and _shape(value) for value in arrays)
+    return plain and len(parts) == 1 and isinstance(parts[0], Einsum)
 
 
 def _layers(stack: Stack) -> Iterator[Block]:
@@ -116,29 +130,53 @@ def _layers(stack: Stack) -> Iterator[Block]:
     if sum(len(list(_merged(layers))) for layers in blocks.values()) > _MOST:
         yield from _distinct(stack, blocks)
         return
-    for name, group in stack.layer_groups.items():
-        slots = list(_merged(blocks[name]))
-        if group.repeats is None:
-            yield from slots
-        elif len(slots) == 1:
-            yield dataclasses.replace(slots[0], repeat=slots[0].repeat * group.repeats)
-        elif slots:
-            parameters = sum(slot.parameters * slot.repeat for slot in slots)
-            yield Block("", "period", parameters, inside=tuple(slots), repeat=group.repeats)
+    yield from _merged(block for name in blocks for block in _of_group(blocks[name], stack.layer_groups[name].repeats))
 
 
-def _merged(blocks: Any) -> Iterator[Block]:
+def _of_group(blocks: list[Block], repeats: int | None) -> Iterator[Block]:
+    """Yields the blocks of layers that stand alone, or of layers that repeat together."""
+    slots = list(_merged(blocks))
+    if repeats is None:
+        yield from slots
+    elif len(slots) == 1:
+        yield dataclasses.replace(slots[0], repeat=slots[0].repeat * repeats)
+    elif slots:
+        parameters = sum(slot.parameters * slot.repeat for slot in slots)
+        yield Block("", "period", parameters, inside=tuple(slots), repeat=repeats)
+
+
+def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
     """Merges neighbours that differ only in name."""
-    last: Block | None = None
-    for block in blocks:
-        if last is not None and dataclasses.replace(last, name="", repeat=1) == dataclasses.replace(block, name=""):
-            last = dataclasses.replace(last, repeat=last.repeat + 1)
-            continue
-        if last is not None:
-            yield last
-        last = block
-    if last is not None:
-        yield last
+    for _, group in itertools.groupby(blocks, lambda block: dataclasses.replace(block, name="", repeat=1)):
+        alike = list(group)
+        names = [block.name for block in alike if block.name]
+        name = ", ".join(names) if len(names) < 3 else f"{names[0]} ... {names[-1]}"
+        yield dataclasses.replace(alike[0], name=name, repeat=sum(block.repeat for block in alike))
+
+
+def _folded(block: Block) -> Block:
+    """Names the parts of a stack's layers that an earlier layer has too, instead of repeating them."""
+    if block.kind.endswith(" layers"):
+        return _without(block, set())
+    return dataclasses.replace(block, inside=tuple(map(_folded, block.inside)))
+
+
+def _without(block: Block, seen: set[Block]) -> Block:
+    """Folds the parts that are in `seen`, and adds the others to it. Layers and periods of layers have no name."""
+    if any(not part.name for part in block.inside):
+        return dataclasses.replace(block, inside=tuple(_without(part, seen) for part in block.inside))
+    inside: list[Block] = []
+    for known, group in itertools.groupby(block.inside, lambda part: part in seen):
+        parts = list(group)
+        is_row = len(parts) == 1 and len(parts[0].lines) < 2 and not parts[0].inside
+        inside += [_as_above(parts)] if known and not is_row else parts
+    seen.update(block.inside)
+    return dataclasses.replace(block, inside=tuple(inside))
+
+
+def _as_above(parts: list[Block]) -> Block:
+    names = _in_rows([part.name for part in parts], between=", ")
+    return Block("", "as above:", sum(part.parameters * part.repeat for part in parts), names)
 
 
 def _distinct(stack: Stack, blocks: dict[str, list[Block]]) -> Iterator[Block]:
@@ -163,11 +201,17 @@ def _ranges(indices: list[int]) -> list[str]:
 def _submodules(module: Any) -> dict[str, Any]:
     """Returns the submodules that have arrays, in the order of execution as far as it is known."""
     found: dict[str, Any] = {}
-    place = lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
-    for name, value in sorted(vars(module).items(), key=lambda item: place(item[0])):
+    for name, value in sorted(vars(module).items(), key=lambda item: _place(module, *item)):
         parts = enumerate(value) if isinstance(value, nnx.List) else [("", value)]
         found |= {f"{name}{i}": part for i, part in parts if isinstance(part, nnx.Module) and _arrays(part)}
     return found
+
+
+def _place(module: Any, name: str, value: Any) -> int:
+    """Returns when a part runs: the one norm of a block before its mixer, that of a model after its layers."""
+    if name == "norm" and not _MIXERS.isdisjoint(vars(module)):
+        return -1
+    return next((_ORDER.index(key) for key in (type(value).__name__, name) if key in _ORDER), len(_ORDER))
 
 
 def _arrays(module: Any) -> dict[str, nnx.Variable]:
@@ -185,7 +229,7 @@ def _shape(variable: nnx.Variable) -> tuple[int, ...]:
 def _shapes(name: str, module: Any) -> Iterator[str]:
     own = vars(module) if name == "" else _arrays(module)
     for key, variable in own.items():
-        if is_variable(variable):
+        if is_variable(variable) and (_shape(variable) or isinstance(variable, nnx.Param)):
             label = name if name and key in ("w", "scale") else f"{name} {key}".strip()
             yield f"{label} {_TIMES.join(map(str, _shape(variable))) or 'scalar'}"
 
@@ -212,7 +256,8 @@ def _notes(module: Any) -> Iterator[str]:
     if mask is not None and len(text := _mask(mask)) < 60:
         yield text
     if isinstance(top_k := getattr(module, "top_k", None), int):
-        yield "1 expert for each token" if top_k == 1 else f"{top_k} experts for each token"
+        kind = "expert" if hasattr(module, "num_experts") else "key"  # of a router, or of an index of keys
+        yield f"{top_k} {kind}{'s' if top_k > 1 else ''} for each token"
 
 
 def _mask(mask: Any) -> str:
@@ -223,7 +268,7 @@ def _mask(mask: Any) -> str:
     return sign.join(f"({part})" if sign == " & " and "|" in part else part for part in parts)
 
 
-def _in_rows(texts: list[str], width: int = 52, between: str = "   ") -> tuple[str, ...]:
+def _in_rows(texts: list[str], width: int = 48, between: str = "   ") -> tuple[str, ...]:
     """Joins short texts into rows."""
     rows: list[str] = []
     for text in texts:
@@ -237,7 +282,12 @@ def _in_rows(texts: list[str], width: int = 52, between: str = "   ") -> tuple[s
 def _render(block: Block, x: int, y: int, width: int) -> tuple[list[str], int]:
     """Returns the SVG elements of a block whose corner is at (x, y), and its height."""
     inner, top = [], y + _PAD + _LINE
-    for line in block.lines:
+    count = f"{block.repeat} {_TIMES} " if block.repeat > 1 else ""
+    title = f"{block.name}: {block.kind}" if block.name not in ("", block.kind) else count + block.kind
+    amount = count + scaled(block.parameters)
+    needed = _BOLD * len(title) + _SMALL * (len("".join(block.lines)) + len(amount)) + 2 * _PAD + 16
+    beside = len(block.lines) == 1 and not block.inside and needed < width
+    for line in block.lines[beside:]:
         inner.append(_text(line, x + _PAD, top + _LINE - 5, "small"))
         top += _LINE
     for child in block.inside:
@@ -245,17 +295,16 @@ def _render(block: Block, x: int, y: int, width: int) -> tuple[list[str], int]:
         inner += parts
         top += height + 4
     height = top + _PAD - y - (2 if block.inside else 4)
-    title = f"{block.name}: {block.kind}" if block.name and block.name != block.kind else block.kind
-    count = f"{block.repeat} {_TIMES} " if block.repeat > 1 else ""
     fill = next((colour for part, colour in _COLOURS.items() if part in block.kind), "none")
     return [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{fill}"/>',
-        _text(count + title, x + _PAD, y + _LINE + 2, "name"),
-        _text(count + scaled(block.parameters), x + width - _PAD, y + _LINE + 2, "small right"),
+        _text(title, x + _PAD, y + _LINE + 2, "name", block.lines[0] if beside else ""),
+        _text(amount, x + width - _PAD, y + _LINE + 2, "small right"),
         *inner,
     ], height
 
 
-def _text(text: str, x: int, y: int, kind: str) -> str:
-    spaced = html.escape(text).replace("   ", "&#160;&#160;&#160;")
-    return f'<text x="{x}" y="{y}" class="{kind}">{spaced}</text>'
+def _text(text: str, x: int, y: int, kind: str, detail: str = "") -> str:
+    spaced = lambda text: html.escape(text).replace("   ", "&#160;&#160;&#160;")
+    more = f'<tspan class="detail" dx="8">{spaced(detail)}</tspan>' if detail else ""
+    return f'<text x="{x}" y="{y}" class="{kind}">{spaced(text)}{more}</text>'

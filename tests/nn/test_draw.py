@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops
-from maxlib.models import gemma3, lfm2, llama
-from maxlib.nn._draw import Block, _block, _ranges
+from maxlib.models import gemma3, gemma4, lfm2, llama, nemotron_h, qwen3_vl
+from maxlib.nn._draw import Block, _block, _folded, _ranges
 from maxlib.nn._summary import scaled
 
 ROPE = ops.Rope(8, max_length=64)
@@ -51,6 +51,45 @@ def test_layers_that_alternate_often_are_drawn_once_each():
     assert [block.repeat for block in layers.inside] == [16 - len(attention), len(attention)]
     assert layers.inside[1].lines[0] == f"layers {', '.join(map(str, attention))}"
     assert layers.inside[0].lines[0].startswith("layers 0-1, 3-4, ")
+
+
+def layers_of(model) -> Block:
+    return next(child for child in _folded(_block("", jax.eval_shape(model))).inside if child.name == "layers")
+
+
+def test_parts_that_an_earlier_layer_has_are_named_and_not_drawn_again():
+    local, full = layers_of(MODELS["gemma3"]).inside[0].inside
+    assert [part.name for part in local.inside] == [
+        "attn_norm",
+        "attn",
+        "attn_post_norm, mlp_norm",
+        "mlp",
+        "mlp_post_norm",
+    ]
+    assert [part.name for part in full.inside] == ["attn_norm", "attn", ""]  # its mask differs
+    above = full.inside[-1]
+    assert (above.kind, above.lines) == ("as above:", ("attn_post_norm, mlp_norm, mlp, mlp_post_norm",))
+    assert full.parameters == sum(part.parameters * part.repeat for part in full.inside)
+
+
+def test_parts_stand_in_the_order_in_which_they_run():
+    names = lambda preset, model: [
+        [p.name for p in b.inside] for b in layers_of(lambda: model(preset, rngs=nnx.Rngs(0))).inside
+    ]
+    assert names(lfm2.PRESETS["lfm2-350m"], lfm2.LFM2)[0] == ["attn_norm", "conv", "mlp_norm", "mlp"]
+    assert names(nemotron_h.PRESETS["nemotron-3-nano-30b-a3b"], nemotron_h.NemotronH)[0] == ["norm", "mamba"]
+
+
+def test_a_long_model_has_a_short_picture():
+    """Equal layers of neighbouring groups are one block; a matrix with limits is a line."""
+    model = jax.eval_shape(lambda: gemma4.Gemma4(gemma4.PRESETS["gemma4-e2b"], rngs=nnx.Rngs(0)))
+    picture = ET.fromstring(nn.draw(model).svg)
+    assert float(picture.get("height")) < 2000
+    block = _block("", jax.eval_shape(lambda: qwen3_vl.Qwen3VL(qwen3_vl.PRESETS["qwen3-vl-2b"], rngs=nnx.Rngs(0))))
+    tower = block.inside[0]
+    layers = next(part for part in tower.inside if part.name == "layers")
+    assert [part.repeat for part in layers.inside] == [24]
+    assert tower.inside[-1].name == "mergers0 ... mergers2" and tower.inside[-1].repeat == 3
 
 
 def test_indices_are_shortened_to_ranges():
