@@ -1,5 +1,6 @@
 """Draws the figures of the guides, from the rules, schedules and tables themselves: `python docs/figures.py`."""
 
+import json
 import os
 import re
 import runpy
@@ -147,6 +148,21 @@ def draw_memory() -> Any:
     return figure
 
 
+def draw_sweep() -> Any:
+    """MFU at the roofline of every recorded preset by its size, on two kinds of chip; red under 60 %."""
+    rows = json.loads((HERE.parent / "tests" / "benchmarks" / "sweep.json").read_text())
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for ax, chip in zip(axes, ("v5p", "v6e"), strict=True):
+        for one in rows:
+            if one["target"].startswith(chip) and one["parameters"] > 1e7:
+                ax.scatter(one["parameters"], one["mfu"], color=COLOURS[one["mfu"] < 0.6], s=14)
+        ax.axhline(0.6, color=WHOLE, linestyle="--", zorder=0)
+        ax.set(title=chip, xscale="log", xlabel="parameters", xlim=(1e8, 3e12), ylim=(0, 1))
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("MFU at the roofline")
+    return figure
+
+
 def draw_shapes() -> Any:
     """Pictures of `examples/shapes.py`, with what is asked about them."""
     make, rng = (
@@ -178,7 +194,7 @@ def draw_llama() -> str:
 def main() -> None:
     (HERE / "llama.svg").write_text(draw_llama())
     figures = {"parallelisms": draw_parallelisms, "schedules": draw_schedules, "memory": draw_memory}
-    for name, draw in (figures | {"shapes": draw_shapes}).items():
+    for name, draw in (figures | {"shapes": draw_shapes, "sweep": draw_sweep}).items():
         draw().savefig(HERE / f"{name}.png", dpi=110)
 
 
