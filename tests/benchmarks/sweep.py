@@ -40,6 +40,7 @@ SLOW = {
     "glm-4.7-flash": "rows of experts 1536 wide pass through memory",
     "gpt-oss-120b": "rows of experts pass through memory: 4 of 128 per token, with biases",
     "gpt-oss-20b": "rows of experts pass through memory: 4 of 32 per token, with biases",
+    "gpt2-xl": "its 1,024 tokens are few for the weights that FSDP gathers",
     "gpt3-52k": "a toy, narrower than a tile",
     "granite-4.0-h-1b": "the chunks of Mamba-2 pass through memory",
     "granite-4.0-h-tiny": "the chunks of Mamba-2, and rows of experts 512 wide, pass through memory",
