@@ -1,6 +1,7 @@
 """The `Job` to plan, and its JSON serialization for another process."""
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
@@ -122,7 +123,9 @@ class Job:
         if isinstance(self.model, str):
             known = weights.presets()
             if self.model not in known:
-                raise ValueError(f"no preset is called {self.model!r}; there are {', '.join(sorted(known))}")
+                near = difflib.get_close_matches(self.model, known, n=1)
+                meant = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(f"no preset is called {self.model!r}{meant}; there are {', '.join(sorted(known))}")
             return _from_config(known[self.model])
         return self.model() if callable(self.model) else _from_config(self.model)
 

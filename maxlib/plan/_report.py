@@ -125,8 +125,16 @@ def _memory(plan: Plan) -> Table:
     table.add_row("parameters", show(plan.parameters), "")
     table.add_row("optimizer", show(plan.optimizer), "")
     table.add_row("batch", show(plan.batch), "")
-    table.add_row("gradients", show(plan.gradients), "by their shapes; the compiler counts them as temporaries")
-    table.add_row("activations, temporaries", show(rest), "the compiler's temporaries without gradients")
+    table.add_row(
+        "gradients",
+        show(plan.gradients),
+        "by their shapes; the compiler counts them as temporaries" if plan.compiled else "by their shapes",
+    )
+    table.add_row(
+        "activations, temporaries",
+        show(rest),
+        "the compiler's temporaries without gradients" if plan.compiled else "estimated",
+    )
     unknown = "needs a full compilation (--full)" if plan.code is None else "the compiler does not say"
     table.add_row("code", show(plan.code or None), "" if plan.code else unknown)
     table.add_row("peak", show(plan.peak), "compiled" if plan.compiled else "analytic model only")

@@ -97,7 +97,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     path = Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a tokenizer.json, or a directory that has one, but is not there.")
+        raise FileNotFoundError(f"there is no {path}: expected a tokenizer.json, or a directory that has one.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()

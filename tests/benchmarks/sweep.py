@@ -49,6 +49,7 @@ SLOW = {
     "qwen3-30b-a3b": "rows of experts 768 wide pass through memory",
     "qwen3-next-80b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
+    "qwen3.5-27b": "the chunks of the gated delta rule pass through memory on v6e",
     "qwen3.5-35b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
 }
 # Models narrower than this pass more bytes through memory than the chip reads in the time of their matmuls. A matmul of
