@@ -109,20 +109,6 @@ def batch():
     return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, **values, **scores, **stored}
 
 
-def by_autodiff(names):
-    """Gradients, mean and statistics, as `training.one_f_one_b` gives them."""
-
-    def gradients(params, rest, data, key):
-        def mean(params):
-            value, stats = loss_of(names)(nn.combine(params, rest), data, key)
-            return value / stats.num_targets, stats
-
-        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        return grads, value, stats
-
-    return gradients
-
-
 def run(gradients, spread, data):
     compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
     return jax.device_get(compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0)))
@@ -130,7 +116,7 @@ def run(gradients, spread, data):
 
 @functools.cache
 def alone(names):
-    return run(by_autodiff(names), model(), batch())
+    return run(tiny.by_autodiff(loss_of(names)), model(), batch())
 
 
 def check(got, want):

@@ -19,7 +19,6 @@ from tests.post_training.every_loss import (
     alone,
     batch,
     built,
-    by_autodiff,
     check,
     chosen,
     close_sums,
@@ -77,7 +76,7 @@ def test_on_a_mesh_as_on_one_device(mesh, names):
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(by_autodiff(names), spread, batch()), alone(names))
+        check(run(tiny.by_autodiff(loss_of(names)), spread, batch()), alone(names))
 
 
 PIPELINES = {

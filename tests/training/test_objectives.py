@@ -46,20 +46,6 @@ def batch(seed=0):
     return data
 
 
-def by_autodiff(loss):
-    """Gradients, mean and statistics, as `training.one_f_one_b(loss).gradients` gives them."""
-
-    def gradients(params, rest, data, key):
-        def mean(params):
-            value, stats = loss(nn.combine(params, rest), data, key)
-            return value / stats.num_targets, stats
-
-        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        return grads, value, stats
-
-    return gradients
-
-
 def run(gradients, spread, data):
     compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
     return compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0))
@@ -67,7 +53,7 @@ def run(gradients, spread, data):
 
 @functools.cache
 def alone(name):
-    return jax.device_get(run(by_autodiff(LOSSES[name]), model(), batch()))
+    return jax.device_get(run(tiny.by_autodiff(LOSSES[name]), model(), batch()))
 
 
 def check(got, want):
@@ -124,7 +110,7 @@ def test_on_a_mesh_as_on_one_device(name, mesh):
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(by_autodiff(LOSSES[name]), spread, batch()), alone(name))
+        check(run(tiny.by_autodiff(LOSSES[name]), spread, batch()), alone(name))
 
 
 PIPELINES = {

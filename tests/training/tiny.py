@@ -108,3 +108,17 @@ class Loader:
 
     def set_state(self, state):
         self.next = state["0"]["next"]
+
+
+def by_autodiff(loss):
+    """Returns gradients, mean and statistics of a loss as a function, as `training.one_f_one_b` gives them."""
+
+    def gradients(params, rest, data, key):
+        def mean(params):
+            value, stats = loss(nn.combine(params, rest), data, key)
+            return value / stats.num_targets, stats
+
+        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return grads, value, stats
+
+    return gradients
