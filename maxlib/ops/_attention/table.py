@@ -23,6 +23,7 @@ from maxlib.kernels.attention.mosaic_tpu import count_tiles, mosaic_tpu
 from maxlib.ops import _tuning
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
+from maxlib.ops._attention.cudnn_sinks import refuses_sinks
 from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
@@ -82,7 +83,7 @@ def cudnn_refuses(call: Call) -> str | None:
     width = head_width(call.key_dim, call.value_dim, call.device_kind)
     if width % 8 or width > widest:
         return f"takes heads whose width is a multiple of 8, at most {widest} here, not {width}"
-    return _names_no_mask(call)
+    return _names_no_mask(call) or (refuses_sinks() if "sinks" in call.features else None)
 
 
 def tokamax_refuses(call: Call) -> str | None:
@@ -171,7 +172,7 @@ ROWS = (
         cudnn,
         "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
         GPU,
-        frozenset({"gqa", "value_dim"}),
+        frozenset({"gqa", "value_dim", "sinks"}),
         cudnn_refuses,
         takes_mask_hint=True,
     ),
