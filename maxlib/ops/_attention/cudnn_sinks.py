@@ -4,12 +4,12 @@ A sink s is one more logit in the softmax's denominator. It scales attention wit
 
     out' = out exp(lse - lse'),    lse' = log(exp(lse) + exp(s))
 
-cuDNN's backward kernel computes, from what the forward kernel left, P = exp(logits - lse), D = rowsum(d_out * out),
-d_logits = P (d_out v^T - D) and dv = P^T d_out. The gradient with a sink is the same with lse' and out', so it gets these.
-The sink's own is d_s = -sum(exp(s - lse') D).
+cuDNN's backward kernel computes P = exp(logits - lse), D = rowsum(d_out * out), d_logits = P (d_out v^T - D) and
+dv = P^T d_out. With a sink the formulas are the same for out' and lse', so the kernel gets these. The gradient of the
+sink is d_s = -sum(exp(s - lse') D).
 
-`jax.nn.dot_product_attention(return_residual=True)` does not suffice: it rounds lse to the dtype of the queries, and its
-gradient leaves out that of lse.
+`jax.nn.dot_product_attention(return_residual=True)` does not suffice: it rounds lse to the dtype of the queries, and
+its gradient leaves out that of lse.
 """
 
 import functools
@@ -56,26 +56,21 @@ def _jax() -> Any:
 
 @functools.cache
 def _parameters() -> tuple[str, ...]:
-    """Returns the parameters of the backward pass in this version of JAX, or none if something is missing."""
+    """Returns the parameters of the backward pass in this version of JAX, or none if it lacks a function."""
     try:
         theirs = _jax()
+        needed = ("dot_product_attention", "MaskType", "AttentionLayout", "_dot_product_attention_bwd_p_wrapper")
         found = inspect.signature(theirs._dot_product_attention_bwd_impl).parameters
-        (
-            theirs.dot_product_attention,
-            theirs.MaskType,
-            theirs.AttentionLayout,
-            theirs._dot_product_attention_bwd_p_wrapper,
-        )
     except (ImportError, AttributeError):
         return ()
-    return tuple(found)
+    return tuple(found) if all(hasattr(theirs, name) for name in needed) else ()
 
 
 def refuses_sinks() -> str | None:
-    """Returns the reason why this version of JAX cannot run cuDNN's kernels with sinks, or None."""
+    """Returns the reason why cuDNN cannot run sinks with this version of JAX, or None."""
     if _parameters() in KNOWN:
         return None
-    return f"takes sinks by private functions of jax 0.10 to 0.12, which jax {jax.__version__} does not have like this"
+    return f"takes sinks by private functions of jax 0.10 to 0.12, and in jax {jax.__version__} they differ"
 
 
 def attend_with_sinks(
