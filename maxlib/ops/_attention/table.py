@@ -13,9 +13,7 @@ these on a GPU or TPU.
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
 """
 
-import re
-
-from maxlib.hardware import is_blackwell, is_hopper
+from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.attention.mosaic_tpu import config as tpu
@@ -72,10 +70,8 @@ def _names_no_mask(call: Call) -> str | None:
 
 def cudnn_refuses(call: Call) -> str | None:
     """Returns the reason why cuDNN cannot run `call`, or None."""
-    if not re.search("NVIDIA", call.device_kind):
-        return f"is for NVIDIA's GPUs, not for {call.device_kind}"
-    if re.search(r"\b(V100|P100|P40|P4|T4)\b", call.device_kind):
-        return f"is for Ampere and later, not for {call.device_kind}"
+    if not is_ampere_or_later(call.device_kind):
+        return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
     # Heads of 256 need the registers of Hopper's warpgroups.

@@ -187,7 +187,7 @@ def test_each_device_gets_a_proven_kernel_where_one_can(kind, need, monkeypatch)
     [
         ("cudnn", dict(kind="NVIDIA A100-SXM4-80GB", width=256), "at most 128 here, not 256"),
         ("cudnn", dict(kind="NVIDIA H200", width=100), "a multiple of 8, at most 256 here, not 100"),
-        ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs, not for Tesla T4"),
+        ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs since Ampere, not for Tesla T4"),
         ("cudnn", dict(dtype=jnp.float32), "bfloat16 or float16, not in float32"),
         ("cudnn", dict(mask_hint=PACKED), "a fixed number in every row"),
         ("cudnn", dict(mask_hint=PART), "not with a KV cache or on a split sequence"),
