@@ -79,5 +79,6 @@ def _read(hint: Any, x: Any) -> Any:
     """Reads the value of a field of type `hint`: a number, a tuple of numbers, sizes, or sizes or None."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, TileSizes)]
     if kinds and x is not None:
-        return kinds[0].from_json(x)
+        same = [kind for kind in kinds if {one.name for one in dataclasses.fields(kind)} == x.keys()]
+        return (same or kinds)[0].from_json(x)
     return tuple(x) if isinstance(x, list) else x

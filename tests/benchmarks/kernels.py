@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, ops, weights
-from maxlib.hardware import is_blackwell
 from maxlib.ops._attention import dispatch as attention
 from maxlib.ops._attention import table
 from maxlib.ops._gated_delta import dispatch as gated_delta
 from maxlib.ops._grouped_matmul import dispatch as grouped
+from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
 from maxlib.ops._ssd import api as ssd
 
 DEVICES = {
@@ -139,7 +139,8 @@ def _grouped(
 ) -> Kernel:
     reasons = grouped.refusals(rows, weights, order, out_dtype, device)
     chosen = str(grouped.explain("", reasons).chosen)
-    if training and chosen == "jax_mosaic_gpu" and is_blackwell(device[1]):  # tokamax has them for Hopper only
+    sizes = grouped.sizes(chosen, rows, weights, order, device)
+    if training and chosen == "jax_mosaic_gpu" and sizes and sizes.sizes.d_weights is None:
         return Kernel("grouped_matmul", "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
     return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
 
@@ -148,10 +149,24 @@ def _ssd(device: tuple[str, str], implementation: str, *_: Any) -> Kernel:
     return Kernel("ssd", implementation, ("Mamba-2's recurrence",))
 
 
+@contextlib.contextmanager
+def _tokamax_installed() -> Iterator[None]:
+    """Makes the choosers answer as if tokamax was installed, and what its kernels in Triton need."""
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (table, "is_installed"),
+            (jax_mosaic_gpu, "is_installed"),
+            (jax_mosaic_gpu, "has_triton"),
+            (tokamax_triton, "has_triton"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, return_value=True))
+        yield
+
+
 def rows(names: Sequence[str], phases: Sequence[str] = PHASES) -> list[dict[str, Any]]:
     """Returns a row for each preset, phase and device."""
     found = []
-    with mock.patch.object(table, "is_installed", return_value=True):
+    with _tokamax_installed():
         for name in names:
             for phase in phases:
                 calls = asked(name, phase)

@@ -15,6 +15,7 @@ from maxlib import nn, ops
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.ops._attention.tokamax_gpu import is_installed
 from maxlib.ops._grouped_matmul import api, dispatch
+from maxlib.ops._grouped_matmul import jax_mosaic_gpu as module
 from maxlib.ops._grouped_matmul.jax_mosaic_gpu import jax_mosaic_gpu, tiles_for
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, RaggedTile, hopper_tiles
 from tests.ops import jax_kernels
@@ -39,6 +40,12 @@ EVERY = [
     pytest.param(WITH, id="hopper, tokamax", marks=needs_tokamax),
     pytest.param(RaggedBlackwellTiles(), id="blackwell"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _without_triton(monkeypatch):
+    """tests/ops/test_tokamax_triton.py has the kernels in Triton."""
+    monkeypatch.setattr(module, "has_triton", lambda: False)
 
 
 @functools.partial(jax.jit, static_argnames=("weight_order", "tiles"))

@@ -6,18 +6,17 @@ from maxlib import weights
 from tests.benchmarks import kernels
 
 EVERY, GPUS = tuple(kernels.DEVICES), ("A100", "H100", "B200")
-EXPERTS = {"experts": ("A100",), "gradients of experts' weights": ("B200",)}
 # What no proven kernel takes while training, and where. One preset for each kind of layer.
 LACKING = {
     "llama3.2-1b": {},
     "gpt2": {},
     "gemma2-2b": {"softcap": ("A100", "B200"), "heads of 256": ("A100",)},
     "gemma4-e2b": {"heads of 512": GPUS, "heads of 256": ("A100",)},
-    "gpt-oss-20b": EXPERTS,
-    "mimo-v2-flash": {"heads of 192": ("A100",)} | EXPERTS,
-    "deepseek-v2-lite": {"heads of 192": ("A100",)} | EXPERTS,
+    "gpt-oss-20b": {},
+    "mimo-v2-flash": {"heads of 192": ("A100",)},
+    "deepseek-v2-lite": {"heads of 192": ("A100",)},
     "qwen3.5-0.8b": {"the gated delta rule": EVERY, "heads of 256": ("A100",)},
-    "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": EVERY} | EXPERTS,
+    "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": EVERY},
     "lfm2-350m": {},
 }
 

@@ -23,7 +23,7 @@ from tests.ops.hopper import no_gpu, on_a_gpu
 from tests.ops.test_grouped_matmul import arrays, close, loop
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs tokamax 0.0.17, jax-triton and triton")
-A100, B200, B300 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA B300"
+A100, H100, B200, B300 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA B300"
 M, I, O = 308, 192, 320
 
 
@@ -71,8 +71,8 @@ def test_on_ampere_every_pass_is_a_kernel(dtype):
 
 @needs_triton
 @no_gpu
-def test_on_blackwell_the_gradient_of_the_weights_is_a_kernel():
-    assert calls(both, B200, *given()) == (1, 2)
+def test_on_hopper_and_blackwell_the_gradient_of_the_weights_is_a_kernel():
+    assert calls(both, H100, *given()) == calls(both, B200, *given()) == (1, 2)
     assert calls(both, B200, *given(width=40)) == (3, 0)  # a width that JAX's kernels refuse
     with ops.tuned(RaggedBlackwellTiles(d_weights=None)):
         assert calls(lambda *x: both(*x), B200, *given()) == (0, 2)
@@ -121,8 +121,9 @@ def test_where_they_are_not_installed_the_reason_says_how(monkeypatch):
     assert explained(("gpu", B200)).tiles.sizes == RaggedBlackwellTiles(d_weights=None)
 
 
-def test_blackwells_tiles_name_the_gradient_of_the_weights(installed):
+def test_tiles_name_the_gradient_of_the_weights(installed):
     assert explained(("gpu", B200)).tiles.sizes == RaggedBlackwellTiles(d_weights=TritonTile())
+    assert explained(("gpu", H100)).tiles.sizes.d_weights == TritonTile(stages=5)
 
 
 @pytest.mark.parametrize(

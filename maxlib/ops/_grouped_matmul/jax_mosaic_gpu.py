@@ -63,7 +63,7 @@ def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
     """Chooses tiles of a device's kernels for M rows of E experts."""
     if is_blackwell(device_kind):
         return RaggedBlackwellTiles(d_weights=TritonTile() if has_triton() else None)
-    return hopper_tiles(M, E, is_installed())
+    return hopper_tiles(M, E, is_installed(), has_triton())
 
 
 def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
@@ -103,7 +103,7 @@ def _backward(weight_order, tiles, kept, d_out):
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
     if tiles.d_weights is None:
         return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
-    run = by_experts if isinstance(tiles, RaggedBlackwellTiles) else _by_experts_on_hopper
+    run = by_experts if isinstance(tiles.d_weights, TritonTile) else _by_experts_in_mosaic
     return d_rows, run(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
 
@@ -143,8 +143,8 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
         return jaxs.ragged_dot_kernel(rows, weights, counts, config)[:, :N]
 
 
-def _by_experts_on_hopper(left, right, rows_per_expert, dtype: Any, tile: RaggedTile):
-    """Computes `left[start:end].T @ right[start:end]` for each expert with tokamax: `M K` and `M N` to `E K N`."""
+def _by_experts_in_mosaic(left, right, rows_per_expert, dtype: Any, tile: RaggedTile):
+    """Computes `left[start:end].T @ right[start:end]` for each expert on Hopper: `M K` and `M N` to `E K N`."""
     parse_no_flags()
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90 import ragged_contracting_dim_dot_kernel
