@@ -207,7 +207,7 @@ def _forward_block(spec: Spec, row: Rows, keys, values):
 
 
 def _forward_sums(spec: Spec, row: Rows, keys, values) -> tuple[Array, Array, Array]:
-    """Returns the maximum of each row's logits, the sum of their exponentials relative to it, and that of the values."""
+    """Returns each row's largest logit, and relative to it the sums of exponentials and of the values times these."""
     compute, width = _compute_dtype(row.q), values.shape[-1]
     # The smallest finite number instead of -inf: rows without a visible key so far would give -inf - -inf = NaN.
     floor = jnp.finfo(compute).min
