@@ -79,8 +79,8 @@ class NativeVisionDecoder(Decoder):
         x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
         self.check_images(tokens, images)
         if images is None:
-            seen = self.cfg.vision is None or cache is not None
-            return (x if seen else unseen(x, self.is_image(tokens))), inputs
+            vision = self.cfg.vision if cache is None else None
+            return (x if vision is None else unseen(x, self.is_image(tokens))), inputs
         images, segment_ids, valid = images.in_rows, inputs.get("segment_ids"), inputs.get("valid")
         is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
         if self._turns_by_axes:

@@ -74,8 +74,8 @@ class VisionDecoder(Decoder):
         x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
         self.check_images(tokens, images)
         if images is None:
-            seen = self.cfg.vision is None or cache is not None
-            return (x if seen else unseen(x, tokens == self.cfg.vision.image_token)), inputs
+            vision = self.cfg.vision if cache is None else None
+            return (x if vision is None else unseen(x, tokens == vision.image_token)), inputs
         is_image = tokens == self.cfg.vision.image_token
         # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
         x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))
