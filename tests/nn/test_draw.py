@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models import gemma3, gemma4, lfm2, llama, nemotron_h, qwen3_vl
-from maxlib.nn._draw import Block, _block, _folded, _ranges
+from maxlib.nn._draw import Block, _block, _folded
 from maxlib.nn._summary import scaled
 
 ROPE = ops.Rope(8, max_length=64)
@@ -90,10 +90,6 @@ def test_a_long_model_has_a_short_picture():
     layers = next(part for part in tower.inside if part.name == "layers")
     assert [part.repeat for part in layers.inside] == [24]
     assert tower.inside[-1].name == "mergers0 ... mergers2" and tower.inside[-1].repeat == 3
-
-
-def test_indices_are_shortened_to_ranges():
-    assert _ranges([0, 1, 2, 5, 7, 8]) == ["0-2", "5", "7-8"]
 
 
 def test_picture_is_well_formed_and_shown_by_notebooks():
