@@ -139,15 +139,22 @@ def without_hub(family, preset: str) -> str:
     if not (sizes := narrow(family, preset)):
         return ""
     return f"""
-Without the hub, a small model with the same kinds of layers and new weights:
+Without the hub, a small model with the same kinds of layers and new weights. It has no tokenizer: give it
+ids below {sizes["vocab"]}.
 
 ```python
 import dataclasses
+import jax.numpy as jnp
+import maxlib
 from flax import nnx
 from maxlib.models import {family.name}
 
 {narrowing(family, preset, sizes)}
 model = {family.name}.{family.model.__name__}(cfg, rngs=nnx.Rngs(0))
+# Saving and loading are as above, but for like=
+maxlib.save_pretrained(model, "small")
+model = maxlib.from_pretrained("small")
+print(model.logits(model(jnp.array([[1, 2, 3]])).hidden).shape)
 ```
 """
 

@@ -43,15 +43,15 @@ class Spike:
             parts.append(f"{_BESIDE[name]} {value:.4g}" + f", usually {usual:.4g}" * (name != "learning_rate"))
             if name == "grad_norm" and self.norm_since is not None:
                 parts[-1] += f", high since step {self.norm_since}"
-        return "; ".join(parts) + f"; skipped {self.skipped} updates" * bool(self.skipped)
+        return "; ".join(parts) + f"; updates skipped: {self.skipped}" * bool(self.skipped)
 
 
 def loss_spikes(rows: Sequence[dict[str, Any]]) -> list[Spike]:
     """Finds the loss spikes of a run.
 
     A step belongs to a spike if its loss is not finite, or exceeds the median of the 20 logged steps before by more
-    than 6 standard deviations and 5 %. The deviation is estimated from the median distance to the median, so that an
-    earlier spike does not hide a later one. The first 10 steps have no spikes.
+    than 6 standard deviations and 5 %. The deviation is estimated from the median difference of neighbouring steps, so
+    that neither a falling loss nor an earlier spike hides a spike. The first 10 steps have no spikes.
 
         for spike in observability.loss_spikes(observability.read_jsonl("run/metrics.jsonl")):
             print(spike)
@@ -82,7 +82,9 @@ def _is_high(loss: float, before: np.ndarray) -> bool:
     if not np.isfinite(loss) or not before.size:
         return not np.isfinite(loss)
     usual = np.median(before)
-    deviation = 1.4826 * np.median(abs(before - usual))  # the standard deviation, if they are normally distributed
+    # For normally distributed noise, the difference of two steps has sqrt(2) times its deviation, and a median size of
+    # 0.6745 times that.
+    deviation = np.median(abs(np.diff(before))) / (0.6745 * np.sqrt(2)) if before.size > 1 else 0.0
     return bool(loss - usual > max(DEVIATIONS * deviation, SHARE * abs(usual)))
 
 

@@ -49,7 +49,7 @@ def test_spikes_are_found_with_what_came_with_them():
         f"step 151: loss {losses[150]:.4g}, usually {np.median(losses[130:150]):.4g}; gradient norm 1.5, usually 0.5, "
         f"high since step 147; learning rate {rates[150]:.4g}; targets 64, usually 512"
     )
-    assert "steps 101-104" in str(first) and str(first).endswith("; skipped 3 updates")
+    assert "steps 101-104" in str(first) and str(first).endswith("; updates skipped: 3")
 
 
 def test_a_loss_that_is_not_finite_is_a_spike_and_one_that_stays_high_is_one():
