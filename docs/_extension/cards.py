@@ -71,7 +71,7 @@ def card(family) -> str:
     """Returns a page about a family, a `weights.Family`."""
     import inspect
 
-    from maxlib import nn, weights
+    from maxlib import weights
     from maxlib.models.__main__ import row
 
     rows = [row(family, preset) for preset in family.presets]
@@ -93,11 +93,7 @@ def card(family) -> str:
 
 {MADE_OF}
 
-<p><code>nn.draw(model)</code> of {small.preset}. Shapes are outputs by inputs.</p>
-
-```{{raw}} html
-<div class="card-figure">{nn.draw(abstract(family, small.preset)).svg}</div>
-```
+{picture(family, small.preset)}
 
 ## Presets
 
@@ -132,6 +128,19 @@ maxlib chat {hub}
 
 [Change a part](../guides/change-a-model.md) of it, or compare it with [other families](../guides/models.md).
 """
+
+
+def picture(family, preset: str) -> str:
+    """Returns a drawing of the model, and one of its image encoder beside it."""
+    from maxlib import nn
+
+    model = abstract(family, preset)
+    drawn, what = [], f"<code>nn.draw(model)</code> of {preset}"
+    if (tower := vars(model).pop("tower", None)) is not None:
+        drawn, what = [nn.draw(tower).svg], f"{what} without its image encoder, and <code>nn.draw(model.tower)</code>"
+    drawn.insert(0, nn.draw(model).svg)
+    text = f"<p>{what}. Shapes are outputs by inputs.</p>"
+    return f'{text}\n\n```{{raw}} html\n<div class="card-figure">{"".join(drawn)}</div>\n```'
 
 
 def without_hub(family, preset: str) -> str:

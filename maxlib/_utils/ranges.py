@@ -7,7 +7,7 @@ from typing import SupportsIndex
 def ranges(numbers: Iterable[SupportsIndex]) -> list[str]:
     """Shortens sorted numbers: `[0, 1, 2, 5]` becomes `["0-2", "5"]`."""
     parts: list[list[int]] = []
-    for number in numbers:
+    for number in map(int, numbers):
         if parts and number == parts[-1][-1] + 1:
             parts[-1].append(number)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from maxlib._utils.ranges import ranges
 from maxlib.data import _counting as counting
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._batch_rows import Batch, join_shards, padding_row
