@@ -346,7 +346,7 @@ def swapped(make):
         (functools.partial(nn.GatedMLP, bias=True), r"mlp.down_proj.bias: .* here, absent by the configuration"),
         (
             functools.partial(nn.GatedMLP, act=jax.nn.gelu),
-            r"another model: layers.0-1.mlp.act is gelu here, silu by the configuration\\. Give",
+            r"another model: layers.0-4.mlp.act is gelu here, silu by the configuration\. Give",
         ),
     ],
 )
