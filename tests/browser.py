@@ -75,6 +75,9 @@ SEARCHES = {
     "Trainer": "api/objects/training.Trainer",
     "swap attention": "guides/change-a-model",
     "v5e-16": "guides/plan",
+    "simulate devices": "guides/sharding",
+    "fake devices": "guides/sharding",
+    "pretend devices": "guides/sharding",
     "loss spike report": "notebooks/run_report",
 }
 FIRST = 5  # results within which the page has to be

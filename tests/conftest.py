@@ -50,6 +50,7 @@ from tests import typecheck  # noqa: E402
 
 typecheck.install("maxlib")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)  # so that programs of the documentation may set it
 
 
 @pytest.fixture(autouse=True, scope="module")

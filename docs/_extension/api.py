@@ -28,6 +28,7 @@ from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).parents[1]
 MOST = 12  # names that a page lists beside its own
+ENTRIES = 100  # on a subject's page; one with more names has tables only
 LOG = logging.getLogger(__name__)
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EMPTY = re.compile(r"^## More\n\s*(?=^#|\Z)", re.MULTILINE)  # a heading left out where nothing is left
@@ -57,8 +58,13 @@ def write() -> None:
 def listed(text: str) -> list[tuple[str, list[str]]]:
     """Returns the module and the names of each block of an API page."""
     found = BLOCK.findall(text)
-    explicit = {(module, name) for module, names in found for name in names.split()}
+    explicit = {(module, name) for module, names in [*found, *_of_all_pages()] for name in names.split()}
     return [(module, _names(module, names.split(), explicit)) for module, names in found]
+
+
+@functools.cache
+def _of_all_pages() -> list[tuple[str, str]]:
+    return [block for path in sorted((HERE / "api").glob("*.md")) for block in BLOCK.findall(path.read_text())]
 
 
 def _names(module: str, names: list[str], explicit: set[tuple[str, str]]) -> list[str]:
@@ -97,7 +103,8 @@ def expand(app, docname: str, source: list[str]) -> None:
     labels = {page: page.partition(".")[2] if several else name for page, name in pages.items()}
     listed_below = "\n".join(f"{label} <objects/{page}>" for page, label in labels.items())
     contents = f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{listed_below}\n```\n"
-    source[0] = EMPTY.sub("", text) + entries.section(list(pages)) + contents
+    below = entries.section(list(pages)) if len(pages) <= ENTRIES else ""
+    source[0] = EMPTY.sub("", text) + below + contents
 
 
 def _table(module: str, names: list[str]) -> str:

@@ -71,7 +71,7 @@ def card(family) -> str:
     """Returns a page about a family, a `weights.Family`."""
     import inspect
 
-    from maxlib import nn, weights
+    from maxlib import weights
     from maxlib.models.__main__ import row
 
     rows = [row(family, preset) for preset in family.presets]
@@ -93,11 +93,7 @@ def card(family) -> str:
 
 {MADE_OF}
 
-<p><code>nn.draw(model)</code> of {small.preset}. Shapes are outputs by inputs.</p>
-
-```{{raw}} html
-<div class="card-figure">{nn.draw(abstract(family, small.preset)).svg}</div>
-```
+{picture(family, small.preset)}
 
 ## Presets
 
@@ -134,20 +130,40 @@ maxlib chat {hub}
 """
 
 
+def picture(family, preset: str) -> str:
+    """Returns a drawing of the model, and one of its image encoder beside it."""
+    from maxlib import nn
+
+    model = abstract(family, preset)
+    drawn, what = [], f"<code>nn.draw(model)</code> of {preset}"
+    if (tower := vars(model).pop("tower", None)) is not None:
+        drawn, what = [nn.draw(tower).svg], f"{what} without its image encoder, and <code>nn.draw(model.tower)</code>"
+    drawn.insert(0, nn.draw(model).svg)
+    text = f"<p>{what}. Shapes are outputs by inputs.</p>"
+    return f'{text}\n\n```{{raw}} html\n<div class="card-figure">{"".join(drawn)}</div>\n```'
+
+
 def without_hub(family, preset: str) -> str:
     """Returns how to make a small model of the family with new weights; nothing where no sizes of ours fit it."""
     if not (sizes := narrow(family, preset)):
         return ""
     return f"""
-Without the hub, a small model with the same kinds of layers and new weights:
+Without the hub, a small model with the same kinds of layers and new weights. It has no tokenizer: give it
+ids below {sizes["vocab"]}.
 
 ```python
 import dataclasses
+import jax.numpy as jnp
+import maxlib
 from flax import nnx
 from maxlib.models import {family.name}
 
 {narrowing(family, preset, sizes)}
 model = {family.name}.{family.model.__name__}(cfg, rngs=nnx.Rngs(0))
+# Saving and loading are as above, but for like=
+maxlib.save_pretrained(model, "small")
+model = maxlib.from_pretrained("small")
+print(model.logits(model(jnp.array([[1, 2, 3]])).hidden).shape)
 ```
 """
 

@@ -45,9 +45,3 @@ def rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.ndar
         mine[index] |= device.process_index == process
         before[index] |= device.process_index < process
     return np.flatnonzero(mine), np.flatnonzero(mine & ~before)
-
-
-def as_ranges(rows: np.ndarray) -> str:
-    """Formats sorted numbers as ranges, such as "0-3, 8-11"."""
-    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-    return ", ".join(f"{part[0]}-{part[-1]}" for part in parts if part.size)

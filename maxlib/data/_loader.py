@@ -12,10 +12,11 @@ from typing import Any
 import grain
 import numpy as np
 
+from maxlib._utils.ranges import ranges
 from maxlib.data import _counting as counting
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._batch_rows import Batch, join_shards, padding_row
-from maxlib.data._host_rows import as_ranges, equal_part, host_shards, rows_of_process
+from maxlib.data._host_rows import equal_part, host_shards, rows_of_process
 from maxlib.data._reader import Reader, stop_readers
 
 State = dict[str, Any]
@@ -139,8 +140,8 @@ class Loader:
         if not np.array_equal(rows, self.rows):
             if self._is_fixed or self.batches:
                 raise ValueError(
-                    f"This process's devices hold the rows {as_ranges(rows)} of each global batch, but its loader "
-                    f"returns {as_ranges(self.rows)}: omit shards=, and let the loader follow the mesh before its "
+                    f"This process's devices hold the rows {', '.join(ranges(rows))} of each global batch, but its loader "
+                    f"returns {', '.join(ranges(self.rows))}: omit shards=, and let the loader follow the mesh before its "
                     "first batch."
                 )
             size = self._batch_size // self.num_shards

@@ -87,6 +87,10 @@ class Config(ModelConfig):
         super().__post_init__()
         if len(self.layer_types) != self.num_layers:
             raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
+        if MAMBA in self.layer_types and self.mamba_expand * self.dim % self.mamba_heads:
+            raise ValueError(
+                f"mamba_heads must divide mamba_expand * dim = {self.mamba_expand * self.dim}, got {self.mamba_heads}"
+            )
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:

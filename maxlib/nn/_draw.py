@@ -9,6 +9,7 @@ from typing import Any
 
 from flax import nnx
 
+from maxlib._utils.ranges import ranges
 from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum
 from maxlib.nn._summary import scaled
@@ -165,18 +166,11 @@ def _without(block: Block, seen: set[Block]) -> Block:
     """Folds the parts that are in `seen`, and adds the others to it. Layers and periods of layers have no name."""
     if any(not part.name for part in block.inside):
         return dataclasses.replace(block, inside=tuple(_without(part, seen) for part in block.inside))
-    inside: list[Block] = []
-    for known, group in itertools.groupby(block.inside, lambda part: part in seen):
-        parts = list(group)
-        is_row = len(parts) == 1 and len(parts[0].lines) < 2 and not parts[0].inside
-        inside += [_as_above(parts)] if known and not is_row else parts
+    names = [part.name for part in block.inside if part in seen]
+    new = tuple(part for part in block.inside if part not in seen)
     seen.update(block.inside)
-    return dataclasses.replace(block, inside=tuple(inside))
-
-
-def _as_above(parts: list[Block]) -> Block:
-    names = _in_rows([part.name for part in parts], between=", ")
-    return Block("", "as above:", sum(part.parameters * part.repeat for part in parts), names)
+    as_above = _in_rows(["as above: " + names[0], *names[1:]], between=", ") if names else ()
+    return dataclasses.replace(block, lines=(*block.lines, *as_above), inside=new)
 
 
 def _distinct(stack: Stack, blocks: dict[str, list[Block]]) -> Iterator[Block]:
@@ -186,16 +180,9 @@ def _distinct(stack: Stack, blocks: dict[str, list[Block]]) -> Iterator[Block]:
         for index, block in enumerate(blocks[name] * (group.repeats or 1), group.first):
             found.setdefault(block, []).append(index)
     for block, indices in found.items():
-        ranges = _ranges(indices)
-        ranges[0] = f"{'layers' if len(indices) > 1 else 'layer'} {ranges[0]}"
-        yield dataclasses.replace(block, lines=(*_in_rows(ranges, between=", "), *block.lines), repeat=len(indices))
-
-
-def _ranges(indices: list[int]) -> list[str]:
-    """Shortens indices: `[0, 1, 2, 5]` becomes `["0-2", "5"]`."""
-    starts = [i for i in indices if i - 1 not in indices]
-    ends = [i for i in indices if i + 1 not in indices]
-    return [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+        rows = ranges(indices)
+        rows[0] = f"{'layers' if len(indices) > 1 else 'layer'} {rows[0]}"
+        yield dataclasses.replace(block, lines=(*_in_rows(rows, between=", "), *block.lines), repeat=len(indices))
 
 
 def _submodules(module: Any) -> dict[str, Any]:

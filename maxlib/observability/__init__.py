@@ -1,4 +1,4 @@
-"""Metrics, goodput, memory, profiles, slow hosts and reports of training runs.
+"""Metrics, loss spikes, goodput, memory, profiles, slow hosts and reports of training runs.
 
 Each part works in your own training loop and can be attached to a `Trainer`. Every name is loaded on first use.
 """
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from maxlib.observability._run import Samples as Samples
     from maxlib.observability._run import add_sample as add_sample
     from maxlib.observability._run import write_config as write_config
+    from maxlib.observability._spikes import Spike as Spike
+    from maxlib.observability._spikes import loss_spikes as loss_spikes
     from maxlib.observability._stragglers import SlowHosts as SlowHosts
     from maxlib.observability._stragglers import SlowSteps as SlowSteps
     from maxlib.observability._stragglers import slow_hosts as slow_hosts
@@ -52,6 +54,7 @@ __getattr__, __dir__ = lazy(
         "_program": ("DumpProgram", "dump_program"),
         "_report": ("report",),
         "_run": ("Samples", "add_sample", "write_config"),
+        "_spikes": ("Spike", "loss_spikes"),
         "_stragglers": ("SlowHosts", "SlowSteps", "slow_hosts"),
     },
 )

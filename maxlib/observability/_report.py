@@ -12,6 +12,7 @@ from maxlib.observability import _plots as plots
 from maxlib.observability._goodput import NAMES, Account, goodput
 from maxlib.observability._metrics import is_number, read_json, read_jsonl
 from maxlib.observability._run import read_config
+from maxlib.observability._spikes import loss_name, loss_spikes
 
 # Categories of time, in the order of the bar, with their CSS colour variables.
 COLOURS = {
@@ -24,6 +25,7 @@ COLOURS = {
     "data": "t5",
 }
 COLOURS |= {"evaluation": "t6", "save": "t7", "callbacks": "t8", "idle": "t9"}
+SPIKES = 20  # the last ones of a run, which the page lists
 LAYERS = {
     "output_rms": "Size of outputs",
     "gradient_norm": "Gradient norm",
@@ -58,7 +60,7 @@ class Run:
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
-    """Writes one page about runs: loss, speed, goodput, memory, samples, configuration. Needs matplotlib.
+    """Writes one page about runs: loss, its spikes, speed, goodput, memory, samples, configuration. Needs matplotlib.
 
     Args:
       runs: directories of a Trainer. `metrics.jsonl` is required; `goodput.jsonl`, `config.json` and `samples.jsonl`
@@ -93,6 +95,7 @@ def page(runs: list[Run]) -> str:
         fact_names=[name for name in facts[0] if any(fact[name] != "-" for fact in facts)],
         compared=list(zip(runs, facts, strict=True)),
         curves=_curves(runs),
+        spikes=_spikes(runs),
         times=[_time(run.name, run.account) for run in runs if run.account is not None],
         layers=_layers(runs),
         samples=_samples(runs),
@@ -126,7 +129,7 @@ def _name(run: Path, runs: Iterable[str | Path]) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    loss, held_out = _loss_name(run, ""), _loss_name(run, "eval/")
+    loss, held_out = loss_name(run.rows, ""), loss_name(run.rows, "eval/")
     last = lambda name: _last(run.series(name)[1])
     speed = run.series("tokens_per_second")[1]
     targets = [*run.series("num_targets")[1], *run.series("tokens")[1]]  # runs of 0.1.0.dev0 wrote "tokens"
@@ -135,6 +138,7 @@ def _facts(run: Run) -> dict[str, str]:
         "steps": f"{int(max((row['step'] for row in run.rows), default=0)):,}",
         "targets": _compact(np.nansum(targets)) if targets else "-",
         "loss, smoothed": form(_last(plots.smooth(run.series(loss)[1])), "{:.4f}"),
+        "loss spikes": str(len(loss_spikes(run.rows)) or "-"),
         "eval loss": form(last(held_out), "{:.4f}"),
         "tokens/s": form(np.nanmedian(speed) if len(speed) else None, "{:,.0f}"),
         "MFU": form(last("mfu"), "{:.1%}"),
@@ -147,7 +151,7 @@ def _curves(runs: list[Run]) -> list[plots.Chart]:
     tokens_per_second = lambda run: run.series("tokens_per_second")
     where, memory = _memory(runs)
     charts = [
-        plots.loss([(run.series(_loss_name(run, "")), run.series(_loss_name(run, "eval/"))) for run in runs]),
+        plots.loss([(run.series(loss_name(run.rows, "")), run.series(loss_name(run.rows, "eval/"))) for run in runs]),
         plots.lines("Gradient norm", "before clipping", [run.series("grad_norm") for run in runs], log=True),
         plots.lines("Throughput", "tokens per second", [tokens_per_second(run) for run in runs], zero=True),
         plots.lines("Learning rate", "", [run.series("learning_rate") for run in runs], zero=True),
@@ -157,6 +161,11 @@ def _curves(runs: list[Run]) -> list[plots.Chart]:
         plots.lines("Busiest expert", "times its even share", [_imbalance(run) for run in runs]),
     ]
     return [chart for chart in charts if chart]
+
+
+def _spikes(runs: list[Run]) -> list[str]:
+    who = lambda run: f"{run.name}, " if len(runs) > 1 else ""
+    return [f"{who(run)}{spike}" for run in runs for spike in loss_spikes(run.rows)[-SPIKES:]]
 
 
 def _time(name: str, account: Account) -> dict[str, Any]:
@@ -201,11 +210,6 @@ def _settings(runs: list[Run]) -> dict[str, list[str]]:
 
 
 # -------------------------------------------------------------------------------------------- numbers
-
-
-def _loss_name(run: Run, prefix: str) -> str:
-    """Returns the name of the cross-entropy if it was logged, else of the total loss."""
-    return next((prefix + n for n in ("nll", "loss") if any(prefix + n in row for row in run.rows)), prefix + "loss")
 
 
 def _waiting(run: Run) -> tuple[np.ndarray, np.ndarray]:

@@ -47,9 +47,11 @@ def make_mesh(
           number of devices, or when devices of several TPU slices are used without `dcn`.
     """
     check_mesh_axes(unknown, "make_mesh")
-    devices = list(jax.devices() if devices is None else devices)
     asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
     check_mesh_axes(dcn or {}, "dcn")
+    if devices is None and dcn is None:
+        _check_enough_devices(asked)
+    devices = list(jax.devices() if devices is None else devices)
     _check_slices(devices, dcn)
     groups = _count_groups(devices) if dcn else 1
     what = "hosts" if len(_slices(devices)) == 1 else "slices"
@@ -178,6 +180,18 @@ def _check_slices(devices: list[Any], dcn: Mapping[str, int] | None) -> None:
         raise ValueError(
             f"the devices span {len(slices)} slices joined by a slower network; choose the axis that spans slices, for "
             "example make_mesh(fsdp=-1, dcn={'data': -1})"
+        )
+
+
+def _check_enough_devices(asked: dict[str, int]) -> None:
+    """Raises ValueError if a mesh needs more devices than a program of one process has; says how to simulate them."""
+    needed, count = prod(degree for degree in asked.values() if degree > 0), jax.device_count()
+    if needed > count and jax.process_count() == 1:
+        shown = {name: degree for name, degree in asked.items() if degree != 1}
+        cpu = "" if jax.default_backend() == "cpu" else "jax.config.update('jax_platforms', 'cpu') and "
+        raise ValueError(
+            f"the mesh {shown} needs {needed} devices or more, but JAX has {count}. To simulate them on the CPU, call "
+            f"{cpu}jax.config.update('jax_num_cpu_devices', {needed}) directly after `import jax`"
         )
 
 

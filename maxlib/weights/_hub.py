@@ -128,9 +128,14 @@ def explained_errors(name: str, revision: str | None) -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         raise FileNotFoundError(
             f"There is no directory {name!r} here, the cache ({constants.HF_HUB_CACHE}) does not hold all of the model, and "
-            "the hub cannot be reached, or must not be (HF_HUB_OFFLINE=1). On a machine that reaches it, "
-            f"`hf download {name}` fills the cache."
+            f"{_why_no_download(constants)}. `hf download {name}` fills the cache on a machine with access to the hub."
         ) from error
     except errors.HfHubHTTPError as error:
         kind = PermissionError if error.response.status_code in (401, 403) else ConnectionError
         raise kind(f"{where} answered: {error}") from error
+
+
+def _why_no_download(constants: Any) -> str:
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE=1 forbids downloads"
+    return f"the hub ({constants.ENDPOINT}) cannot be reached"

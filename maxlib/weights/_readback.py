@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 from flax import nnx
 
 from maxlib import nn
+from maxlib._utils.ranges import ranges
 from maxlib.ops import Mask, Rope
 from maxlib.weights._resolve import resolve
 from maxlib.weights._table import Table
@@ -32,9 +34,9 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
     """
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
     here, configured = (_tensors(one, table) for one in (model, wanted))
-    wrong = [f"{name}: {_shape(here, name)} here, {_shape(configured, name)} by the configuration"
-             for name in sorted(here.keys() | configured.keys()) if here.get(name) != configured.get(name)]  # fmt: skip
-    wrong = wrong or _other_settings(model, wanted)
+    wrong = {name: f": {_shape(here, name)} here, {_shape(configured, name)} by the configuration"
+             for name in sorted(here.keys() | configured.keys()) if here.get(name) != configured.get(name)}  # fmt: skip
+    wrong = grouped(wrong or _other_settings(model, wanted))
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
@@ -55,11 +57,30 @@ def _shape(tensors: dict[str, tuple[int, ...]], name: str) -> str:
     return str(tensors[name]) if name in tensors else "absent"
 
 
-def _other_settings(model: Any, wanted: Any) -> list[str]:
-    """Lists the settings of layers that differ, such as an activation."""
+def grouped(differences: dict[str, str]) -> list[str]:
+    """Joins what differs alike in several layers or experts: `layers.0-31.mlp.act is ...`.
+
+    Args:
+      differences: from a name, such as `layers.0.mlp.act`, to how it differs.
+    """
+    found = [(re.split(r"(?<=\.)(\d+)(?=\.)", name), how) for name, how in differences.items()]
+    for place in (3, 1):  # of the number of an expert, then of the number of a layer
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for parts, how in found:
+            alike[(*parts[:place],), (*parts[place + 1 :],), how] += parts[place : place + 1]
+        found = [([*before, *_in_ranges(numbers), *after], how) for (before, after, how), numbers in alike.items()]
+    return ["".join(parts) + how for parts, how in found]
+
+
+def _in_ranges(numbers: list[str]) -> list[str]:
+    return [", ".join(ranges(sorted(map(int, numbers))))] if numbers else []
+
+
+def _other_settings(model: Any, wanted: Any) -> dict[str, str]:
+    """Returns the settings of layers that differ, such as an activation."""
     here, configured = (dict(_settings(one)) for one in (model, wanted))
-    return [f"{name} is {here[name]} here, {configured[name]} by the configuration"
-            for name in here if name in configured and here[name] != configured[name]]  # fmt: skip
+    return {name: f" is {here[name]} here, {configured[name]} by the configuration"
+            for name in here if name in configured and here[name] != configured[name]}  # fmt: skip
 
 
 def _settings(model: Any) -> Iterator[tuple[str, str]]:

@@ -188,3 +188,8 @@ def test_presets_are_what_releases_say(changes, preset):
         own = ("mamba_heads", "mamba_state")
         cfg = dataclasses.replace(cfg, **{name: getattr(want, name) for name in own})
     assert cfg == want
+
+
+def test_heads_of_mamba_have_a_whole_width():
+    with pytest.raises(ValueError, match="mamba_heads must divide mamba_expand . dim = 128, got 48"):
+        dataclasses.replace(granite4.PRESETS["granite-4.0-h-1b"], dim=64)

@@ -129,6 +129,9 @@ def test_mesh_degrees():
     assert sharding.make_mesh(data=2, devices=jax.devices()[:2]).size == 2
     with pytest.raises(ValueError, match="needs 6 devices, but there are 8"):
         sharding.make_mesh(data=3, fsdp=2)
+    simulate = r"JAX has 8. To simulate them on the CPU, call jax.config.update\('jax_num_cpu_devices', 16\)"
+    with pytest.raises(ValueError, match=rf"the mesh {{'fsdp': 16}} needs 16 devices or more, but {simulate}"):
+        sharding.make_mesh(fsdp=16)
     with pytest.raises(ValueError, match="a multiple of 3 devices"):
         sharding.make_mesh(data=3, fsdp=-1)
     with pytest.raises(ValueError, match="at most one -1"):

@@ -344,7 +344,10 @@ def swapped(make):
         (nn.MLP, r"mlp.gate_proj.weight: absent here, \(.*\) by the configuration"),
         (functools.partial(nn.MLP, bias=False), r"mlp.gate_proj.weight: absent here"),
         (functools.partial(nn.GatedMLP, bias=True), r"mlp.down_proj.bias: .* here, absent by the configuration"),
-        (functools.partial(nn.GatedMLP, act=jax.nn.gelu), r"layers.0.mlp.act is gelu here, silu by the configuration"),
+        (
+            functools.partial(nn.GatedMLP, act=jax.nn.gelu),
+            r"another model: layers.0-4.mlp.act is gelu here, silu by the configuration\. Give",
+        ),
     ],
 )
 def test_what_would_be_read_as_another_model_is_not_written(make, words, tmp_path):
