@@ -1,14 +1,19 @@
-"""Details of programs for GPUs: noted trip counts, and the FLOPs of cuBLAS calls and Mosaic GPU kernels."""
+"""Details of programs for GPUs: noted trip counts, and the FLOPs of cuBLAS calls, Mosaic GPU and Triton kernels."""
 
 import math
 import re
 from collections.abc import Sequence
 
+from maxlib.plan._hlo_text import shapes_of
+
 Shapes = Sequence[Sequence[int]]
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SUMMED = re.compile(r'custom_call_target="__cublas\$.*"lhs_contracting_dimensions":\[([^\]]*)\]')
-_KERNEL = re.compile(r'custom_call_target="mosaic_gpu\w*".*op_name="[^"]*\b(attention|grouped_matmul)_(\w+)/')
+_KERNEL = re.compile(
+    r'custom_call_target="(?:mosaic_gpu|triton_kernel_call)\w*".*op_name="[^"]*\b(attention|grouped_matmul)_(\w+)/'
+)
+_OPERANDS = re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}")
 # Matmuls of attention's kernels for each pair of a query and a key, in widths of keys and of values.
 _ATTENTION = {"forward": (1, 1), "dq": (2, 1), "dk": (2, 1), "dv": (1, 1), "dk_dv": (2, 2)}
 _TILE = 128
@@ -23,14 +28,16 @@ def known_trips(rest: str) -> int | None:
 def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
     """Returns the FLOPs of a call to cuBLAS, to a kernel of maxlib or to a grouped matmul; 0 for others.
 
-    Kernels of Mosaic GPU carry no estimate into the program before jax 0.12. Attention counts for a causal mask, the
-    tiles on its diagonal as a whole.
+    Kernels of Mosaic GPU carry no estimate into the program before jax 0.12, those in Triton never do. Attention counts
+    for a causal mask, the tiles on its diagonal as a whole.
     """
     if found := _SUMMED.search(rest):
         dims = [operands[0][int(d)] for d in re.findall(r"\d+", found[1])]
         return 2.0 * math.prod(results[0]) * math.prod(dims)
     if (found := _KERNEL.search(rest)) is None or '"cost_estimate"' in rest:
         return 0.0
+    if whole := _OPERANDS.search(rest):  # an operand may come from another computation
+        operands = [sizes for _, sizes, _ in shapes_of(whole[1])]
     if found[1] == "grouped_matmul":  # every row is multiplied by one expert of each matrix
         rows = next(shape for shape in operands if len(shape) == 2)  # in JAX's kernels the experts' counts come first
         if found[2] == "d_weights":  # from rows and one side of a matrix, which tokamax transposes, to its other side

@@ -118,6 +118,20 @@ def test_attention_kernels_count_about_half_the_pairs(name, keys, values):
 
 
 @pytest.mark.parametrize(
+    ("name", "operands", "results"),
+    [
+        ("forward", "bf16[1024,64]{1,0}, bf16[8,64,96]{2,1,0}, s32[9]{0}", [[1024, 96]]),
+        ("d_weights", "bf16[1024,64]{1,0}, bf16[1024,96]{1,0}, s32[9]{0}", [[8, 64, 96]]),
+    ],
+)
+def test_kernels_in_triton_name_their_operands(name, operands, results):
+    """Also those that the calling computation lacks."""
+    target = f'custom_call_target="triton_kernel_call_ffi", operand_layout_constraints={{{operands}}}, '
+    rest = f'{target}metadata={{op_name="jit(step)/grouped_matmul_{name}/triton_kernel_call"}}'
+    assert custom_flops(rest, [[9]], results) == 2 * 1024 * 64 * 96
+
+
+@pytest.mark.parametrize(
     ("name", "operands", "results", "matrices"),
     [
         ("forward", [[1024, 64], [8, 96, 64], [12, 2]], [[1024, 96]], 1),

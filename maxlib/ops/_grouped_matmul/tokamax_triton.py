@@ -18,6 +18,7 @@ from maxlib.hardware import is_ampere_or_later
 from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags
 from maxlib.ops._grouped_matmul.ragged_tiles import TritonTile, TritonTiles
+from maxlib.ops._grouped_matmul.unbatched import unbatched
 from maxlib.ops._varying import vary_alike
 
 NEEDED = {"tokamax": (0, 0, 17), "jax-triton": (0, 4, 1), "triton": (3, 7)}  # the oldest versions that were tried
@@ -119,4 +120,5 @@ def _kernel(left, right, rows_per_expert, dims: jax.lax.RaggedDotDimensionNumber
     config = Config(**sizes, num_warps=tile.warps, num_stages=tile.stages)
     run = TritonRaggedDot(config=config, bypass_device_check=True)
     how = {"ragged_dot_dimension_numbers": dims, "preferred_element_type": jnp.dtype(dtype)}
-    return vary_alike((left, run(left, right, group_sizes=rows_per_expert, **how)))[1]
+    one = unbatched(lambda left, right, counts: run(left, right, group_sizes=counts, **how))
+    return vary_alike((left, one(left, right, rows_per_expert)))[1]
