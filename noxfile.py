@@ -265,7 +265,14 @@ def kernels(session: nox.Session, jax: str) -> None:
     """
     session.install("-e", ".[tests,cuda]", f"jax[cuda13]=={jax}", "nvidia-cuda-nvdisasm")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
-    session.run("pytest", "-m", "", "tests/ops/attention/test_tokamax.py", "tests/ops/test_jax_mosaic_gpu.py")
+    session.run(
+        "pytest",
+        "-m",
+        "",
+        "tests/ops/attention/test_tokamax.py",
+        "tests/ops/test_jax_mosaic_gpu.py",
+        "tests/ops/test_tokamax_triton.py",
+    )
 
 
 @nox.session

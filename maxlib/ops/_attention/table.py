@@ -5,12 +5,14 @@ with the most production use come first (cuDNN and splash; tokamax, if installed
 support), then plain XLA (`chunked`). maxlib's own Pallas kernels only run by name until they have been tested against
 these on a GPU or TPU.
 
-| device | up to 16 queries | whole rows, named mask | packed, intervals, soft-cap | sinks, log-sum-exp | bias |
+| device | up to 16 queries | whole rows, named mask, sinks | packed, intervals, soft-cap | log-sum-exp | bias |
 |---|---|---|---|---|---|
 | TPU v4, v5e, v5p, v6e, v7x | `split_kv` | `splash` | `splash` | `splash` | `chunked` |
 | NVIDIA H100, H200 | `split_kv` | `cudnn` | `tokamax` | `chunked` | `chunked` |
 | NVIDIA A100, L40S, B200 | `split_kv` | `cudnn` | `chunked` | `chunked` | `chunked` |
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
+
+Sinks in packed rows, which tokamax does not take, run `chunked` on GPUs.
 """
 
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
