@@ -24,19 +24,19 @@ def main() -> None:
     args = arguments()
     loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
     model = jax.jit(build)()
-    rollouts = Rollouts(model, args)
-    rollouts.trainer = trainer = training.Trainer(
+    sampling = Sampling(model, args)
+    sampling.trainer = trainer = training.Trainer(
         model,
         optimizer=training.adamw(args.learning_rate),
-        loader=rollouts,
+        loader=post_training.Rollouts(sampling.batch),
         loss=loss,
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )
     trainer.restore()
-    trainer.log(f"before: reward {rollouts.mean_reward():.3f}")
+    trainer.log(f"before: reward {sampling.mean_reward():.3f}")
     trainer.fit(args.steps)
-    trainer.log(f"after: reward {rollouts.mean_reward():.3f}")
+    trainer.log(f"after: reward {sampling.mean_reward():.3f}")
 
 
 def build() -> llama.Llama:
@@ -53,25 +53,23 @@ def reward(prompt: list[int], completion: list[int]) -> float:
     return float(np.mean((text[1:] > text[:-1]) | (text[:-1] == VOCAB - 1)))
 
 
-class Rollouts:
-    """Loads completions sampled with the newest weights; its position is the number of the next batch."""
+class Sampling:
+    """Completions by the newest weights, with their rewards."""
 
     trainer: training.Trainer
 
     def __init__(self, model: llama.Llama, args: argparse.Namespace):
-        self.generator, self.args, self.next, self.seen = inference.Generator(model, dtype=jnp.float32), args, 0, {}
+        self.generator, self.args = inference.Generator(model, dtype=jnp.float32), args
 
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        prompts, completions, rewards = self.sample(self.next)
-        self.next, self.seen = self.next + 1, post_training.reward_metrics(rewards)
+    def batch(self, number: int):
+        """Returns a batch and its metrics."""
+        prompts, completions, rewards = self.draw(number)
         advantages = post_training.group_advantages(rewards)
         length = PROMPT + self.args.tokens
-        return post_training.completion_batch(prompts, completions, advantages, length=length, sampler=SAMPLER)
+        batch = post_training.completion_batch(prompts, completions, advantages, length=length, sampler=SAMPLER)
+        return batch, post_training.reward_metrics(rewards)
 
-    def sample(self, number: int):
+    def draw(self, number: int):
         self.generator.update(self.trainer.state.trainable)
         prompts = np.random.default_rng(number).integers(0, VOCAB, (self.args.prompts, PROMPT))
         prompts = prompts.repeat(self.args.group, axis=0).tolist()
@@ -82,19 +80,7 @@ class Rollouts:
 
     def mean_reward(self) -> float:
         """Returns the mean reward of completions that are not trained on."""
-        return float(np.mean([self.sample(10**6 + i)[2].mean() for i in range(4)]))
-
-    def metrics(self):
-        return self.seen
-
-    def get_state(self):
-        return {"0": {"next": self.next}}
-
-    def set_state(self, state):
-        self.next = state["0"]["next"]
-
-    def reset(self):
-        self.next = 0
+        return float(np.mean([self.draw(10**6 + i)[2].mean() for i in range(4)]))
 
 
 def arguments() -> argparse.Namespace:

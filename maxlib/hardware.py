@@ -93,6 +93,11 @@ def is_blackwell(device_kind: str) -> bool:
     return re.search(r"\bG?B(100|200|300)\b", device_kind) is not None
 
 
+def is_ampere_or_later(device_kind: str) -> bool:
+    """Returns True if a device is an NVIDIA GPU of the generations since Ampere, which multiply bfloat16."""
+    return "NVIDIA" in device_kind and not re.search(r"\b(V100|P100|P40|P4|T4)\b", device_kind)
+
+
 def current_device() -> tuple[str, str]:
     """Returns the platform and kind of the device for which a program is traced.
 

@@ -6,9 +6,9 @@ If a test fails, the installed jax no longer needs the workaround: delete it, wi
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -106,16 +106,20 @@ def test_layers_are_transposed_before_the_loop():
     assert temp[0] < temp[1]
 
 
+def summed_axes(run, *args) -> str:
+    """Returns the axes over which a compiled program sums, as its text writes them."""
+    return re.search(r" reduce\(.*dimensions=({[^}]*})", jax.jit(run).lower(*args).compile().as_text())[1]
+
+
+# Sums that leave an axis of one are the slow ones: 6 and 8 times as long in jax 0.10.2.
 @slow_sums
 def test_the_gradient_of_a_weight_is_one_sum():
-    def seconds(place) -> float:
-        x, w = jnp.ones((1, 1024, 512)), jnp.ones(512)
-        run = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(place(w, x.shape) * x)))).lower(w, x).compile()
-        timed = lambda: (time.process_time(), run(w, x).block_until_ready(), time.process_time())
-        return min(end - begin for begin, _, end in (timed() for _ in range(6)))
+    def axes(place) -> str:
+        loss = lambda w, x: jnp.sum(jnp.sin(place(w, x.shape) * x))
+        return summed_axes(jax.grad(loss), jnp.ones(512), jnp.ones((1, 1024, 512)))
 
-    by_axes_of_one = seconds(lambda w, shape: w[None, None])
-    assert 2 * seconds(workarounds.for_each_token) < by_axes_of_one
+    assert axes(workarounds.for_each_token) == "{0,1}"
+    assert axes(lambda w, shape: w[None, None]) == "{1}"
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for CPUs is slow at it")
@@ -139,13 +143,9 @@ def test_the_slice_of_a_layer_is_moved_into_the_loops_that_read_it():
 
 @slow_sums
 def test_a_sum_of_products_is_a_matmul():
-    def seconds(inner) -> float:
-        x = jnp.ones((1, 512, 4, 256))
-        run = jax.jit(inner).lower(x, x).compile()
-        timed = lambda: (time.process_time(), run(x, x).block_until_ready(), time.process_time())
-        return min(end - begin for begin, _, end in (timed() for _ in range(6)))
-
-    assert 4 * seconds(workarounds.inner) < seconds(lambda a, b: jnp.sum(a * b, axis=-1))
+    x = jnp.ones((1, 512, 4, 256))
+    assert summed_axes(workarounds.inner, x, x) == "{0,3}"
+    assert summed_axes(lambda a, b: jnp.sum(a * b, axis=-1), x, x) == "{3}"
 
 
 def test_the_gradient_of_a_scaled_vector():

@@ -5,6 +5,7 @@ E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 
 `counts = [1, 2]`. Shapes: M tokens, X choices, E experts, C capacity, R rows, D width, I inputs and O outputs.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -173,37 +174,42 @@ def _sort(experts, valid, num_experts: int):
 def spread(x: Float[Array, "M D"], plan: Dispatch) -> Float[Array, "R D"]:
     """Returns the token of each row of the plan."""
     # choice // X is the token
-    return _pick(x, plan.source // plan.row_of_choice.shape[1], plan.row_of_choice)
+    return _pick(x, plan.source // plan.row_of_choice.shape[1], plan.row_of_choice, _mode(plan))
 
 
 def spread_choices(x: Float[Array, "M X"], plan: Dispatch) -> Float[Array, "R 1"]:
     """Returns the value of the choice of each row of the plan."""
-    return _pick(x.reshape(-1, 1), plan.source, plan.row_of_choice.reshape(-1, 1))
+    return _pick(x.reshape(-1, 1), plan.source, plan.row_of_choice.reshape(-1, 1), _mode(plan))
 
 
 def collect(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M X D"]:
     """Returns the row of each choice; zeros for a choice without one."""
-    z = _pick(rows, plan.row_of_choice.reshape(-1), plan.source[:, None])
+    z = _pick(rows, plan.row_of_choice.reshape(-1), plan.source[:, None], _mode(plan))
     return z.reshape(*plan.row_of_choice.shape, rows.shape[-1])
 
 
-@jax.custom_vjp
-def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"]) -> Float[Array, "R D"]:
-    """Returns `x[index]`, zeros where the index is out of range.
+def _mode(plan: Dispatch) -> str:
+    """Returns how to read out of range: zeros; where no index is, not at all, which saves a pass over the rows."""
+    return "fill" if isinstance(plan, Padded) else "clip"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"], mode: str) -> Float[Array, "R D"]:
+    """Returns `x[index]`; with the mode "fill" zeros where the index is out of range.
 
     `back` has the rows of the result that hold each row of `x`. The gradient is then a gather and a sum over K, where
     the transpose of a gather would be a scatter-add, which is slow on accelerators.
     """
-    return x.at[index].get(mode="fill", fill_value=0)
+    return x.at[index].get(mode=mode, fill_value=0)
 
 
-def _pick_forward(x, index, back):
-    return _pick(x, index, back), back
+def _pick_forward(x, index, back, mode):
+    return _pick(x, index, back, mode), back
 
 
-def _pick_backward(back, d):
+def _pick_backward(mode, back, d):
     # [R, D] -> [N, K, D] -> [N, D], summed in float32
-    rows = d.at[back].get(mode="fill", fill_value=0)
+    rows = d.at[back].get(mode=mode, fill_value=0)
     return rows.sum(axis=1, dtype=jnp.promote_types(d.dtype, jnp.float32)).astype(d.dtype), None, None
 
 

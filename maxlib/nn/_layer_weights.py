@@ -41,8 +41,12 @@ def _(names, primals, tangents):
 
 @jax.custom_jvp
 def keep_float32(weight: jax.Array) -> jax.Array:
-    """Returns `weight` and prevents XLA from casting it before the loop (`_xla_workarounds.keep_float32`)."""
-    return _xla_workarounds.keep_float32(weight) if weight.dtype == jnp.float32 else weight
+    """Returns `weight` and prevents XLA from casting it before the loop (`_xla_workarounds.keep_float32`).
+
+    Does nothing on a CPU, where it would copy the weights of each layer.
+    """
+    needed = weight.dtype == jnp.float32 and current_device()[0] != "cpu"
+    return _xla_workarounds.keep_float32(weight) if needed else weight
 
 
 @keep_float32.defjvp

@@ -10,7 +10,7 @@ from maxlib.nn._context import Context, bidirectional_blocks
 from maxlib.nn._decoder import Decoder
 from maxlib.nn._model import Output
 from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
-from maxlib.nn._vision import check_placeholders
+from maxlib.nn._vision import check_placeholders, unseen
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
 from maxlib.ops._axes_rope import MRope
@@ -79,7 +79,8 @@ class NativeVisionDecoder(Decoder):
         x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
         self.check_images(tokens, images)
         if images is None:
-            return x, inputs
+            vision = self.cfg.vision if cache is None else None
+            return (x if vision is None else unseen(x, self.is_image(tokens))), inputs
         images, segment_ids, valid = images.in_rows, inputs.get("segment_ids"), inputs.get("valid")
         is_image = self.is_image(tokens) if valid is None else self.is_image(tokens) & valid
         if self._turns_by_axes:

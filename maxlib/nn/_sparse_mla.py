@@ -75,7 +75,7 @@ class LightningIndexer(nnx.Module):
         for part, names in ((self.q, "w"), (self.k, "w"), (self.k_norm, "scale bias"), (self.weight, "w")):
             for name in names.split():
                 _fix(part, name)
-        self.top_k, self.rope, self.scale = top_k, rope, (H * I) ** -0.5
+        self.dim, self.top_k, self.rope, self.scale = H, top_k, rope, (H * I) ** -0.5
 
     def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
         """Returns the index keys of tokens."""
@@ -189,7 +189,7 @@ class SparseMLA(MLA):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
         zeros = lambda width: jnp.zeros((batch, capacity, width), dtype)
-        return IndexedLatentCache(zeros(self.kv_rank + self.shared_dim), zeros(self.indexer.k.w.get_value().shape[-2]))
+        return IndexedLatentCache(zeros(self.kv_rank + self.shared_dim), zeros(self.indexer.dim))
 
     @property
     def kind(self) -> str:

@@ -111,6 +111,11 @@ def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
             )
 
 
+def unseen(x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns `x` with NaN at placeholders that have no image, so that a loss inside jit does not learn from them."""
+    return jnp.where(is_placeholder[:, :, None], jnp.nan, x)
+
+
 def place_features(
     x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"], features: Float[Array, "I S D"]
 ) -> Float[Array, "B T D"]:

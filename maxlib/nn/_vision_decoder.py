@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._context import bidirectional_blocks
 from maxlib.nn._decoder import Decoder
 from maxlib.nn._model import Output
-from maxlib.nn._vision import check_placeholders, place_features
+from maxlib.nn._vision import check_placeholders, place_features, unseen
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
 
@@ -74,7 +74,8 @@ class VisionDecoder(Decoder):
         x, inputs = super().embed_inputs(tokens, dtype=dtype, **inputs)
         self.check_images(tokens, images)
         if images is None:
-            return x, inputs
+            vision = self.cfg.vision if cache is None else None
+            return (x if vision is None else unseen(x, tokens == vision.image_token)), inputs
         is_image = tokens == self.cfg.vision.image_token
         # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
         x = place_features(x, is_image, self.projector(self.tower(images, dtype=dtype, remat=remat)))

@@ -61,7 +61,8 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, train
     """
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     flags = jax.tree.leaves(jax.tree.map(lambda _: True, model) if trained is None else trained)
-    return sum(flops for _, flops in _counted(loss_fn, (model, batch, jax.random.key(0)), follow=True, trained=flags))
+    key = jax.eval_shape(jax.random.key, 0)
+    return sum(flops for _, flops in _counted(loss_fn, (model, batch, key), follow=True, trained=flags))
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:
@@ -135,7 +136,7 @@ def peak_flops() -> float | None:
 @functools.cache
 def _measured_peak(size: int = 1024, rounds: int = 3) -> float:
     """Measures the best of a few square matmuls, which take about 0.1 s in all."""
-    x = jnp.ones((size, size), jnp.float32)
+    x = jax.device_put(np.ones((size, size), np.float32))
     dot = jax.jit(jnp.dot).lower(x, x).compile()
     seconds = []
     for _ in range(rounds):

@@ -9,7 +9,7 @@ from maxlib.ops._attention.chunked import ChunkedTiles
 from maxlib.ops._attention.splash import SplashTiles
 from maxlib.ops._attention.split_kv import SplitTiles
 from maxlib.ops._gated_delta.chunked import DeltaTiles
-from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles
+from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, TritonTiles
 from maxlib.ops._grouped_matmul.tiled import TiledTiles
 from maxlib.ops._grouped_matmul.tiling import MegabloxTiles
 from maxlib.ops._ssd.chunked import SSDTiles
@@ -29,4 +29,5 @@ __all__ = [
     "TPUAttentionTiles",
     "TileSizes",
     "TiledTiles",
+    "TritonTiles",
 ]

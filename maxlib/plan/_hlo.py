@@ -37,6 +37,7 @@ _CHAIN = re.compile(r'chain_id="\d+"')
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # Within a fusion these are only computed for the elements that their user reads.
 _VIEWS = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
+_SLICES = ("slice", "dynamic-slice")
 _FREE = (
     "parameter",
     "constant",
@@ -279,8 +280,8 @@ class _Program:
         if one.opcode in (*_FREE, *_AROUND) or one.opcode.endswith("-done"):
             return 0.0
         operands = [computation[name] for name in one.operands if name in computation]
-        if one.opcode == "dynamic-slice":
-            return (1 if operands and is_on_host(operands[0].type) else 2) * bytes_of(one.type)
+        if one.opcode in _SLICES:
+            return _sliced(one, operands[0]) + bytes_of(one.type) if operands else 0.0
         if one.opcode == "dynamic-update-slice":
             return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if one.opcode.startswith("ragged-all-to-all"):
@@ -307,8 +308,8 @@ class _Program:
         return sum(self._used(own, user, inner) for user in inner.values() if own.name in user.operands)
 
     def _used(self, own: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
-        if user.opcode == "dynamic-slice":
-            return bytes_of(user.type)
+        if user.opcode in _SLICES:
+            return _sliced(user, own)
         if user.opcode == "dynamic-update-slice" and user.operands[0] == own.name:
             return 0.0
         if user.opcode in _VIEWS:
@@ -332,6 +333,11 @@ class _Program:
         if root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
             return min(bytes_of(type_), bytes_of(inner[root.operands[1]].type))
         return bytes_of(type_)
+
+
+def _sliced(one: Instruction, operand: Instruction) -> float:
+    """Returns the bytes that a slice reads from main memory; its result may be in another memory."""
+    return size_of(one.type) if bytes_of(operand.type) else 0.0
 
 
 def _origin(one: Instruction) -> str:

@@ -115,8 +115,9 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
     return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
 
 
-# Layers of a period that libtpu recomputes at once: of 4 in Qwen3.5-397B and of 11 in Nemotron 3 Super about as many.
-_AT_ONCE = 2
+# Layers of a period that libtpu recomputes at once, at most: all of 4 in Qwen3.5-397B and of 6 in Gemma 3 and 4, three
+# to six of the 10 or 11 in Nemotron 3 Super and Granite 4.
+_AT_ONCE = 6
 
 
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from maxlib.post_training._preference_losses import kto_loss as kto_loss
     from maxlib.post_training._preference_losses import preference_loss as preference_loss
     from maxlib.post_training._rewards import RewardPool as RewardPool
+    from maxlib.post_training._rollouts import Rollouts as Rollouts
     from maxlib.post_training._rollouts import completion_batch as completion_batch
     from maxlib.post_training.advantages import group_advantages as group_advantages
     from maxlib.post_training.advantages import leave_one_out as leave_one_out
@@ -56,7 +57,7 @@ __getattr__, __dir__ = lazy(
         "_policy_losses": ("check_sampler", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "policy_loss", "rloo"),
         "_preference_losses": ("kto_loss", "preference_loss"),
         "_rewards": ("RewardPool",),
-        "_rollouts": ("completion_batch",),
+        "_rollouts": ("Rollouts", "completion_batch"),
         "advantages": ("group_advantages", "leave_one_out", "reward_metrics"),
         "policies": ("CISPO", "KL", "Clip", "Correction", "FixedLengthMean"),
         "preferences": ("DPO", "KTO", "ORPO", "ChosenNLL", "Mixture", "SimPO"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from maxlib import nn, sharding
 from maxlib.observability._metrics import reported
 from maxlib.post_training._models import Batch, log_probs
+from maxlib.post_training._preference_losses import interleaved
 from maxlib.training import StatefulLoader, place_batch
 from maxlib.training._objectives.objective import run
 from maxlib.training._prefetch import Follows, follow_layout
@@ -96,5 +97,14 @@ def add_teacher(
 
 
 def _over_parts(function: Callable[[Batch], Batch], batch: Batch) -> Batch:
-    out = {name: _over_parts(function, x) if isinstance(x, dict) else x for name, x in batch.items()}
+    """Returns the batch with the outputs of `function` for each part; the rows of pairs are run together, as in the
+    loss.
+    """
+    pair = [name for name in ("chosen", "rejected") if {"chosen", "rejected"} <= batch.keys()]
+    parts = [name for name, x in batch.items() if isinstance(x, dict) and name not in pair]
+    out = batch | {name: _over_parts(function, batch[name]) for name in parts}
+    if pair:
+        # [2B, ...] -> [B, 2, ...]
+        both = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), function(interleaved(batch)))
+        out |= {name: batch[name] | jax.tree.map(lambda x, i=i: x[:, i], both) for i, name in enumerate(pair)}
     return out | function(out) if "tokens" in out else out

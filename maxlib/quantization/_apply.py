@@ -1,7 +1,8 @@
 """Quantizes a model: changes how its matmuls are computed, or how their weights are stored."""
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from maxlib import nn
@@ -41,6 +42,9 @@ def for_training(model: Model, rules: Rules) -> Model:
 def for_inference(model: Model, rules: Rules) -> Model:
     """Returns a model with quantized weights, which are no longer trainable.
 
+    A format given by name leaves matrices in full precision whose last dimension no group divides, with a warning that
+    names them; patches of image encoders, and heads of 72, are such. A `Format` or a `Rule` refuses them.
+
         small = quantization.for_inference(model, "int8")
         print(quantization.report(small))
 
@@ -50,9 +54,19 @@ def for_inference(model: Model, rules: Rules) -> Model:
             (groups of 64). Weights and activations: "int8_w8a8", "fp8_w8a8".
 
     Raises:
-        ValueError: as for `for_training`.
+        ValueError: as for `for_training`, and when the groups of a named format divide no matrix.
     """
-    return _apply(model, as_rules(rules, INFERENCE), store)
+    if not isinstance(rules, str):
+        return _apply(model, as_rules(rules, INFERENCE), store)
+    divided: dict[str, bool] = {}  # whether groups divide a matrix, by path
+
+    def store_divided(site: Any, format: Format, path: str) -> Any:
+        divided[path] = _divides(format, site.w)
+        return store(site, format, path) if divided[path] else site
+
+    new = _apply(model, as_rules(rules, INFERENCE), store_divided)
+    _look_at_undivided(divided, INFERENCE[rules])
+    return new
 
 
 def full_precision(model: Model) -> Model:
@@ -92,6 +106,22 @@ def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) ->
         )
 
 
+def _look_at_undivided(divided: Mapping[str, bool], format: Format) -> None:
+    """Warns about matrices that groups do not divide; raises ValueError if they divide none."""
+    left = [path for path, whole in divided.items() if not whole]
+    if left and not any(divided.values()):
+        raise ValueError(
+            f"the last dimension of a matrix must be a multiple of the group; got {format}, which fits none of "
+            f"{left}. Pass a Format with a smaller group"
+        )
+    if left:
+        warnings.warn(
+            f"these matrices stay in full precision, because their last dimension is not a multiple of the group of "
+            f"{format}: {left}",
+            stacklevel=3,
+        )
+
+
 def _round_operands(site: Any, format: Format, path: str) -> Any:
     """Makes a layer round its operands in training."""
     if isinstance(site, nn.Embed):
@@ -120,9 +150,7 @@ def store(site: Any, format: Format, path: str) -> Any:
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         raise ValueError(f"{path} is already quantized; start from the model in full precision")
     w = site.w[...]
-    if (format.weights in nn.quantized.FOUR_BITS and w.shape[-1] % 2) or (
-        format.group is not None and w.shape[-1] % format.group
-    ):
+    if not _divides(format, w):
         raise ValueError(
             f"{path}: the last dimension of its weight {w.shape} must be a multiple of the group; got {format}"
         )
@@ -140,6 +168,12 @@ def store(site: Any, format: Format, path: str) -> Any:
     return sites.replace(
         site, w=stored, matmul=nn.matmul.PlainMatmul() if format.activations is None else Quantized(format)
     )
+
+
+def _divides(format: Format, w: Any) -> bool:
+    """Returns True if groups of the format, or pairs of four-bit values, divide the last dimension of a matrix."""
+    pair = 2 if format.weights in nn.quantized.FOUR_BITS else 1
+    return w.shape[-1] % math.lcm(pair, format.group or 1) == 0
 
 
 def _restored(site: Any) -> Any:

@@ -6,7 +6,6 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -159,6 +158,6 @@ def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
         return jax.jit(model)()
     check_no_aliases(model)
     if layout is None:
-        return jax.tree.map(jnp.copy, model)
+        return jax.tree.map(lambda x: jax.device_put(x, may_alias=False), model)  # a copy, without a program
     shardings = sharding.shardings(model, layout)
     return jax.tree.map(lambda x, to: jax.device_put(x, to, may_alias=False), model, shardings)

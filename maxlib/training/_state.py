@@ -89,11 +89,14 @@ def make_state(
     _warn_without_layout(trainable)
     if isinstance(filter, PathFilter):
         filter.check(model)
-    seed = jax.random.key(key) if isinstance(key, int) else key
 
-    start = lambda key: place_like_parameters((jnp.zeros((), jnp.int32), key), trainable, rest)
-    step, copied_key = jax.jit(start)(seed)
-    opt_state = init_optimizer(optimizer, trainable, rest)
+    def start(params: dict[str, Any], given: Array | None) -> Any:
+        seeded = jax.random.key(key) if isinstance(key, int) else given
+        counters = place_like_parameters((jnp.zeros((), jnp.int32), seeded), trainable, rest)
+        return *counters, _initial(optimizer, params, rest)
+
+    # One program, which takes less time to compile than several.
+    step, copied_key, opt_state = jax.jit(start)(trainable, None if isinstance(key, int) else key)
     check_offloaded(opt_state, trainable)
     check_averages(opt_state)
     _warn_of_rounding(opt_state, trainable)
@@ -102,11 +105,11 @@ def make_state(
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
     """Makes the optimizer's initial state for these parameters, with their shardings."""
+    return jax.jit(lambda params: _initial(optimizer, params, rest))(params)
 
-    def initial(params: dict[str, Any]) -> Any:
-        return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
 
-    return jax.jit(initial)(params)
+def _initial(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
+    return place_like_parameters(optimizer.init(sharding.memory.to_device(params)), params, rest, optimizer=True)
 
 
 def _warn_without_layout(trainable: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import jax
 import optax
 
 from maxlib import nn, sharding
+from maxlib._utils.garbage import collection_paused
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed._preemption import Interrupt, Interrupted, interrupts
 from maxlib.distributed._timeouts import hard_timeout
@@ -254,7 +255,9 @@ class Trainer:
 
     def _loop(self, steps: int) -> None:
         while self.step < steps:
-            with self.clock.step(self.step + 1):
+            # Programs, also those of loaders, are traced until the first step has run.
+            tracing = contextlib.nullcontext() if self._counted else collection_paused()
+            with self.clock.step(self.step + 1), tracing:
                 begin = time.perf_counter()
                 batch = self._wait_for_batch()
                 if batch is None:

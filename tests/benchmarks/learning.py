@@ -18,7 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,32 +66,6 @@ THRESHOLDS = {
     "distillation": {"divergence <=": 0.06, "of the start <=": 1 / 8, "exact >=": 0.85},
 }
 CURVES = {"sft": "nll", "lora": "nll", "dpo": "rewards/accuracies", "grpo": "reward", "distillation": "divergence"}
-
-
-class Made:
-    """A loader of batches made by number."""
-
-    def __init__(self, make: Callable[[int], dict[str, Any]]):
-        self.make, self.next, self.seen = make, 0, {}
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        batch, self.next = self.make(self.next), self.next + 1
-        return batch
-
-    def metrics(self):
-        return self.seen
-
-    def reset(self):
-        self.next = 0
-
-    def get_state(self):
-        return {"next": self.next}
-
-    def set_state(self, state):
-        self.next = state["next"]
 
 
 class Curve(list):
@@ -163,9 +137,9 @@ def exact(model: Any, seed: int) -> dict[str, float]:
 
 
 def supervised(run: str, model: Any, seed: int, orders: tuple[bool, ...], **options: Any) -> tuple[Any, Curve, Seconds]:
-    make = lambda number: sorting.rows(*sorting.supervised((seed + 1) * 10**4 + number, ROWS, orders))
+    make = lambda number: (sorting.rows(*sorting.supervised((seed + 1) * 10**4 + number, ROWS, orders)), {})
     loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
-    return trained(run, model, Made(make), loss, **options)
+    return trained(run, model, post_training.Rollouts(make), loss, **options)
 
 
 def sft(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
@@ -183,11 +157,11 @@ def lora(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
 
 
 def dpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
-    def make(number: int) -> dict[str, Any]:
+    def make(number: int) -> tuple[dict[str, Any], dict[str, float]]:
         questions, chosen, rejected = sorting.pairs((seed + 200) * 10**4 + number, ROWS)
-        return {"chosen": sorting.rows(questions, chosen), "rejected": sorting.rows(questions, rejected)}
+        return {"chosen": sorting.rows(questions, chosen), "rejected": sorting.rows(questions, rejected)}, {}
 
-    loader = post_training.add_reference(Made(make), model, dtype=jnp.float32)
+    loader = post_training.add_reference(post_training.Rollouts(make), model, dtype=jnp.float32)
     loss = functools.partial(post_training.preference_loss, kind=post_training.DPO(0.1), dtype=jnp.float32)
     new, curve, seconds = trained("dpo", model, loader, loss)
     right = statistics.fmean(values["rewards/accuracies"] for values in curve[-5:])
@@ -195,7 +169,7 @@ def dpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
 
 
 def sampled(
-    loader: Made, generator: inference.Generator, seed: int, number: int, *, prompts: int, num_samples: int
+    loader: Any, generator: inference.Generator, seed: int, number: int, *, prompts: int, num_samples: int
 ) -> tuple[list, list]:
     """Prompts, each `num_samples` times, and completions by the newest weights."""
     weights = loader.trainer.state.trainable
@@ -208,14 +182,14 @@ def sampled(
 def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     generator = inference.Generator(model, dtype=jnp.float32)
 
-    def make(number: int) -> dict[str, Any]:
+    def make(number: int) -> tuple[dict[str, Any], dict[str, float]]:
         prompts, texts = sampled(loader, generator, seed + 300, number, prompts=PROMPTS, num_samples=GROUP)
         rewards = np.array([sorting.reward(*both) for both in zip(prompts, texts, strict=True)]).reshape(-1, GROUP)
-        loader.seen = post_training.reward_metrics(rewards)
         advantages = post_training.group_advantages(rewards)
-        return post_training.completion_batch(prompts, texts, advantages, length=sorting.LENGTH, sampler=SAMPLER)
+        batch = post_training.completion_batch(prompts, texts, advantages, length=sorting.LENGTH, sampler=SAMPLER)
+        return batch, post_training.reward_metrics(rewards)
 
-    loader = Made(make)
+    loader = post_training.Rollouts(make)
     loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
     new, curve, seconds = trained("grpo", model, loader, loss)
     reward = statistics.fmean(values["reward"] for values in curve[-5:])
@@ -230,8 +204,12 @@ def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     """On-policy, by the reverse divergence, into a smaller model whose random weights write nothing useful at first."""
     student = student_of(seed)
     generator = inference.Generator(student, dtype=jnp.float32)
-    make = lambda number: sorting.rows(*sampled(loader, generator, seed + 400, number, prompts=ROWS, num_samples=1))
-    loader = Made(make)
+
+    def make(number: int) -> tuple[dict[str, Any], dict[str, float]]:
+        texts = sampled(loader, generator, seed + 400, number, prompts=ROWS, num_samples=1)
+        return sorting.rows(*texts), {}
+
+    loader = post_training.Rollouts(make)
     loss = functools.partial(post_training.distillation_loss, beta=1.0, dtype=jnp.float32)
     both = post_training.WithFrozen(student, teacher)
     options = {"filter": training.trainable_only("trained.*")}

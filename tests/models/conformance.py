@@ -54,6 +54,7 @@ SHAPING = _names(
     first_k_dense_replace intermediate_size_mlp moe_layers mlp_only_layers decoder_sparse_step
     linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
     attention_k_eq_v use_double_wide_mlp num_kv_shared_layers hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block
+    index_n_heads index_head_dim
     shared_expert_intermediate_size use_qk_norm kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_layer n_positions
     """
 )

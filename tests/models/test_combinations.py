@@ -114,8 +114,8 @@ def logits(model, tokens):
 
 
 @functools.partial(jax.jit, compiler_options=QUICKLY)
-def step(model, tokens, cache):
-    out = model(tokens, cache=cache, dtype=jnp.float32)
+def step(model, tokens, cache, valid=None):
+    out = model(tokens, cache=cache, valid=valid, dtype=jnp.float32)
     return model.logits(out.hidden), out.cache
 
 

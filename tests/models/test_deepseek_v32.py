@@ -62,7 +62,7 @@ class TestDeepSeekV32(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    elsewhere = {"num_nextn_predict_layers", "index_n_heads", "index_head_dim"}  # modules are read on request; sizes
+    elsewhere = {"num_nextn_predict_layers"}  # modules are read on request
     refused = Conformance.refused | {
         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
         "layer_types": ["full_attention"] * 4,

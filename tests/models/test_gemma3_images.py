@@ -161,6 +161,15 @@ def test_fields_matter(theirs, model, tmp_path, field):
             other(jnp.asarray(tokens), images=jnp.asarray(images))
 
 
+def test_placeholders_without_images_are_nan_inside_jit(model):
+    """Outside of it they are an error."""
+    tokens = jnp.asarray(inputs()[0])
+    embedded = jax.jit(lambda model, tokens: model.embed_inputs(tokens, dtype=jnp.float32)[0])(model, tokens)
+    np.testing.assert_array_equal(np.isnan(embedded).any(axis=2), tokens == IMAGE)
+    with pytest.raises(ValueError, match="the given images make 0 vectors"):
+        model(tokens)
+
+
 @pytest.mark.full
 def test_packed_equals_separate(model):
     """All rows as documents of one, the image that begins the third right behind the second."""

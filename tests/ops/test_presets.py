@@ -13,7 +13,8 @@ LACKING = {
     "gpt2": {},
     "gemma2-2b": {"softcap": ("A100", "B200"), "heads of 256": ("A100",)},
     "gemma4-e2b": {"heads of 512": GPUS, "heads of 256": ("A100",)},
-    "gpt-oss-20b": {"sinks": GPUS} | EXPERTS,
+    "gpt-oss-20b": EXPERTS,
+    "mimo-v2-flash": {"heads of 192": ("A100",)} | EXPERTS,
     "deepseek-v2-lite": {"heads of 192": ("A100",)} | EXPERTS,
     "qwen3.5-0.8b": {"the gated delta rule": EVERY, "heads of 256": ("A100",)},
     "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": EVERY} | EXPERTS,
@@ -27,6 +28,14 @@ def test_a_preset_trains_on_proven_kernels_or_the_table_says_what_they_lack(pres
         wanted = {why for why, devices in LACKING[preset].items() if row["device"] in devices}
         assert set(row["lacking"]) == wanted, row
         assert bool(wanted) == bool(set(row["kernels"]) - set(kernels.PROVEN)), row
+
+
+@pytest.mark.parametrize("preset", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_sinks_train_on_cudnn_on_every_gpu(preset):
+    calls = kernels.asked(preset, "train")
+    for device in GPUS:
+        found = {one.name for one in (call(kernels.DEVICES[device]) for call in calls) if one.op == "attention"}
+        assert found == {"cudnn"}, device
 
 
 def test_packed_rows_have_a_proven_kernel_on_hopper_and_tpus():

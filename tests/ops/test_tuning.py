@@ -32,6 +32,7 @@ EVERY = [
     grouped.grouped_tiles(4096, 2048),
     hopper_tiles(4096, 8, True),
     tiles.RaggedBlackwellTiles(),
+    tiles.TritonTiles(),
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),
     tiles.DeltaTPUTiles(),

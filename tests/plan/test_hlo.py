@@ -244,6 +244,28 @@ def test_a_ragged_exchange_reads_and_writes_rows_and_not_the_buffer_around_them(
     assert costs.bytes == 2 * 64 * 256 * 2 and costs.collectives[0].bytes == 64 * 256 * 2
 
 
+SLICED = """
+HloModule jit_step
+
+%part (weights: s8[12288]) -> s8[4096] {
+  %weights = s8[12288]{0} parameter(0)
+  ROOT %slice = s8[4096]{0:S(1)} slice(%weights), slice={[4096:8192]}
+}
+
+ENTRY %main (weights.1: s8[12288]) -> s8[4096] {
+  %weights.1 = s8[12288]{0} parameter(0)
+  %slice-start = ((s8[12288]{0}), s8[4096]{0:S(1)}, s32[]{:S(2)}) async-start(%weights.1), calls=%part
+  ROOT %slice-done = s8[4096]{0:S(1)} async-done(%slice-start)
+}
+"""
+
+
+def test_a_slice_that_is_fetched_ahead_reads_its_own_bytes_only():
+    """Its result lies in another memory; the same slice within main memory is also written."""
+    assert read_costs(SLICED, {"fsdp": 1}).bytes == 4096
+    assert read_costs(SLICED.replace(":S(1)", ""), {"fsdp": 1}).bytes == 2 * 4096
+
+
 def test_text_without_a_program():
     with pytest.raises(ValueError, match="no ENTRY"):
         read_costs("HloModule empty", {"fsdp": 1})

@@ -1,6 +1,8 @@
 """Plans of runs that train adapters of a frozen base."""
 
+import collections
 import dataclasses
+import importlib.util
 import math
 
 import pytest
@@ -69,6 +71,24 @@ def test_70b_in_bfloat16_fits_eight_chips():
     assert factors / 8 < got.gradients < factors  # none of the base, whose share would be 33 GiB
     assert got.optimizer == pytest.approx(2 * got.gradients, rel=1e-6)
     assert got.parameters == pytest.approx(base + got.gradients, rel=2e-3)  # one base
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_the_compiled_step_of_70b_holds_one_base_and_sums_gradients_of_factors():
+    job = plan.Job("llama3-70b", "v5p-16", sequence=4096, lora=adapters.LoRA(16, 32))
+    got, estimate = plan.plan(job), plan.estimated(job)
+    base, factors = 2 * 70.55e9 / 8, 4 * 0.207e9  # bytes: the base's on each chip, and all factors
+    assert got.compiled and got.fits and got.peak == pytest.approx(estimate.peak, rel=0.1)
+    assert base < got.parameters < got.peak < 2 * base  # no second base, and no gradients of it
+    moved = collections.Counter()
+    for one in got.costs.collectives:
+        moved[one.kind] += one.bytes
+    # Gradients of the base, summed over chips, would be 131 GiB.
+    assert 0.5 * factors < moved["all-reduce"] + moved["reduce-scatter"] < 1.1 * factors
+    # Each chip gets the other seven parts of the base forward, forward again, and backward, but for the lookup table.
+    gathered = moved["all-gather"] + moved["collective-permute"]
+    assert gathered == pytest.approx(3 * 2 * (70.55e9 - 2 * 128_256 * 8192) * 7 / 8, rel=0.1)
 
 
 def test_the_command_reads_adapters(monkeypatch):

@@ -6,6 +6,8 @@ import pytest
 from maxlib import data, inference, tokenization
 from maxlib import post_training as pt
 from tests.data.test_chats import PLAIN
+from tests.training import tiny
+from tests.training.trainers import trainer
 
 ASK = [{"role": "user", "content": "the size?"}]
 YES, NO = [{"role": "assistant", "content": "the apple"}], [{"role": "assistant", "content": "of"}]
@@ -155,3 +157,21 @@ def test_completions_become_rows():
             pt.completion_batch([[4, 5], [6]], completions, [1.0, 1.0], length=6, sampler_log_probs=wrong)
     with pytest.raises(ValueError, match="does not fit a row of 4"):
         pt.completion_batch([[4, 5], [6]], completions, [[1.0, 1.0]], length=4)
+
+
+def test_rollouts_are_batches_by_number_with_their_metrics():
+    asked = []
+
+    def sample(number):
+        asked.append(number)
+        return tiny.batch(8, seed=number), {"reward": number / 4}
+
+    trained = trainer(loader=pt.Rollouts(sample))
+    assert trained.fit(3)["reward"] == 0.5 and asked == [0, 1, 2]
+    state = trained.loader.get_state()
+    again = pt.Rollouts(sample)
+    again.set_state(state)
+    np.testing.assert_array_equal(next(again)["tokens"], tiny.batch(8, seed=3)["tokens"])
+    again.reset()
+    next(again)
+    assert asked == [0, 1, 2, 3, 0] and again.metrics() == {"reward": 0.0}

@@ -195,3 +195,7 @@ def test_placeholders_without_images_are_an_error_of_the_first_batch(documents, 
             check_first_batch(blind, one)
     with pytest.raises(ValueError, match="placeholders by rows of patches"):
         check_first_batch(batch | {"images": jax.tree.map(np.zeros_like, batch["images"])}, model)
+    hidden = jax.jit(lambda model, tokens: model.embed_inputs(tokens, dtype=jnp.float32)[0])
+    seen = np.isfinite(hidden(model, jnp.asarray(blind["tokens"]))).all(axis=2)
+    np.testing.assert_array_equal(seen, ~np.asarray(model.is_image(blind["tokens"])))
+    assert not seen.all() and seen.any()

@@ -152,6 +152,17 @@ def test_rules_that_do_not_fit(rules, message):
         quant.for_inference(jax.eval_shape(lambda: model("llama")), rules)
 
 
+def test_a_named_format_leaves_what_its_groups_do_not_divide():
+    """Heads of 72 in an image encoder, say: of this model, heads of 16 before the output projection."""
+    full = jax.eval_shape(lambda: llama(num_layers=2, dim=64, mlp_dim=128, head_dim=16))
+    with pytest.warns(UserWarning, match=r"not a multiple of the group of nf4 in groups of 64: \['layers.attn.o'\]"):
+        low = jax.eval_shape(lambda m: quant.for_inference(m, "nf4"), full)
+    formats = {row.path.rpartition(".")[2]: row.format for row in quant.report(low).rows if row.kind == "dense"}
+    assert formats == dict.fromkeys(("q", "k", "v", "gate", "up", "down"), "nf4") | {"o": None}
+    with pytest.raises(ValueError, match="got nf4 in groups of 64, which fits none of"):
+        jax.eval_shape(lambda m: quant.for_inference(m, "nf4"), jax.eval_shape(lambda: model("moe")))
+
+
 def test_quantizing_twice_is_refused():
     low = jax.eval_shape(lambda m: quant.for_inference(m, "int8"), model("moe"))
     with pytest.raises(ValueError, match="already quantized"):

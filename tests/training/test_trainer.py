@@ -1,6 +1,9 @@
 """The trainer equals the bare loop, and adds what long runs need."""
 
+import contextlib
 import functools
+import gc
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +155,22 @@ def test_a_run_has_a_key_of_its_own():
 
     drawn = [trainer(loss=loss, key=key).fit(1)["drawn"] for key in (0, 7, jax.random.key(7))]
     assert drawn[0] != drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_not_collected_until_the_first_step_has_run(fails):
+    class Watching(tiny.Loader):
+        collects: ClassVar[list[bool]] = []
+
+        def __next__(self):
+            self.collects.append(gc.isenabled())
+            if fails:
+                raise OSError("no data")
+            return super().__next__()
+
+    with pytest.raises(OSError) if fails else contextlib.nullcontext():
+        trainer(loader=Watching()).fit(3)
+    assert Watching.collects == ([False] if fails else [False, True, True]) and gc.isenabled()
 
 
 def test_what_the_loader_counts_is_written():

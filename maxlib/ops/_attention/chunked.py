@@ -199,26 +199,39 @@ def _forward(spec: Spec, q, k, v, bias, k_start, k_end):
 
 def _forward_block(spec: Spec, row: Rows, keys, values):
     """Attends from one block of queries to all keys visible to it, by the online softmax."""
-    compute, width = _compute_dtype(row.q), values.shape[-1]
-    zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
-    # The smallest finite number instead of -inf: rows without a visible key so far would give -inf - -inf = NaN.
-    init = zeros + jnp.finfo(compute).min, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
-    step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
-    peak, total, acc = _over_visible(row, keys, step, init)
+    peak, total, acc = _forward_sums(spec, row, keys, values)
     # Divide once, after the last block: the sums are exp(x - peak), so lse = peak + log(total).
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
     return (acc / safe[..., None]).astype(row.q.dtype), jnp.where(seen, peak + jnp.log(safe), -jnp.inf)
 
 
+def _forward_sums(spec: Spec, row: Rows, keys, values) -> tuple[Array, Array, Array]:
+    """Returns each row's largest logit, and relative to it the sums of exponentials and of the values times these."""
+    compute, width = _compute_dtype(row.q), values.shape[-1]
+    # The smallest finite number instead of -inf: rows without a visible key so far would give -inf - -inf = NaN.
+    floor = jnp.finfo(compute).min
+    if keys.block == keys.length:
+        return _tile_sums(spec, row, keys, values, 0, floor)
+    zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
+    init = zeros + floor, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
+    step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
+    return lax.fori_loop(*_visited(row, keys), step, init)
+
+
 def _forward_tile(spec: Spec, row: Rows, keys, values, j, peak, total, acc):
     # The sums so far are relative to the old maximum m: rescale them by exp(m - m') before adding the new block.
-    logits, _ = _logits(spec, row, keys, j)  # [B, K, R, c]
-    new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
-    probs = jnp.exp(logits - new_peak[..., None])
+    new_peak, new_total, new_acc = _tile_sums(spec, row, keys, values, j, peak)
     shrink = jnp.exp(peak - new_peak)
-    acc = acc * shrink[..., None] + _dot("BKRc,BKcH->BKRH", probs, values[j])
-    return new_peak, total * shrink + jnp.sum(probs, axis=-1), acc
+    return new_peak, total * shrink + new_total, acc * shrink[..., None] + new_acc
+
+
+def _tile_sums(spec: Spec, row: Rows, keys, values, j, floor):
+    """Returns the sums of `_forward_sums` over one block of keys, relative to a maximum that is at least `floor`."""
+    logits, _ = _logits(spec, row, keys, j)  # [B, K, R, c]
+    peak = jnp.maximum(floor, jnp.max(logits, axis=-1))
+    probs = jnp.exp(logits - peak[..., None])
+    return peak, jnp.sum(probs, axis=-1), _dot("BKRc,BKcH->BKRH", probs, values[j])
 
 
 # ---------------------------------------------------------------------------------------------- backward

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlib.hardware import current_device, is_blackwell
+from maxlib.ops._attention.cudnn_sinks import attend_with_sinks
 from maxlib.ops._attention.masks import MaskHint
 
 
@@ -27,7 +28,7 @@ def cudnn(
     k_end: Int[Array, "B T"],
     scale: float,
     softcap: None = None,
-    sinks: None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: None = None,
     mask_hint: MaskHint,
 ) -> tuple[Float[Array, "B T N Hv"], None]:
@@ -38,8 +39,13 @@ def cudnn(
     """
     width = head_width(q.shape[-1], v.shape[-1], current_device()[1])
     padded = [jnp.pad(x.astype(q.dtype), ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (q, k, v)]
-    # JAX counts the keys before the query; our windows include the query's own key.
-    window = None if mask_hint.static.window is None else (mask_hint.static.window - 1, 0)
-    options = {"scale": scale, "is_causal": mask_hint.static.kind == "causal", "local_window_size": window}
+    causal, window = mask_hint.static.kind == "causal", mask_hint.static.window
     # [B, T, N, H] and [B, S, K, H] as JAX expects them: key heads are not repeated.
-    return jax.nn.dot_product_attention(*padded, **options, implementation="cudnn")[..., : v.shape[-1]], None
+    if sinks is not None:
+        out = attend_with_sinks(*padded, sinks, scale=scale, causal=causal, window=window)
+    else:
+        # This function counts the keys before the query; our windows include the query's own key.
+        before = None if window is None else (window - 1, 0)
+        options = {"scale": scale, "is_causal": causal, "local_window_size": before}
+        out = jax.nn.dot_product_attention(*padded, **options, implementation="cudnn")
+    return out[..., : v.shape[-1]], None

@@ -13,9 +13,7 @@ these on a GPU or TPU.
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
 """
 
-import re
-
-from maxlib.hardware import is_blackwell, is_hopper
+from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.attention.mosaic_tpu import config as tpu
@@ -23,6 +21,7 @@ from maxlib.kernels.attention.mosaic_tpu import count_tiles, mosaic_tpu
 from maxlib.ops import _tuning
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
+from maxlib.ops._attention.cudnn_sinks import refuses_sinks
 from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
@@ -71,10 +70,8 @@ def _names_no_mask(call: Call) -> str | None:
 
 def cudnn_refuses(call: Call) -> str | None:
     """Returns the reason why cuDNN cannot run `call`, or None."""
-    if not re.search("NVIDIA", call.device_kind):
-        return f"is for NVIDIA's GPUs, not for {call.device_kind}"
-    if re.search(r"\b(V100|P100|P40|P4|T4)\b", call.device_kind):
-        return f"is for Ampere and later, not for {call.device_kind}"
+    if not is_ampere_or_later(call.device_kind):
+        return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
     # Heads of 256 need the registers of Hopper's warpgroups.
@@ -82,7 +79,7 @@ def cudnn_refuses(call: Call) -> str | None:
     width = head_width(call.key_dim, call.value_dim, call.device_kind)
     if width % 8 or width > widest:
         return f"takes heads whose width is a multiple of 8, at most {widest} here, not {width}"
-    return _names_no_mask(call)
+    return _names_no_mask(call) or (refuses_sinks() if "sinks" in call.features else None)
 
 
 def tokamax_refuses(call: Call) -> str | None:
@@ -171,7 +168,7 @@ ROWS = (
         cudnn,
         "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
         GPU,
-        frozenset({"gqa", "value_dim"}),
+        frozenset({"gqa", "value_dim", "sinks"}),
         cudnn_refuses,
         takes_mask_hint=True,
     ),

@@ -23,6 +23,18 @@ def is_installed() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
+def parse_no_flags() -> None:
+    """Marks absl's flags as parsed: otherwise tokamax parses the program's arguments and exits at unknown ones.
+
+    Raises:
+      ImportError: when absl, which tokamax needs, is not installed.
+    """
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
 def tokamax(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
@@ -39,13 +51,11 @@ def tokamax(
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Returns the output and None for the log-sum-exp, which tokamax does not differentiate."""
     try:
-        from absl import flags
+        parse_no_flags()
         from tokamax._src.ops.attention.api import IMPLEMENTATIONS
         from tokamax._src.ops.attention.base import Mask
     except ImportError as error:
         raise ImportError(f"implementation='tokamax' needs the package tokamax: {INSTALL}") from error
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # otherwise tokamax parses the program's arguments and exits at unknown ones
     T, S = q.shape[1], k.shape[1]
     start, end, visible = _intervals(k_start, k_end, S)
     named = _named(

@@ -217,6 +217,7 @@ CASES: dict[str, Case] = {
     "odd length": Attention(3001, batch=2),
     "soft-cap": Attention(4096, softcap=50.0),
     "sinks": Attention(4096, sinks=True),
+    "sinks, window": Attention(4096, heads=64, kv_heads=8, key_dim=64, value_dim=64, window=128, sinks=True),
     "decode": Attention(1, batch=8, heads=32, kv_heads=8, cache=32767, gradients=False),
     "experts": GroupedMatmul(),
     "many experts": GroupedMatmul(65536, 128, 2048, 768),

@@ -18,13 +18,15 @@ from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot, ragged_outer
 from maxlib.ops._grouped_matmul.reference import reference, reference_outer
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
+from maxlib.ops._grouped_matmul.tokamax_triton import tokamax
 
-Implementation = Literal["jax_mosaic_gpu", "megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
+Implementation = Literal["jax_mosaic_gpu", "tokamax", "megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
 ExpertWeightOrder = Literal["EOI", "EIO"]
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 _RUN = {
     "jax_mosaic_gpu": jax_mosaic_gpu,
+    "tokamax": tokamax,
     "megablox": megablox,
     "ragged_dot": ragged_dot,
     "mosaic_gpu": mosaic_gpu,
@@ -59,8 +61,9 @@ def grouped_matmul(
         accumulated in int32), and there is no gradient. None: the dtype of `rows`.
       implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
           "megablox" (the default on TPU) and "jax_mosaic_gpu" (on NVIDIA's Hopper and Blackwell) use JAX's kernels, the
-          latter but for the gradient of the weights: tokamax's on Hopper, if it is installed, or "tiled". That one (the
-          default elsewhere) computes tiles of rows, at a cost proportional to the rows. "ragged_dot" is XLA's own.
+          latter but for the gradient of the weights: tokamax's, if it is installed, or "tiled". "tokamax" (on other
+          NVIDIA GPUs since Ampere, if it is installed) uses kernels in Triton. "tiled" (the default elsewhere) computes
+          tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is XLA's own.
           "mosaic_gpu" is for Hopper, by name only because no GPU has run it yet. "reference" is the specification, a
           loop over experts.
 

@@ -8,8 +8,9 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
 from maxlib.ops import _tuning
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._findings import refused as failed_check
-from maxlib.ops._grouped_matmul import jax_mosaic_gpu
+from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
 from maxlib.ops._grouped_matmul.megablox import DTYPES, matmuls
+from maxlib.ops._grouped_matmul.ragged_tiles import TritonTiles
 from maxlib.ops._grouped_matmul.tiled import tiled_tiles
 
 
@@ -33,6 +34,7 @@ TABLE = {
         "JAX's kernels for NVIDIA's Hopper and Blackwell, and for the gradient of the weights tokamax or XLA",
         frozenset({"gpu"}),
     ),
+    "tokamax": Implementation("tokamax's kernels in Triton for NVIDIA's GPUs since Ampere", frozenset({"gpu"})),
     "mosaic_gpu": Implementation(
         "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"
     ),
@@ -67,8 +69,8 @@ def refusals(
         if weights is None
         else _hopper_refuses(rows, weights, weight_order, out_dtype, device)
     )
-    if found["jax_mosaic_gpu"] is None:
-        found["jax_mosaic_gpu"] = jax_mosaic_gpu.refuses(rows, weights, weight_order, out_dtype, device)
+    for name, module in {"jax_mosaic_gpu": jax_mosaic_gpu, "tokamax": tokamax_triton}.items():
+        found[name] = found[name] or module.refuses(rows, weights, weight_order, out_dtype, device)
     return {name: why or failed_check("grouped_matmul", name, device[1]) for name, why in found.items()}
 
 
@@ -95,6 +97,8 @@ def sizes(
         default: Any = matmuls(rows, weights, weight_order).tiles()
     elif name == "jax_mosaic_gpu":
         default = jax_mosaic_gpu.tiles_for(device[1], M, E)
+    elif name == "tokamax":
+        default = TritonTiles()
     elif name == "mosaic_gpu":
         default = grouped_tiles(I, O)
     elif name == "tiled":

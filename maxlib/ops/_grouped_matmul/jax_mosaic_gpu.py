@@ -1,8 +1,8 @@
 """JAX's own grouped matmul kernels for NVIDIA's Hopper and Blackwell (`jax.experimental.pallas.ops.gpu`).
 
 JAX tests those of the forward pass and of the gradient of the rows on both. Of the gradient of the weights it has none
-for Blackwell, and its test of the one for Hopper is switched off: tokamax computes it on Hopper where it is installed,
-and `tiled` elsewhere.
+for Blackwell, and its test of the one for Hopper is switched off: tokamax computes it where it is installed, and
+`tiled` elsewhere.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
@@ -19,16 +19,18 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.grouped_matmul.rows import only_used
-from maxlib.ops._attention.tokamax_gpu import is_installed
+from maxlib.ops._attention.tokamax_gpu import is_installed, parse_no_flags
 from maxlib.ops._grouped_matmul.ragged_tiles import (
     WIDTH,
     RaggedBlackwellTiles,
     RaggedHopperTiles,
     RaggedTile,
     RaggedTiles,
+    TritonTile,
     hopper_tiles,
 )
 from maxlib.ops._grouped_matmul.tiled import tiled_outer
+from maxlib.ops._grouped_matmul.tokamax_triton import by_experts, has_triton
 from maxlib.ops._grouped_matmul.unbatched import unbatched
 from maxlib.ops._varying import vary_alike
 
@@ -59,7 +61,9 @@ def jax_mosaic_gpu(
 
 def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
     """Chooses tiles of a device's kernels for M rows of E experts."""
-    return RaggedBlackwellTiles() if is_blackwell(device_kind) else hopper_tiles(M, E, is_installed())
+    if is_blackwell(device_kind):
+        return RaggedBlackwellTiles(d_weights=TritonTile() if has_triton() else None)
+    return hopper_tiles(M, E, is_installed())
 
 
 def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
@@ -97,9 +101,10 @@ def _backward(weight_order, tiles, kept, d_out):
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _by_rows(d_out, weights, rows_per_expert, tiles, "d_rows", turned=weight_order == "EIO")
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
-    if (tile := getattr(tiles, "d_weights", None)) is None:
+    if tiles.d_weights is None:
         return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
-    return d_rows, _by_experts(*pair, rows_per_expert, weights.dtype, tile), None
+    run = by_experts if isinstance(tiles, RaggedBlackwellTiles) else _by_experts_on_hopper
+    return d_rows, run(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -138,14 +143,12 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
         return jaxs.ragged_dot_kernel(rows, weights, counts, config)[:, :N]
 
 
-def _by_experts(left, right, rows_per_expert, dtype: Any, tile: RaggedTile):
+def _by_experts_on_hopper(left, right, rows_per_expert, dtype: Any, tile: RaggedTile):
     """Computes `left[start:end].T @ right[start:end]` for each expert with tokamax: `M K` and `M N` to `E K N`."""
-    from absl import flags
+    parse_no_flags()
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90 import ragged_contracting_dim_dot_kernel
 
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # otherwise tokamax parses the program's arguments and exits at unknown ones
     fit = lambda size, x: size if x.shape[1] % size == 0 else WIDTH
     sizes = {"block_m": fit(tile.rows, left), "block_n": fit(tile.columns, right), "block_k": tile.summed}
     config = Config(**sizes, num_stages=tile.stages, split_k=1)

@@ -57,16 +57,54 @@ class RaggedHopperTiles(TileSizes):
 
 
 @dataclasses.dataclass(frozen=True)
+class TritonTile(TileSizes):
+    """A tile of tokamax's kernels in Triton.
+
+    Args:
+      rows: rows of the result.
+      columns: columns of the result.
+      summed: numbers that are summed in one step.
+      warps: warps that compute the tile.
+      stages: steps whose operands are in shared memory at once.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    summed: int = 32
+    warps: int = 4
+    stages: int = 4
+
+    def __post_init__(self):
+        self.require(16, "rows", "columns", "summed")
+        self.require(1, "warps", "stages")
+        if odd := [x for x in (self.rows, self.columns, self.summed, self.warps) if x & (x - 1)]:
+            raise ValueError(f"TritonTile: rows, columns, summed and warps must be powers of two, got {odd[0]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonTiles(TileSizes):
+    """Tiles of tokamax's grouped matmuls in Triton, one for each pass; tokamax's own default, if none is given."""
+
+    forward: TritonTile = TritonTile()
+    d_rows: TritonTile = TritonTile()
+    d_weights: TritonTile = TritonTile()
+
+    kernel: ClassVar[str] = "grouped_matmul/tokamax"
+
+
+@dataclasses.dataclass(frozen=True)
 class RaggedBlackwellTiles(TileSizes):
-    """Tiles of JAX's grouped matmul on Blackwell: 256 x 256, computed by two blocks of threads, the only ones it has.
+    """Tiles of JAX's and tokamax's grouped matmuls on Blackwell; JAX's are 256 x 256, the only ones it has.
 
     Args:
       stages: steps of 64 summed numbers whose operands are in shared memory at once.
       band: tiles of rows that are computed before the next column of tiles.
+      d_weights: tiles of tokamax's gradient of the weights, in Triton; None for `tiled`, in XLA.
     """
 
     stages: int = 6
     band: int = 8
+    d_weights: TritonTile | None = None
 
     kernel: ClassVar[str] = "grouped_matmul/jax_mosaic_gpu/blackwell"
 

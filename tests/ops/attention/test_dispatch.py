@@ -162,7 +162,9 @@ CHOICES = {
     "part of a ring": (dict(mask_hint=PART, return_lse=True), "chunked", "splash"),
     "prefix": (dict(mask_hint=PREFIX), "tokamax", "splash"),
     "soft-cap": (dict(mask_hint=CAUSAL, softcap=30.0), "tokamax", "splash"),
-    "sinks": (dict(mask_hint=CAUSAL, sinks=f32(32)), "chunked", "splash"),
+    "sinks": (dict(mask_hint=CAUSAL, sinks=f32(32)), "cudnn", "splash"),
+    "sinks under a window": (dict(mask_hint=WINDOW, sinks=f32(32)), "cudnn", "splash"),
+    "sinks in packed rows": (dict(mask_hint=PACKED, sinks=f32(32)), "chunked", "splash"),
     "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "tokamax", "chunked"),
     "bias": (dict(mask_hint=CAUSAL, bias=f32(1, 1, 4096, 4096)), "chunked", "chunked"),
 }
@@ -185,7 +187,7 @@ def test_each_device_gets_a_proven_kernel_where_one_can(kind, need, monkeypatch)
     [
         ("cudnn", dict(kind="NVIDIA A100-SXM4-80GB", width=256), "at most 128 here, not 256"),
         ("cudnn", dict(kind="NVIDIA H200", width=100), "a multiple of 8, at most 256 here, not 100"),
-        ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs, not for Tesla T4"),
+        ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs since Ampere, not for Tesla T4"),
         ("cudnn", dict(dtype=jnp.float32), "bfloat16 or float16, not in float32"),
         ("cudnn", dict(mask_hint=PACKED), "a fixed number in every row"),
         ("cudnn", dict(mask_hint=PART), "not with a KV cache or on a split sequence"),
@@ -233,12 +235,12 @@ def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeyp
         assert dispatch.choose(call()).name == "chunked"
         assert dispatch.choose(call(mask=CAUSAL)).name == "cudnn"
         assert dispatch.choose(call(platform="cpu", device_kind="cpu")).name == "chunked"
-    assert dispatch.choose(call(features=frozenset({"sinks"}))).name == "chunked"  # another reason
-    packed, sinks = caplog.records
+    assert dispatch.choose(call(features=frozenset({"bias"}))).name == "chunked"  # another reason
+    packed, bias = caplog.records
     assert "because cudnn takes packed documents only with a fixed number" in packed.message
     assert "and tokamax is not installed: " in packed.message  # what would help
     assert "maxlib[cuda]; by name this call could run mosaic_gpu" in packed.message
-    assert "because cudnn lacks sinks" in sinks.message
+    assert "because cudnn lacks bias" in bias.message
 
 
 def test_a_plan_takes_a_kernel_that_compiles_without_the_gpu():

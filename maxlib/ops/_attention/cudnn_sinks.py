@@ -1,0 +1,132 @@
+"""cuDNN's attention with a sink per head (GPT-OSS, https://arxiv.org/abs/2508.10925), by private functions of JAX.
+
+A sink s is one more logit in the softmax's denominator. It scales attention without it, whose log-sum-exp is `lse`:
+
+    out' = out exp(lse - lse'),    lse' = log(exp(lse) + exp(s))
+
+cuDNN's backward kernel computes P = exp(logits - lse), D = rowsum(d_out * out), d_logits = P (d_out v^T - D) and
+dv = P^T d_out. With a sink the formulas are the same for out' and lse', so the kernel gets these. The gradient of the
+sink is d_s = -sum(exp(s - lse') D).
+
+`jax.nn.dot_product_attention(return_residual=True)` does not suffice: it rounds lse to the dtype of the queries, and
+its gradient leaves out that of lse.
+"""
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.ops._varying import vary_alike
+
+INPUTS = ("query", "key", "value")
+UNUSED = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")
+KEPT = ("activation", "fwd_output", "grad_output")  # of the forward pass: lse, out; and d_out
+OPTIONS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+KNOWN = (
+    (*INPUTS, *UNUSED, *KEPT, *OPTIONS),  # jax 0.10 and 0.11
+    (*INPUTS, *UNUSED, *KEPT, "score_mod_args", *OPTIONS, "score_mod"),  # jax 0.12
+)
+
+
+class Mask(NamedTuple):
+    """Static parameters: the factor on the logits, and whether they have a causal mask, with a window or None."""
+
+    scale: float
+    causal: bool
+    window: int | None
+
+    def named(self) -> dict[str, Any]:
+        """Returns the arguments of JAX's functions; their window includes the query's own key, as ours does."""
+        kind = _jax().MaskType
+        mask = kind.CAUSAL if self.causal else kind.NO_MASK
+        return {"scale": self.scale, "mask_type": mask, "sliding_window_length": self.window}
+
+
+def _jax() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+@functools.cache
+def _parameters() -> tuple[str, ...]:
+    """Returns the parameters of the backward pass in this version of JAX, or none if it lacks a function."""
+    try:
+        theirs = _jax()
+        needed = ("dot_product_attention", "MaskType", "AttentionLayout", "_dot_product_attention_bwd_p_wrapper")
+        found = inspect.signature(theirs._dot_product_attention_bwd_impl).parameters
+    except (ImportError, AttributeError):
+        return ()
+    return tuple(found) if all(hasattr(theirs, name) for name in needed) else ()
+
+
+def refuses_sinks() -> str | None:
+    """Returns the reason why cuDNN cannot run sinks with this version of JAX, or None."""
+    if _parameters() in KNOWN:
+        return None
+    return f"takes sinks by private functions of jax 0.10 to 0.12, and in jax {jax.__version__} they differ"
+
+
+def attend_with_sinks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    sinks: Float[Array, " N"],
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Float[Array, "B T N H"]:
+    """Returns attention with a sink logit per query head; it is differentiable in all four arrays.
+
+    Args:
+      q: queries, in bfloat16 or float16, as keys and values.
+      k: keys.
+      v: values.
+      sinks: one logit per query head, without a value.
+      scale: factor on the products of queries and keys.
+      causal: True if a query attends to no later key.
+      window: number of keys that a query attends to, its own included, under a causal mask; None for no limit.
+    """
+    return _attend(Mask(scale, causal, window), *vary_alike((q, k, v, sinks)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(mask: Mask, q, k, v, sinks):
+    return _forward(mask, q, k, v, sinks)[0]
+
+
+def _forward(mask: Mask, q, k, v, sinks):
+    # out [B, T, N, H] and lse [B, N, T], in float32
+    out, lse = _jax().dot_product_attention(q, k, v, **mask.named(), return_residual=True)
+    out, lse = merge_sinks(out, jnp.swapaxes(lse, 1, 2), sinks)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, sinks, out, lse)
+
+
+def _backward(mask: Mask, kept, d_out):
+    q, k, v, sinks, out, lse = kept
+    dq, dk, dv = _kernel(mask, q, k, v, jnp.swapaxes(lse, 1, 2), out, d_out)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
+    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)  # of the weights of a row, [1, 1, N] - [B, T, N]
+    d_sinks = -jnp.sum(share * delta, axis=(0, 1))
+    return dq, dk, dv, d_sinks.astype(sinks.dtype)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _kernel(mask: Mask, q, k, v, lse, out, d_out):
+    """Runs cuDNN's backward kernel: the gradients of q, k and v."""
+    theirs = _jax()
+    nothing = [jnp.zeros(0, q.dtype)] * len(UNUSED)
+    options = {"seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), **mask.named()}
+    options |= {"layout": theirs.AttentionLayout.BTNH.value}
+    options |= {"score_mod": None} if "score_mod" in _parameters() else {}
+    return theirs._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *nothing, lse, out, d_out, **options)

@@ -1,0 +1,122 @@
+"""tokamax's grouped matmuls in Triton, for NVIDIA GPUs since Ampere (`maxlib[cuda]`, on Python 3.12 or later).
+
+JAX has no kernel for Ampere, nor for the gradient of the weights on Blackwell. These mask rows beyond an expert's, so
+that rows of no expert may be anything. They are imported when they are first called.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib.hardware import is_ampere_or_later
+from maxlib.kernels.grouped_matmul.rows import only_used
+from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags
+from maxlib.ops._grouped_matmul.ragged_tiles import TritonTile, TritonTiles
+from maxlib.ops._varying import vary_alike
+
+NEEDED = {"tokamax": (0, 0, 17), "jax-triton": (0, 4, 1), "triton": (3, 7)}  # the oldest versions that were tried
+# [M, I] x [E, I, O] -> [M, O], and [M, O] x [M, I] -> [E, O, I]: rows of each expert by its matrix, or summed over.
+BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Returns True if tokamax's kernels in Triton can be imported, without importing them."""
+    return all(_version(name) >= least for name, least in NEEDED.items())
+
+
+def _version(name: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(name))[:3]))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def tokamax(
+    rows: Float[Array, "M I"],
+    weights: Float[Array, "E O I"] | Float[Array, "E I O"],
+    rows_per_expert: Int[Array, " E"],
+    weight_order: str = "EOI",
+    out_dtype: None = None,
+    tiles: TritonTiles | None = None,
+) -> Float[Array, "M O"]:
+    """Computes `grouped_matmul` with tokamax's kernels."""
+    if len(rows) == 0:
+        return jnp.zeros((0, weights.shape[weight_order.index("O")]), rows.dtype)
+    rows, weights, rows_per_expert = vary_alike((rows, weights, rows_per_expert))
+    return _multiply(rows, weights, rows_per_expert, weight_order, tiles or TritonTiles())
+
+
+def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
+    """Returns the reason why the kernels cannot run a call, or None; weights are None for the transposed matmul."""
+    if not is_ampere_or_later(device[1]):
+        return f"is for NVIDIA's GPUs since Ampere, not for {device[1]}"
+    if str(rows.dtype) not in ("bfloat16", "float16"):
+        return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
+    if weights is None or out_dtype is not None:
+        return "only returns the dtype of its rows"
+    if not isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)):
+        return "takes arrays; it would restore a quantized weight for all experts at once"
+    needed = ", ".join(f"{name} {'.'.join(map(str, least))}" for name, least in NEEDED.items())
+    return None if has_triton() else f"needs {needed}: {INSTALL} on Python 3.12 or later"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _multiply(rows, weights, rows_per_expert, weight_order: str, tiles: TritonTiles):
+    matrices = weights if weight_order == "EIO" else weights.swapaxes(1, 2)  # [E, I, O]
+    return _by_rows(rows, matrices, rows_per_expert, tiles.forward, "forward")
+
+
+def _forward(rows, weights, rows_per_expert, weight_order, tiles):
+    return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
+
+
+def _backward(weight_order, tiles, kept, d_out):
+    rows, weights, rows_per_expert = kept
+    matrices = weights if weight_order == "EOI" else weights.swapaxes(1, 2)  # [E, O, I]
+    d_rows = _by_rows(d_out, matrices, rows_per_expert, tiles.d_rows, "d_rows")
+    pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
+    return d_rows, by_experts(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _by_rows(rows, matrices, rows_per_expert, tile: TritonTile, name: str):
+    """Multiplies `M K` by `E K N`; rows of no expert, which the kernel does not write, are zeros."""
+    matrices = matrices.astype(rows.dtype)
+    with jax.named_scope(f"grouped_matmul_{name}"):
+        return only_used(_kernel(rows, matrices, rows_per_expert, BY_ROWS, rows.dtype, tile), rows_per_expert)
+
+
+def by_experts(left, right, rows_per_expert, dtype: Any, tile: TritonTile):
+    """Computes `left[start:end].T @ right[start:end]` for each expert, in float32: `M K` and `M N` to `E K N`.
+
+    Args:
+      left: rows, whose columns become the result's rows.
+      right: rows of the same number.
+      rows_per_expert: number of rows of each expert.
+      dtype: dtype to which the sums are rounded.
+      tile: tile of the kernel.
+    """
+    with jax.named_scope("grouped_matmul_d_weights"):
+        return _kernel(left, right, rows_per_expert, OVER_ROWS, dtype, tile)
+
+
+def _kernel(left, right, rows_per_expert, dims: jax.lax.RaggedDotDimensionNumbers, dtype: Any, tile: TritonTile):
+    parse_no_flags()
+    from tokamax._src.ops.ragged_dot.triton import Config, TritonRaggedDot
+
+    sizes = {"block_m": tile.rows, "block_n": tile.columns, "block_k": tile.summed}
+    # The check asks the default device, which need not be the one that a program is compiled for.
+    config = Config(**sizes, num_warps=tile.warps, num_stages=tile.stages)
+    run = TritonRaggedDot(config=config, bypass_device_check=True)
+    how = {"ragged_dot_dimension_numbers": dims, "preferred_element_type": jnp.dtype(dtype)}
+    return vary_alike((left, run(left, right, group_sizes=rows_per_expert, **how)))[1]

@@ -1,0 +1,190 @@
+"""Sinks by cuDNN: on a CPU with stand-ins for its two kernels, and lowered for a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax._src.cudnn import fused_attention_stablehlo as theirs
+from jax.sharding import PartitionSpec as P
+
+from maxlib import ops
+from maxlib.ops._attention import api, cudnn, cudnn_sinks
+from maxlib.ops._attention.reference import reference
+from tests.ops.attention import cases, cudnn_emulator
+
+MASKS = {name: cases.MASKS[name] for name in ("full", "causal", "window")}
+LENGTHS = (37, 37)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    with cudnn_emulator.on_a_cpu(monkeypatch):
+        yield
+
+
+def hint(mask):
+    static = MASKS[mask].static
+    return ops.MaskHint(ops.StaticMask(static.kind, static.window, aligned=True))
+
+
+def results(run, given, mask, **more):
+    """The output, and the gradients of q, k, v and sinks."""
+
+    @jax.jit
+    def both(given, start, end):
+        call = lambda *x: run(*x[:3], sinks=x[3], k_start=start, k_end=end, scale=0.3, **more)[0]
+        out, pull = jax.vjp(call, *(given[name] for name in ("q", "k", "v", "sinks")))
+        return [out, *pull(given["d_out"])]
+
+    return both(given, *cases.bounds(mask, "one", LENGTHS))
+
+
+def by_cudnn(given, mask):
+    return results(cudnn.cudnn, given, mask, mask_hint=hint(mask))
+
+
+def truth(given, mask):
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in given.items() if x is not None}
+    cases.bounds(mask, "one", LENGTHS)
+    with jax.enable_x64(True):
+        return [np.asarray(x) for x in results(reference, exact, mask)]
+
+
+def errors(got, want):
+    norm = lambda x: np.linalg.norm(np.asarray(x).astype(np.float64))
+    return [norm(np.asarray(x).astype(np.float64) - y) / norm(y) for x, y in zip(got, want, strict=True)]
+
+
+def given_for(heads, widths=(8, 8), dtype=jnp.float32, shift=0.0):
+    given = cases.arrays(cases.Case(heads, widths, LENGTHS, None, True, None), dtype)
+    return given | {"sinks": given["sinks"].astype(jnp.float32) + shift}
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "mask", "shift"),
+    [
+        ((4, 2), (8, 8), "window", 0.0),
+        ((4, 2), (16, 8), "causal", 4.0),  # keys and values of two widths; sinks that take most of the weight
+        ((3, 3), (8, 8), "full", -30.0),  # sinks that take nothing
+    ],
+)
+def test_values_and_gradients_are_those_of_the_definition(heads, widths, mask, shift, emulated):
+    given = given_for(heads, widths, shift=shift)
+    got = by_cudnn(given, mask)
+    assert max(errors(got, truth(given, mask))) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_costs_no_more_than_rounding(dtype, emulated):
+    given = given_for((4, 2), dtype=dtype)
+    got = by_cudnn(given, "window")
+    assert [x.dtype for x in got] == [dtype] * 4 + [jnp.float32]
+    assert max(errors(got, truth(given, "window"))) < 2 * jnp.finfo(dtype).eps
+
+
+def test_a_head_without_a_sink_is_plain_attention(emulated):
+    """A sink of -inf takes no weight, and has no gradient."""
+    given = given_for((4, 2))
+    given["sinks"] = given["sinks"].at[1].set(-jnp.inf)
+    *got, d_sinks = by_cudnn(given, "causal")
+    *want, wanted = results(reference, given, "causal")
+    assert max(errors(got, want)) < 2e-6 and d_sinks[1] == 0
+    np.testing.assert_allclose(d_sinks, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["vma", "no vma"])
+def test_in_shard_map_every_device_has_its_rows_and_heads(checked, emulated):
+    """Gradients of sinks are summed over the devices that hold rows."""
+    given, mask = given_for((4, 2)), hint("window")
+    mesh = jax.make_mesh(
+        (2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    here = P("rows", None, "heads", None)
+    names = ("q", "k", "v", "sinks")
+
+    def run(q, k, v, *, sinks, k_start, k_end, scale):
+        local = lambda q, k, v, sinks, start, end: cudnn.cudnn(
+            q, k, v, sinks=sinks, k_start=start, k_end=end, scale=scale, mask_hint=mask
+        )[0]
+        specs = (here, here, here, P("heads"), P("rows", None), P("rows", None))
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=here, check_vma=checked)
+        return mapped(q, k, v, sinks, k_start, k_end), None
+
+    got = results(run, {name: given[name] for name in (*names, "d_out")}, "window")
+    assert max(errors(got, truth(given, "window"))) < 2e-6
+
+
+def test_on_a_mesh_jax_splits_rows_and_heads(emulated):
+    """Outside of `shard_map`, by JAX's rules for its primitives."""
+    given = given_for((4, 2))
+    mesh = jax.make_mesh(
+        (2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    place = lambda x: jax.device_put(
+        x, jax.NamedSharding(mesh, P("heads") if x.ndim == 1 else P("rows", None, "heads"))
+    )
+    placed = {name: place(given[name]) for name in ("q", "k", "v", "sinks", "d_out")}
+    got = by_cudnn(placed, "window")
+    assert got[0].sharding.spec[:3] == ("rows", None, "heads")
+    assert max(errors(got, truth(given, "window"))) < 2e-6
+
+
+def test_under_vmap_every_entry_has_its_own_sinks(emulated):
+    given, other = given_for((4, 2)), given_for((4, 2), shift=1.0)
+    names = ("q", "k", "v", "sinks", "d_out")
+    both = {name: jnp.stack([given[name], other[name]]) for name in names}
+    got = jax.vmap(lambda given: by_cudnn(given, "causal"))(both)
+    for i, one in enumerate((given, other)):
+        assert max(errors([x[i] for x in got], truth(one, "causal"))) < 2e-6
+
+
+def test_the_output_can_be_kept_for_the_backward_pass(emulated):
+    """With a policy that keeps the named results, the forward kernel runs once in a step; without it twice."""
+    given, (start, end) = given_for((4, 2)), cases.bounds("causal", "one", LENGTHS)
+
+    def loss(q):
+        more = {"k_start": start, "k_end": end, "scale": 0.3, "mask_hint": hint("causal")}
+        return cudnn.cudnn(q, given["k"], given["v"], sinks=given["sinks"], **more)[0].sum()
+
+    kept = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    for policy, calls in ((kept, 1), (None, 2)):
+        step = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(given["q"]))
+        assert step.count("= dot_product_attention_fwd_wrapper[") == calls, step
+
+
+@pytest.mark.parametrize(("kind", "window"), [("causal", None), ("causal", 128), ("full", None)])
+def test_a_gpu_program_calls_both_kernels(kind, window, monkeypatch):
+    monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(api, "current_device", lambda: ("gpu", "NVIDIA H100"))
+    # GPT-OSS's heads
+    q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (64, 8))
+    sinks, ends = jax.ShapeDtypeStruct((64,), jnp.float32), jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    mask = ops.StaticMask(kind, window, aligned=True)
+
+    def both(q, k, v, sinks, start, end):
+        run = lambda q, k, v, s: ops.attention(q, k, v, sinks=s, k_start=start, k_end=end, mask_hint=mask)
+        return jax.grad(lambda *x: run(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(q, k, v, sinks)
+
+    allowed = [export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{end}") for end in ("", "Backward")]
+    exported = export.export(jax.jit(both), platforms=["cuda"], disabled_checks=allowed)
+    text = exported(q, k, k, sinks, ends, ends).mlir_module()
+    assert text.count("__cudnn$fmhaSoftmax(") == text.count("__cudnn$fmhaSoftmaxBackward(") == 1
+    assert ("NO_MASK" if kind == "full" else "CAUSAL") in text.replace("PADDING_CAUSAL", "")
+    assert f"sliding_window_length\\22: {window or 0}" in text
+
+
+def test_an_unknown_jax_is_refused_with_the_reason(monkeypatch):
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    ask = lambda: ops.explain_attention(q, q, q, sinks=jax.ShapeDtypeStruct((4,), jnp.float32), device=("gpu", "B200"))
+    assert ask().chosen == "cudnn"
+    monkeypatch.setattr(theirs, "_dot_product_attention_bwd_impl", lambda query, key, value: None)
+    cudnn_sinks._parameters.cache_clear()
+    try:
+        assert ask().chosen == "chunked"
+        assert "takes sinks by private functions of jax 0.10 to 0.12, and in jax" in ask().refused["cudnn"]
+        monkeypatch.delattr(theirs, "_dot_product_attention_bwd_p_wrapper")
+        cudnn_sinks._parameters.cache_clear()
+        assert ask().chosen == "chunked"
+    finally:
+        cudnn_sinks._parameters.cache_clear()
