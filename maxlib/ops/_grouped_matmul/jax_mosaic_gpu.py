@@ -103,8 +103,9 @@ def _backward(weight_order, tiles, kept, d_out):
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
     if tiles.d_weights is None:
         return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
-    run = by_experts if isinstance(tiles.d_weights, TritonTile) else _by_experts_in_mosaic
-    return d_rows, run(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
+    if isinstance(tiles.d_weights, TritonTile):
+        return d_rows, by_experts(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
+    return d_rows, _by_experts_in_mosaic(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
 
 _multiply.defvjp(_forward, _backward)
