@@ -3,6 +3,7 @@
 Everything is compared with the same model on one device; the families' own tests compare that with transformers.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -27,11 +28,18 @@ LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32)
 # The mesh and the rules of each kind of parallelism.
 MESHES = {
     "context": ({"fsdp": 2, "context": 2}, sharding.FSDP | sharding.CP_RING),
-    "heads": ({"tensor": 2, "context": 2}, sharding.TP | sharding.CP_ULYSSES),
+    "heads": ({"tensor": 2, "context": 2}, sharding.TP | sharding.CP_ULYSSES | {"vocab": None}),
     "experts": ({"fsdp": 2, "expert": 2}, sharding.EP),
     "gpipe": ({"stage": 2, "data": 2}, sharding.DP | sharding.Pipeline("stage", microbatches=2)),
 }
 MESHES["1f1b"] = MESHES["gpipe"]
+REFUSED = {  # by family and mesh
+    ("gemma4", "gpipe"): "layer_inputs are not supported in a pipeline",
+    ("gemma4", "1f1b"): "per-layer inputs, which are not passed through the stages",
+    # The layers of these small models do not repeat.
+    ("qwen3_next", "1f1b"): "whose layers repeat",
+    ("mimo_v2", "1f1b"): "whose layers repeat",
+}
 
 
 @functools.cache
@@ -101,14 +109,16 @@ def test_devices_change_nothing(family, kind):
         pytest.skip("it has no experts")
     layout = sharding.Layout(sharding.make_mesh(**degrees, devices=jax.devices()[:4]), rules)
     spread = nn.partition(jax.device_put(model, sharding.shardings(model, layout)))
-    with sharding.use(layout):
+    refusal = REFUSED.get((family, kind))
+    expected = pytest.raises((ValueError, TypeError), match=refusal) if refusal else contextlib.nullcontext()
+    with expected, sharding.use(layout):
         batch = training.place_batch(packed(model.cfg.vocab), layout)
         if kind == "1f1b":
             step = jax.jit(training.one_f_one_b(LOSS).gradients, compiler_options=QUICKLY)
             got = step(*spread, batch, jax.random.key(0))[:2]
         else:
             got = gradients(*spread, batch)
-    assert_same(got, on_one_device(family))
+        assert_same(got, on_one_device(family))
 
 
 @functools.partial(jax.jit, compiler_options=QUICKLY)
@@ -129,7 +139,9 @@ def test_int8_weights_decode_what_they_compute_at_once(family):
     stored = quantization.for_inference(model, "int8")
     tokens = packed(model.cfg.vocab)["tokens"][:2]
     want, plain = np.asarray(logits(stored, tokens)), np.asarray(logits(model, tokens))
-    assert 1e-4 * plain.std() < np.abs(want - plain).max() < 1.5 * plain.std()
+    # The median over tokens: where rounding changes the choice of an expert, a token's result is another one.
+    error = np.median(np.linalg.norm(want - plain, axis=-1) / np.linalg.norm(plain, axis=-1))
+    assert 1e-3 < error < 0.25
     cache, got = stored.init_cache(2, T, dtype=jnp.float32), []
     for new in (tokens[:, : T - 3], *(tokens[:, i : i + 1] for i in range(T - 3, T))):
         found, cache = step(stored, new, cache)
