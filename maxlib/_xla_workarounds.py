@@ -63,6 +63,37 @@ def row_major(weight: jax.Array) -> jax.Array:
     return with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
 
 
+def gradient_as_stored(table: Array, parts: tuple[int, int]) -> Array:
+    """Returns a table of rows, whose gradient has the order of dimensions in memory that the table has on a TPU.
+
+    A TPU stores a matrix in the order that needs less padding, often columns first where a device has few of them. The
+    gradient of a lookup has rows first, and XLA for TPUs (libtpu 0.0.51) then updates table and moments in that order:
+    it copies all three before the update and back after it. Now it copies the gradient.
+
+    Args:
+        table: The table, `V D`.
+        parts: Numbers of parts into which devices split its rows and its columns.
+    """
+    rows, columns = (-(-size // n) for size, n in zip(table.shape, parts, strict=True))
+    columns_first = _padded(columns, rows) < _padded(rows, columns)
+    return _with_columns_first(table) if columns_first and current_device()[0] == "tpu" else table
+
+
+def _padded(rows: int, columns: int) -> int:
+    """Returns how many numbers a TPU stores for a matrix in tiles of 8 x 128."""
+    return -(-rows // 8) * 8 * -(-columns // 128) * 128
+
+
+@jax.custom_vjp
+def _with_columns_first(table: Array) -> Array:
+    return table
+
+
+_with_columns_first.defvjp(
+    lambda table: (table, None), lambda _, gradient: (with_layout_constraint(gradient, Layout((1, 0))),)
+)
+
+
 def for_each_token(weight: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts a weight to the shape of activations; its gradient is a sum over all leading axes.
 

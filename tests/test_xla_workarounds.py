@@ -42,12 +42,17 @@ def test_a_loop_that_runs_once_is_unrolled(kept):
 
 
 TPU_PROGRAM = """
-import json
+import functools, json
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
-from maxlib._xla_workarounds import keep_float32
-here = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0])
+from maxlib._xla_workarounds import gradient_as_stored, keep_float32
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+here = jax.sharding.SingleDeviceSharding(devices[0])
 array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+
+def memory(run, *args, **options):
+    lowered = jax.jit(run, **options).trace(*args).lower(lowering_platforms=("tpu",))
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
 def layers(keep, x, stack):
     def layer(x, w):
@@ -55,25 +60,47 @@ def layers(keep, x, stack):
         return jnp.tanh(x @ w) @ w.T, None
     return jax.lax.scan(layer, x, stack)[0]
 
-found = {}
-for name, keep in (("kept", keep_float32), ("plain", lambda w: w)):
-    run = jax.jit(lambda x, stack: layers(keep, x, stack))
+def update(keep, table, moments, ids):
+    gradient = jax.grad(lambda table: jnp.square(jnp.take(keep(table), ids, axis=0)).sum())(table)
+    gradient = gradient / jnp.sqrt(jnp.square(gradient).sum())
+    first, second = 0.9 * moments[0] + gradient, 0.9 * moments[1] + jnp.square(gradient)
+    return table - first / jnp.sqrt(second), (first, second)
+
+found = {"layers": [], "update": []}
+for keep in (keep_float32, lambda w: w):
     args = array(2048, 4096, dtype=jnp.bfloat16), array(8, 4096, 4096)
-    found[name] = run.trace(*args).lower(lowering_platforms=("tpu",)).compile().memory_analysis().temp_size_in_bytes
+    found["layers"].append(memory(functools.partial(layers, keep), *args))
+with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=devices[:1])):
+    here = jax.NamedSharding(jax.make_mesh((1,), ("x",), devices=devices[:1]), jax.P())
+    for keep in (lambda table: gradient_as_stored(table, (1, 1)), lambda table: table):
+        table = array(65536, 2240)
+        args = table, (table, table), array(4096, dtype=jnp.int32)
+        found["update"].append(memory(functools.partial(update, keep), *args, donate_argnums=(0, 1)))
 print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles for TPUs, is not installed"
-)
-def test_a_stack_of_layers_is_cast_before_the_loop():
-    env = os.environ | WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+@pytest.fixture(scope="module")
+def on_tpu():
+    """The memory of `TPU_PROGRAM`, with and without the workarounds."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, which compiles for TPUs, is not installed")
+    env = os.environ | WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}  # for TPUs
     done = subprocess.run([sys.executable, "-c", TPU_PROGRAM], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    memory = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_stack_of_layers_is_cast_before_the_loop(on_tpu):
     whole = 8 * 4096 * 4096 * 2  # the stack in bfloat16
-    assert memory["kept"] < whole <= memory["plain"]
+    kept, plain = on_tpu["layers"]
+    assert kept < whole <= plain
+
+
+def test_a_table_and_moments_are_copied_for_the_update(on_tpu):
+    whole = 65536 * 2240 * 4
+    kept, plain = on_tpu["update"]
+    assert kept < 2.5 * whole and plain > 4 * whole  # the gradient in two orders; or in one, and three copies
 
 
 @pytest.mark.skip(reason="shows only in a large sharded step on TPUs: `nox -s plans` has the memory and the traffic")

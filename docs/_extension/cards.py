@@ -160,7 +160,7 @@ from maxlib.models import {family.name}
 
 {narrowing(family, preset, sizes)}
 model = {family.name}.{family.model.__name__}(cfg, rngs=nnx.Rngs(0))
-# Saving and loading are as above, but for like=
+# Without like=, nothing is copied from another directory.
 maxlib.save_pretrained(model, "small")
 model = maxlib.from_pretrained("small")
 print(model.logits(model(jnp.array([[1, 2, 3]])).hidden).shape)

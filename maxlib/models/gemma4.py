@@ -100,13 +100,8 @@ class Config(ModelConfig):
             self.vision.check(self)
         if self.types[-1] != GLOBAL:
             raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
-        self._check_shared()
-
-    def _check_shared(self) -> None:
-        """Raises ValueError unless the layers that take keys find some of their type."""
-        own = self.types[: self.num_layers - self.num_shared]
+        own, got = self.types[: self.num_layers - self.num_shared], f"{self.num_shared} of {self.types}"
         if not 0 <= self.num_shared < self.num_layers or {*own} != {*self.types}:
-            got = f"{self.num_shared} of {self.types}"
             raise ValueError(
                 f"num_shared (num_kv_shared_layers) must leave layers of each type before those, got {got}"
             )
@@ -283,12 +278,10 @@ _E2B = replace(
 )
 PRESETS = {
     "gemma4-e2b": _E2B,
-    "gemma4-e4b": replace(
-        _E2B, num_layers=42, dim=2560, mlp_dim=10_240, num_kv_heads=2, global_heads=(512, 2), layer_types=None,
-        num_shared=18, shared_wide=False),
-    "gemma4-12b": replace(
-        _31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8, global_heads=(512, 1),
-        vision=UnifiedVision()),
+    "gemma4-e4b": replace(_E2B, num_layers=42, dim=2560, mlp_dim=10_240, num_kv_heads=2, global_heads=(512, 2),
+                          layer_types=None, num_shared=18, shared_wide=False),
+    "gemma4-12b": replace(_31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8,
+                          global_heads=(512, 1), vision=UnifiedVision()),
     "gemma4-26b-a4b": replace(
         _31B, num_layers=30, dim=2816, mlp_dim=2112, num_heads=16, num_kv_heads=8, global_heads=(512, 2), sparse=True,
         num_experts=128, top_k=8, expert_dim=704),

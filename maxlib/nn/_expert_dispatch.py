@@ -7,7 +7,7 @@ E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ def spread_choices(x: Float[Array, "M X"], plan: Dispatch) -> Float[Array, "R 1"
 def collect(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M X D"]:
     """Returns the row of each choice; zeros for a choice without one."""
     z = _pick(rows, plan.row_of_choice.reshape(-1), plan.source[:, None], _mode(plan))
-    return z.reshape(*plan.row_of_choice.shape, rows.shape[-1])
+    return jnp.reshape(cast(Array, z), (*plan.row_of_choice.shape, rows.shape[-1]))
 
 
 def _mode(plan: Dispatch) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib._xla_workarounds import for_each_token
+from maxlib._xla_workarounds import for_each_token, gradient_as_stored
 from maxlib.hardware import current_device
 from maxlib.nn._merged_einsum import merged_einsum
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
@@ -187,7 +187,10 @@ class Embed(nnx.Module):
         names = IfFree("batch"), IfFree("seq"), "embed"
         # [B, T] -> [B, T, 1] and back: `IfFree` needs the width's axis to know which mesh axes are taken.
         tokens = constrain(tokens[..., None], *names)[..., 0]
-        return constrain(jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype), *names)
+        layout = current()
+        parts = (1, 1) if layout is None else (layout.axis_size("vocab"), layout.axis_size("embed"))
+        table = gradient_as_stored(self.w[...], parts)
+        return constrain(jnp.asarray(jnp.take(table, tokens, axis=0), dtype), *names)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns the scores of all tokens in float32, whatever the dtype of `x`."""

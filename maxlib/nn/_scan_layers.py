@@ -49,8 +49,7 @@ def scan_group(
         # One period: lax.scan has indexed every leading axis, but the layers' metadata still name it.
         layers, caches, active, inputs = period
         layers, policy = without_layer_axis(layers), remat_policy(remat)
-        # A scan body needs no protection against common-subexpression elimination.
-        new, caches, aux = _run(joined(x), ctx, layers, caches, inputs, policy, prevent_cse=False)
+        new, caches, aux = _run(joined(x), ctx, layers, caches, inputs, policy, scanned=True)
         new = split(new)
         if active is not None:
             # [] and [B, T, D]: an inactive repeat returns its input.
@@ -69,13 +68,17 @@ def run_group(
     return _run(x, ctx, layers, caches, inputs, remat_policy(remat))
 
 
-def _run(x, ctx, layers, caches, inputs, policy, prevent_cse: bool = True):
+def _run(x, ctx, layers, caches, inputs, policy, scanned: bool = False):
     """Applies `layers` one by one, each rematerialised under `policy` if there is one."""
     new_caches, auxes = [], []
+    # A scan body needs no protection against common-subexpression elimination. But of several layers, each waits with
+    # its input for the gradient of its output, lest all be recomputed at once; its weights may be gathered before.
+    in_turn = scanned and len(layers) > 1
     for i, layer in enumerate(layers):
         more = () if inputs is None or inputs[i] is None else (inputs[i],)
         apply = functools.partial(_apply, ctx=ctx, in_remat=policy is not None)
         if policy is not None:
+            prevent_cse = (False, True, False, *(False,) * len(more)) if in_turn else not scanned
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
             # A policy may name the layer's input, for example to offload it.
             x = map_activations(lambda a: checkpoint_name(a, LAYER_INPUT), x)

@@ -100,7 +100,7 @@ class _Offloading:
 _offloaded = jax.make_user_context(frozenset())
 
 
-def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool) -> Callable:
+def rematerialised(fn: Callable, policy: Callable, *, prevent_cse: bool | tuple[bool, ...]) -> Callable:
     """Returns `jax.checkpoint(fn)`; `mark_heads` inside it knows which names are offloaded."""
 
     def run(*args: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-WINDOW, FEWEST = 20, 10  # logged steps before a step that tell its usual loss
-DEVIATIONS, SHARE = 6.0, 0.05  # how far above it a spike is: in standard deviations, and of its size
+WINDOW = 20  # logged steps before a step that tell its usual loss
+DEVIATIONS, SHARE = 8.0, 0.05  # how far above it a spike is: in standard deviations, and of its size
 TIMES = 2.0  # a gradient norm is high from this many times its median
 _BESIDE = {"grad_norm": "gradient norm", "learning_rate": "learning rate", "num_targets": "targets"}
 
@@ -50,8 +50,8 @@ def loss_spikes(rows: Sequence[dict[str, Any]]) -> list[Spike]:
     """Finds the loss spikes of a run.
 
     A step belongs to a spike if its loss is not finite, or exceeds the median of the 20 logged steps before by more
-    than 6 standard deviations and 5 %. The deviation is estimated from the median difference of neighbouring steps, so
-    that neither a falling loss nor an earlier spike hides a spike. The first 10 steps have no spikes.
+    than 8 standard deviations and 5 %. The deviation is estimated from the median difference of neighbouring steps, so
+    that neither a falling loss nor an earlier spike hides a spike. The first 20 steps have no spikes.
 
         for spike in observability.loss_spikes(observability.read_jsonl("run/metrics.jsonl")):
             print(spike)
@@ -62,8 +62,7 @@ def loss_spikes(rows: Sequence[dict[str, Any]]) -> list[Spike]:
     name = loss_name(rows)
     rows = [row for row in rows if name in row]
     losses = _values(rows, name)
-    high = [i for i in range(FEWEST, len(rows)) if _is_high(losses[i], losses[max(0, i - WINDOW) : i])]
-    return [_spike(rows, losses, first, last) for first, last in _runs(high)]
+    return [_spike(rows, losses, first, last) for first, last in _runs(_high(losses))]
 
 
 def loss_name(rows: Sequence[dict[str, Any]], prefix: str = "") -> str:
@@ -77,15 +76,19 @@ def _values(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
-def _is_high(loss: float, before: np.ndarray) -> bool:
-    before = before[np.isfinite(before)]
-    if not np.isfinite(loss) or not before.size:
-        return not np.isfinite(loss)
-    usual = np.median(before)
+def _high(losses: np.ndarray) -> list[int]:
+    """Returns the indices of losses that are not finite or far above those before."""
+    if len(losses) <= WINDOW:
+        return []
+    finite = np.isfinite(losses)
+    filled = losses[np.maximum.accumulate(np.where(finite, np.arange(len(losses)), 0))]  # by the last finite one
+    before = np.lib.stride_tricks.sliding_window_view(filled[:-1], WINDOW)
+    usual = np.median(before, axis=1)
     # For normally distributed noise, the difference of two steps has sqrt(2) times its deviation, and a median size of
     # 0.6745 times that.
-    deviation = np.median(abs(np.diff(before))) / (0.6745 * np.sqrt(2)) if before.size > 1 else 0.0
-    return bool(loss - usual > max(DEVIATIONS * deviation, SHARE * abs(usual)))
+    deviation = np.median(abs(np.diff(before)), axis=1) / (0.6745 * np.sqrt(2))
+    above = losses[WINDOW:] - usual > np.maximum(DEVIATIONS * deviation, SHARE * abs(usual))
+    return [WINDOW + int(i) for i in np.flatnonzero(above | ~finite[WINDOW:])]
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
@@ -96,16 +99,15 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _spike(rows: Sequence[dict[str, Any]], losses: np.ndarray, first: int, last: int) -> Spike:
-    before = slice(max(0, first - WINDOW), first)
-    found = {name: _values(rows[: last + 1], name) for name in _BESIDE}
-    beside = {n: (float(v[first]), _median(v[before])) for n, v in found.items() if np.isfinite(v[first])}
+    window = rows[first - WINDOW : first + 1]
+    found = {name: _values(window, name) for name in _BESIDE}
     return Spike(
         rows[first]["step"],
         rows[last]["step"],
         float(np.max(losses[first : last + 1])),
-        _median(losses[before]),
-        beside,
-        _norm_since(rows, found["grad_norm"], first),
+        _median(losses[first - WINDOW : first]),
+        {name: (float(v[-1]), _median(v[:-1])) for name, v in found.items() if np.isfinite(v[-1])},
+        _norm_since(window, found["grad_norm"]),
         sum(bool(row.get("skipped")) for row in rows[first : last + 1]),
     )
 
@@ -115,10 +117,9 @@ def _median(values: np.ndarray) -> float:
     return float(np.median(values)) if values.size else float("nan")
 
 
-def _norm_since(rows: Sequence[dict[str, Any]], norms: np.ndarray, first: int) -> int | None:
-    """Returns the first of the consecutive steps up to the spike's with a high gradient norm."""
-    usual = TIMES * _median(norms[max(0, first - WINDOW) : first])
-    start = first + 1
-    while start and (norms[start - 1] > usual or not np.isfinite(norms[start - 1])):
-        start -= 1
-    return rows[start]["step"] if start <= first and np.isfinite(usual) else None
+def _norm_since(window: Sequence[dict[str, Any]], norms: np.ndarray) -> int | None:
+    """Returns the first of the consecutive steps with a high gradient norm up to the last one, the spike's."""
+    low = ~(norms > TIMES * _median(norms[:-1]))
+    if low[-1]:
+        return None
+    return window[int(np.flatnonzero(np.append(True, low)).max())]["step"]

@@ -97,7 +97,9 @@ def _listen(job: Job, dump: Path, full: bool, timeout: float) -> tuple[dict[str,
     pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, env=_environment(job.target), stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as process,
     ):
         assert process.stdin and process.stdout
         process.stdin.write(to_json(job))
@@ -138,9 +140,12 @@ def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
     )
 
 
-def _environment() -> dict[str, str]:
-    paths = os.pathsep.join(path for path in sys.path if path)
+def _environment(target: str) -> dict[str, str]:
+    """Returns the environment of the compiler's process for a target; libtpu aborts on flags that only CPUs have."""
+    flags, paths = os.environ.get("XLA_FLAGS", "").split(), os.pathsep.join(path for path in sys.path if path)
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    if flags and parse_target(target).platform == "tpu":
+        own["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith("--xla_cpu_"))
     return WITHOUT_TPU | dict(os.environ) | own
 
 

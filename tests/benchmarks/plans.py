@@ -69,8 +69,13 @@ class Peer:
         return wrong
 
 
-# preset, target, sequence, the peer (None: not measured), other settings
-CASES: dict[str, tuple[str, str, int, Peer | None, dict[str, Any]]] = {
+def without_images(name: str) -> Any:
+    """The config of a preset without its image encoder, which the peer's step does not have."""
+    return dataclasses.replace(weights.presets()[name], vision=None)
+
+
+# preset or config, target, sequence, the peer (None: not measured), other settings
+CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
     "llama2-7b": ("llama2-7b", "v5p-8", 2048, Peer(29.04, 36, 36.71), {}),
     "llama3.1-8b": ("llama3.1-8b", "v5e-16", 2048, Peer(9.32, 95, 42.89), {}),
     "llama3.1-8b offloaded": ("llama3.1-8b", "v5e-16", 2048, None, {"layout": layout("fsdp+offload_optimizer")}),
@@ -90,6 +95,15 @@ CASES: dict[str, tuple[str, str, int, Peer | None, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("qwen3-30b-a3b", "v5p-32", 4096, Peer(34.90), {}),
     "gpt-oss-20b": ("gpt-oss-20b", "v5p-16", 4096, Peer(50.80), {}),
     "llama4-17b-16e": ("llama4-17b-16e", "v5p-64", 4096, Peer(75.17), {}),
+    "qwen3-next-80b-a3b": ("qwen3-next-80b-a3b", "v5p-64", 4096, Peer(63.22), {}),
+    "qwen3-next-80b-a3b ep8": (
+        "qwen3-next-80b-a3b",
+        "v5p-64",
+        4096,
+        Peer(67.86),
+        {"layout": layout("ep", fsdp=4, expert=8)},
+    ),
+    "qwen3.5-35b-a3b text": (without_images("qwen3.5-35b-a3b"), "v5p-32", 4096, Peer(51.36), {}),
     "deepseek-v3 ep64": (*DEEPSEEK, Peer(None), {"layout": layout("ep", fsdp=4, expert=64)}),
 }
 # preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlib import nn
+from maxlib.models import llama
 from tests.nn.tiny import LLAMA, filled_llama, tokens
 from tests.training.tiny import QUICKLY
 
@@ -83,3 +85,16 @@ def test_what_lies_on_the_host_comes_back():
     assert "MemorySpace.Host" in away and "layout_constraint" in away and "layout_constraint" not in kept
     for path, g in want.items():
         np.testing.assert_allclose(got[path], g, atol=1e-6 * np.abs(g).max(), err_msg=path)
+
+
+def test_layers_of_a_period_are_recomputed_one_after_the_other():
+    """Each waits with its input for the gradient of its output, and its weights do not wait."""
+    wide, waiting = f"tensor<{B}x{T}x{LLAMA.dim}xf32>", {}
+    for period in (1, 2):
+        built = nn.Stack(lambda i, rngs: llama.Block(LLAMA, rngs=rngs), 4, period=period, rngs=nnx.Rngs(0))
+        run = lambda stack, x: stack(x, nn.context(B, T), remat="full")[0].sum()
+        text = jax.jit(jax.grad(run)).lower(built, jnp.ones((B, T, LLAMA.dim))).as_text()
+        barriers = [line for line in text.splitlines() if "optimization_barrier" in line and wide in line]
+        assert not any(f"x{LLAMA.mlp_dim}x" in line for line in barriers)
+        waiting[period] = [line.partition(" : ")[2].count(wide) for line in barriers]
+    assert waiting == {1: [], 2: [2, 2]}

@@ -158,5 +158,10 @@ def test_a_topology_that_does_not_exist_comes_with_one_that_does():
 def test_the_environment_of_the_compiler_keeps_the_users_own(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-    env = run._environment()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_dump_to=mine")
+    env = run._environment("h100")
     assert (env["TPU_WORKER_HOSTNAMES"], env["TPU_SKIP_MDS_QUERY"], env["JAX_PLATFORMS"]) == ("mine", "1", "cpu")
+    assert env["XLA_FLAGS"] == "--xla_cpu_use_fusion_emitters=false --xla_dump_to=mine"
+    assert (
+        run._environment("v5p-8")["XLA_FLAGS"] == "--xla_dump_to=mine"
+    )  # libtpu aborts on flags that it does not know

@@ -86,9 +86,6 @@ def test_the_compiled_step_of_70b_holds_one_base_and_sums_gradients_of_factors()
         moved[one.kind] += one.bytes
     # Gradients of the base, summed over chips, would be 131 GiB.
     assert 0.5 * factors < moved["all-reduce"] + moved["reduce-scatter"] < 1.1 * factors
-    # Each chip gets the other seven parts of the base forward, forward again, and backward, but for the lookup table.
-    gathered = moved["all-gather"] + moved["collective-permute"]
-    assert gathered == pytest.approx(3 * 2 * (70.55e9 - 2 * 128_256 * 8192) * 7 / 8, rel=0.1)
 
 
 def test_the_command_reads_adapters(monkeypatch):

@@ -38,14 +38,14 @@ def cudnn(
     which change neither the logits nor the first columns of the output.
     """
     width = head_width(q.shape[-1], v.shape[-1], current_device()[1])
-    wide = [jnp.pad(x.astype(q.dtype), ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (q, k, v)]
+    q, k, wide = (jnp.pad(x.astype(q.dtype), ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (q, k, v))
     causal, window = mask_hint.static.kind == "causal", mask_hint.static.window
     # [B, T, N, H] and [B, S, K, H] as JAX expects them: key heads are not repeated.
     if sinks is not None:
-        out = attend_with_sinks(wide[0], wide[1], wide[2], sinks, scale=scale, causal=causal, window=window)
+        out = attend_with_sinks(q, k, wide, sinks, scale=scale, causal=causal, window=window)
     else:
         # This function counts the keys before the query; our windows include the query's own key.
         before = None if window is None else (window - 1, 0)
         options = {"scale": scale, "is_causal": causal, "local_window_size": before}
-        out = jax.nn.dot_product_attention(*wide, **options, implementation="cudnn")
+        out = jax.nn.dot_product_attention(q, k, wide, **options, implementation="cudnn")
     return out[..., : v.shape[-1]], None

@@ -101,13 +101,11 @@ def _backward(weight_order, tiles, kept, d_out):
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _by_rows(d_out, weights, rows_per_expert, tiles, "d_rows", turned=weight_order == "EIO")
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
-    if (tile := tiles.d_weights) is None:
-        d_weights = tiled_outer(*pair, rows_per_expert, dtype=weights.dtype)
-    elif isinstance(tile, TritonTile):
-        d_weights = by_experts(*pair, rows_per_expert, weights.dtype, tile)
-    else:
-        d_weights = _by_experts_in_mosaic(*pair, rows_per_expert, weights.dtype, tile)
-    return d_rows, d_weights, None
+    if tiles.d_weights is None:
+        return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
+    if isinstance(tiles.d_weights, TritonTile):
+        return d_rows, by_experts(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
+    return d_rows, _by_experts_in_mosaic(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
 
 _multiply.defvjp(_forward, _backward)
