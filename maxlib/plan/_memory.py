@@ -115,8 +115,8 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
     return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
 
 
-# Layers of a period that libtpu recomputes at once, at most: of Gemma 3 and 4 all six, of Qwen3.5-397B three of four, of
-# Nemotron 3 Super and Granite 4 three to six of ten or eleven.
+# Layers of a period that libtpu recomputes at once, at most: of Gemma 3 and 4 all six, of Qwen3.5-397B three of four,
+# of Nemotron 3 Super and Granite 4 three to six of ten or eleven.
 _AT_ONCE = 6
 
 

