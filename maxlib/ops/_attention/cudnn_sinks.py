@@ -1,8 +1,7 @@
 """cuDNN's attention with a sink per head (GPT-OSS, https://arxiv.org/abs/2508.10925), by private functions of JAX.
 
 A sink s is one more logit in the softmax's denominator. It scales attention without it, whose log-sum-exp is `lse`:
-
-    out' = out exp(lse - lse'),    lse' = log(exp(lse) + exp(s))
+out' = out exp(lse - lse') with lse' = log(exp(lse) + exp(s)).
 
 cuDNN's backward kernel computes P = exp(logits - lse), D = rowsum(d_out * out), d_logits = P (d_out v^T - D) and
 dv = P^T d_out. With a sink the formulas are the same for out' and lse', so the kernel gets these. The gradient of the
