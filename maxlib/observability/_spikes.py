@@ -53,8 +53,10 @@ def loss_spikes(rows: Sequence[dict[str, Any]]) -> list[Spike]:
     than 8 standard deviations and 5 %. The deviation is estimated from the median difference of neighbouring steps, so
     that neither a falling loss nor an earlier spike hides a spike. The first 20 steps have no spikes.
 
-        for spike in observability.loss_spikes(observability.read_jsonl("run/metrics.jsonl")):
-            print(spike)
+        from maxlib import observability
+
+        rows = [{"step": n, "loss": 9.0 if n == 25 else 2 + n % 3 / 10} for n in range(30)]  # or read_jsonl(path)
+        assert observability.loss_spikes(rows)
 
     Args:
       rows: the run's metrics, as `read_jsonl` returns them; `nll` is used if it was logged, else `loss`.
