@@ -189,7 +189,10 @@ def collect(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M X D"]:
 
 
 def _mode(plan: Dispatch) -> str:
-    """Returns how to read out of range: zeros; where no index is, not at all, which saves a pass over the rows."""
+    """Returns the indexing mode of a plan: an empty row or dropped choice of `Padded` reads zeros.
+
+    `Dropless` has no index out of range, and "clip" saves a pass that masks the rows.
+    """
     return "fill" if isinstance(plan, Padded) else "clip"
 
 

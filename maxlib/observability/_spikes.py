@@ -1,11 +1,12 @@
 """Loss spikes in the metrics of a run."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from maxlib._utils.ranges import runs
 
 WINDOW = 20  # logged steps before a step that tell its usual loss
 DEVIATIONS, SHARE = 8.0, 0.05  # how far above it a spike is: in standard deviations, and of its size
@@ -64,7 +65,7 @@ def loss_spikes(rows: Sequence[dict[str, Any]]) -> list[Spike]:
     name = loss_name(rows)
     rows = [row for row in rows if name in row]
     losses = _values(rows, name)
-    return [_spike(rows, losses, first, last) for first, last in _runs(_high(losses))]
+    return [_spike(rows, losses, first, last) for first, last in runs(_high(losses))]
 
 
 def loss_name(rows: Sequence[dict[str, Any]], prefix: str = "") -> str:
@@ -91,13 +92,6 @@ def _high(losses: np.ndarray) -> list[int]:
     deviation = np.median(abs(np.diff(before)), axis=1) / (0.6745 * np.sqrt(2))
     above = losses[WINDOW:] - usual > np.maximum(DEVIATIONS * deviation, SHARE * abs(usual))
     return [WINDOW + int(i) for i in np.flatnonzero(above | ~finite[WINDOW:])]
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and last of consecutive numbers."""
-    for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        yield run[0], run[-1]
 
 
 def _spike(rows: Sequence[dict[str, Any]], losses: np.ndarray, first: int, last: int) -> Spike:
