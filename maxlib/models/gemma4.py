@@ -100,11 +100,13 @@ class Config(ModelConfig):
             self.vision.check(self)
         if self.types[-1] != GLOBAL:
             raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Raises ValueError unless the layers that take keys find some of their type; a drafter takes all of them."""
         own, got = self.types[: self.num_layers - self.num_shared], f"{self.num_shared} of {self.types}"
         if not 0 <= self.num_shared < self.num_layers or {*own} != {*self.types}:
-            raise ValueError(
-                f"num_shared (num_kv_shared_layers) must leave layers of each type before those, got {got}"
-            )
+            raise ValueError(f"num_shared (num_kv_shared_layers) must leave layers of each type, got {got}")
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -268,8 +270,7 @@ _ROPES: Any = {"rope": Rope(512, 1e6, Proportional(0.25), max_length=262_144), "
 _LARGE = Vision(dim=1152, mlp_dim=4304, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=72, standardize=True)
 _31B = Config(
     vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,
-    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE, **_ROPES,
-)
+    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE, **_ROPES)
 _E2B = replace(
     _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,
     global_heads=(512, 1), **{name: replace(rope, max_length=131_072) for name, rope in _ROPES.items()},
@@ -282,9 +283,8 @@ PRESETS = {
                           layer_types=None, num_shared=18, shared_wide=False),
     "gemma4-12b": replace(_31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8,
                           global_heads=(512, 1), vision=UnifiedVision()),
-    "gemma4-26b-a4b": replace(
-        _31B, num_layers=30, dim=2816, mlp_dim=2112, num_heads=16, num_kv_heads=8, global_heads=(512, 2), sparse=True,
-        num_experts=128, top_k=8, expert_dim=704),
+    "gemma4-26b-a4b": replace(_31B, num_layers=30, dim=2816, mlp_dim=2112, num_heads=16, num_kv_heads=8, sparse=True,
+                              global_heads=(512, 2), num_experts=128, top_k=8, expert_dim=704),
     "gemma4-31b": _31B,
 }
 # fmt: on
