@@ -22,7 +22,7 @@ def compare(case, implementation, dtype):
     return (
         {"status": "refused", "why": how}
         if run is None
-        else worker._compared(case, run, given, worker._truth(case, given))
+        else worker._compared(case, run, given, worker._truth(case, given), worker.REPEATS)
     )
 
 
