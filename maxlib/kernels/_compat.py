@@ -15,12 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _OLD = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 SEMANTICS = plgpu.LoweringSemantics.Lane if _OLD else plgpu.LoweringSemantics.Warpgroup
 _TAKES_COST = "cost_estimate" in inspect.signature(plgpu.kernel).parameters  # from 0.12 on
-_LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters.get("idx") is not None
+_index = inspect.signature(plgpu.load).parameters.get("idx")
+_LOAD_NEEDS_INDEX = _index is not None and _index.default is inspect.Parameter.empty  # before 0.11.2
 
 
 def load(ref, layout):
     """Reads a whole reference (in shared or global memory) into registers."""
-    index = ((),) if _LOAD_TAKES_INDEX else ()
+    index = ((),) if _LOAD_NEEDS_INDEX else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 

@@ -191,7 +191,7 @@ def measure_decoding(case: Decoding, rounds: int, names: Sequence[str] | None = 
     runs = {
         name: found if isinstance(found, str) else functools.partial(found, *arrays) for name, found in compiled.items()
     }
-    truth = np.asarray(jax.jit(case.contenders()["maxlib chunked"])(*(x.astype(jnp.float32) for x in arrays)))
+    truth = for_truth(case.contenders()["maxlib chunked"])(*(x.astype(jnp.float32) for x in arrays))
     checked = {name: run if isinstance(run, str) else verified(run, [truth]) for name, run in runs.items()}
     for name, found in take_turns(checked, rounds).items():
         row = {"phase": "decode", "contender": name}
@@ -203,16 +203,23 @@ def speeds(seconds: float, **amounts: float) -> dict:
     return {"ms": seconds * 1e3} | {name: amount / seconds for name, amount in amounts.items()}
 
 
-def verified(run: Callable, truth: Sequence[np.ndarray]) -> Callable | str:
+def verified(run: Callable, truth: Sequence[jax.Array]) -> Callable | str:
     """Returns `run` if its results are right, else by how much they are not."""
-    found = attempt(lambda: [np.asarray(x, np.float32) for x in jax.tree.leaves(run())])
-    if isinstance(found, str):
-        return found
-    for number, (got, want) in enumerate(zip(found, truth, strict=True)):
-        error = float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-6))
+    errors = attempt(
+        lambda: [float(off_by(got, want)) for got, want in zip(jax.tree.leaves(run()), truth, strict=True)]
+    )
+    if isinstance(errors, str):
+        return errors
+    for number, error in enumerate(errors):
         if not error <= TOLERANCE:
             return f"wrong: result {number} is off by {error:.2g} of its norm"
     return run
+
+
+@jax.jit
+def off_by(got: jax.Array, want: jax.Array) -> jax.Array:
+    """Returns the norm of the difference relative to that of `want`."""
+    return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.maximum(jnp.linalg.norm(want), 1e-6)
 
 
 def take_turns(runs: dict[str, Callable | str], rounds: int) -> dict[str, float | str]:
@@ -271,13 +278,18 @@ def jax_runs(case: Case, call) -> dict[str, Callable]:
     return {"forward": lambda: forward(q, k, v), "backward": lambda: backward(vjp, d_out)}
 
 
-def truths(case: Case) -> dict[str, list[np.ndarray]]:
+def truths(case: Case) -> dict[str, list[jax.Array]]:
     """Results of `chunked` in float32, which needs no matrix of logits, by phase."""
-    wide = lambda x: np.asarray(x, np.float32)
     q, k, v, d_out = (x.astype(jnp.float32) for x in case.arrays())
     with jax.default_matmul_precision("float32"):
-        out, vjp = jax.jit(lambda *x: jax.vjp(contenders(case)["maxlib chunked"], *x))(q, k, v)
-        return {"forward": [wide(out)], "backward": [wide(x) for x in jax.jit(lambda f, d: f(d))(vjp, d_out)]}
+        out, vjp = for_truth(lambda *x: jax.vjp(contenders(case)["maxlib chunked"], *x))(q, k, v)
+        return {"forward": [out], "backward": list(for_truth(lambda f, d: f(d))(vjp, d_out))}
+
+
+def for_truth(fn: Callable) -> Callable:
+    """Compiles a function that runs once: without a search for the fastest matmuls, which takes seconds for each."""
+    on_gpu = jax.default_backend() == "gpu"
+    return jax.jit(fn, compiler_options={"xla_gpu_autotune_level": 0} if on_gpu else None)
 
 
 def torch_runs(case: Case) -> dict | str:

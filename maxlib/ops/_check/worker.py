@@ -146,7 +146,7 @@ def _interpreter(implementation: str, how: str) -> contextlib.AbstractContextMan
     return pltpu.force_tpu_interpret_mode()
 
 
-def _results(case: Case, run: Callable) -> Callable:
+def _results(case: Case, run: Callable, **compiler_options: Any) -> Callable:
     """Returns a compiled function from the arrays to the output and the gradients."""
 
     def results(given):
@@ -156,14 +156,16 @@ def _results(case: Case, run: Callable) -> Callable:
         out, vjp = jax.vjp(lambda x: case.call(run, x), inputs)
         return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d"])[0].items()}
 
-    return jax.jit(results)
+    return jax.jit(results, compiler_options=compiler_options)
 
 
 def _truth(case: Case, given: dict[str, jax.Array]) -> dict[str, Any]:
     """Returns the results in float32."""
+    # It runs once: XLA on a GPU would take seconds to find the fastest way to compute each of its matmuls.
+    quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {}
     with jax.default_matmul_precision("float32"):
         wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-        return jax.device_get(_results(case, functions(case.op, case.truth))(wide))
+        return jax.device_get(_results(case, functions(case.op, case.truth), **quick)(wide))
 
 
 def _compared(
