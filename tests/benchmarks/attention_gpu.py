@@ -166,7 +166,9 @@ class Decoding:
         ours = lambda name: lambda q, k, v: attention(q, k, v, k_end=length[:, None], implementation=name)
         options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
         theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
+        hint = ops.MaskHint(ops.StaticMask("causal"))
         return {
+            "maxlib default": lambda q, k, v: attention(q, k, v, k_end=length[:, None], mask_hint=hint),
             "maxlib split_kv": ours("split_kv"),
             "maxlib chunked": ours("chunked"),
             "maxlib mosaic_gpu": ours("mosaic_gpu"),
@@ -269,13 +271,23 @@ def contenders(case: Case) -> dict:
     return named | {"cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
 
 
-def jax_runs(case: Case, call) -> dict[str, Callable]:
-    """Functions of a contender in jax, compiled, by phase."""
+def jax_programs(case: Case, call) -> dict[str, Callable]:
+    """Compiled functions of a contender in jax. They run when all have compiled, which may capture a CUDA graph."""
     q, k, v, d_out = case.arrays()
-    forward = jax.jit(call).lower(q, k, v).compile()
-    _, vjp = jax.jit(lambda q, k, v: jax.vjp(call, q, k, v))(q, k, v)
-    backward = jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile()
-    return {"forward": lambda: forward(q, k, v), "backward": lambda: backward(vjp, d_out)}
+    both = lambda q, k, v: jax.vjp(call, q, k, v)
+    vjp = jax.eval_shape(both, q, k, v)[1]
+    return {
+        "forward": jax.jit(call).lower(q, k, v).compile(),
+        "vjp": jax.jit(both).lower(q, k, v).compile(),
+        "backward": jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile(),
+    }
+
+
+def jax_runs(case: Case, programs: dict[str, Callable]) -> dict[str, Callable]:
+    """Functions of a contender in jax, by phase."""
+    q, k, v, d_out = case.arrays()
+    vjp = programs["vjp"](q, k, v)[1]
+    return {"forward": lambda: programs["forward"](q, k, v), "backward": lambda: programs["backward"](vjp, d_out)}
 
 
 def truths(case: Case) -> dict[str, list[jax.Array]]:
@@ -341,13 +353,14 @@ def side_by_side(makes: Mapping[str, Callable | str], names: Sequence[str] | Non
 
 def measure(case: Case, rounds: int, names: Sequence[str] | None = None) -> Iterator[dict]:
     makes = {
-        name: call if isinstance(call, str) else functools.partial(jax_runs, case, call)
+        name: call if isinstance(call, str) else functools.partial(jax_programs, case, call)
         for name, call in contenders(case).items()
     }
-    runs = side_by_side({"truth": functools.partial(truths, case)} | makes, names and ["truth", *names])
-    truth = runs.pop("truth")
-    if isinstance(truth, str):
-        raise RuntimeError(f"nothing to compare with: {truth}")
+    runs = {
+        name: made if isinstance(made, str) else attempt(functools.partial(jax_runs, case, made))
+        for name, made in side_by_side(makes, names).items()
+    }
+    truth = truths(case)
     torch_found = attempt(lambda: torch_runs(case)) if names is None or "torch SDPA" in names else "not asked for"
     for phase, flops in case.flops().items():
         here = {

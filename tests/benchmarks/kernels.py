@@ -39,7 +39,7 @@ DEVICES = {
     "v6e": ("tpu", "TPU v6 lite"),
 }
 PHASES = ("train", "train packed", "prefill", "decode")
-PROVEN = ("cudnn", "tokamax", "splash", "megablox", "jax_mosaic_gpu")
+PROVEN = ("cudnn", "mosaic_gpu", "tokamax", "splash", "megablox", "jax_mosaic_gpu")
 EXTRA = {"softcap", "sinks", "bias", "lse"}
 CAUSAL = ops.StaticMask("causal", aligned=True)
 TOKENS, ROWS = 1024, 2  # what every preset has positions for

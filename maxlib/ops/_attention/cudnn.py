@@ -1,4 +1,6 @@
-"""NVIDIA's cuDNN through `jax.nn.dot_product_attention`: named masks over whole rows, on GPUs from Ampere on."""
+"""NVIDIA's cuDNN through `jax.nn.dot_product_attention`, on GPUs from Ampere on: named masks over whole rows, and one
+query against a cache.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +36,16 @@ def cudnn(
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Returns the output and None for the log-sum-exp, which JAX rounds and does not differentiate.
 
-    Visibility comes from the named mask; the intervals are not read. Heads of different widths are padded with zeros,
-    which change neither the logits nor the first columns of the output.
+    Visibility comes from the named mask; only for one query against a cache are the intervals read. Heads of different
+    widths are padded with zeros, which change neither the logits nor the first columns of the output.
     """
     width = head_width(q.shape[-1], v.shape[-1], current_device()[1])
     q, k, wide = (jnp.pad(x.astype(q.dtype), ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (q, k, v))
     causal, window = mask_hint.static.kind == "causal", mask_hint.static.window
     # [B, T, N, H] and [B, S, K, H] as JAX expects them: key heads are not repeated.
-    if sinks is not None:
+    if q.shape[1] == 1 and not mask_hint.static.aligned:
+        out = _one_query(q, k, wide, k_end[:, 0] - k_start[:, 0], scale)
+    elif sinks is not None:
         out = attend_with_sinks(q, k, wide, sinks, scale=scale, causal=causal, window=window)
     else:
         # This function counts the keys before the query; our windows include the query's own key.
@@ -49,3 +53,12 @@ def cudnn(
         options = {"scale": scale, "is_causal": causal, "local_window_size": before}
         out = jax.nn.dot_product_attention(q, k, wide, **options, implementation="cudnn")
     return out[..., : v.shape[-1]], None
+
+
+def _one_query(
+    q: Float[Array, "B 1 N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], length: Int[Array, " B"], scale
+) -> Float[Array, "B 1 N H"]:
+    """Attends to the first `length` keys of each row; a row without keys gets zeros."""
+    lengths = {"query_seq_lengths": jnp.ones_like(length), "key_value_seq_lengths": jnp.maximum(length, 1)}
+    out = jax.nn.dot_product_attention(q, k, v, scale=scale, **lengths, implementation="cudnn")
+    return jnp.where(length[:, None, None, None] > 0, out, 0)

@@ -14,7 +14,7 @@ OFFLINE = "offline"
 """Selects the best implementation that compiles without the device, for plans."""
 
 # For each platform, the extra that installs proven kernels, and their names in order of preference.
-FUSED = {"gpu": ("cuda", ("cudnn", "tokamax")), "tpu": ("tpu", ("splash",))}
+FUSED = {"gpu": ("cuda", ("cudnn", "mosaic_gpu")), "tpu": ("tpu", ("splash",))}
 
 FEATURES = {
     "gqa": "fewer key than query heads",

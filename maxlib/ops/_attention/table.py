@@ -1,18 +1,18 @@
 """The table of attention implementations: the devices, features and shapes that each supports.
 
 A call runs the first row that supports its platform, features and shapes. Rows with `by_name` only run by name. Kernels
-with the most production use come first (cuDNN and splash; tokamax, if installed, for calls that cuDNN does not
-support), then plain XLA (`chunked`). maxlib's own Pallas kernels only run by name until they have been tested against
-these on a GPU or TPU.
+with the most production use come first (cuDNN and splash), then those that have been compared with them on hardware
+(maxlib's for Hopper, and tokamax's), then plain XLA (`chunked`). maxlib's kernels for TPUs only run by name until they
+have been tested against splash on a TPU.
 
-| device | up to 16 queries | whole rows, named mask, sinks | packed, intervals, soft-cap | log-sum-exp | bias |
+| device | one query, whole cache | few queries | whole rows, named mask, sinks | packed, intervals, soft-cap | bias |
 |---|---|---|---|---|---|
-| TPU v4, v5e, v5p, v6e, v7x | `split_kv` | `splash` | `splash` | `splash` | `chunked` |
-| NVIDIA H100, H200 | `split_kv` | `cudnn` | `tokamax` | `chunked` | `chunked` |
-| NVIDIA A100, L40S, B200 | `split_kv` | `cudnn` | `chunked` | `chunked` | `chunked` |
+| TPU v4, v5e, v5p, v6e, v7x | `split_kv` | `split_kv` | `splash` | `splash` | `chunked` |
+| NVIDIA H100, H200 | `cudnn` | `mosaic_gpu` | `cudnn` | `mosaic_gpu` | `chunked` |
+| NVIDIA A100, L40S, B200 | `cudnn` | `split_kv` | `cudnn` | `chunked` | `chunked` |
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
 
-Sinks in packed rows, which tokamax does not take, run `chunked` on GPUs.
+The log-sum-exp, which rings need, comes from `splash`, `mosaic_gpu` and `chunked`.
 """
 
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
@@ -64,7 +64,8 @@ def _names_no_mask(call: Call) -> str | None:
     if call.mask.segmented:
         return "takes packed documents only with a fixed number in every row, which JAX's function does not offer"
     if not call.mask.aligned:
-        return "supports masks over whole rows only, not with a KV cache or on a split sequence"
+        one = call.queries == 1 and call.mask.window is None and "sinks" not in call.features
+        return None if one else "takes a KV cache or a split sequence only for one query, without a window or sinks"
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
     return None
@@ -129,10 +130,19 @@ def _mosaic_tpu_tiles(call: Call) -> tpu.TPUAttentionTiles:
 
 GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
 ALL = frozenset(FEATURES)
-UNPROVEN = "it has not run on a {} yet, and {} has"
 
 ROWS = (
-    # Run by name only, until they have been tested on hardware.
+    # cuDNN, proven on every generation: the fastest backward pass for whole rows, and the fastest decoding.
+    Implementation(
+        "cudnn",
+        cudnn,
+        "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
+        GPU,
+        frozenset({"gqa", "value_dim", "sinks"}),
+        cudnn_refuses,
+        takes_mask_hint=True,
+    ),
+    # maxlib's for Hopper, compared with cuDNN and tokamax on an H100 (docs/benchmarks.md): the fastest for packed rows.
     Implementation(
         "mosaic_gpu",
         mosaic_gpu,
@@ -140,9 +150,9 @@ ROWS = (
         GPU,
         ALL - {"bias", "float64"},
         mosaic_gpu_refuses,
-        by_name=UNPROVEN.format("GPU", "cuDNN"),
         tiles=lambda call: gpu.attention_tiles(call.key_dim, call.value_dim, "softcap" in call.features),
     ),
+    # Runs by name only, until it has been tested on hardware.
     Implementation(
         "mosaic_tpu",
         mosaic_tpu,
@@ -150,10 +160,10 @@ ROWS = (
         TPU,
         ALL - {"bias", "float64"},
         mosaic_tpu_refuses,
-        by_name=UNPROVEN.format("TPU", "splash"),
+        by_name="it has not run on a TPU yet, and splash has",
         tiles=_mosaic_tpu_tiles,
     ),
-    # Decoding: the kernels above pad a single query to a whole block.
+    # Few queries: the kernels below pad a single query to a whole block.
     # On a CPU one block keeps all cores busy, so chunked is faster.
     Implementation(
         "split_kv",
@@ -164,20 +174,10 @@ ROWS = (
         split_refuses,
         tiles=lambda call: SplitTiles(),
     ),
-    # Proven kernels: the default where they support the call.
-    Implementation(
-        "cudnn",
-        cudnn,
-        "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
-        GPU,
-        frozenset({"gqa", "value_dim", "sinks"}),
-        cudnn_refuses,
-        takes_mask_hint=True,
-    ),
     Implementation(
         "tokamax",
         tokamax,
-        "tokamax's kernels for Hopper, for calls that cuDNN does not support",
+        "tokamax's kernels for Hopper",
         GPU,
         frozenset({"gqa", "value_dim", "softcap"}),
         tokamax_refuses,

@@ -28,6 +28,10 @@ from maxlib.ops._gated_delta.api import _gated_delta_rule
 from maxlib.ops._grouped_matmul.dispatch import TABLE
 
 REPEATS = 10  # runs that must agree bit for bit
+VARY = {
+    ("attention", "cudnn"),
+    ("attention", "tokamax"),
+}  # add up some gradients in an order that varies: each run is right
 OPS = ("attention", "grouped_matmul", "gated_delta_rule")
 
 
@@ -73,7 +77,8 @@ def _checked(case: Case, implementation: str, rounds: int) -> dict[str, Any]:
         return {"status": "refused", "why": how}
     try:
         with _interpreter(implementation, how):
-            row = _compared(case, run, given, _truth(case, given), REPEATS)
+            truth = _truth(case, given)
+            row = _compared(case, run, given, truth, REPEATS, same=(case.op, implementation) not in VARY)
             return {"how": how} | row | ({} if on_a_cpu else _timed(case, run, given, rounds))
     except Exception as error:  # any error: a failing kernel is a result, and the other cases continue
         return _failed(error)
@@ -169,27 +174,35 @@ def _truth(case: Case, given: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def _compared(
-    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], repeats: int = 0
+    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], repeats: int = 0, same: bool = True
 ) -> dict[str, Any]:
-    """Compares the results with the truth, and on an accelerator with those of further runs."""
+    """Compares the results with the truth, and on an accelerator those of further runs: with the first, bit for bit, if
+    they are to be the `same`, else with the truth.
+    """
     compiled = _results(case, run)
-    # One error per array: a wrong tile changes the norm of the difference, rounding does not.
     got = jax.device_get(compiled(given))
+    row = _worst(got, truth, TOLERANCE[str(given["d"].dtype)])
+    if row["status"] == "wrong" or jax.default_backend() == "cpu":
+        return row
+    # A kernel with a missing wait sometimes reads data too early.
+    for _ in range(repeats):
+        again = jax.device_get(compiled(given))
+        if same and any(not np.array_equal(again[name], got[name]) for name in got):
+            return row | {"status": "varies", "why": f"{repeats} runs differ in some bit"}
+        if not same and (other := _worst(again, truth, TOLERANCE[str(given["d"].dtype)]))["status"] == "wrong":
+            return other
+    return row
+
+
+def _worst(got: dict[str, Any], truth: dict[str, Any], bound: float) -> dict[str, Any]:
+    """Finds the array with the largest error. A wrong tile changes the norm of the difference, rounding does not."""
     errors = {name: _error(got[name], x) for name, x in truth.items()}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else np.inf)
-    row = {"error": errors[worst], "of": worst}
-    bound = TOLERANCE[str(given["d"].dtype)]
-    if not errors[worst] <= bound:
-        return row | {
-            "status": "wrong",
-            "why": f"{worst} is off by {errors[worst]:.2g} of its norm, more than {bound:.0e}",
-        }
-    if jax.default_backend() != "cpu":
-        # A kernel with a missing wait sometimes reads data too early.
-        again = (jax.device_get(compiled(given)) for _ in range(repeats))
-        if any(not np.array_equal(one[name], got[name]) for one in again for name in got):
-            return row | {"status": "varies", "why": f"{repeats} runs differ in some bit"}
-    return row | {"status": "right"}
+    row = {"error": errors[worst], "of": worst, "status": "right"}
+    if errors[worst] <= bound:
+        return row
+    why = f"{worst} is off by {errors[worst]:.2g} of its norm, more than {bound:.0e}"
+    return row | {"status": "wrong", "why": why}
 
 
 def _error(got: Any, want: Any) -> float:

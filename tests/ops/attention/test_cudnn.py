@@ -76,6 +76,17 @@ def test_the_named_mask_is_the_intervals(mask, plain):
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
 
 
+def test_one_query_sees_the_filled_part_of_a_cache(plain):
+    """Rows of a cache are filled to different lengths; one of them not at all."""
+    q, k, v = arrays()
+    q, filled = q[:, :1], jnp.array([[20], [0]])
+    bounds = dict(k_start=jnp.zeros_like(filled), k_end=filled, scale=0.3)
+    out, _ = jax.jit(lambda: cudnn.cudnn(q, k, v, **bounds, mask_hint=ops.MaskHint(ops.StaticMask("causal"))))()
+    want, _ = jax.jit(lambda: reference(q, k, v, **bounds))()
+    np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
+    assert not out[1].any() and out[0].any()
+
+
 @pytest.mark.parametrize(("window", "length"), [(None, None), (64, 64)])
 def test_a_gpu_program_calls_cudnn(window, length, monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)

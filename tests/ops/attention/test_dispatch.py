@@ -131,17 +131,17 @@ def test_the_table_has_every_implementation_and_feature(fast):
     head, _, *rows = capabilities().splitlines()
     assert all(name in head for name in dispatch.FEATURES)
     assert [row.split("`")[1] for row in rows] == [
+        "cudnn",
         "fast",
         "mosaic_gpu",
         "mosaic_tpu",
         "split_kv",
-        "cudnn",
         "tokamax",
         "splash",
         "chunked",
         "reference",
     ]
-    assert rows[0].count("yes") == rows[7].count("yes") - 1
+    assert rows[1].count("yes") == rows[7].count("yes") - 1
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -154,32 +154,42 @@ PACKED = ops.StaticMask("causal", segmented=True, aligned=True)
 PART = ops.StaticMask("causal")
 PREFIX = ops.StaticMask("any", aligned=True)
 CHOICES = {
-    # what a call needs: what GPUs choose (tokamax on Hopper only), what TPUs choose
+    # what a call needs: what GPUs choose (mosaic_gpu on Hopper only), what TPUs choose
     "causal": (dict(mask_hint=CAUSAL), "cudnn", "splash"),
     "full": (dict(), "cudnn", "splash"),
     "window": (dict(mask_hint=WINDOW), "cudnn", "splash"),
-    "packed": (dict(mask_hint=PACKED), "tokamax", "splash"),
-    "part of a ring": (dict(mask_hint=PART, return_lse=True), "chunked", "splash"),
-    "prefix": (dict(mask_hint=PREFIX), "tokamax", "splash"),
-    "soft-cap": (dict(mask_hint=CAUSAL, softcap=30.0), "tokamax", "splash"),
+    "packed": (dict(mask_hint=PACKED), "mosaic_gpu", "splash"),
+    "part of a ring": (dict(mask_hint=PART, return_lse=True), "mosaic_gpu", "splash"),
+    "prefix": (dict(mask_hint=PREFIX), "mosaic_gpu", "splash"),
+    "soft-cap": (dict(mask_hint=CAUSAL, softcap=30.0), "mosaic_gpu", "splash"),
     "sinks": (dict(mask_hint=CAUSAL, sinks=f32(32)), "cudnn", "splash"),
     "sinks under a window": (dict(mask_hint=WINDOW, sinks=f32(32)), "cudnn", "splash"),
-    "sinks in packed rows": (dict(mask_hint=PACKED, sinks=f32(32)), "chunked", "splash"),
-    "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "tokamax", "chunked"),
+    "sinks in packed rows": (dict(mask_hint=PACKED, sinks=f32(32)), "mosaic_gpu", "splash"),
+    "intervals": (dict(k_start=i32(2, 4096), k_end=i32(2, 4096)), "mosaic_gpu", "chunked"),
     "bias": (dict(mask_hint=CAUSAL, bias=f32(1, 1, 4096, 4096)), "chunked", "chunked"),
 }
 
 
 @pytest.mark.parametrize("kind", GPUS + TPUS)
 @pytest.mark.parametrize("need", CHOICES)
-def test_each_device_gets_a_proven_kernel_where_one_can(kind, need, monkeypatch):
-    monkeypatch.setattr(table, "is_installed", lambda: True)
+def test_each_device_gets_a_proven_kernel_where_one_can(kind, need):
     options, gpu, tpu = CHOICES[need]
-    gpu = "chunked" if gpu == "tokamax" and not is_hopper(kind) else gpu
+    gpu = "chunked" if gpu == "mosaic_gpu" and not is_hopper(kind) else gpu
     bounds = dict(k_start=i32(2, 4096), k_end=i32(2, 4096)) if "mask_hint" in options else {}
     q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (32, 8))
     device = ("gpu" if kind in GPUS else "tpu", kind)
     assert explain_attention(q, k, k, **(bounds | options), device=device).chosen == (gpu if kind in GPUS else tpu)
+
+
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize(("mask", "queries"), [(PART, 1), (PART, 4), (ops.StaticMask("causal", 1024), 1), (None, 1)])
+def test_decoding_on_gpus(kind, mask, queries):
+    """One query against a whole cache is cuDNN's; several, a window and a ring (no hint) are maxlib's on Hopper."""
+    q, k = (jax.ShapeDtypeStruct((2, length, 8, 128), jnp.bfloat16) for length in (queries, 4096))
+    bounds = dict(k_start=i32(2, queries), k_end=i32(2, queries))
+    chosen = explain_attention(q, k, k, **bounds, mask_hint=mask, device=("gpu", kind)).chosen
+    others = "mosaic_gpu" if is_hopper(kind) else "split_kv"
+    assert chosen == ("cudnn" if mask == PART and queries == 1 else others)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,9 @@ def test_each_device_gets_a_proven_kernel_where_one_can(kind, need, monkeypatch)
         ("cudnn", dict(kind="Tesla T4"), "is for NVIDIA's GPUs since Ampere, not for Tesla T4"),
         ("cudnn", dict(dtype=jnp.float32), "bfloat16 or float16, not in float32"),
         ("cudnn", dict(mask_hint=PACKED), "a fixed number in every row"),
-        ("cudnn", dict(mask_hint=PART), "not with a KV cache or on a split sequence"),
+        ("cudnn", dict(mask_hint=PART), "a KV cache or a split sequence only for one query"),
+        ("cudnn", dict(mask_hint=PART, length=1, sinks=f32(4)), "only for one query, without a window or sinks"),
+        ("cudnn", dict(mask_hint=ops.StaticMask("causal", 64), length=1), "without a window or sinks"),
         ("cudnn", dict(mask_hint=PREFIX), "not intervals"),
         ("cudnn", dict(mask_hint=ops.StaticMask("full", 8, aligned=True)), "a window only under a causal mask"),
         ("cudnn", dict(softcap=5.0), "lacks softcap"),
@@ -225,10 +237,9 @@ def test_refusals_have_reasons(name, change, reason):
 
 def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_said", set())
-    monkeypatch.setattr(table, "is_installed", lambda: False)
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
-        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA H200", mask=PACKED)
+        | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA B200", mask=PACKED)
         | change
     )
     for _ in range(2):
@@ -238,8 +249,8 @@ def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeyp
     assert dispatch.choose(call(features=frozenset({"bias"}))).name == "chunked"  # another reason
     packed, bias = caplog.records
     assert "because cudnn takes packed documents only with a fixed number" in packed.message
-    assert "and tokamax is not installed: " in packed.message  # what would help
-    assert "maxlib[cuda]; by name this call could run mosaic_gpu" in packed.message
+    assert "and mosaic_gpu is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for NVIDIA B200" in packed.message
+    assert "Fused kernels come with maxlib[cuda]." in packed.message
     assert "because cudnn lacks bias" in bias.message
 
 
