@@ -5,12 +5,12 @@ GB/s.
         [--minutes 9] [--json out.jsonl]
     python -m tests.benchmarks.attention_gpu --tiny   # the same code at small sizes, also on a CPU
 
-Contenders compile side by side. Every contender's results are first compared with those of `chunked` in float32; one
-that is off is not timed. Then they take turns, round by round, each round ten calls and one wait, which hides the
-launch of all but the first; the table shows medians. FLOPs are those of the pairs that a mask leaves (4 per pair, head
-and channel forward, 10 backward), whoever runs them. Decoding counts the bytes of the keys and values that are filled,
-which anybody must read at least. What a contender cannot do, or fails at, is left out with its reason. Each result is a
-line of JSON as soon as it is there, and cases that begin after `--minutes` are left out.
+Everything is compiled first, side by side. Every contender's results are first compared with those of `chunked` in
+float32; one that is off is not timed. Then they take turns, round by round, each round ten calls and one wait, which
+hides the launch of all but the first; the table shows medians. FLOPs are those of the pairs that a mask leaves (4 per
+pair, head and channel forward, 10 backward), whoever runs them. Decoding counts the bytes of the keys and values that
+are filled, which anybody must read at least. What a contender cannot do, or fails at, is left out with its reason. Each
+result is a line of JSON as soon as it is there, and cases that begin after `--minutes` are left out.
 """
 
 import argparse
@@ -89,11 +89,11 @@ class Case:
         Hk, Hv = self.key_dim, self.value_dim
         return {"forward": 2 * pairs * (Hk + Hv), "backward": 2 * pairs * (3 * Hk + 2 * Hv)}
 
-    def arrays(self):
-        keys = jax.random.split(jax.random.key(0), 4)
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of q, k, v and the output's cotangent."""
         B, T, N, K = self.batch, self.tokens, self.heads, self.kv_heads
-        shapes = (B, T, N, self.key_dim), (B, T, K, self.key_dim), (B, T, K, self.value_dim), (B, T, N, self.value_dim)
-        return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        return (B, T, N, self.key_dim), (B, T, K, self.key_dim), (B, T, K, self.value_dim), (B, T, N, self.value_dim)
 
 
 CASES = {
@@ -147,11 +147,11 @@ class Decoding:
     key_dim: int = 128
     value_dim: int = 128
 
-    def arrays(self):
-        keys = jax.random.split(jax.random.key(0), 3)
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of q, k and v."""
         B, S, K = self.rows, self.capacity, self.kv_heads
-        shapes = (B, 1, self.heads, self.key_dim), (B, S, K, self.key_dim), (B, S, K, self.value_dim)
-        return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        return (B, 1, self.heads, self.key_dim), (B, S, K, self.key_dim), (B, S, K, self.value_dim)
 
     def tiny(self) -> "Decoding":
         """Returns the same case at a size for a CPU."""
@@ -184,20 +184,37 @@ DECODING = {
 }
 
 
-def measure_decoding(case: Decoding, rounds: int, names: Sequence[str] | None = None) -> Iterator[dict]:
-    arrays = case.arrays()
-    compiled = side_by_side(
-        {name: lambda call=call: jax.jit(call).lower(*arrays).compile() for name, call in case.contenders().items()},
-        names,
-    )
+def structs(case: Case | Decoding, dtype: Any = jnp.bfloat16) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a case's arrays."""
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in case.shapes]
+
+
+def arrays(case: Case | Decoding, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+    """Returns random arrays of a case: the same numbers in every dtype."""
+    keys = jax.random.split(jax.random.key(0), len(case.shapes))
+    draw = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+    return [draw(key, shape) for key, shape in zip(keys, case.shapes, strict=True)]
+
+
+def measure_decoding(case: Decoding, made: Mapping[str, Any], rounds: int) -> Iterator[dict]:
+    """Compares and times programs that `decoding_programs` compiled."""
+    given, truth = arrays(case), made["truth"](*arrays(case, jnp.float32))
     runs = {
-        name: found if isinstance(found, str) else functools.partial(found, *arrays) for name, found in compiled.items()
+        name: run if isinstance(run, str) else verified(functools.partial(run, *given), [truth])
+        for name, run in made.items()
+        if name != "truth"
     }
-    truth = for_truth(case.contenders()["maxlib chunked"])(*(x.astype(jnp.float32) for x in arrays))
-    checked = {name: run if isinstance(run, str) else verified(run, [truth]) for name, run in runs.items()}
-    for name, found in take_turns(checked, rounds).items():
+    for name, found in take_turns(runs, rounds).items():
         row = {"phase": "decode", "contender": name}
         yield row | ({"left_out": found} if isinstance(found, str) else speeds(found, gbs=case.bytes() / 1e9))
+
+
+def decoding_programs(case: Decoding) -> dict[str, Callable]:
+    """Returns functions that compile the contenders, and what they are compared with."""
+    calls = case.contenders()
+    makes = {name: lambda call=call: jax.jit(call).lower(*structs(case)).compile() for name, call in calls.items()}
+    exact = for_truth(calls["maxlib chunked"])
+    return makes | {"truth": lambda: exact.lower(*structs(case, jnp.float32)).compile()}
 
 
 def speeds(seconds: float, **amounts: float) -> dict:
@@ -271,31 +288,45 @@ def contenders(case: Case) -> dict:
     return named | {"cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
 
 
-def jax_programs(case: Case, call) -> dict[str, Callable]:
-    """Compiled functions of a contender in jax. They run when all have compiled, which may capture a CUDA graph."""
-    q, k, v, d_out = case.arrays()
-    both = lambda q, k, v: jax.vjp(call, q, k, v)
-    vjp = jax.eval_shape(both, q, k, v)[1]
+def programs(case: Case) -> dict[str, Callable | str]:
+    """Returns functions that compile the contenders in jax, and what they are compared with."""
+    makes = {
+        name: call if isinstance(call, str) else functools.partial(jax_programs, case, call)
+        for name, call in contenders(case).items()
+    }
+    return makes | {"truth": functools.partial(truth_programs, case)}
+
+
+def jax_programs(case: Case, call: Callable, dtype: Any = jnp.bfloat16, jit: Callable = jax.jit) -> dict[str, Callable]:
+    """Compiles the passes of a contender, and the one that keeps what the backward pass needs."""
+    *qkv, d_out = structs(case, dtype)
+    trees = []
+
+    def keep(q, k, v):
+        leaves, tree = jax.tree.flatten(jax.vjp(call, q, k, v)[1])
+        trees.append(tree)
+        return leaves
+
+    kept = jit(keep).lower(*qkv)
+    backward = jit(lambda leaves, d_out: jax.tree.unflatten(trees[-1], leaves)(d_out))
     return {
-        "forward": jax.jit(call).lower(q, k, v).compile(),
-        "vjp": jax.jit(both).lower(q, k, v).compile(),
-        "backward": jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile(),
+        "forward": jit(call).lower(*qkv).compile(),
+        "kept": kept.compile(),
+        "backward": backward.lower(kept.out_info, d_out).compile(),
     }
 
 
-def jax_runs(case: Case, programs: dict[str, Callable]) -> dict[str, Callable]:
-    """Functions of a contender in jax, by phase."""
-    q, k, v, d_out = case.arrays()
-    vjp = programs["vjp"](q, k, v)[1]
-    return {"forward": lambda: programs["forward"](q, k, v), "backward": lambda: programs["backward"](vjp, d_out)}
-
-
-def truths(case: Case) -> dict[str, list[jax.Array]]:
-    """Results of `chunked` in float32, which needs no matrix of logits, by phase."""
-    q, k, v, d_out = (x.astype(jnp.float32) for x in case.arrays())
+def truth_programs(case: Case) -> dict[str, Callable]:
+    """The same of `chunked` in float32, which needs no matrix of logits."""
     with jax.default_matmul_precision("float32"):
-        out, vjp = for_truth(lambda *x: jax.vjp(contenders(case)["maxlib chunked"], *x))(q, k, v)
-        return {"forward": [out], "backward": list(for_truth(lambda f, d: f(d))(vjp, d_out))}
+        return jax_programs(case, contenders(case)["maxlib chunked"], jnp.float32, for_truth)
+
+
+def runs_of(made: dict[str, Callable], given: Sequence[jax.Array]) -> dict[str, Callable]:
+    """Returns functions without arguments that run compiled passes."""
+    *qkv, d_out = given
+    kept = made["kept"](*qkv)
+    return {"forward": lambda: made["forward"](*qkv), "backward": lambda: made["backward"](kept, d_out)}
 
 
 def for_truth(fn: Callable) -> Callable:
@@ -316,7 +347,7 @@ def torch_runs(case: Case) -> dict | str:
         return "causal and full only, else a mask of T x T"
     q, k, v, d_out = (
         torch.tensor(np.asarray(x, np.float32)).transpose(1, 2).to("cuda", torch.bfloat16).contiguous()
-        for x in case.arrays()
+        for x in arrays(case)
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     options = {"is_causal": not case.full, "enable_gqa": case.heads != case.kv_heads}
@@ -341,31 +372,41 @@ def attempt(make: Callable) -> Any:
         return f"{type(error).__name__}: {lines[0][:100]}"
 
 
-def side_by_side(makes: Mapping[str, Callable | str], names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the results of functions that compile, each in a thread of its own, or their errors; of `names` only."""
-    chosen = {name: make for name, make in makes.items() if names is None or name in names}
+def side_by_side(makes: Mapping[Any, Callable | str]) -> dict[Any, Any]:
+    """Returns the results of functions that compile, each in a thread of its own, or their errors."""
     with ThreadPoolExecutor() as threads:
         waiting = {
-            name: make if isinstance(make, str) else threads.submit(attempt, make) for name, make in chosen.items()
+            name: make if isinstance(make, str) else threads.submit(attempt, make) for name, make in makes.items()
         }
         return {name: one if isinstance(one, str) else one.result() for name, one in waiting.items()}
 
 
-def measure(case: Case, rounds: int, names: Sequence[str] | None = None) -> Iterator[dict]:
-    makes = {
-        name: call if isinstance(call, str) else functools.partial(jax_programs, case, call)
-        for name, call in contenders(case).items()
+def compiled(makes: Mapping[Any, Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, dict[str, Any]]:
+    """Compiles contenders of all cases side by side: those in `names`, and what they are compared with."""
+    wanted = {
+        (case, name): make
+        for case, found in makes.items()
+        for name, make in found.items()
+        if names is None or name in (*names, "truth")
     }
+    made = side_by_side(wanted)
+    return {case: {name: one for (of, name), one in made.items() if of == case} for case in makes}
+
+
+def measure(case: Case, made: Mapping[str, Any], names: Sequence[str] | None, rounds: int) -> Iterator[dict]:
+    """Compares and times programs that `programs` compiled, and torch."""
+    given = arrays(case)
+    exact = runs_of(made["truth"], arrays(case, jnp.float32))
     runs = {
-        name: made if isinstance(made, str) else attempt(functools.partial(jax_runs, case, made))
-        for name, made in side_by_side(makes, names).items()
+        name: one if isinstance(one, str) else attempt(functools.partial(runs_of, one, given))
+        for name, one in made.items()
+        if name != "truth"
     }
-    truth = truths(case)
     torch_found = attempt(lambda: torch_runs(case)) if names is None or "torch SDPA" in names else "not asked for"
     for phase, flops in case.flops().items():
+        truth = jax.tree.leaves(exact[phase]())
         here = {
-            name: found if isinstance(found, str) else verified(found[phase], truth[phase])
-            for name, found in runs.items()
+            name: found if isinstance(found, str) else verified(found[phase], truth) for name, found in runs.items()
         }
         # torch's arrays lie heads first and on its own device: its kernels are timed as they are.
         here["torch SDPA"] = torch_found if isinstance(torch_found, str) else torch_found[phase]
@@ -409,12 +450,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes and two rounds, also on a CPU")
 
 
+def nothing_here(args: argparse.Namespace) -> bool:
+    """Returns True, and says so, if there is no GPU to measure on."""
+    device = jax.devices()[0]
+    if args.tiny or device.platform == "gpu":
+        return False
+    print(f"Nothing measured: this needs an NVIDIA GPU, jax found {device.platform} ({device.device_kind}).")
+    return True
+
+
 def measure_all(cases: Mapping[str, tuple[dict, Callable]], args: argparse.Namespace) -> None:
     """Measures cases, each a function of `rounds` that yields rows, and prints them."""
-    device, begin, rounds = jax.devices()[0], time.monotonic(), 2 if args.tiny else args.rounds
-    if device.platform != "gpu" and not args.tiny:
-        print(f"Nothing measured: this needs an NVIDIA GPU, jax found {device.platform} ({device.device_kind}).")
-        return
+    begin, rounds = time.monotonic(), 2 if args.tiny else args.rounds
     lines = Lines(args.json, tiny=args.tiny)
     for about, run in cases.values():
         if time.monotonic() - begin > 60 * args.minutes:
@@ -436,11 +483,18 @@ def main():
     parser.add_argument("--contenders", nargs="+", help="which contenders (default: all)")
     add_arguments(parser)
     args = parser.parse_args()
-    found = {name: ALL[name].tiny() if args.tiny else ALL[name] for name in args.cases}
-    run = lambda case: functools.partial(
-        measure_decoding if isinstance(case, Decoding) else measure, case, names=args.contenders
+    cases = {name: ALL[name].tiny() if args.tiny else ALL[name] for name in args.cases}
+    if nothing_here(args):
+        return
+    decodes = {name: isinstance(case, Decoding) for name, case in cases.items()}
+    makes = {name: decoding_programs(case) if decodes[name] else programs(case) for name, case in cases.items()}
+    made = compiled(makes, args.contenders)
+    run = lambda name, case: (
+        functools.partial(measure_decoding, case, made[name])
+        if decodes[name]
+        else functools.partial(measure, case, made[name], args.contenders)
     )
-    measure_all({name: ({"case": name, "about": case.about}, run(case)) for name, case in found.items()}, args)
+    measure_all({name: ({"case": name, "about": case.about}, run(name, case)) for name, case in cases.items()}, args)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ lines are printed as in `attention_gpu`.
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,10 @@ from maxlib.ops._glu import swiglu
 from maxlib.ops._grouped_matmul import grouped_glu, grouped_matmul
 from tests.benchmarks.attention_gpu import (
     add_arguments,
+    compiled,
     for_truth,
     measure_all,
-    side_by_side,
+    nothing_here,
     speeds,
     take_turns,
     verified,
@@ -53,54 +55,76 @@ NAMES = {
 MATMULS = {"matmul": {"forward": 1, "gradients": 2}, "SwiGLU": {"forward": 2, "gradients": 6}}  # with gate and up again
 
 
-def contender(op: str, name: str, counts):
-    """A function of rows and a list of weights."""
+def contender(op: str, name: str) -> Callable:
+    """A function of rows, a list of weights and the rows of each expert."""
     how = {"default": None, "two matmuls": "mosaic_gpu"}.get(name, name)
-    one = functools.partial(grouped_matmul, rows_per_expert=counts, implementation=how)
+    one = functools.partial(grouped_matmul, implementation=how)
     if name == "dense":
-        one = lambda rows, w: rows @ w.T
+        one = lambda rows, w, counts: rows @ w.T
     if op == "matmul":
-        return lambda rows, weights: one(rows, weights[0])
+        return lambda rows, weights, counts: one(rows, weights[0], counts)
     if name in ("dense", "two matmuls"):
-        return lambda rows, weights: swiglu(*(one(rows, w) for w in weights))
-    return lambda rows, weights: grouped_glu(rows, *weights, counts, implementation=how)
+        return lambda rows, weights, counts: swiglu(*(one(rows, w, counts) for w in weights))
+    return lambda rows, weights, counts: grouped_glu(rows, *weights, counts, implementation=how)
 
 
-def arrays(op: str, name: str, sizes: tuple[int, ...], dtype=jnp.bfloat16) -> tuple:
-    """Rows, matrices and the output's cotangent."""
+def shapes(op: str, name: str, sizes: tuple[int, ...], dtype=jnp.bfloat16) -> tuple:
+    """Rows, matrices, and the output's cotangent, as shapes and dtypes."""
     M, E, I, O = sizes
-    keys = jax.random.split(jax.random.key(0), 4)
-    matrix = (O, I) if name == "dense" else (E, O, I)
-    draw = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
-    weights = [draw(key, *matrix) for key in keys[2 : 3 if op == "matmul" else 4]]
-    return draw(keys[0], M, I), weights, draw(keys[1], M, O)
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    matrix = struct(*((O, I) if name == "dense" else (E, O, I)))
+    return struct(M, I), [matrix] * (1 if op == "matmul" else 2), struct(M, O)
 
 
-def compile_one(op: str, name: str, counts, sizes, dtype=jnp.bfloat16, jit=jax.jit) -> dict[str, Callable]:
-    """Compiled calls by phase."""
-    rows, weights, d_out = arrays(op, name, sizes, dtype)
-    run = contender(op, name, counts)
-    forward = jit(run).lower(rows, weights).compile()
-    gradients = jit(lambda r, w, d: jax.vjp(run, r, w)[1](d)).lower(rows, weights, d_out).compile()
-    return {"forward": lambda: forward(rows, weights), "gradients": lambda: gradients(rows, weights, d_out)}
+def arrays(*about) -> tuple:
+    """Random arrays of these shapes: the same numbers in every dtype."""
+    leaves, tree = jax.tree.flatten(shapes(*about))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    draw = lambda key, one: jax.random.normal(key, one.shape, jnp.bfloat16).astype(one.dtype)
+    return jax.tree.unflatten(tree, map(draw, keys, leaves))
 
 
-def truths(op: str, counts, sizes) -> dict[str, list[jax.Array]]:
-    """Results of the definition in float32, by phase; of `tiled` where its loop is long to compile."""
+def programs(op: str, name: str, sizes, dtype=jnp.bfloat16, jit=jax.jit) -> dict[str, Callable]:
+    """Compiles the values, and the gradients of rows and weights."""
+    rows, weights, d_out = shapes(op, name, sizes, dtype)
+    run, counts = contender(op, name), jax.ShapeDtypeStruct((sizes[1],), jnp.int32)
+    gradients = lambda r, w, n, d: jax.vjp(lambda r, w: run(r, w, n), r, w)[1](d)
+    return {
+        "forward": jit(run).lower(rows, weights, counts).compile(),
+        "gradients": jit(gradients).lower(rows, weights, counts, d_out).compile(),
+    }
+
+
+def runs_of(made: dict[str, Callable], counts, given: tuple) -> dict[str, Callable]:
+    """Returns functions without arguments that run compiled programs."""
+    rows, weights, d_out = given
+    return {
+        "forward": lambda: made["forward"](rows, weights, counts),
+        "gradients": lambda: made["gradients"](rows, weights, counts, d_out),
+    }
+
+
+def truth(op: str, sizes) -> dict[str, Callable]:
+    """Compiles the definition in float32, or `tiled` where a loop over the experts is long to compile."""
     with jax.default_matmul_precision("float32"):
-        found = compile_one(op, "reference" if len(counts) <= 16 else "tiled", counts, sizes, jnp.float32, for_truth)
-        return {phase: jax.tree.leaves(run()) for phase, run in found.items()}
+        return programs(op, "reference" if sizes[1] <= 16 else "tiled", sizes, jnp.float32, for_truth)
 
 
-def measure(op: str, counts, sizes: tuple[int, ...], names: Sequence[str] | None, rounds: int) -> Iterator[dict]:
+def measure(op: str, counts, sizes: tuple[int, ...], made: Mapping[str, Any], rounds: int) -> Iterator[dict]:
+    """Compares and times compiled programs with these rows of each expert."""
     M, _, I, O = sizes
-    truth = truths(op, counts, sizes)
-    runs = side_by_side({name: functools.partial(compile_one, op, name, counts, sizes) for name in NAMES[op]}, names)
+    exact = runs_of(made["truth"], counts, arrays(op, "", sizes, jnp.float32))
+    runs = {
+        name: one if isinstance(one, str) else runs_of(one, counts, arrays(op, name, sizes))
+        for name, one in made.items()
+        if name != "truth"
+    }
     for phase, matmuls in MATMULS[op].items():
+        right = jax.tree.leaves(exact[phase]())
         here = {name: found if isinstance(found, str) else found[phase] for name, found in runs.items()}
         for name, run in here.items():
             if not isinstance(run, str) and name != "dense":  # which multiplies other numbers
-                here[name] = verified(run, truth[phase])
+                here[name] = verified(run, right)
         seconds = take_turns(here, rounds)
         dense = seconds.get("dense", "not asked for")
         for name, found in seconds.items():
@@ -115,14 +139,25 @@ def measure(op: str, counts, sizes: tuple[int, ...], names: Sequence[str] | None
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", help="which contenders (default: all)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     add_arguments(parser)
     args = parser.parse_args()
+    if nothing_here(args):
+        return
+    chosen = TINY if args.tiny else {name: SIZES[name] for name in args.sizes}
+    each = list(itertools.product(NAMES, chosen.items()))
+    makes = {
+        (op, size): {name: functools.partial(programs, op, name, sizes) for name in NAMES[op]}
+        | {"truth": functools.partial(truth, op, sizes)}
+        for op, (size, sizes) in each
+    }
+    made = compiled(makes, args.contenders)
     cases = {
         f"{op} {size} {about}": (
             {"op": op, "case": size, "rows": about},
-            functools.partial(measure, op, jnp.asarray(counts), sizes, args.contenders),
+            functools.partial(measure, op, jnp.asarray(counts, jnp.int32), sizes, made[op, size]),
         )
-        for (size, sizes), op in itertools.product((TINY if args.tiny else SIZES).items(), NAMES)
+        for op, (size, sizes) in each
         for about, counts in counts_of(*sizes[:2]).items()
     }
     measure_all(cases, args)
