@@ -47,46 +47,52 @@ def installed_version() -> tuple[int, ...] | None:
         return None
 
 
-def refuses(call: Call, *, widths: tuple, dtypes: tuple[str, ...], chunks: int) -> str | None:
-    """Returns the reason why the kernels cannot run a call, or None."""
+def refuses(call: Call, widths: tuple, dtypes: tuple[str, ...] = HALF, chunks: int = MOST_CHUNKS) -> str | None:
+    """Returns the reason why the kernels cannot run a call, or None.
+
+    Args:
+      call: the call.
+      widths: widths of keys and values for which an operation has kernels.
+      dtypes: dtypes that they take.
+      chunks: the most chunks in a row.
+    """
     if not is_hopper(call.device_kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
     if call.dtype not in dtypes:
         return f"takes values in {' or '.join(dtypes)}, not in {call.dtype}"
     if (call.key_dim, call.value_dim) not in widths:
-        _, _, key, value = call.letters
-        return f"takes {key} x {value} of {_products(widths)}, not {call.key_dim} x {call.value_dim}"
+        *some, last = (f"{key} x {value}" for key, value in widths)
+        return f"takes states of {', '.join(some)} or {last}, not of {call.key_dim} x {call.value_dim}"
     if -(-call.tokens // CHUNK) > chunks:
         return f"takes at most {chunks * CHUNK} tokens in a row, not {call.tokens}"
     if call.tracked:
-        return "has no types for arrays that vary over a mesh axis: pass check_vma=False to jax.shard_map"
-    version = installed_version()
+        return "does not say over which mesh axes its results vary: pass check_vma=False to jax.shard_map"
+    return _refuses_installed(installed_version())
+
+
+def _refuses_installed(version: tuple[int, ...] | None) -> str | None:
     if version is None:
         return f"is not installed: {INSTALL}"
-    return None if version[:2] == VERSION else f"calls version 0.1 of the package, not {'.'.join(map(str, version))}"
-
-
-def _products(widths: tuple[tuple[int, int], ...]) -> str:
-    *some, last = (f"{key} x {value}" for key, value in widths)
-    return f"{', '.join(some)} or {last}"
+    found = ".".join(map(str, version))
+    return None if version[:2] == VERSION else f"needs version 0.1 of jax-linear-attention, not {found}"
 
 
 def _refuses_delta(call: Call, _: Any) -> str | None:
-    found = refuses(call, widths=(*NARROW, *WIDE), dtypes=HALF, chunks=MOST_CHUNKS)
     # Without decays, which it leaves out, the inverse for longer keys grows from token to token.
-    return found or (None if call.l2_norm else "is only stable for keys of unit norm: pass l2_norm=True")
+    if not call.l2_norm:
+        return "is only stable for keys of unit norm: pass l2_norm=True"
+    return refuses(call, (*NARROW, *WIDE))
 
 
 def _refuses_kimi(call: Call, _: Any) -> str | None:
+    if call.key_dim == 64 and call.heads % 2:
+        return f"takes heads of 64 in pairs, not {call.heads} of them"
     # One kernel of the backward pass has a block for each half of a key's channels.
-    found = refuses(call, widths=NARROW, dtypes=("bfloat16",), chunks=MOST_CHUNKS // 2)
-    if found is None and call.heads * call.key_dim % 128:
-        return f"takes heads with a multiple of 128 channels in all, not {call.heads} of {call.key_dim}"
-    return found
+    return refuses(call, NARROW, ("bfloat16",), MOST_CHUNKS // 2)
 
 
 def _refuses_ssd(call: Call, _: Any) -> str | None:
-    return refuses(call, widths=NARROW, dtypes=HALF, chunks=MOST_CHUNKS)
+    return refuses(call, NARROW)
 
 
 def _row(accepts: Callable[[Call, Any], str | None]) -> Implementation:
