@@ -32,6 +32,13 @@ def rule(request):
 
 
 @pytest.fixture
+def ranks_promoted():
+    """The package adds arrays of unequal ranks, which tests/conftest.py forbids."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr(module, "installed_version", lambda: (0, 1, 0))
 
@@ -225,7 +232,7 @@ KERNELS = {"gated_delta_rule": (2, 6), "kimi_delta_attention": (4, 10), "ssd": (
 
 @needs_package
 @no_gpu
-def test_programs_for_hopper_call_the_kernels(rule):
+def test_programs_for_hopper_call_the_kernels(rule, ranks_promoted):
     x = shapes(rule)
     forward = lambda x: rule(x)[0].astype(jnp.float32).sum()
     assert calls(lambda place: forward, x) >= KERNELS[rule.op][0]
@@ -326,7 +333,7 @@ SIZES = {  # heads of keys and values, widths
 @needs_package
 @pytest.mark.parametrize("slow", [0.05, 10.0, 40.0])
 @pytest.mark.parametrize(("rule", "heads", "widths"), SIZES.values(), ids=SIZES)
-def test_on_a_gpu_they_equal_the_definition(rule, heads, widths, slow):
+def test_on_a_gpu_they_equal_the_definition(rule, heads, widths, slow, ranks_promoted):
     """Outputs, states and gradients, with documents, padding and states before the first token; strong decays too."""
     if slow != 0.05 and heads[1] < 4:
         pytest.skip("once for each operation")
@@ -335,7 +342,7 @@ def test_on_a_gpu_they_equal_the_definition(rule, heads, widths, slow):
 
 @gpu
 @needs_package
-def test_on_a_gpu_long_rows_are_cut_into_pieces(rule):
+def test_on_a_gpu_long_rows_are_cut_into_pieces(rule, ranks_promoted):
     """Few heads and many tokens: the package's kernels work on pieces of a row at a time."""
     found = compared(rule, jax.jit(functools.partial(results, rule, NAME)), 2100, (2, 2), (64, 64), 0.01)
     check(found)
@@ -346,7 +353,7 @@ def test_on_a_gpu_long_rows_are_cut_into_pieces(rule):
 
 @gpu
 @needs_package
-def test_on_a_gpu_stages_are_as_each_alone(rule):
+def test_on_a_gpu_stages_are_as_each_alone(rule, ranks_promoted):
     x = random(rule, 130, (2, 2), (64, 64), 0.05)
     stages = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), x)
     run = jax.jit(jax.vmap(lambda x: rule(x, implementation=NAME)[0]))
