@@ -39,6 +39,7 @@ from maxlib.ops._grouped_matmul import explain_grouped_matmul as explain_grouped
 from maxlib.ops._grouped_matmul import grouped_glu as grouped_glu
 from maxlib.ops._grouped_matmul import grouped_matmul as grouped_matmul
 from maxlib.ops._grouped_matmul import grouped_outer as grouped_outer
+from maxlib.ops._kda import explain_kimi_delta_attention as explain_kimi_delta_attention
 from maxlib.ops._kda import kimi_delta_attention as kimi_delta_attention
 from maxlib.ops._rope import Rope as Rope
 from maxlib.ops._rope import apply_rope as apply_rope
@@ -50,5 +51,6 @@ from maxlib.ops._rope_scaling import Proportional as Proportional
 from maxlib.ops._rope_scaling import Yarn as Yarn
 from maxlib.ops._rope_scaling import yarn_mscale as yarn_mscale
 from maxlib.ops._short_convolution import short_convolution as short_convolution
+from maxlib.ops._ssd import explain_ssd as explain_ssd
 from maxlib.ops._ssd import ssd as ssd
 from maxlib.ops._tuning import tuned as tuned

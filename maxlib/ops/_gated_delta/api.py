@@ -10,13 +10,15 @@ from jaxtyping import Array, Bool, Float
 
 from maxlib.hardware import current_device, explained_device
 from maxlib.kernels.gated_delta import mosaic_tpu
+from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
-from maxlib.ops._gated_delta import dispatch
 from maxlib.ops._gated_delta.chunked import DeltaTiles, chunked
+from maxlib.ops._gated_delta.dispatch import GATED_DELTA
 from maxlib.ops._gated_delta.inputs import grouped, widened
 from maxlib.ops._gated_delta.parallel import AxisName, across
 from maxlib.ops._gated_delta.sequential import sequential
+from maxlib.ops._recurrences import Call, is_tracked
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -54,8 +56,9 @@ def gated_delta_rule(
       scale: factor on the queries; default `Hk ** -0.5`.
       l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; "mosaic_tpu", TPU kernels, by name only
-          because no TPU has run them yet. None chooses the fastest; `explain_gated_delta_rule` shows which one and why.
+      implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+          GPUs of that package; "mosaic_tpu", TPU kernels, by name only because no TPU has run them yet. None chooses
+          the fastest; `explain_gated_delta_rule` shows which one and why.
 
     Returns:
       The output, in the dtype of `v`, and the state after the last real token, for the next call.
@@ -64,7 +67,7 @@ def gated_delta_rule(
       ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    found = dispatch.choose(_describe(q, v, axis_name), implementation)
+    found = GATED_DELTA.choose(_describe(q, v, l2_norm, axis_name), implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = {
         "scale": scale,
@@ -79,6 +82,7 @@ def explain_gated_delta_rule(
     q: Shaped,
     v: Shaped,
     *,
+    l2_norm: bool = True,
     axis_name: AxisName | None = None,
     implementation: str | None = None,
     device: tuple[str, str] | None = None,
@@ -88,6 +92,7 @@ def explain_gated_delta_rule(
     Args:
       q: queries, `B T K Hk`, an array or a `jax.ShapeDtypeStruct`.
       v: values, `B T N Hv`, likewise.
+      l2_norm: as in `gated_delta_rule`.
       axis_name: as in `gated_delta_rule`.
       implementation: as in `gated_delta_rule`.
       device: platform, and jax's `device_kind` or a short name, such as `("tpu", "v5p")`; default: the device in use.
@@ -98,15 +103,15 @@ def explain_gated_delta_rule(
     Raises:
       ValueError: when no implementation has this name, or the device is unknown.
     """
-    return dispatch.explain(_describe(q, v, axis_name, explained_device(device)), implementation)
+    return GATED_DELTA.explain(_describe(q, v, l2_norm, axis_name, explained_device(device)), implementation)
 
 
-def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> dispatch.Call:
+def _describe(q, v, l2_norm, axis_name, device: tuple[str, str] | None = None) -> Call:
     (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
     # A device with a part of the sequence computes its state transition along with its values.
     width = Hv if axis_name is None else Hv + Hk
     platform, kind = device or current_device()
-    return dispatch.Call(B, T, K, N, Hk, width, str(v.dtype), platform, kind)
+    return Call(B, T, K, N, Hk, width, str(v.dtype), platform, kind, l2_norm, is_tracked(q, v))
 
 
 def _flops(q, k, v, *_) -> float:
@@ -124,14 +129,15 @@ def _gated_delta_rule(q, k, v, log_decay, beta, is_start, valid, initial_state, 
     x = grouped(q, k, v, log_decay, beta, is_start, valid)
     shape, wide = (B, K, N // K, Hk, Hv), x.beta.dtype
     state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
-    run = _run(*run, v.dtype, scale=scale, l2_norm=l2_norm)
+    how = jax_linear_attention.Run(v.dtype, is_start is not None, initial_state is None and axis_name is None)
+    run = _run(*run, how, scale=scale, l2_norm=l2_norm)
     out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
     out = out.reshape(v.shape).astype(v.dtype)
     out = out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
     return out, state.reshape(B, N, Hk, Hv)
 
 
-def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
+def _run(implementation: str, tiles: Any, how: jax_linear_attention.Run, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     # The kernels take inputs in their own dtype, which halves memory traffic compared with float32, and normalize
     # queries and keys on chip.
@@ -140,11 +146,13 @@ def _run(implementation: str, tiles: Any, dtype: Any, **norm: Any) -> Callable:
         return lambda x, state: kernels(
             *x[:5], jnp.zeros(x.q.shape[:2], bool) if x.is_start is None else x.is_start, state
         )
+    if implementation == "jax_linear_attention":
+        return lambda x, state: jax_linear_attention.gated_delta(widened(x, **norm), state, how)
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
     # need more than one pass.
-    narrow = jnp.dtype(dtype).itemsize < 4
+    narrow = jnp.dtype(how.dtype).itemsize < 4
     precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
     return functools.partial(chunked, precision=precision, tiles=tiles, **norm)
 

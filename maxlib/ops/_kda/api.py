@@ -1,20 +1,24 @@
 """The public function of Kimi delta attention: checks its arguments and chooses an implementation."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib.hardware import current_device, explained_device
+from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
+from maxlib.ops._explanation import Explanation
 from maxlib.ops._gated_delta.parallel import AxisName, across
 from maxlib.ops._kda.chunked import CHUNK, chunked
+from maxlib.ops._kda.dispatch import KIMI_DELTA
 from maxlib.ops._kda.inputs import prepare
 from maxlib.ops._kda.sequential import sequential
+from maxlib.ops._recurrences import Call, is_tracked
 
-IMPLEMENTATIONS = ("chunked", "sequential")
-FEW = 8  # tokens up to which the recurrence is faster than a chunk
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def kimi_delta_attention(
@@ -50,22 +54,57 @@ def kimi_delta_attention(
       scale: factor on the queries; default `Hk ** -0.5`.
       l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; None chooses the faster one.
+      implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+          GPUs of that package. None chooses the fastest; `explain_kimi_delta_attention` shows which one and why.
 
     Returns:
       The output, in the dtype of `v`, and the state after the last real token, for the next call.
 
     Raises:
-      ValueError: when shapes do not agree, or no implementation has this name.
+      ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    if implementation is None:
-        implementation = "sequential" if q.shape[1] <= FEW else "chunked"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None, got {implementation!r}")
+    found = KIMI_DELTA.choose(_describe(q, v, l2_norm, axis_name), implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": implementation}
+    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": found.chosen}
     return _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
+
+
+def explain_kimi_delta_attention(
+    q: Shaped,
+    v: Shaped,
+    *,
+    l2_norm: bool = True,
+    axis_name: AxisName | None = None,
+    implementation: str | None = None,
+    device: tuple[str, str] | None = None,
+) -> Explanation:
+    """Explains which implementation `kimi_delta_attention` would run for these arguments, and why.
+
+    Args:
+      q: queries, `B T N Hk`, an array or a `jax.ShapeDtypeStruct`.
+      v: values, `B T N Hv`, likewise.
+      l2_norm: as in `kimi_delta_attention`.
+      axis_name: as in `kimi_delta_attention`.
+      implementation: as in `kimi_delta_attention`.
+      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in use.
+
+    Returns:
+      An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+
+    Raises:
+      ValueError: when no implementation has this name, or the device is unknown.
+    """
+    return KIMI_DELTA.explain(_describe(q, v, l2_norm, axis_name, explained_device(device)), implementation)
+
+
+def _describe(q, v, l2_norm, axis_name, device: tuple[str, str] | None = None) -> Call:
+    (B, T, N, Hk), Hv = q.shape, v.shape[-1]
+    # A device with a part of the sequence computes its state transition along with its values.
+    width = Hv if axis_name is None else Hv + Hk
+    platform, kind = device or current_device()
+    letters = ("N", "N", "Hk", "Hv")
+    return Call(B, T, N, N, Hk, width, str(v.dtype), platform, kind, l2_norm, is_tracked(q, v), letters)
 
 
 def _flops(q, k, v, *_) -> float:
@@ -82,18 +121,22 @@ def _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, *, axis_name,
     (B, _, N, Hk), Hv = q.shape, v.shape[-1]
     x = prepare(q, k, v, log_decay, beta, is_start, valid, **norm)
     state = jnp.zeros((B, N, Hk, Hv), x.v.dtype) if initial_state is None else initial_state.astype(x.v.dtype)
-    run = _run(implementation, v.dtype)
+    how = jax_linear_attention.Run(v.dtype, is_start is not None, initial_state is None and axis_name is None)
+    run = _run(implementation, how)
     out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
     out = out.astype(v.dtype)
     return out if valid is None else jnp.where(valid[:, :, None, None], out, 0), state
 
 
-def _run(implementation: str, dtype: Any):
+def _run(implementation: str, how: jax_linear_attention.Run) -> Callable:
+    """Returns a function of `Inputs` and a state that runs an implementation."""
+    if implementation == "jax_linear_attention":
+        return lambda x, state: jax_linear_attention.kimi(x, state, how)
     if implementation == "sequential":
         return sequential
     # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
     # than one.
-    narrow = jnp.dtype(dtype).itemsize < 4
+    narrow = jnp.dtype(how.dtype).itemsize < 4
     return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
 
 

@@ -1,22 +1,25 @@
 """The public function of state-space duality: checks its arguments and chooses an implementation."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib.hardware import current_device
-from maxlib.ops import _tuning
+from maxlib.hardware import current_device, explained_device
+from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
+from maxlib.ops._explanation import Explanation
+from maxlib.ops._recurrences import Call, is_tracked
 from maxlib.ops._ssd.chunked import SSDTiles, chunked
+from maxlib.ops._ssd.dispatch import SSD
 from maxlib.ops._ssd.inputs import prepare
 from maxlib.ops._ssd.parallel import AxisName, across
 from maxlib.ops._ssd.sequential import sequential
 
-IMPLEMENTATIONS = ("chunked", "sequential")
-FEW = 8  # tokens up to which the recurrence is faster than a chunk
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def ssd(
@@ -50,23 +53,50 @@ def ssd(
       valid: False for padding, which does not change the state and outputs zero; None if every token is real.
       initial_state: state before the first token; None for zero.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; None chooses the faster one.
+      implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+          GPUs of that package. None chooses the fastest; `explain_ssd` shows which one and why.
 
     Returns:
       The output, in the dtype of `x`, and the state after the last real token, for the next call.
 
     Raises:
-      ValueError: when shapes do not agree, or no implementation has this name.
+      ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(x, dt, a, b, c, d, is_start, valid, initial_state)
-    if implementation is None:
-        implementation = "sequential" if x.shape[1] <= FEW else "chunked"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, or None, got {implementation!r}")
-    key = _tuning.key_of({"T": x.shape[1]}, {"P": x.shape[3], "S": b.shape[3]})
-    tiles = _tuning.choose(SSDTiles(), key, current_device()[1]).sizes
-    options = {"axis_name": axis_name, "implementation": implementation, "tiles": tiles}
+    found = SSD.choose(_describe(x, b), implementation)
+    options = {"axis_name": axis_name, "run": (found.chosen, found.tiles and found.tiles.sizes)}
     return _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, **options)
+
+
+def explain_ssd(
+    x: Shaped,
+    b: Shaped,
+    *,
+    implementation: str | None = None,
+    device: tuple[str, str] | None = None,
+) -> Explanation:
+    """Explains which implementation `ssd` would run for these arguments, and why.
+
+    Args:
+      x: inputs, `B T N P`, an array or a `jax.ShapeDtypeStruct`.
+      b: input projections of the state, `B T G S`, likewise.
+      implementation: as in `ssd`.
+      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in use.
+
+    Returns:
+      An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+
+    Raises:
+      ValueError: when no implementation has this name, or the device is unknown.
+    """
+    return SSD.explain(_describe(x, b, explained_device(device)), implementation)
+
+
+def _describe(x, b, device: tuple[str, str] | None = None) -> Call:
+    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
+    platform, kind = device or current_device()
+    tracked, letters = is_tracked(x, b), ("G", "N", "S", "P")
+    return Call(B, T, G, N, S, P, str(x.dtype), platform, kind, tracked=tracked, letters=letters)
 
 
 def _flops(x, b, *_) -> float:
@@ -77,13 +107,15 @@ def _flops(x, b, *_) -> float:
     return 2.0 * B * T * (G * size * S + N * (size * P + 2 * P * S))
 
 
-@register_flops(_flops, static=("axis_name", "implementation", "tiles"))
-def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implementation, tiles):
+@register_flops(_flops, static=("axis_name", "run"))
+def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, run):
     (B, _, N, P), (G, S) = x.shape, b.shape[2:]
     inputs = prepare(x, b, c, dt, a, is_start, valid)
     shape, wide = (B, G, N // G, P, S), inputs.x.dtype
     state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
-    run = _run(implementation, x.dtype, tiles)
+    # A part of a split sequence also starts from zero; `across` adds what comes from the parts before it.
+    how = jax_linear_attention.Run(x.dtype, is_start is not None, initial_state is None or axis_name is not None)
+    run = _run(*run, how)
     out, state = run(inputs, state) if axis_name is None else across(run, inputs, state, axis_name=axis_name)
     out = out.reshape(x.shape)
     if d is not None:
@@ -93,12 +125,15 @@ def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, implem
     return out, state.reshape(B, N, P, S)
 
 
-def _run(implementation: str, dtype: Any, tiles: SSDTiles):
+def _run(implementation: str, tiles: Any, how: jax_linear_attention.Run) -> Callable:
+    """Returns a function of `Inputs` and a state that runs an implementation."""
+    if implementation == "jax_linear_attention":
+        return lambda x, state: jax_linear_attention.ssd(x, state, how)
     if implementation == "sequential":
         return sequential
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
     # need more than one pass.
-    narrow = jnp.dtype(dtype).itemsize < 4
+    narrow = jnp.dtype(how.dtype).itemsize < 4
     precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
     return functools.partial(chunked, precision=precision, tiles=tiles)
 

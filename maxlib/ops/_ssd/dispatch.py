@@ -1,0 +1,17 @@
+"""The implementations of state-space duality, in order of preference."""
+
+from maxlib.ops import _jax_linear_attention
+from maxlib.ops._recurrences import SEQUENTIAL, Call, Implementation, Operation
+from maxlib.ops._ssd.chunked import SSDTiles
+
+
+def _widths(call: Call) -> dict[str, int]:
+    return {"P": call.value_dim, "S": call.key_dim}
+
+
+TABLE = {
+    "jax_linear_attention": _jax_linear_attention.SSD,
+    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=SSDTiles()),
+    "sequential": Implementation(SEQUENTIAL),
+}
+SSD = Operation("ssd", TABLE, _widths)

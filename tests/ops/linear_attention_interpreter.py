@@ -1,0 +1,32 @@
+"""Runs the Kimi delta attention of jax-linear-attention in Pallas's interpreter, both passes, against float64.
+
+    python -m tests.ops.linear_attention_interpreter [RATE OF DECAY]
+
+The interpreter waits for ever inside a compiled function, or where JAX has a single thread: it needs two cores. It does
+not run the kernels of the other two recurrences (jax 0.11.2).
+"""
+
+import functools
+import os
+import sys
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+
+from maxlib.ops import _jax_linear_attention as module
+from maxlib.ops._kda import api
+from tests.ops import test_jax_linear_attention as tests
+
+
+def main() -> None:
+    slow = float(sys.argv[1]) if len(sys.argv) > 1 else 0.05
+    api.current_device = lambda: tests.H100
+    api._kda = api._kda.__wrapped__  # not compiled
+    module.Run = functools.partial(module.Run, interpret=True)
+    run = functools.partial(tests.results, tests.KDA, tests.NAME)
+    found = tests.compared(tests.KDA, run, 100, (2, 2), (64, 64), slow)
+    print({name: float(f"{error:.2g}") for name, error in found.items()})
+    tests.check(found)
+
+
+if __name__ == "__main__":
+    main()
