@@ -4,10 +4,10 @@ jax-linear-attention, at the sizes of published models, in one run.
     python -m tests.benchmarks.recurrences_gpu [--cases delta ...] [--rounds 10] [--minutes 9] [--json out.jsonl]
     python -m tests.benchmarks.recurrences_gpu --tiny   # the same code at small sizes, also on a CPU
 
-Contenders take turns, round by round, each round ten calls and one wait; the table shows medians. Every result is
-compared with `chunked` in float32: `error` is the largest, of outputs and gradients, by the norm of an array. What a
-contender cannot do, or fails at, is left out with its reason. Each result is a line of JSON as soon as it is there, and
-cases that begin after `--minutes` are left out.
+Everything is compiled first, side by side. Contenders take turns, round by round, each round ten calls and one wait;
+the table shows medians. Every result is compared with `chunked` in float32: `error` is the largest, of outputs and
+gradients, by the norm of an array. What a contender cannot do, or fails at, is left out with its reason. Each result is
+a line of JSON as soon as it is there, and cases that begin after `--minutes` are left out.
 """
 
 import argparse
@@ -21,7 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlib import ops
-from tests.benchmarks.attention_gpu import add_arguments, attempt, measure_all, speeds, take_turns
+from tests.benchmarks.attention_gpu import (
+    add_arguments,
+    attempt,
+    compiled,
+    for_truth,
+    measure_all,
+    nothing_here,
+    off_by,
+    speeds,
+    take_turns,
+)
 
 CONTENDERS = ("chunked", "jax_linear_attention")
 
@@ -100,39 +110,41 @@ CASES = {
 }
 
 
-def measure(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
-    x = case.arrays()
-    truth = attempt(lambda: _truth(case, x))
-    for phase in ("both", "call"):
-        compiled, runs = {}, {}
-        for name in CONTENDERS:
-            program = functools.partial(getattr(case, phase), name)
-            made = attempt(lambda program=program: jax.jit(program).lower(x).compile())
-            compiled[name], runs[name] = made, made if isinstance(made, str) else functools.partial(made, x)
-        for name, found in take_turns(runs, rounds).items():
-            row = {"phase": {"call": "forward"}.get(phase, phase), "contender": name}
-            yield row | _result(case, compiled[name], found, None if phase == "call" else runs[name], truth)
+def programs(case: Case, name: str, dtype: Any = jnp.bfloat16, jit: Callable = jax.jit) -> dict[str, Any]:
+    """Compiles the forward pass, and both passes."""
+    x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype), jax.eval_shape(case.arrays))
+    lower = lambda phase: jit(functools.partial(phase, name)).lower(x).compile()
+    return {"both": lower(case.both), "forward": lower(case.call)}
 
 
-def _result(case: Case, compiled: Any, found: Any, run: Callable | None, truth: Any) -> dict[str, Any]:
-    if isinstance(found, str):
-        return {"left_out": found}
-    temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    row = speeds(found, tokens_per_s=case.rows * case.tokens) | {"temporary_mib": round(temporary)}
-    if run is None:
-        return row
-    return row | {"error": truth if isinstance(truth, str) else _error(run(), truth)}
-
-
-def _truth(case: Case, x: dict[str, jax.Array]) -> Any:
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), x)
+def truth(case: Case) -> dict[str, Any]:
+    """Compiles `chunked` in float32."""
     with jax.default_matmul_precision("float32"):
-        return jax.device_get(jax.jit(functools.partial(case.both, "chunked"))(wide))
+        return programs(case, "chunked", jnp.float32, for_truth)
 
 
-def _error(got: Any, want: Any) -> float:
-    far = lambda a, b: float(np.linalg.norm(np.asarray(a, np.float32) - b) / max(np.linalg.norm(b), 1e-6))
-    return max(map(far, jax.tree.leaves(got), jax.tree.leaves(want)))
+def measure(case: Case, made: dict[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
+    """Compares and times compiled programs."""
+    x = case.arrays()
+    want = attempt(lambda: made["truth"]["both"](jax.tree.map(lambda a: a.astype(jnp.float32), x)))
+    contenders = {name: found for name, found in made.items() if name != "truth"}
+    for phase in ("both", "forward"):
+        runs = {
+            name: one if isinstance(one, str) else functools.partial(one[phase], x) for name, one in contenders.items()
+        }
+        for name, found in take_turns(runs, rounds).items():
+            row = {"phase": phase, "contender": name}
+            if isinstance(found, str):
+                yield row | {"left_out": found}
+                continue
+            temporary = contenders[name][phase].memory_analysis().temp_size_in_bytes / 2**20
+            row |= speeds(found, tokens_per_s=case.rows * case.tokens) | {"temporary_mib": round(temporary)}
+            yield row | ({"error": attempt(lambda run=runs[name]: error(run(), want))} if phase == "both" else {})
+
+
+def error(got: Any, want: Any) -> float:
+    """Returns the largest error of an array, relative to its norm."""
+    return max(float(off_by(a, b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
 
 
 def main() -> None:
@@ -140,9 +152,18 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which cases (default: all)")
     add_arguments(parser)
     args = parser.parse_args()
+    if nothing_here(args):
+        return
     found = {name: CASES[name].tiny() if args.tiny else CASES[name] for name in args.cases}
+    makes = {
+        name: {one: functools.partial(programs, case, one, None) for one in CONTENDERS}
+        | {"truth": functools.partial(truth, case)}
+        for name, case in found.items()
+    }
+    made = compiled(makes, None)
     runs = {
-        name: ({"op": case.op, "case": case.about}, functools.partial(measure, case)) for name, case in found.items()
+        name: ({"op": case.op, "case": case.about}, functools.partial(measure, case, made[name]))
+        for name, case in found.items()
     }
     measure_all(runs, args)
 
