@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import for_each_token, last_axis_first
-from maxlib.ops._varying import vary_alike
 
 AxisName = str | tuple[str, ...]
 

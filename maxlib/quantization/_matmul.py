@@ -10,8 +10,8 @@ import qwix
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib._utils.varying import vary_alike
 from maxlib.kernels.grouped_matmul.rows import owners
-from maxlib.ops._varying import vary_alike
 from maxlib.quantization import _blocks
 from maxlib.quantization._formats import Format
 

@@ -198,6 +198,8 @@ def arrays(case: Case | Decoding, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
 
 def measure_decoding(case: Decoding, made: Mapping[str, Any], rounds: int) -> Iterator[dict]:
     """Compares and times programs that `decoding_programs` compiled."""
+    if isinstance(made["truth"], str):
+        raise RuntimeError(f"nothing to compare with: {made['truth']}")
     given, truth = arrays(case), made["truth"](*arrays(case, jnp.float32))
     runs = {
         name: run if isinstance(run, str) else verified(functools.partial(run, *given), [truth])

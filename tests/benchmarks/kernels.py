@@ -155,7 +155,6 @@ def _tokamax_installed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in (
             (table, "is_installed"),
-            (jax_mosaic_gpu, "is_installed"),
             (jax_mosaic_gpu, "has_triton"),
             (tokamax_triton, "has_triton"),
         ):

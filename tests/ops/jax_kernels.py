@@ -1,5 +1,5 @@
-"""Runs JAX's own grouped matmuls for Hopper and Blackwell (Mosaic GPU), and tokamax's gradient of the weights, on a
-CPU, in numpy, one block of threads after the other.
+"""Runs JAX's own grouped matmuls for Hopper and Blackwell (Mosaic GPU) on a CPU, in numpy, one block of threads after
+the other.
 
 It executes their functions with stand-ins for the primitives they use, to check which rows, columns and experts they
 read, multiply and store: memory beyond the end of an array reads as zeros and is not written, shared memory is NaN
@@ -291,35 +291,13 @@ PLGPU = types.SimpleNamespace(
 )
 
 
-def _tokamax():
-    """The module of tokamax's gradient of the weights, or None if tokamax is not installed."""
-    try:
-        from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu_kernel_sm90
-    except ImportError:
-        return None
-    return pallas_mosaic_gpu_kernel_sm90
-
-
 def install(monkeypatch):
     """Puts the stand-ins where JAX's kernels look for the primitives."""
     own = {"run_scoped": run_scoped, "cdiv": lambda x, y: -(-x // y), "core_map": lambda mesh: every_warp}
     pl = types.SimpleNamespace(**vars(PL) | own)
     for module in (ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers):
         monkeypatch.setattr(module, "jnp", np)
-    if (tokamaxs := _tokamax()) is not None:
-        spec, none = (lambda shape, dtype, index, what, **_: PLGPU.BlockSpec(shape, index)), lambda *_: None
-        common = {
-            "tiled_swizzled_block_spec": spec,
-            "tile_swizzle_transforms": none,
-            "check_bf16xbf16_or_f16xf16": none,
-        }
-        monkeypatch.setattr(tokamaxs, "common", types.SimpleNamespace(**vars(tokamaxs.common) | common))
-        # In versions after 0.0.12:
-        monkeypatch.setattr(tokamaxs, "_tiled_swizzled_block_spec", spec, raising=False)
-        monkeypatch.setattr(
-            tokamaxs, "_tiled_swizzled_smem", lambda shape, dtype, what: smem(shape, dtype), raising=False
-        )
-    for module in filter(None, (ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers, tokamaxs)):
+    for module in (ragged_dot_mgpu, blackwell_ragged_dot_mgpu, helpers):
         for name, stand_in in {"plgpu": PLGPU, "pl": pl, "lax": LAX, "jax": JAX}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

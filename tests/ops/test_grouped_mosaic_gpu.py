@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, config, groups, mosaic_gpu
@@ -87,12 +89,34 @@ def test_the_gradient_of_the_weights_is_not_rounded(emulated):
     "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.full)], ids=["bfloat16", "float32"]
 )
 def test_every_kernel_lowers(dtype):
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    rows = 1000  # other shapes than those above, whose traces are the emulator's
-    given = array(jnp.bfloat16, rows, I), array(dtype, 4, O, I), array(jnp.int32, 4), array(jnp.bfloat16, rows, O)
+    assert kernels(both, *given(dtype)) == 3
+
+
+def given(dtype=jnp.bfloat16, lead=()):
+    """Shapes other than those above, whose traces are the emulator's."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+    rows = 1000
+    return array(jnp.bfloat16, rows, I), array(dtype, 4, O, I), array(jnp.int32, 4), array(jnp.bfloat16, rows, O)
+
+
+def kernels(function, *given) -> int:
+    """Returns the number of kernels in a program for CUDA."""
     check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    text = export.export(jax.jit(both), platforms=["cuda"], disabled_checks=[check])(*given).mlir_module()
-    assert text.count("@mosaic_gpu_v2(") == 3
+    text = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=[check])(*given).mlir_module()
+    return text.count("@mosaic_gpu_v2(")
+
+
+@no_gpu
+def test_stages_of_a_pipeline_lower():
+    assert kernels(jax.vmap(both), *given(lead=(2,))) >= 3
+
+
+@no_gpu
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shards_of_rows_lower(check_vma):
+    mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
+    options = {"in_specs": (split, P(), P(), split), "out_specs": (split, split, P()), "check_vma": check_vma}
+    assert kernels(jax.shard_map(both, mesh=mesh, **options), *given()) == 3
 
 
 @no_gpu

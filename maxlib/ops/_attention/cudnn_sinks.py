@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from maxlib._utils.varying import vary_alike
 from maxlib.kernels.attention.sinks import merge_sinks
-from maxlib.ops._varying import vary_alike
 
 INPUTS = ("query", "key", "value")
 UNUSED = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import vary_alike
 from maxlib.ops._chunks import ChunkTiles, count_starts, in_blocks, in_chunks, joined
 from maxlib.ops._gated_delta.block import backward, forward
 from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._gated_delta.inverse import SMALL
-from maxlib.ops._varying import vary_alike
 
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import inner
 from maxlib.ops._chunks import for_each_head
 from maxlib.ops._gated_delta.inputs import Inputs
-from maxlib.ops._varying import vary_alike
 
 
 def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:

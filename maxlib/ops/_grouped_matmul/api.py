@@ -60,12 +60,11 @@ def grouped_matmul(
       out_dtype: dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
         accumulated in int32), and there is no gradient. None: the dtype of `rows`.
       implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
-          "megablox" (the default on TPU) and "jax_mosaic_gpu" (on NVIDIA's Hopper and Blackwell) use JAX's kernels, the
-          latter but for the gradient of the weights: tokamax's, if it is installed, or "tiled". "tokamax" (on other
-          NVIDIA GPUs since Ampere, if it is installed) uses kernels in Triton. "tiled" (the default elsewhere) computes
-          tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is XLA's own.
-          "mosaic_gpu" is for Hopper, by name only because no GPU has run it yet. "reference" is the specification, a
-          loop over experts.
+          "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and "jax_mosaic_gpu"
+          (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's, if it is installed,
+          or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses kernels in Triton. "tiled"
+          (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is
+          XLA's own. "reference" is the specification, a loop over experts.
 
     Returns:
       One row of outputs for each row.

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from maxlib.hardware import is_hopper
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
 from maxlib.ops import _tuning
@@ -30,14 +32,12 @@ class Implementation:
 
 
 TABLE = {
+    "mosaic_gpu": Implementation("maxlib's kernels for NVIDIA's Hopper in both passes", frozenset({"gpu"})),
     "jax_mosaic_gpu": Implementation(
-        "JAX's kernels for NVIDIA's Hopper and Blackwell, and for the gradient of the weights tokamax or XLA",
+        "JAX's kernels for NVIDIA's Blackwell and Hopper, and for the gradient of the weights tokamax's or XLA",
         frozenset({"gpu"}),
     ),
     "tokamax": Implementation("tokamax's kernels in Triton for NVIDIA's GPUs since Ampere", frozenset({"gpu"})),
-    "mosaic_gpu": Implementation(
-        "kernels for NVIDIA's Hopper", frozenset({"gpu"}), by_name="it has not run on a GPU yet"
-    ),
     "megablox": Implementation("JAX's TPU kernels in both passes", frozenset({"tpu"})),
     "tiled": Implementation("tiles of rows in XLA, at a cost proportional to the rows"),
     "ragged_dot": Implementation(
@@ -82,6 +82,8 @@ def _hopper_refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
         return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
     if out_dtype is not None:
         return "only returns the dtype of its rows"
+    if not isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)):
+        return "takes arrays; it would restore a quantized weight for all experts at once"
     for name, width in zip(weight_order, weights.shape, strict=True):
         if name != "E" and width % 64:
             return f"takes widths that are multiples of 64, not {name}={width}"

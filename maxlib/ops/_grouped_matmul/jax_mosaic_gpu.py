@@ -1,8 +1,8 @@
 """JAX's own grouped matmul kernels for NVIDIA's Hopper and Blackwell (`jax.experimental.pallas.ops.gpu`).
 
 JAX tests those of the forward pass and of the gradient of the rows on both. Of the gradient of the weights it has none
-for Blackwell, and its test of the one for Hopper is switched off: tokamax computes it where it is installed, and
-`tiled` elsewhere.
+for Blackwell, and its test of the one for Hopper is switched off: tokamax's kernel in Triton computes it where it is
+installed, and `tiled` elsewhere. tokamax's kernel in Mosaic GPU for Hopper was wrong on an H100 (docs/kernels.md).
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 """
@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.grouped_matmul.rows import only_used
-from maxlib.ops._attention.tokamax_gpu import is_installed, parse_no_flags
 from maxlib.ops._grouped_matmul.ragged_tiles import (
     WIDTH,
     RaggedBlackwellTiles,
@@ -32,7 +32,6 @@ from maxlib.ops._grouped_matmul.ragged_tiles import (
 from maxlib.ops._grouped_matmul.tiled import tiled_outer
 from maxlib.ops._grouped_matmul.tokamax_triton import by_experts, has_triton
 from maxlib.ops._grouped_matmul.unbatched import unbatched
-from maxlib.ops._varying import vary_alike
 
 AXES = frozenset({"sm", "x", "wg", "warp", "m", "n", "g"})  # what the kernels call their own axes
 BAND = 4  # columns of tiles that Hopper's kernels compute before the next ones, so that they share rows in the cache
@@ -50,7 +49,7 @@ def jax_mosaic_gpu(
     M = len(rows)
     if M == 0:
         return jnp.zeros((0, weights.shape[weight_order.index("O")]), rows.dtype)
-    tiles = tiles or hopper_tiles(M, len(weights), is_installed())
+    tiles = tiles or hopper_tiles(M, len(weights))
     # The kernels read whole tiles of rows: those of no expert have to be zeros, because 0 * NaN is NaN.
     whole = 128 if isinstance(tiles, RaggedHopperTiles) else 256
     rows = only_used(jnp.pad(rows, ((0, -M % whole), (0, 0))), rows_per_expert)
@@ -63,7 +62,7 @@ def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
     """Chooses tiles of a device's kernels for M rows of E experts."""
     if is_blackwell(device_kind):
         return RaggedBlackwellTiles(d_weights=TritonTile() if has_triton() else None)
-    return hopper_tiles(M, E, is_installed(), has_triton())
+    return hopper_tiles(M, E, has_triton())
 
 
 def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
@@ -103,9 +102,7 @@ def _backward(weight_order, tiles, kept, d_out):
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
     if tiles.d_weights is None:
         return d_rows, tiled_outer(*pair, rows_per_expert, dtype=weights.dtype), None
-    if isinstance(tiles.d_weights, TritonTile):
-        return d_rows, by_experts(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
-    return d_rows, _by_experts_in_mosaic(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
+    return d_rows, by_experts(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -142,20 +139,6 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -N % 256)))
     with _processors(jaxs, 148):
         return jaxs.ragged_dot_kernel(rows, weights, counts, config)[:, :N]
-
-
-def _by_experts_in_mosaic(left, right, rows_per_expert, dtype: Any, tile: RaggedTile):
-    """Computes `left[start:end].T @ right[start:end]` for each expert on Hopper: `M K` and `M N` to `E K N`."""
-    parse_no_flags()
-    from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config
-    from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90 import ragged_contracting_dim_dot_kernel
-
-    fit = lambda size, x: size if x.shape[1] % size == 0 else WIDTH
-    sizes = {"block_m": fit(tile.rows, left), "block_n": fit(tile.columns, right), "block_k": tile.summed}
-    config = Config(**sizes, num_stages=tile.stages, split_k=1)
-    one = lambda *arrays: ragged_contracting_dim_dot_kernel(*arrays, jnp.dtype(dtype), config)
-    with jax.named_scope("grouped_matmul_d_weights"):
-        return _like(left, unbatched(one)(left, right, rows_per_expert))
 
 
 def _like(given, result):

@@ -70,13 +70,12 @@ class RaggedHopperTiles(TileSizes):
     Args:
       forward: tiles of the forward pass.
       d_rows: tiles of the gradient of the rows.
-      d_weights: tiles of tokamax's gradient of the weights, in Triton or in Mosaic GPU; a side of the latter that does
-        not divide a matrix becomes 64. None for `tiled`, in XLA.
+      d_weights: tiles of tokamax's gradient of the weights, in Triton; None for `tiled`, in XLA.
     """
 
     forward: RaggedTile
     d_rows: RaggedTile
-    d_weights: RaggedTile | TritonTile | None = None
+    d_weights: TritonTile | None = None
 
     kernel: ClassVar[str] = "grouped_matmul/jax_mosaic_gpu/hopper"
 
@@ -121,12 +120,9 @@ class RaggedBlackwellTiles(TileSizes):
 RaggedTiles = RaggedHopperTiles | RaggedBlackwellTiles
 
 
-def hopper_tiles(M: int, E: int, with_tokamax: bool, with_triton: bool = False) -> RaggedHopperTiles:
+def hopper_tiles(M: int, E: int, with_triton: bool = False) -> RaggedHopperTiles:
     """Chooses tiles for M rows of E experts, by what is installed."""
     # An expert's first and last tile are not full, so that few rows waste less in small tiles.
     tile = RaggedTile(rows=128 if M >= 128 * E else 64)
-    # The fastest in tokamax's measurements on an H100, for 12 of 13 shapes in Mosaic GPU and 14 of 26 in Triton, which
-    # reaches 413 to 751 TFLOP/s where Mosaic GPU reaches 96 to 150.
-    if with_triton:
-        return RaggedHopperTiles(tile, tile, TritonTile(stages=5))
-    return RaggedHopperTiles(tile, tile, RaggedTile(columns=64, summed=128) if with_tokamax else None)
+    # The fastest of tokamax's measurements on an H100, for 14 of 26 shapes.
+    return RaggedHopperTiles(tile, tile, TritonTile(stages=5) if with_triton else None)

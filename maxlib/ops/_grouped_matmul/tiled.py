@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from maxlib._utils.varying import vary_alike
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
-from maxlib.ops._varying import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import vary_alike
 from maxlib.ops._chunks import split
 from maxlib.ops._gated_delta.inverse import unit_lower_inverse
 from maxlib.ops._kda.inputs import Inputs
-from maxlib.ops._varying import vary_alike
 
 CHUNK = 64
 BLOCK = 256  # tokens of a block, whose intermediates fit into the cache of a CPU

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import vary_alike
 from maxlib.ops._kda.inputs import Inputs
-from maxlib.ops._varying import vary_alike
 
 
 def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import vary_alike
 from maxlib.ops._chunks import ChunkTiles, count_starts, decays, for_each_head, split
 from maxlib.ops._ssd.inputs import Inputs
-from maxlib.ops._varying import vary_alike
 
 _HEADS = (2, 1, 1, 2, 0)  # axes of heads in each of `Inputs`
 

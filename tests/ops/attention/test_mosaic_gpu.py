@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from maxlib.ops._attention import attention, explain_attention
@@ -265,6 +267,28 @@ def test_a_window_costs_what_it_covers(widths):
         pad = ((0, 0), (0, -T % block_q))
         visited, _ = TILES(*(np.pad(x, pad, mode="edge") for x in (start, end)), T, block_q, block_k)
         assert np.sum(visited) * block_q * block_k < 1.4 * window * T
+
+
+@no_gpu
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shards_of_a_batch_lower(check_vma):
+    """Keys that every device has, whose gradients are sums over devices, and queries that are split."""
+    mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
+    case = cases.Case((4, 2), (64, 64), (300, 300), None, True, None)
+    given, (start, end) = cases.arrays(case, jnp.bfloat16, batch=8), cases.bounds("causal", "one", case.lengths)
+    start, end = (jnp.tile(x, (4, 1)) for x in (start, end))
+
+    def both(q, k, v, sinks, start, end, d):
+        run = lambda q, k, v, sinks: mosaic_gpu(q, k, v, k_start=start, k_end=end, scale=0.1, sinks=sinks)[0]
+        out, pull = jax.vjp(run, q, k, v, sinks)
+        return out, *pull(d)
+
+    options = {"in_specs": (*[split] * 3, P(), *[split] * 3), "out_specs": (*[split] * 4, P()), "check_vma": check_vma}
+    arrays = (*(given[name] for name in ("q", "k", "v", "sinks")), start, end, given["d_out"])
+    check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    run = jax.jit(jax.shard_map(both, mesh=mesh, **options))
+    text = export.export(run, platforms=["cuda"], disabled_checks=[check])(*arrays).mlir_module()
+    assert text.count("@mosaic_gpu_v2(") == 3
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.varying import vary_alike
 from maxlib.kernels.attention.logits import LOG2_E, Logits
 from maxlib.kernels.attention.mosaic_gpu import config
 from maxlib.kernels.attention.sinks import merge_sinks
@@ -46,6 +47,7 @@ def mosaic_gpu(
     T, S = q.shape[1], k.shape[1]
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     sinks = jnp.full(q.shape[2], -jnp.inf) if sinks is None else sinks
+    q, k, v, sinks, k_start, k_end = vary_alike((q, k, v, sinks, k_start, k_end))
     q, k, v = (_to_eights(x) for x in (q, k, v))
     ends = (jnp.clip(x.astype(jnp.int32), 0, S) for x in (k_start, k_end))
     ends = (jnp.pad(x, ((0, 0), (0, q.shape[1] - T)), mode="edge") for x in ends)

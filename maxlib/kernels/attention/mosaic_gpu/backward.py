@@ -115,7 +115,7 @@ def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
     (q, k, v, d_out, lse, delta, start, end), (visits, dq, scratch) = Given(*refs[:8]), refs[8:]
     batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     tile = visits.shape[1] - 1 - lax.axis_index("tile")
-    first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
+    first, visited, full_first, full = (_compat.number(visits[batch, tile, i]) for i in range(4))
     first_key = lambda step: memory.column(step, first, full_first, full) * tiles.columns
 
     @pl.when(warpgroup < tiles.warpgroups)
@@ -235,7 +235,7 @@ def _keys_kernel(*refs, wanted, parts: int, logits: Logits, tiles: Tiles):
     (q, k, v, d_out, lse, delta, start, end), (visits, *outputs, scratch) = Given(*refs[:8]), refs[8:]
     batch, index, warpgroup, tile = (lax.axis_index(name) for name in ("batch", "part", "warpgroup", "tile"))
     kv_head, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
-    first, visited, full_first, full = (visits[batch, tile, i] for i in range(4))
+    first, visited, full_first, full = (_compat.number(visits[batch, tile, i]) for i in range(4))
     first_query = lambda step: memory.column(step, first, full_first, full) * tiles.columns
     groups = q.shape[2] // k.shape[2] // parts  # query heads of this block of threads, from `first_head` on
     first_head = index * groups

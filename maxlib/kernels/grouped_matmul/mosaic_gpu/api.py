@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
+from maxlib._utils.varying import vary_alike
 from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles, grouped_tiles
 from maxlib.kernels.grouped_matmul.rows import NAMES, only_used
@@ -26,6 +27,7 @@ def mosaic_gpu(
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul`, as `tiled` does, by default with `grouped_tiles`."""
     tiles = tiles or _tiles(weights, weight_order)
+    rows, weights, rows_per_expert = vary_alike((rows, weights, rows_per_expert))
     return _on_whole_tiles(lambda rows: _multiply(rows, weights, rows_per_expert, weight_order, tiles), rows)
 
 
@@ -49,6 +51,7 @@ def glu(
     both have names, so that `jax.checkpoint` can keep them or run the kernel again.
     """
     tiles = tiles or _tiles(gate, weight_order)
+    rows, gate, up, rows_per_expert, biases = vary_alike((rows, gate, up, rows_per_expert, biases))
     ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles)
     return _on_whole_tiles(ours, rows)
 
