@@ -5,12 +5,13 @@ jax-linear-attention, at the sizes of published models, in one run.
     python -m tests.benchmarks.recurrences_gpu --tiny   # the same code at small sizes, also on a CPU
 
 Contenders take turns, round by round, each round ten calls and one wait; the table shows medians. Every result is
-compared with `chunked` in float32: `error` is the largest, of outputs and gradients, by the norm of an array. What a
+compared with `chunked` in float32 once: `error` is the largest, of outputs and gradients, by the norm of an array. What a
 contender cannot do, or fails at, is left out with its reason. Each result is a line of JSON as soon as it is there, and
 cases that begin after `--minutes` are left out.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from maxlib import ops
 from tests.benchmarks.attention_gpu import add_arguments, attempt, measure_all, speeds, take_turns
 
 CONTENDERS = ("chunked", "jax_linear_attention")
+PHASES = {"both": "forward, backward", "call": "forward"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +104,25 @@ CASES = {
 
 def measure(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     x = case.arrays()
-    truth = attempt(lambda: _truth(case, x))
-    for phase in ("both", "call"):
-        compiled, runs = {}, {}
-        for name in CONTENDERS:
-            program = functools.partial(getattr(case, phase), name)
-            made = attempt(lambda program=program: jax.jit(program).lower(x).compile())
-            compiled[name], runs[name] = made, made if isinstance(made, str) else functools.partial(made, x)
+    programs = {(phase, name): functools.partial(getattr(case, phase), name) for phase in PHASES for name in CONTENDERS}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
+        truth = pool.submit(attempt, lambda: _truth(case, x))
+        made = dict(
+            zip(programs, pool.map(lambda one: attempt(lambda: _compiled(one, x)), programs.values()), strict=True)
+        )
+    for phase, about in PHASES.items():
+        runs = {name: _bound(made[phase, name], x) for name in CONTENDERS}
         for name, found in take_turns(runs, rounds).items():
-            row = {"phase": {"call": "forward"}.get(phase, phase), "contender": name}
-            yield row | _result(case, compiled[name], found, None if phase == "call" else runs[name], truth)
+            run = runs[name] if phase == "both" else None
+            yield {"phase": about, "contender": name} | _result(case, made[phase, name], found, run, truth.result())
+
+
+def _compiled(program: Callable, x: dict[str, jax.Array]) -> Any:
+    return jax.jit(program).lower(x).compile()
+
+
+def _bound(compiled: Any, x: dict[str, jax.Array]) -> Callable | str:
+    return compiled if isinstance(compiled, str) else functools.partial(compiled, x)
 
 
 def _result(case: Case, compiled: Any, found: Any, run: Callable | None, truth: Any) -> dict[str, Any]:

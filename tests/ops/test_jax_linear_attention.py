@@ -307,6 +307,9 @@ def results(rule, implementation, x, state, masks, weights):
     return {"out": out, "state": last, "d_state": gradients[1]} | {f"d_{name}": x for name, x in gradients[0].items()}
 
 
+compiled = jax.jit(results, static_argnums=(0, 1))
+
+
 def errors(got, want):
     """Of every array, the norm of the difference by the norm of the array."""
     far = lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-12)
@@ -331,7 +334,7 @@ def compared(rule, run, tokens, heads, widths, slow, *, documents=True):
     got = jax.device_get(run(x, state, masks, jnp.asarray(weights, jnp.float32)))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, state))
-        want = jax.jit(functools.partial(results, rule, "sequential"))(*wide, masks, jnp.asarray(weights))
+        want = compiled(rule, "sequential", *wide, masks, jnp.asarray(weights))
         return errors(got, jax.device_get(want))
 
 
@@ -361,18 +364,16 @@ def test_on_a_gpu_they_equal_the_definition(rule, heads, widths, slow, ranks_pro
     """Outputs, states and gradients, with documents, padding and states before the first token; strong decays too."""
     if slow != 0.05 and heads[1] < 4:
         pytest.skip("once for each operation")
-    check(compared(rule, jax.jit(functools.partial(results, rule, NAME)), 300, heads, widths, slow))
+    check(compared(rule, functools.partial(compiled, rule, NAME), 300, heads, widths, slow))
 
 
 @gpu
 @needs_package
 def test_on_a_gpu_long_rows_are_cut_into_pieces(rule, ranks_promoted):
     """Few heads and many tokens: the package's kernels work on pieces of a row at a time."""
-    found = compared(rule, jax.jit(functools.partial(results, rule, NAME)), 2100, (2, 2), (64, 64), 0.01)
+    found = compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01)
     check(found)
-    check(
-        compared(rule, jax.jit(functools.partial(results, rule, NAME)), 2100, (2, 2), (64, 64), 0.01, documents=False)
-    )
+    check(compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01, documents=False))
 
 
 @gpu
