@@ -4,10 +4,10 @@ jax-linear-attention, at the sizes of published models, in one run.
     python -m tests.benchmarks.recurrences_gpu [--cases delta ...] [--rounds 10] [--minutes 9] [--json out.jsonl]
     python -m tests.benchmarks.recurrences_gpu --tiny   # the same code at small sizes, also on a CPU
 
-Contenders take turns, round by round, each round ten calls and one wait; the table shows medians. Every result is
-compared with `chunked` in float32 once: `error` is the largest, of outputs and gradients, by the norm of an array. What a
-contender cannot do, or fails at, is left out with its reason. Each result is a line of JSON as soon as it is there, and
-cases that begin after `--minutes` are left out.
+Contenders take turns, round by round, each round ten calls and one wait; the table shows medians. The results of both
+passes are compared with `chunked` in float32: `error` is the largest, of outputs and gradients, by the norm of an
+array. What a contender cannot do, or fails at, is left out with its reason. Each result is a line of JSON as soon as it
+is there, and cases that begin after `--minutes` are left out.
 """
 
 import argparse
