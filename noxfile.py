@@ -273,6 +273,9 @@ def kernels(session: nox.Session, jax: str) -> None:
         "tests/ops/test_jax_mosaic_gpu.py",
         "tests/ops/test_tokamax_triton.py",
     )
+    if jax == "0.11.2":  # the one that jax-linear-attention needs
+        session.install("-e", ".[tests,cuda,linear-attention]", f"jax[cuda13]=={jax}")
+        session.run("pytest", "-m", "", "tests/ops/test_jax_linear_attention.py")
 
 
 @nox.session

@@ -111,7 +111,7 @@ class Run:
       dtype: dtype in which the kernels get queries, keys and values.
       documents: True if `is_start` of the inputs counts; False if no document begins in a row.
       fresh: True if the state before the first token is zero, and need not be read.
-      interpret: True to run in Pallas's interpreter, on a CPU.
+      interpret: True to run Kimi delta attention in Pallas's interpreter, on a CPU.
     """
 
     dtype: Any
@@ -151,7 +151,7 @@ def gated_delta(x: Any, state: Array, run: Run) -> tuple[Array, Array]:
     kernels = functools.partial(scalar_gate.run, delta=True)
     if scalar_gate_kb.handles(q, v):
         kernels = scalar_gate_kb.run
-    options = run.options(x.is_start, _flat(state, 1)) | _interpreter(run)
+    options = run.options(x.is_start, _flat(state, 1))
     rates = _flat(x.log_decay), _flat(x.beta)
     out, last = kernels(q, k, v, *rates, scale=1.0, output_final_state=True, **options)
     return out.reshape(x.v.shape), last.reshape(state.shape)
@@ -192,7 +192,7 @@ def ssd(x: Any, state: Array, run: Run) -> tuple[Array, Array]:
 
     # As linear attention: c are the queries, b the keys and x the values, `S <- exp(dt a) S + b (dt x)^T`.
     c, b, v = (a.astype(run.dtype) for a in (x.c, x.b, _flat(x.x)))
-    options = run.options(x.is_start, jnp.swapaxes(_flat(state, 1), -1, -2)) | _interpreter(run)
+    options = run.options(x.is_start, jnp.swapaxes(_flat(state, 1), -1, -2))
     options |= {"scale": 1.0, "output_final_state": True, "grouped_key_grads": True}
     out, last = scalar_gate.run(c, b, v, _flat(x.log_decay), None, delta=False, **options)
     return out.reshape(x.x.shape), jnp.swapaxes(last, -1, -2).reshape(state.shape)
@@ -201,11 +201,3 @@ def ssd(x: Any, state: Array, run: Run) -> tuple[Array, Array]:
 def _flat(x: Array, axis: int = 2) -> Array:
     """Joins the axes of key heads, or groups, and of the heads of each."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-
-def _interpreter(run: Run) -> dict[str, Any]:
-    if not run.interpret:
-        return {}
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return {"interpret": plgpu.InterpretGPUParams()}

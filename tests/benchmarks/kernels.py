@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.kernels [NAME ...] [--write] [--json out.json]
 
-Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax as
-if it were installed. `--write` replaces the tables of docs/kernels.md; `--json` keeps a line for each preset, phase and
-device.
+Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax and
+jax-linear-attention as if they were installed. `--write` replaces the tables of docs/kernels.md; `--json` keeps a line
+for each preset, phase and device.
 """
 
 import argparse
@@ -23,12 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, ops, weights
+from maxlib.ops import _jax_linear_attention, _recurrences
 from maxlib.ops._attention import dispatch as attention
 from maxlib.ops._attention import table
-from maxlib.ops._gated_delta import dispatch as gated_delta
 from maxlib.ops._grouped_matmul import dispatch as grouped
 from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
-from maxlib.ops._ssd import api as ssd
 
 DEVICES = {
     "A100": ("gpu", "NVIDIA A100-SXM4-80GB"),
@@ -39,7 +38,12 @@ DEVICES = {
     "v6e": ("tpu", "TPU v6 lite"),
 }
 PHASES = ("train", "train packed", "prefill", "decode")
-PROVEN = ("cudnn", "mosaic_gpu", "tokamax", "splash", "megablox", "jax_mosaic_gpu")
+PROVEN = ("cudnn", "mosaic_gpu", "tokamax", "splash", "megablox", "jax_mosaic_gpu", "jax_linear_attention")
+RECURRENCES = {
+    "gated_delta_rule": "the gated delta rule",
+    "kimi_delta_attention": "Kimi delta attention",
+    "ssd": "Mamba-2's recurrence",
+}
 EXTRA = {"softcap", "sinks", "bias", "lse"}
 CAUSAL = ops.StaticMask("causal", aligned=True)
 TOKENS, ROWS = 1024, 2  # what every preset has positions for
@@ -96,9 +100,8 @@ def _recorded(phase: str) -> Iterator[dict[Any, Asked]]:
     shapes = lambda rows, weights, *rest: (rows.shape, rows.dtype, weights.shape)
     with (
         note(attention, "explain", lambda call, *_: call, _attention),
-        note(gated_delta, "explain", lambda call, *_: call, _gated_delta),
+        note(_recurrences.Operation, "explain", lambda operation, call, *_: (operation.name, call), _recurrence),
         note(grouped, "refusals", shapes, functools.partial(_grouped, training=phase.startswith("train"))),
-        note(ssd, "_run", lambda implementation, *_: implementation, _ssd),
     ):
         yield found
 
@@ -129,9 +132,10 @@ def _lacks(call: attention.Call) -> tuple[str, ...]:
     return tuple(found) or ("several of these at once",)
 
 
-def _gated_delta(device: tuple[str, str], call: gated_delta.Call, *_: Any) -> Kernel:
+def _recurrence(device: tuple[str, str], operation: _recurrences.Operation, call: _recurrences.Call, *_: Any) -> Kernel:
     call = dataclasses.replace(call, platform=device[0], device_kind=device[1])
-    return Kernel("gated_delta_rule", str(gated_delta.explain(call).chosen), ("the gated delta rule",))
+    chosen = str(operation.explain(call).chosen)
+    return Kernel(operation.name, chosen, () if chosen in PROVEN else (RECURRENCES[operation.name],))
 
 
 def _grouped(
@@ -145,14 +149,12 @@ def _grouped(
     return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
 
 
-def _ssd(device: tuple[str, str], implementation: str, *_: Any) -> Kernel:
-    return Kernel("ssd", implementation, ("Mamba-2's recurrence",))
-
-
 @contextlib.contextmanager
-def _tokamax_installed() -> Iterator[None]:
-    """Makes the choosers answer as if tokamax was installed, and what its kernels in Triton need."""
+def _all_installed() -> Iterator[None]:
+    """Makes the choosers answer as if the packages with kernels were installed, and what Triton's need."""
     with contextlib.ExitStack() as stack:
+        version = mock.patch.object(_jax_linear_attention, "installed_version", return_value=(0, 1, 0))
+        stack.enter_context(version)
         for module, name in (
             (table, "is_installed"),
             (jax_mosaic_gpu, "has_triton"),
@@ -165,7 +167,7 @@ def _tokamax_installed() -> Iterator[None]:
 def rows(names: Sequence[str], phases: Sequence[str] = PHASES) -> list[dict[str, Any]]:
     """Returns a row for each preset, phase and device."""
     found = []
-    with _tokamax_installed():
+    with _all_installed():
         for name in names:
             for phase in phases:
                 calls = asked(name, phase)

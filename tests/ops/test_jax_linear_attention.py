@@ -16,7 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
 from maxlib.ops import _jax_linear_attention as module
+from maxlib.ops._gated_delta import api as gated_delta
 from maxlib.ops._jax_linear_attention import installed_version
+from maxlib.ops._kda import api as kda
+from maxlib.ops._ssd import api as ssd
+from maxlib.plan._targets import devices_of, has_gpu_compiler, parse_target
 from tests.ops import linear_attention_package as package
 from tests.ops.hopper import gpu, no_gpu
 from tests.ops.recurrences import GATED_DELTA, KDA, RECURRENCES, STARTS, VALID, close, in_float64
@@ -226,6 +230,15 @@ def calls(run, *arrays, axes=(1,)):
     return len(re.findall(r"custom_call @mosaic_gpu_v2\(", text))
 
 
+SIZES = {  # heads of keys and values, widths
+    "Qwen3-Next": (GATED_DELTA, (2, 4), (128, 128)),
+    "heads of 64": (GATED_DELTA, (2, 2), (64, 64)),
+    "OLMo-like, wide": (GATED_DELTA, (2, 2), (256, 512)),
+    "Kimi Linear": (KDA, (4, 4), (128, 128)),
+    "Kimi, heads of 64": (KDA, (2, 2), (64, 64)),
+    "Nemotron-H": (RECURRENCES["ssd"], (2, 8), (128, 64)),
+    "Mamba-2, one group": (RECURRENCES["ssd"], (1, 4), (64, 64)),
+}
 # Forward, and both passes: the kernels in the order of the package's files.
 KERNELS = {"gated_delta_rule": (2, 6), "kimi_delta_attention": (4, 10), "ssd": (1, 6)}
 
@@ -244,6 +257,28 @@ def test_programs_for_hopper_call_the_kernels(rule, ranks_promoted):
         jax.grad(forward), mesh=place, in_specs=(specs,), out_specs=specs, check_vma=False
     )
     assert calls(split, x, axes=(2,)) >= KERNELS[rule.op][1]
+
+
+@pytest.mark.full
+@needs_package
+@no_gpu
+@pytest.mark.skipif(not has_gpu_compiler(), reason="needs jax's plugin for CUDA")
+def test_kernels_become_machine_code(rule, monkeypatch, ranks_promoted):
+    """Of both passes, with documents and a state; XLA compiles for an H100 that is not there."""
+    for api in (gated_delta, kda, ssd):
+        monkeypatch.setattr(api, "current_device", lambda: H100)
+    here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h100x1"))[0])
+    x = shapes(rule, 300, *next(sizes for one, *sizes in SIZES.values() if one is rule))
+    state = jax.eval_shape(functools.partial(state_of, rule), x)
+    given = x, state, {"is_start": jax.ShapeDtypeStruct((2, 300), bool)}
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), given)
+
+    def loss(x, state, masks):
+        out, last = rule(x, **masks, initial_state=state, implementation=NAME)
+        return out.astype(jnp.float32).sum() + (last**2).sum()
+
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*placed).lower(lowering_platforms=("cuda",))
+    assert lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis().temp_size_in_bytes > 0
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -272,6 +307,9 @@ def results(rule, implementation, x, state, masks, weights):
     return {"out": out, "state": last, "d_state": gradients[1]} | {f"d_{name}": x for name, x in gradients[0].items()}
 
 
+compiled = jax.jit(results, static_argnums=(0, 1))
+
+
 def errors(got, want):
     """Of every array, the norm of the difference by the norm of the array."""
     far = lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-12)
@@ -296,7 +334,7 @@ def compared(rule, run, tokens, heads, widths, slow, *, documents=True):
     got = jax.device_get(run(x, state, masks, jnp.asarray(weights, jnp.float32)))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, state))
-        want = jax.jit(functools.partial(results, rule, "sequential"))(*wide, masks, jnp.asarray(weights))
+        want = compiled(rule, "sequential", *wide, masks, jnp.asarray(weights))
         return errors(got, jax.device_get(want))
 
 
@@ -318,17 +356,6 @@ def test_kimi_in_the_interpreter(slow):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-SIZES = {  # heads of keys and values, widths
-    "Qwen3-Next": (GATED_DELTA, (2, 4), (128, 128)),
-    "heads of 64": (GATED_DELTA, (2, 2), (64, 64)),
-    "OLMo-like, wide": (GATED_DELTA, (2, 2), (256, 512)),
-    "Kimi Linear": (KDA, (4, 4), (128, 128)),
-    "Kimi, heads of 64": (KDA, (2, 2), (64, 64)),
-    "Nemotron-H": (RECURRENCES["ssd"], (2, 8), (128, 64)),
-    "Mamba-2, one group": (RECURRENCES["ssd"], (1, 4), (64, 64)),
-}
-
-
 @gpu
 @needs_package
 @pytest.mark.parametrize("slow", [0.05, 10.0, 40.0])
@@ -337,18 +364,16 @@ def test_on_a_gpu_they_equal_the_definition(rule, heads, widths, slow, ranks_pro
     """Outputs, states and gradients, with documents, padding and states before the first token; strong decays too."""
     if slow != 0.05 and heads[1] < 4:
         pytest.skip("once for each operation")
-    check(compared(rule, jax.jit(functools.partial(results, rule, NAME)), 300, heads, widths, slow))
+    check(compared(rule, functools.partial(compiled, rule, NAME), 300, heads, widths, slow))
 
 
 @gpu
 @needs_package
 def test_on_a_gpu_long_rows_are_cut_into_pieces(rule, ranks_promoted):
     """Few heads and many tokens: the package's kernels work on pieces of a row at a time."""
-    found = compared(rule, jax.jit(functools.partial(results, rule, NAME)), 2100, (2, 2), (64, 64), 0.01)
+    found = compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01)
     check(found)
-    check(
-        compared(rule, jax.jit(functools.partial(results, rule, NAME)), 2100, (2, 2), (64, 64), 0.01, documents=False)
-    )
+    check(compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01, documents=False))
 
 
 @gpu

@@ -64,7 +64,7 @@ def kimi_delta_attention(
       ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    found = KIMI_DELTA.choose(_describe(q, v, l2_norm, axis_name), implementation)
+    found = KIMI_DELTA.choose(_describe(q, v, axis_name), implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": found.chosen}
     return _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
@@ -74,7 +74,6 @@ def explain_kimi_delta_attention(
     q: Shaped,
     v: Shaped,
     *,
-    l2_norm: bool = True,
     axis_name: AxisName | None = None,
     implementation: str | None = None,
     device: tuple[str, str] | None = None,
@@ -84,7 +83,6 @@ def explain_kimi_delta_attention(
     Args:
       q: queries, `B T N Hk`, an array or a `jax.ShapeDtypeStruct`.
       v: values, `B T N Hv`, likewise.
-      l2_norm: as in `kimi_delta_attention`.
       axis_name: as in `kimi_delta_attention`.
       implementation: as in `kimi_delta_attention`.
       device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in use.
@@ -95,16 +93,16 @@ def explain_kimi_delta_attention(
     Raises:
       ValueError: when no implementation has this name, or the device is unknown.
     """
-    return KIMI_DELTA.explain(_describe(q, v, l2_norm, axis_name, explained_device(device)), implementation)
+    return KIMI_DELTA.explain(_describe(q, v, axis_name, explained_device(device)), implementation)
 
 
-def _describe(q, v, l2_norm, axis_name, device: tuple[str, str] | None = None) -> Call:
+def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> Call:
     (B, T, N, Hk), Hv = q.shape, v.shape[-1]
     # A device with a part of the sequence computes its state transition along with its values.
     width = Hv if axis_name is None else Hv + Hk
     platform, kind = device or current_device()
-    letters = ("N", "N", "Hk", "Hv")
-    return Call(B, T, N, N, Hk, width, str(v.dtype), platform, kind, l2_norm, is_tracked(q, v), letters)
+    tracked, letters = is_tracked(q, v), ("N", "N", "Hk", "Hv")
+    return Call(B, T, N, N, Hk, width, str(v.dtype), platform, kind, tracked=tracked, letters=letters)
 
 
 def _flops(q, k, v, *_) -> float:
