@@ -118,7 +118,7 @@ MISTAKES = {
     ),
     "around": (dict(layout=layout("fsdp+pp:2x2", stage=4, fsdp=2)), "groups of 4 stages"),
     "no pipeline": (dict(loss=training.one_f_one_b()), "give --strategy fsdp.pp:8 --mesh stage=4"),
-    "kernel": (dict(attention="mosaic_tpu"), "runs on tpu, not on h100x8; take one of mosaic_gpu"),
+    "kernel": (dict(attention="mosaic_tpu"), "runs on tpu, not on h100x8; take one of cudnn, mosaic_gpu"),
     "options": (dict(options=xla_flags.options("tpu-overlap")), "the compiler for h100x8 has no option xla_tpu_"),
     "gpu options": (dict(options=xla_flags.options("gpu-overlap"), target="v5e-16"), "v5e-16 has no option xla_gpu_"),
 }

@@ -428,6 +428,7 @@ LAX = types.SimpleNamespace(
 COMPAT = types.SimpleNamespace(
     load=lambda ref, layout: ref.read() if ref.index else ref.array.copy(),
     transpose=lambda ref: Ref(ref.array.T),
+    number=lambda value: value,
     compiler_params=lambda: None,
     kernel=kernel,
 )
