@@ -121,11 +121,11 @@ def _compiled(program: Callable, x: dict[str, jax.Array]) -> Any:
     return jax.jit(program).lower(x).compile()
 
 
-def _bound(compiled: Any, x: dict[str, jax.Array]) -> Callable | str:
+def _bound(compiled: Any, x: dict[str, jax.Array]) -> Any:
     return compiled if isinstance(compiled, str) else functools.partial(compiled, x)
 
 
-def _result(case: Case, compiled: Any, found: Any, run: Callable | None, truth: Any) -> dict[str, Any]:
+def _result(case: Case, compiled: Any, found: Any, run: Any, truth: Any) -> dict[str, Any]:
     if isinstance(found, str):
         return {"left_out": found}
     temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
