@@ -117,31 +117,8 @@ def programs(case: Case, name: str, dtype: Any = jnp.bfloat16, jit: Callable = j
     return {"both": lower(case.both), "forward": lower(case.call)}
 
 
-<<<<<<< HEAD
 def truth(case: Case) -> dict[str, Any]:
     """Compiles `chunked` in float32."""
-=======
-def _compiled(program: Callable, x: dict[str, jax.Array]) -> Any:
-    return jax.jit(program).lower(x).compile()
-
-
-def _bound(compiled: Any, x: dict[str, jax.Array]) -> Any:
-    return compiled if isinstance(compiled, str) else functools.partial(compiled, x)
-
-
-def _result(case: Case, compiled: Any, found: Any, run: Any, truth: Any) -> dict[str, Any]:
-    if isinstance(found, str):
-        return {"left_out": found}
-    temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    row = speeds(found, tokens_per_s=case.rows * case.tokens) | {"temporary_mib": round(temporary)}
-    if run is None:
-        return row
-    return row | {"error": truth if isinstance(truth, str) else _error(run(), truth)}
-
-
-def _truth(case: Case, x: dict[str, jax.Array]) -> Any:
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), x)
->>>>>>> jla
     with jax.default_matmul_precision("float32"):
         return programs(case, "chunked", jnp.float32, for_truth)
 
