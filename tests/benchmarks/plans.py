@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
 # preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.
 GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "llama2-7b": ("llama2-7b", "h100x8", 1, 4096, {}),
-    "llama2-7b blockwise": ("llama2-7b", "h100x8", 1, 4096, {"attention": None}),
+    "llama2-7b blockwise": ("llama2-7b", "h100x8", 1, 4096, {"attention": "chunked"}),
     "llama2-7b batch 4": ("llama2-7b", "h100x8", 4, 4096, {}),
     "llama3.1-8b": ("llama3.1-8b", "h100x8", 2, 8192, {}),
     "llama3-70b h200x16": ("llama3-70b", "h200x16", 1, 8192, {}),
@@ -299,9 +299,8 @@ def beside(row: Row, got: plan.Plan) -> list[str]:
     ]
 
 
-# FLOPs of a step in multiples of the model's, at most, where a kernel computes rows that no expert was sent: JAX's
-# grouped matmul for GPUs computes the whole buffer, which has room for twice an even share. The tiles in XLA before it
-# computed only rows that arrived (1.36), but moved four times the bytes: 26.5% MFU at the roofline, not 40.7%.
+# FLOPs of a step in multiples of the model's, at most, where experts' buffers have room for more rows than arrive,
+# twice an even share. maxlib's kernels for Hopper compute what arrives, JAX's for Blackwell all of it; plans count all.
 PADDED = {"mixtral-8x7b ep8": 2.5}
 
 
