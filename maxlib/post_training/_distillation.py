@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 from maxlib import nn
 from maxlib.ops import top_k_divergence
 from maxlib.post_training._models import Batch, ComparedObjective
-from maxlib.training import Stats
-from maxlib.training._objectives.objective import run
+from maxlib.training._objectives.objective import Stats, run
 
 
 def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: float, **options: Any) -> Batch:
@@ -67,8 +66,7 @@ def distillation_loss(
     else:
         raise ValueError(
             "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its most likely "
-            "tokens in "
-            "the batch (add_teacher)"
+            "tokens in the batch (add_teacher)"
         )
     total = jnp.sum(jnp.where(mask, losses, 0))
     count, sums = jnp.sum(mask).astype(jnp.float32), {"divergence": total}

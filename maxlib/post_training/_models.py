@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.training import Objective, Stats
-from maxlib.training._objectives.objective import Batch, run
+from maxlib.training._objectives.objective import Batch, Objective, run
 
 
 class WithFrozen(nn.tree.HasFrozen):
@@ -34,15 +33,14 @@ class WithFrozen(nn.tree.HasFrozen):
 class ComparedObjective(Objective):
     """A training loss that compares the model with a second one, such as a reference or a teacher.
 
-    Call it as `loss(model, batch, key, *, reference, dtype, remat, **options)`, if `option` is "reference". The second
-    model is `reference(model)`, such as `adapters.base_model`, or the frozen model of `WithFrozen`; or its outputs are
-    in the batch.
+    The second model is `option(model)`, such as `adapters.base_model`, or the frozen model of `WithFrozen`; or its
+    outputs are in the batch.
 
     Args:
         from_hidden: As for `Objective`.
-        option: Name of the option.
-        compare: Function of the model, the second model (None if there is none) and the batch, and by keyword of
-            temperature, dtype and remat. It returns the batch with the second model's outputs.
+        option: Name of the option of the loss, such as "reference".
+        compare: Returns the batch with the second model's outputs. Takes the model, the second model (None if there is
+            none), the batch, and by keyword temperature, dtype and remat.
         reads: As for `objective`.
     """
 
@@ -52,34 +50,21 @@ class ComparedObjective(Objective):
         new = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None)
         self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), new])
 
-    def __call__(
-        self,
-        model: Any,
-        batch: Batch,
-        key: Array | None = None,
-        *,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.remat.Policy = None,
-        **options: Any,
-    ) -> tuple[Float[Array, ""], Stats]:
-        """Runs the models on the batch and returns `(loss sum, Stats)`."""
-        self.check_names(batch)
-        model, frozen = _trained_and_frozen(model, options.pop(self.option, None), self.option)
+    def prepared(self, model: Any, batch: Batch, options: dict[str, Any], **how: Any) -> tuple[Any, Batch, dict]:
+        """Returns the trained model, the batch with the second model's outputs, and the other options."""
+        other, frozen = options.pop(self.option, None), None
+        if other is not None and (not callable(other) or nn.variables(other)):
+            raise TypeError(
+                f"{self.option} must be a function from the trained model to the other one, such as "
+                f"adapters.base_model, got {type(other).__name__}: put a model of its own beside the trained one, "
+                "WithFrozen(trained, frozen)"
+            )
+        if other is not None:
+            frozen = other(model)
+        elif isinstance(model, WithFrozen):
+            model, frozen = model.trained, model.frozen
         temperature = options.get("temperature", 1.0)
-        batch = self.compare(model, frozen, batch, temperature=temperature, dtype=dtype, remat=remat)
-        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
-
-
-def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
-    """Returns the model to train and the frozen one; None if there is none."""
-    if other is not None and (not callable(other) or nn.variables(other)):
-        raise TypeError(
-            f"{option} must be a function from the trained model to the other one, such as adapters.base_model, got "
-            f"{type(other).__name__}: put a model of its own beside the trained one, WithFrozen(trained, frozen)"
-        )
-    if other is not None:
-        return model, other(model)
-    return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
+        return model, self.compare(model, frozen, batch, temperature=temperature, **how), options
 
 
 def log_probs(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.paths import dotted
 from maxlib.ops._segments import is_filled, segment_sums, token_counts
 from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
@@ -36,14 +37,9 @@ def interleaved(batch: Batch) -> Batch:
     Rows do not move between devices.
     """
     chosen, rejected = batch["chosen"], batch["rejected"]
-    shapes = [
-        {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, (chosen, rejected))
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"chosen and rejected must have the same arrays of the same shapes, got {shapes[0]} and {shapes[1]}"
-        )
+    shapes_of = lambda part: {dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
+    if (ours := shapes_of(chosen)) != (theirs := shapes_of(rejected)):
+        raise ValueError(f"chosen and rejected must have the same arrays of the same shapes, got {ours} and {theirs}")
     # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
     join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
     joined = jax.tree.map(join, chosen, rejected)
@@ -84,7 +80,12 @@ def preference_loss(
     """
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
-    _check_pairs(batch)
+    if "interleaved" not in batch and "segment_ids" not in batch:
+        raise ValueError(
+            f"preference_loss finds no pairs in a batch of {sorted(batch)}: pass {{'chosen': {{...}}, 'rejected': "
+            "{...}} with the rows of each (split rows of both that are stacked in one array), or 'segment_ids' with the "
+            "answers of a pair as consecutive segments of a row"
+        )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
     scored = scores(head, hidden, targets, temperature=temperature).log_prob
@@ -95,14 +96,9 @@ def preference_loss(
     ratios = of_answers(scored - batch["reference_log_probs"]) if kind.needs_reference else log_p
     answers, pairs = Answers(*ratios, *counts), jnp.sum(is_pair)
     loss, rewards = jnp.sum(is_pair * kind(answers)), kind.rewards(answers)
-    metrics = {
-        "rewards/chosen": rewards[0],
-        "rewards/rejected": rewards[1],
-        "rewards/margins": rewards[0] - rewards[1],
-        "rewards/accuracies": rewards[0] > rewards[1],
-        "logps/chosen": log_p[0],
-        "logps/rejected": log_p[1],
-    }
+    metrics = {"rewards/margins": rewards[0] - rewards[1], "rewards/accuracies": rewards[0] > rewards[1]}
+    for i, name in enumerate(("chosen", "rejected")):
+        metrics |= {f"rewards/{name}": rewards[i], f"logps/{name}": log_p[i]}
     sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
     if kind.nll:
         rows = jnp.arange(len(targets))[:, None]
@@ -110,18 +106,6 @@ def preference_loss(
         sums["nll"] = -pairs * jnp.sum(jnp.where(chosen, scored, 0)) / jnp.maximum(jnp.sum(chosen), 1)
         loss += kind.nll * sums["nll"]
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
-
-
-def _check_pairs(batch: Batch) -> None:
-    """Raises ValueError if the batch does not define pairs."""
-    if "interleaved" not in batch and "segment_ids" not in batch:
-        raise ValueError(
-            f"preference_loss finds no pairs in a batch of {sorted(batch)}: pass "
-            f"{{'chosen': {{...}}, 'rejected': {{...}}}} with "
-            "the rows of each (split rows of both that are stacked in one array), or 'segment_ids' with the answers of "
-            "a pair "
-            "as consecutive segments of a row"
-        )
 
 
 @functools.partial(referenced, reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))
@@ -152,8 +136,7 @@ def kto_loss(
     if "kl_baseline" not in batch:
         raise ValueError(
             "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['kl_baseline'], the "
-            "divergence "
-            "from the reference that was estimated on them"
+            "divergence from the reference that was estimated on them"
         )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     scored = scores(head, hidden, batch["targets"], temperature=temperature).log_prob

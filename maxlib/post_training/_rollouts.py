@@ -79,19 +79,16 @@ def completion_batch(
 
     Args:
         prompts: Token ids, a prompt for each completion.
-        completions: Token ids, or completions of an `inference.Engine`, with its sampler and its log-probabilities.
+        completions: Token ids, or what an `inference.Engine` returns, with its sampler and its log-probabilities.
         advantages: One per completion, in any shape, such as `N G`.
         length: Number of tokens in a row.
-        sampler: The sampler of the token ids, stored as `sampler` in the batch; the loss compares its temperature with
-            its own.
+        sampler: The sampler of the token ids, stored as `sampler` in the batch for the loss to check.
         sampler_log_probs: Log-probabilities that the sampler reported for each token of the completions.
         stop_token_ids: Ids that end a completion, to check token ids of other samplers: a warning lists completions
             that are shorter than the longest one and do not end with one of them.
         images: For vision models whose images are patches: the images of the prompt of each completion, as
-            `LocalEngine.generate` takes them; None for a prompt without. Each row of the batch then has its own
-            `images`.
-        blank: An empty row with the capacity for images that every row has (`ImageProcessor.blank`), needed with
-            `images`.
+            `LocalEngine.generate` takes them; None for a prompt without. Each row then has its own `images`.
+        blank: With `images`, an empty row with the capacity for images that every row has (`ImageProcessor.blank`).
 
     Raises:
         ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, or samplers
@@ -109,11 +106,15 @@ def completion_batch(
             "there must be a prompt and an advantage for each completion, got "
             f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         )
-    _check_scores(completions, sampler_log_probs)
+    given = completions if sampler_log_probs is None else sampler_log_probs
+    sizes, scored = list(map(len, completions)), list(map(np.size, given))
+    if sizes != scored:
+        raise ValueError(
+            f"sampler_log_probs must have one number for each token of each completion, {sizes}, got {scored}"
+        )
     _check_ends(completions, stop_token_ids)
-    seen = _of_rows(images, blank, len(prompts))
     scores = [None] * len(prompts) if sampler_log_probs is None else sampler_log_probs
-    texts = cast(Sequence[Sequence[int]], completions)
+    texts, seen = cast(Sequence[Sequence[int]], completions), _of_rows(images, blank, len(prompts))
     each = zip(prompts, texts, advantages, scores, seen, strict=True)
     rows = [_row(*one, length=length, blank=blank) for one in each]
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
@@ -144,24 +145,11 @@ def _of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[R
         )
     if wrong := [one for one in images if not isinstance(one, nn.vision.Patches | None)]:
         raise ValueError(
-            f"the images of a prompt must be nn.vision.Patches, as an ImageProcessor makes them, got {type(wrong[0]).__name__}: "
-            "pixels of one size have no rows, so a batch of them cannot be split"
+            "the images of a prompt must be nn.vision.Patches, as an ImageProcessor makes them, got "
+            f"{type(wrong[0]).__name__}: pixels of one size have no rows, so a batch of them cannot be split"
         )
-    return [
-        {} if one is None else {"images": jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), one)}
-        for one in images
-    ]
-
-
-def _check_scores(completions: Any, scores: Any) -> None:
-    """Raises ValueError unless there is a log-probability for each token of each completion."""
-    if scores is None:
-        return
-    of_scores, of_tokens = list(map(np.size, scores)), list(map(len, completions))
-    if of_scores != of_tokens:
-        raise ValueError(
-            f"sampler_log_probs must have one number for each token of each completion, {of_tokens}, got {of_scores}"
-        )
+    row = lambda one: jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), one)
+    return [{} if one is None else {"images": row(one)} for one in images]
 
 
 def _check_ends(completions: Any, stop_token_ids: Collection[int]) -> None:

@@ -82,9 +82,14 @@ class Objective:
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs `model` on the batch and returns `(loss sum, Stats)`, including the reports of its layers."""
         self.check_names(batch)
+        model, batch, options = self.prepared(model, batch, options, dtype=dtype, remat=remat)
         out = run(model, batch, dtype=dtype, remat=remat)
         loss, stats = self.from_hidden(model, out.hidden, batch, **options)
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
+
+    def prepared(self, model: Any, batch: Batch, options: dict[str, Any], **how: Any) -> tuple[Any, Batch, dict]:
+        """Returns the model to run, its batch and the options of `from_hidden`; subclasses change them."""
+        return model, batch, options
 
     def check_names(self, batch: Batch) -> None:
         """Raises ValueError for other libraries' names of inputs that the loss reads."""
