@@ -9,22 +9,23 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.ops import top_k_divergence
-from maxlib.post_training._models import Batch, ComparedObjective
-from maxlib.training._objectives.objective import Stats, run
+from maxlib.post_training._models import trained_and_frozen
+from maxlib.training._objectives.objective import Batch, Objective, Stats, run
 
 
-def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: float, **options: Any) -> Batch:
-    """Returns a batch with the teacher, if there is one, and its hidden states."""
+def _with_teacher(model: Any, batch: Batch, *, teacher: Any = None, **how: Any) -> tuple[Any, Batch]:
+    """Returns the student, and a batch with the teacher, if there is one, and its hidden states."""
+    student, teacher = trained_and_frozen(model, teacher)
     if teacher is None:
-        return batch
+        return student, batch
     teacher = jax.lax.stop_gradient(teacher)
-    return batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **options).hidden}
+    return student, batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **how).hidden}
 
 
 _READS = "teacher", "teacher_hidden", "teacher_ids", "teacher_log_probs"
 
 
-@functools.partial(ComparedObjective, option="teacher", compare=_with_teacher, reads=_READS)
+@functools.partial(Objective, prepare=_with_teacher, reads=_READS)
 def distillation_loss(
     head: Any,
     hidden: Float[Array, "B T D"],

@@ -1,22 +1,20 @@
-"""Frozen reference and teacher models, and losses that compare with them."""
+"""Frozen models to compare with, references and teachers, and what they give each target."""
 
-import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.training._objectives.objective import Batch, Objective, run
+from maxlib.training._objectives.objective import Batch, run, scores
 
 
 class WithFrozen(nn.tree.HasFrozen):
     """A trained model together with a frozen one: the reference of preferences and policies, or a teacher.
 
-    A `Trainer` and `make_state` exclude the frozen model automatically: it has no gradients, moments or weight decay.
-    Your own filter decides for both models: begin its patterns with "trained.".
+    A `Trainer` and `make_state` exclude the frozen model: it has no gradients, moments or weight decay. Your own filter
+    decides for both models: begin its patterns with "trained.".
 
     Args:
         trained: The model to train.
@@ -30,41 +28,17 @@ class WithFrozen(nn.tree.HasFrozen):
         self.trained, self.frozen = trained, jax.tree.map(lambda x: x, frozen)
 
 
-class ComparedObjective(Objective):
-    """A training loss that compares the model with a second one, such as a reference or a teacher.
-
-    The second model is `option(model)`, such as `adapters.base_model`, or the frozen model of `WithFrozen`; or its
-    outputs are in the batch.
-
-    Args:
-        from_hidden: As for `Objective`.
-        option: Name of the option of the loss, such as "reference".
-        compare: Returns the batch with the second model's outputs. Takes the model, the second model (None if there is
-            none), the batch, and by keyword temperature, dtype and remat.
-        reads: As for `objective`.
-    """
-
-    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., Batch], reads: Collection[str]):
-        super().__init__(from_hidden, reads=reads)
-        self.option, self.compare = option, compare
-        new = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None)
-        self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), new])
-
-    def prepared(self, model: Any, batch: Batch, options: dict[str, Any], **how: Any) -> tuple[Any, Batch, dict]:
-        """Returns the trained model, the batch with the second model's outputs, and the other options."""
-        other, frozen = options.pop(self.option, None), None
-        if other is not None and (not callable(other) or nn.variables(other)):
-            raise TypeError(
-                f"{self.option} must be a function from the trained model to the other one, such as "
-                f"adapters.base_model, got {type(other).__name__}: put a model of its own beside the trained one, "
-                "WithFrozen(trained, frozen)"
-            )
-        if other is not None:
-            frozen = other(model)
-        elif isinstance(model, WithFrozen):
-            model, frozen = model.trained, model.frozen
-        temperature = options.get("temperature", 1.0)
-        return model, self.compare(model, frozen, batch, temperature=temperature, **how), options
+def trained_and_frozen(model: Any, other: Callable[[Any], Any] | None) -> tuple[Any, Any]:
+    """Returns the model to train and the one to compare with: `other(model)`, that of `WithFrozen`, or None."""
+    if other is not None and (not callable(other) or nn.variables(other)):
+        raise TypeError(
+            "a reference or teacher must be a function from the trained model to the other one, such as "
+            f"adapters.base_model, got {type(other).__name__}: put a model of its own beside the trained one, "
+            "WithFrozen(trained, frozen)"
+        )
+    if other is not None:
+        return model, other(model)
+    return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
 
 
 def log_probs(
@@ -91,11 +65,6 @@ def log_probs(
     """
     hidden = run(model, batch, dtype=dtype, remat=remat).hidden
     return scores(model, hidden, batch["targets"], temperature=temperature, entropy=entropy)
-
-
-def scores(head: Any, hidden: Float[Array, "B T D"], targets: Any, **options: Any) -> nn.TokenLogProbs:
-    """Computes a head's log-probabilities of targets."""
-    return nn.token_log_probs(hidden, head.head_weight(), targets, softcap=head.softcap, **options)
 
 
 def frozen_log_probs(model: Any, batch: Batch, **options: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 """The training loss of policies, for models, and the published methods as options of it."""
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ from jaxtyping import Array, Float
 from maxlib.inference import Sampler
 from maxlib.inference._sampling import check_scored
 from maxlib.post_training import policies
-from maxlib.post_training._models import scores
 from maxlib.post_training._preference_losses import no_reference, referenced
 from maxlib.post_training.policies import CISPO, KL, Clip, Correction, FixedLengthMean, Ratio
-from maxlib.training import Stats
-from maxlib.training._objectives.objective import Objective, unwrap
+from maxlib.training._objectives.objective import Objective, Stats, scores, unwrap
 
 _READS = "advantages", "old_log_probs", "reference_log_probs", "sampler", "sampler_log_probs"
 
@@ -28,7 +26,7 @@ def policy_loss(
     *,
     surrogate: Clip | CISPO = Clip(),
     ratio: Ratio = "token",
-    mean: Literal["sequence", "token"] | FixedLengthMean = "sequence",
+    mean: policies.Mean = "sequence",
     kl_term: KL | None = None,
     entropy: float = 0.0,
     correction: Correction | None = None,

@@ -14,13 +14,20 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.ops._segments import is_filled, segment_sums, token_counts
-from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
+from maxlib.post_training._models import frozen_log_probs, trained_and_frozen
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
-from maxlib.training import Stats
-from maxlib.training._objectives.objective import Quotient
+from maxlib.training._objectives.objective import Batch, Objective, Quotient, Stats, scores
 
 
-def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
+def _compared(
+    model: Any, batch: Batch, *, reference: Any = None, temperature: float = 1.0, **how: Any
+) -> tuple[Any, Batch]:
+    """Returns the trained model, and the batch with what the loss compares."""
+    model, frozen = trained_and_frozen(model, reference)
+    return model, _with_reference(model, frozen, batch, temperature=temperature, **how)
+
+
+def _with_reference(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     """Returns a batch with the reference's log-probabilities, if there is a reference model."""
     batch = interleaved(batch) if "chosen" in batch else batch
     if "mismatched" in batch:
@@ -28,7 +35,7 @@ def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     return batch if frozen is None else batch | {"reference_log_probs": frozen_log_probs(frozen, batch, **options)}
 
 
-referenced = functools.partial(ComparedObjective, option="reference", compare=_compared)
+referenced = functools.partial(Objective, prepare=_compared)
 
 
 def interleaved(batch: Batch) -> Batch:
@@ -57,8 +64,8 @@ def preference_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes a preference loss, summed over pairs.
 
-    Call it as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Pairs may be packed:
-    segments of the same number in both halves belong together. Metrics: `rewards/chosen`, `rewards/rejected`,
+    Call it as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. In packed pairs the
+    segments of one number in both halves belong together. Metrics: `rewards/chosen`, `rewards/rejected`,
     `rewards/margins`, `rewards/accuracies`, `logps/chosen`, `logps/rejected`, and `nll` if the loss has it.
 
     The likelihood of ORPO and `ChosenNLL` is a mean over tokens of the (micro)batch, as TRL computes it; all other
@@ -114,9 +121,8 @@ def kto_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes KTO, summed over answers that are desirable or not; answers may be packed.
 
-    Call it as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
-    `kl` (z), `rewards/desirable` and `rewards/undesirable`, means over their kind alone, and `desirable`, the share of
-    that kind.
+    Call it as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`, `kl`
+    (z), the means `rewards/desirable` and `rewards/undesirable` over one kind, and `desirable`, the share of that kind.
 
     Args:
         head: The model.
@@ -188,7 +194,7 @@ def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
 
 def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     """Returns a batch with `kl_baseline`, the mean ratio of the answers in `mismatched`, for each row."""
-    other = _compared(model, frozen, batch["mismatched"], **options)
+    other = _with_reference(model, frozen, batch["mismatched"], **options)
     if "reference_log_probs" not in other:
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
     ratio = frozen_log_probs(model, other, **options) - other["reference_log_probs"]

@@ -106,15 +106,14 @@ def completion_batch(
             "there must be a prompt and an advantage for each completion, got "
             f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         )
-    given = completions if sampler_log_probs is None else sampler_log_probs
-    sizes, scored = list(map(len, completions)), list(map(np.size, given))
-    if sizes != scored:
+    texts, seen = cast(Sequence[Sequence[int]], completions), _of_rows(images, blank, len(prompts))
+    scores = [None] * len(texts) if sampler_log_probs is None else sampler_log_probs
+    sizes, scored = list(map(len, texts)), [None if one is None else np.size(one) for one in scores]
+    if sampler_log_probs is not None and sizes != scored:
         raise ValueError(
             f"sampler_log_probs must have one number for each token of each completion, {sizes}, got {scored}"
         )
-    _check_ends(completions, stop_token_ids)
-    scores = [None] * len(prompts) if sampler_log_probs is None else sampler_log_probs
-    texts, seen = cast(Sequence[Sequence[int]], completions), _of_rows(images, blank, len(prompts))
+    _check_ends(texts, stop_token_ids)
     each = zip(prompts, texts, advantages, scores, seen, strict=True)
     rows = [_row(*one, length=length, blank=blank) for one in each]
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
@@ -155,8 +154,7 @@ def _of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[R
 def _check_ends(completions: Any, stop_token_ids: Collection[int]) -> None:
     """Warns about completions that are shorter than the longest one but do not end with a stop id."""
     longest = max(map(len, completions), default=0)
-    short = [one for one in completions if len(one) < longest]
-    without = sum(not len(one) or one[-1] not in stop_token_ids for one in short)
+    without = sum(len(one) < longest and not {*one[-1:]} <= {*stop_token_ids} for one in completions)
     if stop_token_ids and without:
         warnings.warn(
             f"{without} of {len(completions)} completions are shorter than the longest one and do not end with one of "
