@@ -68,9 +68,7 @@ def freeze(model: Model) -> Model:
     """
     kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
     fixed = lambda v: nnx.Variable(jnp.copy(v[...]), **kept(v)) if isinstance(v, nnx.LoRAParam) else v
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    frozen = lambda matmul: jax.tree.map(fixed, matmul, is_leaf=is_variable)
-    return _with_matmul(model, frozen)
+    return _with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable))
 
 
 def merge(model: Model, *, requantize: bool = False) -> Model:

@@ -180,9 +180,7 @@ def _collect(
         for part in parts:
             layer = layers.setdefault(part.key, _Layer(lora))
             if layer.lora != lora:
-                raise ValueError(
-                    f"{module}: all experts of a layer must have one rank and alpha, got {layer.lora}, {lora}"
-                )
+                raise ValueError(f"{module}: experts of a layer must have one rank and alpha, got {layer.lora}, {lora}")
             layer.factors[part.expert] = _ours(part, module, factors, lora, swapped.get(module, False))
     return layers
 

@@ -67,9 +67,7 @@ def save(
         raise ValueError("the model has no adapters to save; add some with adapters.add")
     names = names_of(model, fused=experts == "fused")
     if experts == "each" and any(parts[0].fused for parts in names.parts.values()):
-        raise ValueError(
-            f"{names.family} stores its experts in fused matrices, which have no modules: use experts=None"
-        )
+        raise ValueError(f"{names.family} stores its experts in fused matrices, without modules: use experts=None")
     modules = _modules(model, names)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}

@@ -1,6 +1,5 @@
 """The training loss of distillation."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,8 +8,8 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.ops import top_k_divergence
-from maxlib.post_training._models import trained_and_frozen
-from maxlib.training._objectives.objective import Batch, Objective, Stats, run
+from maxlib.training._objectives.objective import Batch, Stats, objective, run
+from maxlib.training._objectives.second_model import trained_and_frozen
 
 
 def _with_teacher(model: Any, batch: Batch, *, teacher: Any = None, **how: Any) -> tuple[Any, Batch]:
@@ -25,7 +24,7 @@ def _with_teacher(model: Any, batch: Batch, *, teacher: Any = None, **how: Any) 
 _READS = "teacher", "teacher_hidden", "teacher_ids", "teacher_log_probs"
 
 
-@functools.partial(Objective, prepare=_with_teacher, reads=_READS)
+@objective(prepare=_with_teacher, reads=_READS)
 def distillation_loss(
     head: Any,
     hidden: Float[Array, "B T D"],

@@ -18,7 +18,7 @@ from maxlib.training._objectives.objective import Objective, Stats, scores, unwr
 _READS = "advantages", "old_log_probs", "reference_log_probs", "sampler", "sampler_log_probs"
 
 
-@functools.partial(referenced, reads=_READS)
+@referenced(reads=_READS)
 def policy_loss(
     head: Any,
     hidden: Float[Array, "B T D"],

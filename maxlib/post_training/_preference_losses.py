@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.ops._segments import is_filled, segment_sums, token_counts
-from maxlib.post_training._models import frozen_log_probs, trained_and_frozen
+from maxlib.post_training._models import frozen_log_probs
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
-from maxlib.training._objectives.objective import Batch, Objective, Quotient, Stats, scores
+from maxlib.training._objectives.objective import Batch, Quotient, Stats, objective, scores
+from maxlib.training._objectives.second_model import trained_and_frozen
 
 
 def _compared(
@@ -35,7 +36,7 @@ def _with_reference(model: Any, frozen: Any, batch: Batch, **options: Any) -> Ba
     return batch if frozen is None else batch | {"reference_log_probs": frozen_log_probs(frozen, batch, **options)}
 
 
-referenced = functools.partial(Objective, prepare=_compared)
+referenced = functools.partial(objective, prepare=_compared)
 
 
 def interleaved(batch: Batch) -> Batch:
@@ -53,7 +54,7 @@ def interleaved(batch: Batch) -> Batch:
     return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
-@functools.partial(referenced, reads=("chosen", "rejected", "interleaved", "reference_log_probs"))
+@referenced(reads=("chosen", "rejected", "interleaved", "reference_log_probs"))
 def preference_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -115,7 +116,7 @@ def preference_loss(
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
 
 
-@functools.partial(referenced, reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))
+@referenced(reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))
 def kto_loss(
     head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, kind: KTO = KTO(), temperature: float = 1.0
 ) -> tuple[Float[Array, ""], Stats]:

@@ -19,6 +19,7 @@ from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, w
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
+Prepare = Callable[..., tuple[Any, Batch]]
 COUNTS = "moe/counts"  # report of MoE layers for expert balancing; not a metric
 
 
@@ -56,8 +57,7 @@ class Objective:
         from_hidden: `(model, hidden, batch, **options) -> (sum, Stats)`.
         sums_over_rows: True if the loss and its reports are sums of independent contributions of the rows.
         reads: names in the batch besides tokens, targets and the model's inputs; None for any.
-        prepare: `(model, batch, *, dtype, remat, **options) -> (model, batch)`, applied before the model runs, such as
-            to add the outputs of a second model. Its options are those of the loss too.
+        prepare: changes the model and the batch before the model runs; None for no change.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Objective:
         *,
         sums_over_rows: bool = True,
         reads: Collection[str] | None = None,
-        prepare: Callable[..., tuple[Any, Batch]] | None = None,
+        prepare: Prepare | None = None,
     ):
         self.from_hidden, self.sums_over_rows, self.reads, self.prepare = from_hidden, sums_over_rows, reads, prepare
         self.__name__, self.__qualname__ = from_hidden.__name__, from_hidden.__qualname__
@@ -107,9 +107,15 @@ class Objective:
 def objective(from_hidden: Callable[..., tuple[Array, Stats]]) -> Objective: ...
 @overload
 def objective(
-    *, sums_over_rows: bool = True, reads: Collection[str] | None = None
+    *, sums_over_rows: bool = True, reads: Collection[str] | None = None, prepare: Prepare | None = None
 ) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
-def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Collection[str] | None = None) -> Any:
+def objective(
+    from_hidden: Any = None,
+    *,
+    sums_over_rows: bool = True,
+    reads: Collection[str] | None = None,
+    prepare: Prepare | None = None,
+) -> Any:
     """Makes a training loss of `from_hidden(model, hidden, batch, **options) -> (sum, Stats)`; a decorator.
 
     The loss works wherever `next_token_loss` does, which is made in the same way: with autodiff, with microbatches, on
@@ -128,8 +134,10 @@ def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Co
         reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If given,
             masks and other libraries' names of these inputs raise an error, and unread names a warning. None (the
             default) accepts any batch.
+        prepare: `(model, batch, *, dtype, remat, **options) -> (model, batch)`, applied before the model runs, such as
+            to add the outputs of a second model. A 1F1B pipeline does not apply it. Its options are the loss's too.
     """
-    make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads)
+    make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads, prepare=prepare)
     return make if from_hidden is None else make(from_hidden)
 
 
