@@ -17,7 +17,6 @@ from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
-from maxlib.sharding.layers import num_layer_axes
 
 Model = TypeVar("Model")
 
@@ -59,7 +58,7 @@ def base_model(model: Model) -> Model:
     """
     if not any(trains(site) for _, site in adapted(model)):
         raise ValueError("the model has no trainable adapters to remove, so its base would be the model itself")
-    return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=matmul.inner))
+    return _with_matmul(model, lambda matmul: matmul.inner)
 
 
 def freeze(model: Model) -> Model:
@@ -67,7 +66,9 @@ def freeze(model: Model) -> Model:
 
     `add` adds new adapters on top of them; `base_model` only removes the new ones.
     """
-    return _unwrap(model, lambda site, matmul: sites.replace(site, matmul=_frozen(matmul)))
+    kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
+    fixed = lambda v: nnx.Variable(jnp.copy(v[...]), **kept(v)) if isinstance(v, nnx.LoRAParam) else v
+    return _with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable))
 
 
 def merge(model: Model, *, requantize: bool = False) -> Model:
@@ -106,9 +107,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
     if isinstance(site, nn.Embed):
         raise ValueError(f"{path}: embeddings and heads have no matmul to adapt; exclude it from the rules")
     if trains(site):
-        raise ValueError(
-            f"{path} already has an adapter; `freeze` keeps it below a new one, `merge` writes it into the weights"
-        )
+        raise ValueError(f"{path} already has an adapter: `freeze` keeps it below a new one, `merge` writes it into w")
     matmul = map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
     return sites.replace(site, matmul=matmul)
 
@@ -128,7 +127,7 @@ def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | No
 
 def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the initial factors of an adapter, which adds zero."""
-    experts, kept, summed = (tuple(site.w.shape[d] for d in dims) for dims in dimensions(site))
+    experts, kept, summed = (tuple(site.w.shape[d] for d in dims) for dims in sites.dimensions(site))
     bound = 1 / math.sqrt(math.prod(summed))
     a = jax.random.uniform(key, (*experts, lora.rank, *summed), jnp.float32, -bound, bound)
     return a.astype(lora.dtype), jnp.zeros((*experts, *kept, lora.rank), lora.dtype)
@@ -138,48 +137,28 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
     """Returns the matmul of one layer with these factors."""
     names = sites.axes_of(site)
     named = lambda dims: tuple(names[d] for d in dims)
-    experts, kept, summed = dimensions(site)
+    experts, kept, summed = sites.dimensions(site)
     of_a, of_b = (*named(experts), "lora_rank", *named(summed)), (*named(experts), *named(kept), "lora_rank")
     a, b = nnx.LoRAParam(a, axes=of_a, summed=named(summed)), nnx.LoRAParam(b, axes=of_b, summed=("lora_rank",))
-    parts: dict[str, Any] = {"scale": lora.scale, "summed": summed, "kept": kept}
-    new = LowRank(site.matmul, a, b, **parts)
+    new = LowRank(site.matmul, a, b, scale=lora.scale, summed=summed, kept=kept)
     if not lora.dora:
         return new
     start = new.row_norms(site.w).astype(lora.dtype) if magnitude is None else magnitude
-    return LowRank(site.matmul, a, b, **parts, magnitude=nnx.LoRAParam(start, axes=of_b[:-1]))
+    return sites.replace(new, magnitude=nnx.LoRAParam(start, axes=of_b[:-1]))
 
 
-def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns the dimensions of a layer's weight, from its end: those of experts, of outputs, and of inputs."""
-    axes, out = sites.axes_of(site), sites.outputs(site)
-    count = len(axes) - num_layer_axes(axes)
-    letters = site.weight_order if isinstance(site, nn.ExpertLinear) else "." * count
-    experts = tuple(d - count for d in out if letters[d] == "E")
-    kept = tuple(d - count for d in out if letters[d] != "E")
-    return experts, kept, tuple(d - count for d in range(count) if d not in out)
-
-
-def _unwrap(model: Any, change: Callable[[Any, LowRank], Any]) -> Any:
-    """Changes the layers with a trainable adapter."""
-    return sites.map_sites(model, lambda _, site: change(site, site.matmul) if trains(site) else site)
-
-
-def _frozen(matmul: LowRank) -> LowRank:
-    """Returns a matmul with copies of its factors that are not parameters."""
-    kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
-    fixed: Any = lambda v: None if v is None else nnx.Variable(jnp.copy(v[...]), **kept(v))
-    parts: Any = {"scale": matmul.scale, "summed": matmul.summed, "kept": matmul.kept}
-    return LowRank(matmul.inner, fixed(matmul.a), fixed(matmul.b), **parts, magnitude=fixed(matmul.magnitude))
+def _with_matmul(model: Any, change: Callable[[LowRank], Any]) -> Any:
+    """Changes the matmuls that have a trainable adapter."""
+    new = lambda site: sites.replace(site, matmul=change(site.matmul)) if trains(site) else site
+    return sites.map_sites(model, lambda _, site: new(site))
 
 
 def _merged(site: Any, requantize: bool) -> Any:
     """Returns one layer with its adapters, trained or frozen, written into its weight."""
-    matmul, w = site.matmul, site.w
-    inner = levels(site)[-1].inner
-    plain = w.restored() if isinstance(w, nn.quantized.QuantizedWeight) else w
-    new = sites.replace(site, w=plain.replace(matmul.matrix(w).astype(plain.dtype)), matmul=inner)
-    if not isinstance(w, nn.quantized.QuantizedWeight):
-        return new
-    if requantize:
+    w, inner = site.w, levels(site)[-1].inner
+    quantized = isinstance(w, nn.quantized.QuantizedWeight)
+    plain = w.restored() if quantized else w
+    new = sites.replace(site, w=plain.replace(site.matmul.matrix(w).astype(plain.dtype)), matmul=inner)
+    if quantized and requantize:
         return sites.replace(store(new, Format(w.qtype, group=w.group), "the merged layer"), matmul=inner)
-    return sites.replace(new, matmul=nn.matmul.PlainMatmul())
+    return sites.replace(new, matmul=nn.matmul.PlainMatmul()) if quantized else new

@@ -72,12 +72,8 @@ def read(directory: Path) -> Config:
     return Config(fields, path)
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= 1 << 20
-
-
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e9  # a comparison with NaN is False
+_is_rank = lambda x: type(x) is int and 1 <= x <= 1 << 20
+_is_alpha = lambda x: type(x) in (int, float) and abs(x) < 1e9  # a comparison with NaN is False
 
 
 def _is_table(table: Any, of: Callable[[Any], bool]) -> bool:

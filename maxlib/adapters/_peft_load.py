@@ -72,7 +72,11 @@ def load(
             raise
         raise ValueError(f"{directory}: {error}") from error
     new = _put(model, layers)
-    return new if layout is None else _placed(new, layout)
+    if layout is None:
+        return new
+    (factors, rest), found = nn.partition(new, trainable), nn.variables(new)
+    put = lambda path, value: jax.device_put(value, layout.sharding(path, found[path]))
+    return nn.combine({path: put(path, value) for path, value in factors.items()}, rest)
 
 
 def _fitted(model: Model, directory: Path, into_base: bool, dtype: Any) -> tuple[Model, dict]:
@@ -154,12 +158,12 @@ def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -
     votes = {vote for vote in found.values() if vote is not None}
     for name, (part, _) in experts.items():
         if found[name] is None and len(votes) != 1:
-            kept, summed = (part.piece.groups.index(part.group(axes)) for axes in (part.kept, part.summed))
+            kept, summed = map(part.piece.dimension, (part.kept, part.summed))
             if config.version is None or kept > summed:
                 more = "; add peft_version to adapter_config.json" if config.version is None else ""
                 raise ValueError(
-                    f"{config.where}: {name} is square, and the file does not say whether A and B are swapped (PEFT before "
-                    f"0.19.1 swapped them){more}"
+                    f"{config.where}: {name} is square, and the file does not say whether A and B are swapped (PEFT "
+                    f"before 0.19.1 swapped them){more}"
                 )
             votes = {config.version < _SWAPS_FROM}
     return {name: votes.copy().pop() if swapped is None else swapped for name, swapped in found.items()}
@@ -176,9 +180,7 @@ def _collect(
         for part in parts:
             layer = layers.setdefault(part.key, _Layer(lora))
             if layer.lora != lora:
-                raise ValueError(
-                    f"{module}: all experts of a layer must have one rank and alpha, got {layer.lora}, {lora}"
-                )
+                raise ValueError(f"{module}: experts of a layer must have one rank and alpha, got {layer.lora}, {lora}")
             layer.factors[part.expert] = _ours(part, module, factors, lora, swapped.get(module, False))
     return layers
 
@@ -243,9 +245,7 @@ def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: 
     for module, factors in tables.items():
         path, lora = names.whole[f"{module}.weight"], config.adapter(module, dtype)
         if getattr(model, "head", None) is None and path == "embed.w":
-            raise ValueError(
-                f"{module} is adapted alone, but the model uses it as its head too: adapt neither or untie them"
-            )
+            raise ValueError(f"{module} is adapted alone, but it is the model's head too: adapt neither or untie them")
         a, b = (np.asarray(factors[n], np.float32) for n in "AB")
         w = np.asarray(new.get(path, values[path].get_value()), np.float32)
         change = b @ a  # of a head; an embedding's is stored as (rank, vocab) and (dim, rank)
@@ -256,10 +256,3 @@ def _written(model: Any, names: Names, tables: Mapping, saved: Factors, config: 
     arrays, rest = nn.partition(model, lambda path, variable: True)
     cast = {path: jnp.asarray(value).astype(arrays[path].dtype) for path, value in new.items()}
     return nn.combine(arrays | cast, rest)
-
-
-def _placed(model: Any, layout: sharding.Layout) -> Any:
-    """Places the factors on the mesh."""
-    (factors, rest), found = nn.partition(model, trainable), nn.variables(model)
-    put = lambda path, value: jax.device_put(value, layout.sharding(path, found[path]))
-    return nn.combine({path: put(path, value) for path, value in factors.items()}, rest)

@@ -1,5 +1,6 @@
 """Maps modules of transformers to layers, by the weight table of a model."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 
 from maxlib import nn, quantization, weights
-from maxlib.adapters._apply import dimensions, merge
+from maxlib.adapters._apply import merge
 from maxlib.nn import _sites as sites
 from maxlib.weights._family import family_of
 from maxlib.weights._resolve import Piece, resolve
@@ -43,21 +44,11 @@ class Part:
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Returns the length of the tensor's dimension that has `axes`."""
-        return int(np.prod([self.lengths[a] for a in self.group(axes)]))
+        return math.prod(self.lengths[a] for a in self.piece.groups[self.piece.dimension(axes)])
 
     def view(self, array: np.ndarray, axis: int, axes: tuple[str, ...]) -> np.ndarray:
         """Returns a view of this part of `array`, with the file's dimension `axis` split into the layer's `axes`."""
-        group = self.group(axes)
-        split = array.reshape(*array.shape[:axis], *(self.lengths[a] for a in group), *array.shape[axis + 1 :])
-        sizes, at = dict(zip(self.piece.leaf_axes, self.piece.place.shape, strict=True)), self.piece.at
-        index = [slice(at.get(a, 0), at.get(a, 0) + sizes[a]) if a in sizes else at[a] for a in group]
-        taken = split[(*[slice(None)] * axis, *index, ...)]
-        kept = [a for a in group if a in sizes]
-        order = [axis + kept.index(a) for a in axes]
-        return taken.transpose(*range(axis), *order, *range(axis + len(kept), taken.ndim))
-
-    def group(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        return next(group for group in self.piece.groups if {*group} & {*axes})
+        return self.piece.in_axes(array, self.lengths, axis, axes)
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
             # Skip modules in which heads of several layers alternate.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue
-            kinds = (tuple(piece.leaf_axes[d] for d in dims) for dims in dimensions(site))
+            kinds = (tuple(piece.leaf_axes[d] for d in dims) for dims in sites.dimensions(site))
             part = Part(path[:-2], short[path][:-2], piece, lengths, *kinds)
             module = _current(name.removesuffix(".weight"))
             parts.setdefault(module, []).append(part)

@@ -67,9 +67,7 @@ def save(
         raise ValueError("the model has no adapters to save; add some with adapters.add")
     names = names_of(model, fused=experts == "fused")
     if experts == "each" and any(parts[0].fused for parts in names.parts.values()):
-        raise ValueError(
-            f"{names.family} stores its experts in fused matrices, which have no modules: use experts=None"
-        )
+        raise ValueError(f"{names.family} stores its experts in fused matrices, without modules: use experts=None")
     modules = _modules(model, names)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}
@@ -80,8 +78,8 @@ def save(
     single = {n: r for n, r in ranks.items() if n not in whole}
     dora = _dora(modules)
     config = peft.make(single, experts=whole, dora=dora, base=base) | {"target_modules": _targets(names, single)}
-    headers = [Header(name, value.dtype, value.shape) for name, value in sorted(tensors.items())]
-    headers.sort(key=lambda header: -header.dtype.itemsize)
+    headers = (Header(name, value.dtype, value.shape) for name, value in sorted(tensors.items()))
+    headers = sorted(headers, key=lambda header: -header.dtype.itemsize)
     with whole_directory(directory, overwrite=overwrite) as part:
         write_json(part / peft.CONFIG, config)
         write_file(part / peft.TENSORS, headers, (tensors[header.name] for header in headers))
@@ -172,7 +170,7 @@ def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str
 def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns the tensors of a parameter of all experts: A is expert-major, and in B the expert index is innermost."""
     part = names.parts[name][0]
-    in_out = part.piece.groups.index(part.group(part.summed)) < part.piece.groups.index(part.group(part.kept))
+    in_out = part.piece.dimension(part.summed) < part.piece.dimension(part.kept)
     if in_out and names.family not in _TRANSPOSED:
         a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
     stem, _, parameter = name.rpartition(".")

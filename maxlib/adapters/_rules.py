@@ -69,8 +69,5 @@ def as_rules(rules: Rules) -> tuple[Rule, ...]:
         return (Rule(rules),)
     rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
     if not any(rule.adapter for rule in rules):
-        raise ValueError(
-            f"rules must assign an adapter to something, got {rules}; LoRA(rank=16, alpha=32) alone applies to all "
-            "matrices"
-        )
+        raise ValueError(f"rules must assign an adapter to something, as LoRA(16, alpha=32) alone does, got {rules}")
     return rules

@@ -131,6 +131,16 @@ def outputs(site: Any) -> tuple[int, ...]:
     return (0,)
 
 
+def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns the dimensions of a layer's weight, from its end: those of experts, of outputs, and of inputs."""
+    axes, out = axes_of(site), outputs(site)
+    count = len(axes) - num_layer_axes(axes)
+    letters = site.weight_order if isinstance(site, ExpertLinear) else "." * count
+    experts = tuple(d - count for d in out if letters[d] == "E")
+    kept = tuple(d - count for d in out if letters[d] != "E")
+    return experts, kept, tuple(d - count for d in range(count) if d not in out)
+
+
 def unknown(model: Any) -> dict[str, nnx.Variable]:
     """Returns the floating matrices of layers of unknown types by path, without position tables and filters of
     convolutions.

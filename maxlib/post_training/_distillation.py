@@ -1,6 +1,5 @@
 """The training loss of distillation."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,23 +8,23 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.ops import top_k_divergence
-from maxlib.post_training._models import Batch, ComparedObjective
-from maxlib.training import Stats
-from maxlib.training._objectives.objective import run
+from maxlib.training._objectives.objective import Batch, Stats, objective, run
+from maxlib.training._objectives.second_model import trained_and_frozen
 
 
-def _with_teacher(student: Any, teacher: Any, batch: Batch, *, temperature: float, **options: Any) -> Batch:
-    """Returns a batch with the teacher, if there is one, and its hidden states."""
+def _with_teacher(model: Any, batch: Batch, *, teacher: Any = None, **how: Any) -> tuple[Any, Batch]:
+    """Returns the student, and a batch with the teacher, if there is one, and its hidden states."""
+    student, teacher = trained_and_frozen(model, teacher)
     if teacher is None:
-        return batch
+        return student, batch
     teacher = jax.lax.stop_gradient(teacher)
-    return batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **options).hidden}
+    return student, batch | {"teacher": teacher, "teacher_hidden": run(teacher, batch, **how).hidden}
 
 
 _READS = "teacher", "teacher_hidden", "teacher_ids", "teacher_log_probs"
 
 
-@functools.partial(ComparedObjective, option="teacher", compare=_with_teacher, reads=_READS)
+@objective(prepare=_with_teacher, reads=_READS)
 def distillation_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -67,8 +66,7 @@ def distillation_loss(
     else:
         raise ValueError(
             "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its most likely "
-            "tokens in "
-            "the batch (add_teacher)"
+            "tokens in the batch (add_teacher)"
         )
     total = jnp.sum(jnp.where(mask, losses, 0))
     count, sums = jnp.sum(mask).astype(jnp.float32), {"divergence": total}

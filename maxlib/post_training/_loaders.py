@@ -9,23 +9,21 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.observability._metrics import reported
-from maxlib.post_training._models import Batch, log_probs
+from maxlib.post_training._models import log_probs
 from maxlib.post_training._preference_losses import interleaved
 from maxlib.training import StatefulLoader, place_batch
-from maxlib.training._objectives.objective import run
-from maxlib.training._prefetch import Follows, follow_layout
+from maxlib.training._objectives.objective import Batch, run
+from maxlib.training._prefetch import follow_layout
 
 
 class Scored:
-    """A loader that adds `score(model, part)` to each part of a batch that has tokens.
-
-    Its position is that of `loader`.
-    """
+    """A loader that adds `score(model, part)` to each part of a batch that has tokens; otherwise it is `loader`."""
 
     def __init__(self, loader: StatefulLoader, model: Any, layout: Any, score: Callable[[Any, Batch], Batch]):
         self.loader, self.model, self.layout = loader, model, layout
         self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
         self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
+        self.metrics, self.follow = lambda: dict(reported(loader)), getattr(loader, "follow", lambda sharding: None)
         follow_layout(loader, layout)
 
     def __iter__(self) -> "Scored":
@@ -35,15 +33,6 @@ class Scored:
         batch = place_batch(next(self.loader), self.layout)
         with contextlib.nullcontext() if self.layout is None else sharding.use(self.layout):
             return self._compiled(self.model, batch)
-
-    def follow(self, sharding: Any) -> None:
-        """Passes the sharding on to the inner loader."""
-        if isinstance(self.loader, Follows):
-            self.loader.follow(sharding)
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns the counts of the inner loader."""
-        return dict(reported(self.loader))
 
 
 def add_reference(
@@ -97,9 +86,7 @@ def add_teacher(
 
 
 def _over_parts(function: Callable[[Batch], Batch], batch: Batch) -> Batch:
-    """Returns the batch with the outputs of `function` for each part; the rows of pairs are run together, as in the
-    loss.
-    """
+    """Returns the batch with the outputs of `function` for each part; pairs are run together, as in the loss."""
     pair = [name for name in ("chosen", "rejected") if {"chosen", "rejected"} <= batch.keys()]
     parts = [name for name, x in batch.items() if isinstance(x, dict) and name not in pair]
     out = batch | {name: _over_parts(function, batch[name]) for name in parts}

@@ -1,85 +1,13 @@
-"""Frozen reference and teacher models, and losses that compare with them."""
+"""Log-probabilities of targets under a model, and models that are compared."""
 
-import inspect
-from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.training import Objective, Stats
-from maxlib.training._objectives.objective import Batch, run
-
-
-class WithFrozen(nn.tree.HasFrozen):
-    """A trained model together with a frozen one: the reference of preferences and policies, or a teacher.
-
-    A `Trainer` and `make_state` exclude the frozen model automatically: it has no gradients, moments or weight decay.
-    Your own filter decides for both models: begin its patterns with "trained.".
-
-    Args:
-        trained: The model to train.
-        frozen: The other model, of any architecture; pass `trained` itself for its current state.
-    """
-
-    frozen_parts = ("frozen",)
-
-    def __init__(self, trained: Any, frozen: Any):
-        # Separate variables (arrays may be shared), so that training never changes the frozen model.
-        self.trained, self.frozen = trained, jax.tree.map(lambda x: x, frozen)
-
-
-class ComparedObjective(Objective):
-    """A training loss that compares the model with a second one, such as a reference or a teacher.
-
-    Call it as `loss(model, batch, key, *, reference, dtype, remat, **options)`, if `option` is "reference". The second
-    model is `reference(model)`, such as `adapters.base_model`, or the frozen model of `WithFrozen`; or its outputs are
-    in the batch.
-
-    Args:
-        from_hidden: As for `Objective`.
-        option: Name of the option.
-        compare: Function of the model, the second model (None if there is none) and the batch, and by keyword of
-            temperature, dtype and remat. It returns the batch with the second model's outputs.
-        reads: As for `objective`.
-    """
-
-    def __init__(self, from_hidden: Any, *, option: str, compare: Callable[..., Batch], reads: Collection[str]):
-        super().__init__(from_hidden, reads=reads)
-        self.option, self.compare = option, compare
-        new = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None)
-        self.__signature__ = self.__signature__.replace(parameters=[*self.__signature__.parameters.values(), new])
-
-    def __call__(
-        self,
-        model: Any,
-        batch: Batch,
-        key: Array | None = None,
-        *,
-        dtype: Any = jnp.bfloat16,
-        remat: nn.remat.Policy = None,
-        **options: Any,
-    ) -> tuple[Float[Array, ""], Stats]:
-        """Runs the models on the batch and returns `(loss sum, Stats)`."""
-        self.check_names(batch)
-        model, frozen = _trained_and_frozen(model, options.pop(self.option, None), self.option)
-        temperature = options.get("temperature", 1.0)
-        batch = self.compare(model, frozen, batch, temperature=temperature, dtype=dtype, remat=remat)
-        return super().__call__(model, batch, key, dtype=dtype, remat=remat, **options)
-
-
-def _trained_and_frozen(model: Any, other: Any, option: str) -> tuple[Any, Any]:
-    """Returns the model to train and the frozen one; None if there is none."""
-    if other is not None and (not callable(other) or nn.variables(other)):
-        raise TypeError(
-            f"{option} must be a function from the trained model to the other one, such as adapters.base_model, got "
-            f"{type(other).__name__}: put a model of its own beside the trained one, WithFrozen(trained, frozen)"
-        )
-    if other is not None:
-        return model, other(model)
-    return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
+from maxlib.training._objectives.objective import Batch, run, scores
+from maxlib.training._objectives.second_model import WithFrozen as WithFrozen
 
 
 def log_probs(
@@ -106,11 +34,6 @@ def log_probs(
     """
     hidden = run(model, batch, dtype=dtype, remat=remat).hidden
     return scores(model, hidden, batch["targets"], temperature=temperature, entropy=entropy)
-
-
-def scores(head: Any, hidden: Float[Array, "B T D"], targets: Any, **options: Any) -> nn.TokenLogProbs:
-    """Computes a head's log-probabilities of targets."""
-    return nn.token_log_probs(hidden, head.head_weight(), targets, softcap=head.softcap, **options)
 
 
 def frozen_log_probs(model: Any, batch: Batch, **options: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 """The training loss of policies, for models, and the published methods as options of it."""
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +10,15 @@ from jaxtyping import Array, Float
 
 from maxlib.inference import Sampler
 from maxlib.inference._sampling import check_scored
-from maxlib.post_training._models import scores
+from maxlib.post_training import policies
 from maxlib.post_training._preference_losses import no_reference, referenced
-from maxlib.post_training.policies import (
-    CISPO,
-    KL,
-    Clip,
-    Correction,
-    FixedLengthMean,
-    Ratio,
-    mean_weights,
-    policy_ratio,
-)
-from maxlib.training import Stats
-from maxlib.training._objectives.objective import Objective, unwrap
+from maxlib.post_training.policies import CISPO, KL, Clip, Correction, FixedLengthMean, Ratio
+from maxlib.training._objectives.objective import Objective, Stats, scores, unwrap
 
 _READS = "advantages", "old_log_probs", "reference_log_probs", "sampler", "sampler_log_probs"
 
 
-@functools.partial(referenced, reads=_READS)
+@referenced(reads=_READS)
 def policy_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -36,7 +26,7 @@ def policy_loss(
     *,
     surrogate: Clip | CISPO = Clip(),
     ratio: Ratio = "token",
-    mean: Literal["sequence", "token"] | FixedLengthMean = "sequence",
+    mean: policies.Mean = "sequence",
     kl_term: KL | None = None,
     entropy: float = 0.0,
     correction: Correction | None = None,
@@ -52,8 +42,7 @@ def policy_loss(
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row:
-            with several the loss is NaN);
+        batch: `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a row);
             `old_log_probs`, log-probabilities under the sampling policy: required for every step after the first on the
             same completions, otherwise ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
             `sampler_log_probs`, reported by another engine, for a correction; `sampler`, the sampler.
@@ -66,8 +55,8 @@ def policy_loss(
         temperature: Temperature of the sampler.
 
     Raises:
-        ValueError: when the batch lacks inputs of an option, or its `sampler` has another temperature, or filters;
-            outside `jit` also for advantages of shape `B` if a row has several completions.
+        ValueError: when the batch lacks inputs of an option, or its `sampler` has another temperature, or filters; for
+            advantages of shape `B` if a row has several completions, which inside `jit` makes the loss NaN.
     """
     if "sampler" in batch:
         check_scored(batch["sampler"], temperature)
@@ -76,16 +65,14 @@ def policy_loss(
     if kl_term is not None and "reference_log_probs" not in batch:
         raise ValueError(no_reference("the KL term"))
     if correction is not None and "sampler_log_probs" not in batch:
-        raise ValueError(
-            "a correction needs batch['sampler_log_probs'], the log-probabilities that the sampler reported"
-        )
+        raise ValueError("a correction needs batch['sampler_log_probs'], which the sampler reported")
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     scored = scores(head, hidden, batch["targets"], temperature=temperature, entropy=True)
-    rho = policy_ratio(scored.log_prob, batch.get("old_log_probs"), mask, segment_ids, by=ratio)
+    rho = policies.policy_ratio(scored.log_prob, batch.get("old_log_probs"), mask, segment_ids, by=ratio)
     losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
-    weights, count = mean_weights(mask, segment_ids, by=mean)
+    weights, count = policies.mean_weights(mask, segment_ids, by=mean)
     # Metrics are means whose weights sum to the count, unlike the weights of a fixed length.
-    even = mean_weights(mask, segment_ids)[0] if isinstance(mean, FixedLengthMean) else weights
+    even = policies.mean_weights(mask, segment_ids)[0] if isinstance(mean, FixedLengthMean) else weights
     total = lambda weights, x: jnp.sum(weights * jnp.where(mask, x, 0))
     sums = {name: total(even, value) for name, value in metrics.items()}
     return total(weights, losses), jax.lax.stop_gradient(Stats(count, sums))
@@ -110,9 +97,7 @@ def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correct
 
 
 def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Array:
-    """Broadcasts each completion's advantage to its tokens; one number for a row with several completions is an error,
-    or NaN inside `jit`.
-    """
+    """Broadcasts each completion's advantage to its tokens."""
     if advantages.ndim > 1:
         return advantages
     wide = jnp.broadcast_to(advantages[:, None], mask.shape)
@@ -153,17 +138,14 @@ def dr_grpo(length: int) -> functools.partial:
 
 
 def check_sampler(loss: Any, sampler: Sampler) -> None:
-    """Checks before a run that `loss` scores tokens under the distribution from which `sampler` draws them.
-
-    The loss checks it too if the batch has the `sampler` (`completion_batch`).
+    """Checks before a run what the loss checks if the batch has the `sampler`: that it scores what that draws.
 
     Args:
         loss: A policy loss, possibly wrapped in `functools.partial` and other losses.
         sampler: The sampler of completions.
 
     Raises:
-        ValueError: when temperatures differ, or the sampler filters tokens: it draws from a truncated distribution, and
-            ratios lack the lost mass.
+        ValueError: when temperatures differ, or the sampler filters tokens, so that ratios lack the lost mass.
         TypeError: when `loss` is a function that hides its options.
     """
     inner, options = unwrap(loss)

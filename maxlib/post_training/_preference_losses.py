@@ -12,14 +12,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.paths import dotted
 from maxlib.ops._segments import is_filled, segment_sums, token_counts
-from maxlib.post_training._models import Batch, ComparedObjective, frozen_log_probs, scores
+from maxlib.post_training._models import frozen_log_probs
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
-from maxlib.training import Stats
-from maxlib.training._objectives.objective import Quotient
+from maxlib.training._objectives.objective import Batch, Quotient, Stats, objective, scores
+from maxlib.training._objectives.second_model import trained_and_frozen
 
 
-def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
+def _compared(
+    model: Any, batch: Batch, *, reference: Any = None, temperature: float = 1.0, **how: Any
+) -> tuple[Any, Batch]:
+    """Returns the trained model, and the batch with what the loss compares."""
+    model, frozen = trained_and_frozen(model, reference)
+    return model, _with_reference(model, frozen, batch, temperature=temperature, **how)
+
+
+def _with_reference(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     """Returns a batch with the reference's log-probabilities, if there is a reference model."""
     batch = interleaved(batch) if "chosen" in batch else batch
     if "mismatched" in batch:
@@ -27,7 +36,7 @@ def _compared(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     return batch if frozen is None else batch | {"reference_log_probs": frozen_log_probs(frozen, batch, **options)}
 
 
-referenced = functools.partial(ComparedObjective, option="reference", compare=_compared)
+referenced = functools.partial(objective, prepare=_compared)
 
 
 def interleaved(batch: Batch) -> Batch:
@@ -36,21 +45,16 @@ def interleaved(batch: Batch) -> Batch:
     Rows do not move between devices.
     """
     chosen, rejected = batch["chosen"], batch["rejected"]
-    shapes = [
-        {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, (chosen, rejected))
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"chosen and rejected must have the same arrays of the same shapes, got {shapes[0]} and {shapes[1]}"
-        )
+    shapes_of = lambda part: {dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
+    if (ours := shapes_of(chosen)) != (theirs := shapes_of(rejected)):
+        raise ValueError(f"chosen and rejected must have the same arrays of the same shapes, got {ours} and {theirs}")
     # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
     join = lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:])
     joined = jax.tree.map(join, chosen, rejected)
     return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
-@functools.partial(referenced, reads=("chosen", "rejected", "interleaved", "reference_log_probs"))
+@referenced(reads=("chosen", "rejected", "interleaved", "reference_log_probs"))
 def preference_loss(
     head: Any,
     hidden: Float[Array, "B T D"],
@@ -61,8 +65,8 @@ def preference_loss(
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes a preference loss, summed over pairs.
 
-    Call it as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Pairs may be packed:
-    segments of the same number in both halves belong together. Metrics: `rewards/chosen`, `rewards/rejected`,
+    Call it as `preference_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. In packed pairs the
+    segments of one number in both halves belong together. Metrics: `rewards/chosen`, `rewards/rejected`,
     `rewards/margins`, `rewards/accuracies`, `logps/chosen`, `logps/rejected`, and `nll` if the loss has it.
 
     The likelihood of ORPO and `ChosenNLL` is a mean over tokens of the (micro)batch, as TRL computes it; all other
@@ -84,7 +88,12 @@ def preference_loss(
     """
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
-    _check_pairs(batch)
+    if "interleaved" not in batch and "segment_ids" not in batch:
+        raise ValueError(
+            f"preference_loss finds no pairs in a batch of {sorted(batch)}: pass {{'chosen': {{...}}, 'rejected': "
+            "{...}} with the rows of each (split rows of both that are stacked in one array), or 'segment_ids' with the "
+            "answers of a pair as consecutive segments of a row"
+        )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
     scored = scores(head, hidden, targets, temperature=temperature).log_prob
@@ -95,14 +104,9 @@ def preference_loss(
     ratios = of_answers(scored - batch["reference_log_probs"]) if kind.needs_reference else log_p
     answers, pairs = Answers(*ratios, *counts), jnp.sum(is_pair)
     loss, rewards = jnp.sum(is_pair * kind(answers)), kind.rewards(answers)
-    metrics = {
-        "rewards/chosen": rewards[0],
-        "rewards/rejected": rewards[1],
-        "rewards/margins": rewards[0] - rewards[1],
-        "rewards/accuracies": rewards[0] > rewards[1],
-        "logps/chosen": log_p[0],
-        "logps/rejected": log_p[1],
-    }
+    metrics = {"rewards/margins": rewards[0] - rewards[1], "rewards/accuracies": rewards[0] > rewards[1]}
+    for i, name in enumerate(("chosen", "rejected")):
+        metrics |= {f"rewards/{name}": rewards[i], f"logps/{name}": log_p[i]}
     sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
     if kind.nll:
         rows = jnp.arange(len(targets))[:, None]
@@ -112,27 +116,14 @@ def preference_loss(
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
 
 
-def _check_pairs(batch: Batch) -> None:
-    """Raises ValueError if the batch does not define pairs."""
-    if "interleaved" not in batch and "segment_ids" not in batch:
-        raise ValueError(
-            f"preference_loss finds no pairs in a batch of {sorted(batch)}: pass "
-            f"{{'chosen': {{...}}, 'rejected': {{...}}}} with "
-            "the rows of each (split rows of both that are stacked in one array), or 'segment_ids' with the answers of "
-            "a pair "
-            "as consecutive segments of a row"
-        )
-
-
-@functools.partial(referenced, reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))
+@referenced(reads=("desirable", "mismatched", "kl_baseline", "reference_log_probs"))
 def kto_loss(
     head: Any, hidden: Float[Array, "B T D"], batch: Batch, *, kind: KTO = KTO(), temperature: float = 1.0
 ) -> tuple[Float[Array, ""], Stats]:
     """Computes KTO, summed over answers that are desirable or not; answers may be packed.
 
-    Call it as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`,
-    `kl` (z), `rewards/desirable` and `rewards/undesirable`, means over their kind alone, and `desirable`, the share of
-    that kind.
+    Call it as `kto_loss(model, batch, key, *, kind, reference, temperature, dtype, remat)`. Metrics: `rewards`, `kl`
+    (z), the means `rewards/desirable` and `rewards/undesirable` over one kind, and `desirable`, the share of that kind.
 
     Args:
         head: The model.
@@ -152,8 +143,7 @@ def kto_loss(
     if "kl_baseline" not in batch:
         raise ValueError(
             "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['kl_baseline'], the "
-            "divergence "
-            "from the reference that was estimated on them"
+            "divergence from the reference that was estimated on them"
         )
     segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
     scored = scores(head, hidden, batch["targets"], temperature=temperature).log_prob
@@ -205,7 +195,7 @@ def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
 
 def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
     """Returns a batch with `kl_baseline`, the mean ratio of the answers in `mismatched`, for each row."""
-    other = _compared(model, frozen, batch["mismatched"], **options)
+    other = _with_reference(model, frozen, batch["mismatched"], **options)
     if "reference_log_probs" not in other:
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
     ratio = frozen_log_probs(model, other, **options) - other["reference_log_probs"]

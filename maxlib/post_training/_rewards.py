@@ -69,10 +69,9 @@ class RewardPool(contextlib.AbstractContextManager):
 def _score(reward: Reward, item: Any) -> tuple[str, float]:
     """Returns the kind of the outcome, and the score, NaN if there is none."""
     try:
-        value = reward(item)
-        score = math.nan if value is None else float(value)
+        if (value := reward(item)) is None:
+            return "unscored", math.nan
+        score = float(value)
     except Exception:
         return "error", math.nan
-    if value is None:
-        return "unscored", math.nan
     return ("scored", score) if math.isfinite(score) else ("nan", math.nan)

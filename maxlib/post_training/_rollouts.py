@@ -1,6 +1,5 @@
 """Sampled completions as rows of a batch, and a loader of such batches."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -8,7 +7,8 @@ import jax
 import numpy as np
 
 from maxlib import nn
-from maxlib.data._padding import Row, padded
+from maxlib.data._completions import check_ends, completion_rows
+from maxlib.data._padding import Row
 from maxlib.inference._engine import Completion
 from maxlib.inference._generate import Images
 from maxlib.inference._sampling import Sampler
@@ -79,19 +79,16 @@ def completion_batch(
 
     Args:
         prompts: Token ids, a prompt for each completion.
-        completions: Token ids, or completions of an `inference.Engine`, with its sampler and its log-probabilities.
+        completions: Token ids, or what an `inference.Engine` returns, with its sampler and its log-probabilities.
         advantages: One per completion, in any shape, such as `N G`.
         length: Number of tokens in a row.
-        sampler: The sampler of the token ids, stored as `sampler` in the batch; the loss compares its temperature with
-            its own.
+        sampler: The sampler of the token ids, stored as `sampler` in the batch for the loss to check.
         sampler_log_probs: Log-probabilities that the sampler reported for each token of the completions.
         stop_token_ids: Ids that end a completion, to check token ids of other samplers: a warning lists completions
             that are shorter than the longest one and do not end with one of them.
         images: For vision models whose images are patches: the images of the prompt of each completion, as
-            `LocalEngine.generate` takes them; None for a prompt without. Each row of the batch then has its own
-            `images`.
-        blank: An empty row with the capacity for images that every row has (`ImageProcessor.blank`), needed with
-            `images`.
+            `LocalEngine.generate` takes them; None for a prompt without. Each row then has its own `images`.
+        blank: With `images`, an empty row with the capacity for images that every row has (`ImageProcessor.blank`).
 
     Raises:
         ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, or samplers
@@ -105,73 +102,11 @@ def completion_batch(
         completions, sampler_log_probs = [one.tokens for one in drawn], [one.log_probs for one in drawn]
     advantages = np.asarray(advantages, np.float32).reshape(-1)
     if not len(prompts) == len(completions) == len(advantages):
-        raise ValueError(
-            "there must be a prompt and an advantage for each completion, got "
-            f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
-        )
-    _check_scores(completions, sampler_log_probs)
-    _check_ends(completions, stop_token_ids)
-    seen = _of_rows(images, blank, len(prompts))
-    scores = [None] * len(prompts) if sampler_log_probs is None else sampler_log_probs
+        counts = f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
+        raise ValueError(f"there must be a prompt and an advantage for each completion, got {counts}")
     texts = cast(Sequence[Sequence[int]], completions)
-    each = zip(prompts, texts, advantages, scores, seen, strict=True)
-    rows = [_row(*one, length=length, blank=blank) for one in each]
+    rows = completion_rows(prompts, texts, length=length, log_probs=sampler_log_probs, images=images, blank=blank)
+    check_ends(texts, stop_token_ids)
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
+    batch["advantages"] = np.where(batch["targets"] >= 0, advantages[:, None], 0)
     return batch if (one := next(iter(samplers), None)) is None else batch | {"sampler": one}
-
-
-def _row(
-    prompt: Sequence[int], completion: Sequence[int], advantage: Any, scores: Any, seen: Row, *, length: int, blank: Any
-) -> Row:
-    """Returns a prompt and its completion as a row; only the completion has targets, advantages and scores."""
-    tokens = np.array([*prompt, *completion], np.int32)
-    targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-    row = padded({"tokens": tokens, "targets": targets} | seen, length, images=blank)
-    if scores is not None:
-        row["sampler_log_probs"] = np.zeros(length, np.float32)
-        row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = scores
-    return row | {"advantages": np.where(row["targets"] >= 0, advantage, 0).astype(np.float32)}
-
-
-def _of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[Row]:
-    """Returns the images of each row as a part of its document; raises ValueError for images that cannot be rows."""
-    if images is None:
-        return [{}] * count
-    if blank is None or len(images) != count:
-        raise ValueError(
-            f"images must be those of the prompt of each of the {count} completions, together with blank=, such as "
-            f"ImageProcessor.blank(patches), got {len(images)} of them and blank={type(blank).__name__}"
-        )
-    if wrong := [one for one in images if not isinstance(one, nn.vision.Patches | None)]:
-        raise ValueError(
-            f"the images of a prompt must be nn.vision.Patches, as an ImageProcessor makes them, got {type(wrong[0]).__name__}: "
-            "pixels of one size have no rows, so a batch of them cannot be split"
-        )
-    return [
-        {} if one is None else {"images": jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), one)}
-        for one in images
-    ]
-
-
-def _check_scores(completions: Any, scores: Any) -> None:
-    """Raises ValueError unless there is a log-probability for each token of each completion."""
-    if scores is None:
-        return
-    of_scores, of_tokens = list(map(np.size, scores)), list(map(len, completions))
-    if of_scores != of_tokens:
-        raise ValueError(
-            f"sampler_log_probs must have one number for each token of each completion, {of_tokens}, got {of_scores}"
-        )
-
-
-def _check_ends(completions: Any, stop_token_ids: Collection[int]) -> None:
-    """Warns about completions that are shorter than the longest one but do not end with a stop id."""
-    longest = max(map(len, completions), default=0)
-    short = [one for one in completions if len(one) < longest]
-    without = sum(not len(one) or one[-1] not in stop_token_ids for one in short)
-    if stop_token_ids and without:
-        warnings.warn(
-            f"{without} of {len(completions)} completions are shorter than the longest one and do not end with one of "
-            f"{sorted(stop_token_ids)}: the policy does not learn to stop. Keep the token that ended a completion",
-            stacklevel=3,
-        )

@@ -99,8 +99,7 @@ def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: flo
 
 
 def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
-    """Computes the penalty of overlong completions (DAPO, arXiv:2503.14476): 0 up to `longest - buffer`, 1 at
-    `longest`.
+    """Computes DAPO's penalty of overlong completions (arXiv:2503.14476): 0 up to `longest - buffer`, 1 at `longest`.
 
     Args:
         lengths: Numbers of tokens.
@@ -111,9 +110,7 @@ def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
 
 
 def has_spread(rewards: Rewards) -> np.ndarray:
-    """Returns, for each group, whether its rewards differ; groups with equal rewards give no gradient, and DAPO
-    replaces them.
-    """
+    """Returns whether the rewards of each group differ; groups without spread give no gradient (DAPO replaces them)."""
     return _moments(np.asarray(rewards, np.float64))[1][:, 0] > 1e-8
 
 

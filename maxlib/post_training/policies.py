@@ -6,7 +6,7 @@ policy to the one that sampled, m the mask of completion tokens.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Union, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ from maxlib._utils.choices import check_choice
 from maxlib.ops._segments import Segments, is_filled, segment_sums, spread, token_counts
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+Mean = Union[Literal["sequence", "token"], "FixedLengthMean"]
 Tokens = Float[Array, "B T"]
+Mask = Bool[Array, "B T"]
 stop = jax.lax.stop_gradient
 
 
@@ -24,8 +26,8 @@ class Surrogate(NamedTuple):
     """Result of `Clip` and `CISPO`: the loss of each token, and whether its ratio was clipped from below or above."""
 
     loss: Tokens
-    low: Bool[Array, "B T"]
-    high: Bool[Array, "B T"]
+    low: Mask
+    high: Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ class KL:
 
 
 def policy_ratio(
-    log_prob: Tokens, old: Tokens | None, mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Ratio = "token"
+    log_prob: Tokens, old: Tokens | None, mask: Mask, segment_ids: Segments, *, by: Ratio = "token"
 ) -> Tokens:
     """Computes ρ of each token.
 
@@ -144,7 +146,7 @@ class Correction:
         check_choice("by", self.by, ("token", "sequence"))
         check_choice("outside", self.outside, ("clip", "zero"))
 
-    def __call__(self, trained: Tokens, sampler: Tokens, mask: Bool[Array, "B T"], segment_ids: Segments) -> Tokens:
+    def __call__(self, trained: Tokens, sampler: Tokens, mask: Mask, segment_ids: Segments) -> Tokens:
         """Computes the constant weight of each token; a NaN log-probability counts as equal.
 
         Args:
@@ -174,9 +176,7 @@ class FixedLengthMean:
     length: int
 
 
-def mean_weights(
-    mask: Bool[Array, "B T"], segment_ids: Segments, *, by: Literal["sequence", "token"] | FixedLengthMean = "sequence"
-) -> tuple[Tokens, Float[Array, ""]]:
+def mean_weights(mask: Mask, segment_ids: Segments, *, by: Mean = "sequence") -> tuple[Tokens, Float[Array, ""]]:
     """Expresses a mean of token losses as weights and a divisor, which can be summed over microbatches.
 
     Args:

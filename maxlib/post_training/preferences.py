@@ -13,28 +13,30 @@ import jax.numpy as jnp
 from jax.nn import sigmoid, softplus
 from jaxtyping import Array, Bool, Float
 
+Pairs = Float[Array, "*P"]
+
 
 class Answers(NamedTuple):
     """The two answers of each pair, summed over their tokens."""
 
-    chosen: Float[Array, "*P"]
-    rejected: Float[Array, "*P"]
-    chosen_tokens: Float[Array, "*P"]
-    rejected_tokens: Float[Array, "*P"]
+    chosen: Pairs
+    rejected: Pairs
+    chosen_tokens: Pairs
+    rejected_tokens: Pairs
 
     @property
-    def means(self) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+    def means(self) -> tuple[Pairs, Pairs]:
         """Returns both sums per token; -1 if there is no answer, so that log-odds stay finite."""
         mean = lambda total, count: jnp.where(count > 0, total / jnp.maximum(count, 1), -1.0)
         return mean(self.chosen, self.chosen_tokens), mean(self.rejected, self.rejected_tokens)
 
     @property
-    def difference(self) -> Float[Array, "*P"]:
+    def difference(self) -> Pairs:
         """Returns c - r."""
         return self.chosen - self.rejected
 
     @property
-    def mean_difference(self) -> Float[Array, "*P"]:
+    def mean_difference(self) -> Pairs:
         """Returns c/n_c - r/n_r."""
         return jnp.subtract(*self.means)
 
@@ -64,23 +66,23 @@ class Preference:
         if not 0 <= noise < 0.5:
             raise ValueError(f"label_smoothing is the share of wrong labels, in [0, 0.5), got {noise}")
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+    def __call__(self, answers: Answers) -> Pairs:
         """Computes the loss of each pair."""
         raise NotImplementedError
 
-    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+    def rewards(self, answers: Answers) -> tuple[Pairs, Pairs]:
         """Returns the implicit rewards of the chosen and the rejected answers, for metrics."""
         chosen, rejected = answers.means if self.per_token else answers[:2]
         return self.beta * chosen, self.beta * rejected
 
 
-def _smoothed(x: Float[Array, "*P"], noise: float) -> Float[Array, "*P"]:
+def _smoothed(x: Pairs, noise: float) -> Pairs:
     """Computes (1-ε) sp(-x) + ε sp(x)."""
     return (1 - noise) * softplus(-x) + noise * softplus(x)
 
 
 # From TRL's names to functions of answers, β and ε. The formulas are in the docstring of `DPO`.
-_LOSSES: dict[str, Callable[[Answers, float, float], Float[Array, "*P"]]] = {
+_LOSSES: dict[str, Callable[[Answers, float, float], Pairs]] = {
     "sigmoid": lambda a, beta, noise: _smoothed(beta * a.difference, noise),
     "robust": lambda a, beta, noise: (
         ((1 - noise) * softplus(-beta * a.difference) - noise * softplus(beta * a.difference)) / (1 - 2 * noise)
@@ -130,7 +132,7 @@ class DPO(Preference):
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ValueError(f"label_smoothing is for 'sigmoid' and 'robust', got it for {self.loss_type!r}")
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+    def __call__(self, answers: Answers) -> Pairs:
         return _LOSSES[self.loss_type](answers, self.beta, self.label_smoothing)
 
 
@@ -144,7 +146,7 @@ class SimPO(Preference):
     needs_reference: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+    def __call__(self, answers: Answers) -> Pairs:
         return _smoothed(self.beta * answers.mean_difference - self.gamma, self.label_smoothing)
 
 
@@ -160,7 +162,7 @@ class ORPO(Preference):
     nll: ClassVar[float] = 1.0
     nll_of_prompt: ClassVar[bool] = True
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+    def __call__(self, answers: Answers) -> Pairs:
         chosen, rejected = answers.means
         log_not = lambda x: jnp.log(-jnp.expm1(x))
         return self.beta * softplus(-(chosen - rejected - (log_not(chosen) - log_not(rejected))))
@@ -173,7 +175,7 @@ class ChosenNLL(Preference):
     needs_reference: ClassVar[bool] = False
     nll: ClassVar[float] = 1.0
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+    def __call__(self, answers: Answers) -> Pairs:
         return jnp.zeros_like(answers.chosen)
 
 
@@ -211,11 +213,11 @@ class Mixture:
         """Returns the weight of the likelihood."""
         return sum(weight * kind.nll for weight, kind in self.terms)
 
-    def __call__(self, answers: Answers) -> Float[Array, "*P"]:
+    def __call__(self, answers: Answers) -> Pairs:
         """Computes the loss of each pair."""
         return jnp.stack([weight * kind(answers) for weight, kind in self.terms]).sum(0)
 
-    def rewards(self, answers: Answers) -> tuple[Float[Array, "*P"], Float[Array, "*P"]]:
+    def rewards(self, answers: Answers) -> tuple[Pairs, Pairs]:
         """Returns the implicit rewards of the first loss."""
         return self.terms[0][1].rewards(answers)
 
@@ -224,8 +226,8 @@ class Mixture:
 class KTO:
     """KTO (arXiv:2402.01306), for answers that are desirable or not: w σ(∓β (x - z)), x = Σ (log p - log p_reference).
 
-    z estimates the divergence from the reference: the mean of x over answers to *other* prompts, at least 0 and without
-    a gradient. Both are essential to the loss.
+    z estimates the divergence from the reference: the mean of x over answers to *other* prompts. It is at least 0 and
+    has no gradient; both are essential.
 
     Args:
         beta: Strength of the pull to the reference.
@@ -237,9 +239,7 @@ class KTO:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
-    def __call__(
-        self, x: Float[Array, "*P"], desirable: Bool[Array, "*P"], z: Float[Array, "*#P"]
-    ) -> Float[Array, "*P"]:
+    def __call__(self, x: Pairs, desirable: Bool[Array, "*P"], z: Float[Array, "*#P"]) -> Pairs:
         """Computes the loss of each answer."""
         away = self.beta * (x - jax.lax.stop_gradient(jnp.maximum(z, 0)))
         return jnp.where(desirable, self.desirable_weight * sigmoid(-away), self.undesirable_weight * sigmoid(away))

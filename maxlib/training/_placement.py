@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, nn, sharding
@@ -127,6 +128,22 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
+def place_beside(tree: Any, params: dict[str, Any]) -> Any:
+    """Commits arrays to the device to which the parameters are committed, if it is one and no layout is active.
+
+    A program with one committed input commits all its outputs. So a step whose first state is committed in part gets
+    another kind of state at the second step, and would be compiled twice.
+    """
+    is_free = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.committed
+    fixed = [x for x in params.values() if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed]
+    devices = {device for x in fixed for device in x.sharding.device_set}
+    if sharding.current() is not None or len(devices) != 1:
+        return tree
+    (device,) = devices
+    kept = lambda x: SingleDeviceSharding(device, memory_kind=x.sharding.memory_kind)
+    return jax.tree.map(lambda x: jax.device_put(x, kept(x)) if is_free(x) else x, tree)
+
+
 def host_rows(batch: Batch) -> Batch:
     """Returns this host's whole rows of a batch, before or after `place_batch`; all processes must call it."""
 
@@ -155,9 +172,10 @@ def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
         if layout is not None:
             return sharding.create(model, layout)
         shapes_of(model)  # for its check; jit compiles the same function only once
-        return jax.jit(model)()
+        model = jax.jit(model)()
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding), model)
     check_no_aliases(model)
     if layout is None:
-        return jax.tree.map(lambda x: jax.device_put(x, may_alias=False), model)  # a copy, without a program
+        return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None), may_alias=False), model)
     shardings = sharding.shardings(model, layout)
     return jax.tree.map(lambda x, to: jax.device_put(x, to, may_alias=False), model, shardings)

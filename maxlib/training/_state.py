@@ -15,7 +15,7 @@ from maxlib import nn, sharding
 from maxlib.sharding._create import check_no_aliases
 from maxlib.training._offload import check_offloaded
 from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
-from maxlib.training._placement import materialize_model, place_like_parameters
+from maxlib.training._placement import materialize_model, place_beside, place_like_parameters
 
 
 @nn.pytree
@@ -100,12 +100,12 @@ def make_state(
     check_offloaded(opt_state, trainable)
     check_averages(opt_state)
     _warn_of_rounding(opt_state, trainable)
-    return TrainState(trainable, rest, opt_state, step, copied_key)
+    return place_beside(TrainState(trainable, rest, opt_state, step, copied_key), trainable)
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:
     """Makes the optimizer's initial state for these parameters, with their shardings."""
-    return jax.jit(lambda params: _initial(optimizer, params, rest))(params)
+    return place_beside(jax.jit(lambda params: _initial(optimizer, params, rest))(params), params)
 
 
 def _initial(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:

@@ -82,6 +82,29 @@ class Piece:
         kept = [a for a in axes if a in part]
         return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.leaf_axes if a in kept])
 
+    def dimension(self, axes: Axes) -> int:
+        """Returns the dimension of the file's tensor that has `axes`."""
+        return next(n for n, group in enumerate(self.groups) if {*group} & {*axes})
+
+    def in_axes(self, array: np.ndarray, lengths: Mapping[str, int], dimension: int, axes: Axes) -> np.ndarray:
+        """Returns a view of the part of this piece along one dimension, split into `axes` of the parameter.
+
+        Args:
+            array: Any array with a dimension as long as the tensor's that has `axes`, such as a factor of the tensor.
+            lengths: Sizes of the tensor's axes before grouping.
+            dimension: Which dimension of `array` it is.
+            axes: Axes of the parameter, in its order.
+        """
+        group = self.groups[self.dimension(axes)]
+        before, after = array.shape[:dimension], array.shape[dimension + 1 :]
+        sizes = dict(zip(self.leaf_axes, self.place.shape, strict=True))
+        start = lambda a: self.at.get(a, 0)
+        index = [slice(start(a), start(a) + sizes[a]) if a in sizes else start(a) for a in group]
+        taken = array.reshape(*before, *(lengths[a] for a in group), *after)[(*[slice(None)] * dimension, *index, ...)]
+        kept = [a for a in group if a in sizes]
+        order = [dimension + kept.index(a) for a in axes]
+        return taken.transpose(*range(dimension), *order, *range(dimension + len(kept), taken.ndim))
+
     def within(self, cut: Cut) -> tuple[Any, ...] | None:
         """Returns the index of this piece in an array with the part `cut` of the leaf; None if it is outside."""
         places: list[Any] = []

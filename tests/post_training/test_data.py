@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlib import data, inference, tokenization
+from maxlib import data, inference, tokenization, training
 from maxlib import post_training as pt
 from tests.data.test_chats import PLAIN
 from tests.training import tiny
@@ -175,3 +175,16 @@ def test_rollouts_are_batches_by_number_with_their_metrics():
     again.reset()
     next(again)
     assert asked == [0, 1, 2, 3, 0] and again.metrics() == {"reward": 0.0}
+
+
+def test_rollouts_may_be_sampled_a_step_ahead():
+    """`Prefetch` draws a batch with the weights of one step earlier, and does not count it as trained on."""
+    sampled_at = []
+
+    def sample(number):
+        sampled_at.append((number, trained.step))
+        return tiny.batch(8, seed=number), {"reward": number / 4}
+
+    trained = trainer(loader=training.Prefetch(pt.Rollouts(sample), size=2))
+    assert trained.fit(3)["reward"] == 0.5 and sampled_at == [(0, 0), (1, 0), (2, 1), (3, 2)]
+    assert trained.loader.get_state() == {"0": {"next": 3}}

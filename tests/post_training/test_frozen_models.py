@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import adapters, nn, sharding, training
+from maxlib import adapters, nn, quantization, sharding, training
 from maxlib import post_training as pt
 from tests.nn.tiny import tiny_llama
 from tests.post_training.every_loss import VOCAB, built, check, halves
@@ -126,3 +126,36 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
         return [value for value, _ in found]
 
     np.testing.assert_allclose(*divergences(both, first), rtol=1e-4)
+
+
+def test_a_teacher_may_be_in_int8():
+    teacher = jax.tree.map(lambda x: 4 * x, beside().frozen)  # so that its layers matter
+    rounded = quantization.for_inference(teacher, "int8")
+    data = jax.tree.map(jnp.asarray, halves())
+    loss = jax.jit(lambda both: distilled(both, data, None)[0], compiler_options=tiny.QUICKLY)
+    exact, got, want = (
+        loss(pt.WithFrozen(beside().trained, one)) for one in (teacher, rounded, quantization.full_precision(rounded))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert abs(exact / want - 1) > 5e-5  # more than the tolerance
+
+
+def test_a_teacher_may_be_on_another_mesh():
+    class Once(tiny.Loader):
+        def __next__(self):
+            return halves()["chosen"]
+
+    theirs, ours = (
+        sharding.Layout(sharding.make_mesh(fsdp=4, devices=devices), sharding.FSDP)
+        for devices in (jax.devices()[:4], jax.devices()[4:])
+    )
+    teacher = beside().frozen
+    options = {"k": 4, "dtype": jnp.float32}
+    spread = pt.add_teacher(
+        Once(), jax.device_put(teacher, sharding.shardings(teacher, theirs)), layout=theirs, **options
+    )
+    batch = training.place_batch(next(spread), ours)
+    assert all(x.devices() == {*ours.mesh.devices.flat} for x in batch.values())
+    want = next(pt.add_teacher(Once(), teacher, **options))
+    np.testing.assert_array_equal(batch["teacher_ids"], want["teacher_ids"])
+    np.testing.assert_allclose(batch["teacher_log_probs"], want["teacher_log_probs"], atol=1e-5)

@@ -1,6 +1,7 @@
 """Losses defined outside of maxlib: with microbatches, on meshes, in 1F1B pipelines; with a frozen reference."""
 
 import functools
+import inspect
 import itertools
 import math
 
@@ -243,6 +244,23 @@ def test_what_a_pipeline_cannot_divide_is_refused():
         args[2]["lengths"] = np.zeros(3, np.int32)
         with pytest.raises(ValueError, match=r"batch\['lengths'\] must have the 8 rows"):
             jax.eval_shape(training.one_f_one_b().gradients, *args)
+
+
+def test_a_loss_may_prepare_its_model_and_batch():
+    def doubled(model, batch, *, factor=2.0, temperature=1.0, **how):
+        assert how == {"dtype": jnp.float32, "remat": None}
+        return model, batch | {"factor": factor * temperature}
+
+    @training.objective(prepare=doubled)
+    def scaled(head, hidden, batch, *, temperature=1.0):
+        total = jnp.sum(batch["factor"] * temperature)
+        return total, training.Stats(jnp.ones(()), {})
+
+    assert [*inspect.signature(scaled).parameters][-2:] == ["temperature", "factor"]
+    run = functools.partial(scaled, model(), jax.tree.map(jnp.asarray, batch()), dtype=jnp.float32)
+    assert [float(run(**options)[0]) for options in ({}, {"factor": 3.0}, {"temperature": 2.0})] == [2.0, 3.0, 8.0]
+    with pytest.raises(TypeError, match="facto"):
+        run(facto=1.0)
 
 
 def test_a_loss_says_what_it_takes():

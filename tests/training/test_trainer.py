@@ -173,6 +173,33 @@ def test_garbage_is_not_collected_until_the_first_step_has_run(fails):
     assert Watching.collects == ([False] if fails else [False, True, True]) and gc.isenabled()
 
 
+@pytest.mark.parametrize("batches", ["host", "committed"])
+@pytest.mark.parametrize("model", ["built", "fresh", "in part", "committed"])
+def test_a_step_is_compiled_once(model, batches, caplog):
+    """Whether or not arrays are committed to a device, as those of a trained model and of a scored batch are."""
+
+    class Placed(tiny.Loader):
+        def __next__(self):
+            batch = super().__next__()
+            return batch if batches == "host" else jax.device_put(batch, jax.devices()[0])
+
+    made, device = tiny.model(), jax.devices()[0]
+    if model == "in part":
+        made.head = jax.device_put(made.head, device)
+    made = {"built": tiny.model, "committed": jax.device_put(made, device)}.get(model, made)
+    ours = trainer(made, loader=Placed(), loss=functools.partial(tiny.loss))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        ours.fit(3)
+    assert sum(record.getMessage().startswith("Compiling jit(step)") for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_state_is_where_its_parameters_are(device):
+    there = jax.devices()[device]
+    state = training.make_state(jax.device_put(tiny.model(), there), SGD)
+    assert all(x.committed and x.devices() == {there} for x in jax.tree.leaves(state))
+
+
 def test_what_the_loader_counts_is_written():
     class Counts(tiny.Loader):
         def metrics(self):

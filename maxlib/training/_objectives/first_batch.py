@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from maxlib import nn
+from maxlib.training._objectives.second_model import WithFrozen
 
 
 def check_first_batch(batch: dict[str, Any], model: Any) -> None:
@@ -18,7 +19,7 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         batch: This host's rows; nested batches are checked too.
         model: The trained model; targets are only checked if it has `head_weight`, positions if it has `max_length`.
     """
-    model = getattr(model, "trained", model)  # of `WithFrozen`
+    model = model.trained if isinstance(model, WithFrozen) else model
     vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
     read = "tokens", "targets", "segment_ids", "valid", "positions"
     for found in _batches(batch):

@@ -19,6 +19,7 @@ from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, w
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
+Prepare = Callable[..., tuple[Any, Batch]]
 COUNTS = "moe/counts"  # report of MoE layers for expert balancing; not a metric
 
 
@@ -56,6 +57,7 @@ class Objective:
         from_hidden: `(model, hidden, batch, **options) -> (sum, Stats)`.
         sums_over_rows: True if the loss and its reports are sums of independent contributions of the rows.
         reads: names in the batch besides tokens, targets and the model's inputs; None for any.
+        prepare: changes the model and the batch before the model runs; None for no change.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Objective:
         *,
         sums_over_rows: bool = True,
         reads: Collection[str] | None = None,
+        prepare: Prepare | None = None,
     ):
-        self.from_hidden, self.sums_over_rows, self.reads = from_hidden, sums_over_rows, reads
+        self.from_hidden, self.sums_over_rows, self.reads, self.prepare = from_hidden, sums_over_rows, reads, prepare
         self.__name__, self.__qualname__ = from_hidden.__name__, from_hidden.__qualname__
         self.__module__, self.__doc__ = from_hidden.__module__, from_hidden.__doc__
-        self.__signature__ = _signature(from_hidden)
+        self.__signature__ = _signature(from_hidden, prepare)
 
     def __call__(
         self,
@@ -82,6 +85,11 @@ class Objective:
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs `model` on the batch and returns `(loss sum, Stats)`, including the reports of its layers."""
         self.check_names(batch)
+        if self.prepare is not None:
+            own, theirs = _options(self.from_hidden), _options(self.prepare)
+            given = {name: x for name, x in options.items() if name in theirs}
+            model, batch = self.prepare(model, batch, dtype=dtype, remat=remat, **given)
+            options = {name: x for name, x in options.items() if name in own or name not in theirs}
         out = run(model, batch, dtype=dtype, remat=remat)
         loss, stats = self.from_hidden(model, out.hidden, batch, **options)
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
@@ -99,9 +107,15 @@ class Objective:
 def objective(from_hidden: Callable[..., tuple[Array, Stats]]) -> Objective: ...
 @overload
 def objective(
-    *, sums_over_rows: bool = True, reads: Collection[str] | None = None
+    *, sums_over_rows: bool = True, reads: Collection[str] | None = None, prepare: Prepare | None = None
 ) -> Callable[[Callable[..., tuple[Array, Stats]]], Objective]: ...
-def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Collection[str] | None = None) -> Any:
+def objective(
+    from_hidden: Any = None,
+    *,
+    sums_over_rows: bool = True,
+    reads: Collection[str] | None = None,
+    prepare: Prepare | None = None,
+) -> Any:
     """Makes a training loss of `from_hidden(model, hidden, batch, **options) -> (sum, Stats)`; a decorator.
 
     The loss works wherever `next_token_loss` does, which is made in the same way: with autodiff, with microbatches, on
@@ -120,8 +134,10 @@ def objective(from_hidden: Any = None, *, sums_over_rows: bool = True, reads: Co
         reads: names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If given,
             masks and other libraries' names of these inputs raise an error, and unread names a warning. None (the
             default) accepts any batch.
+        prepare: `(model, batch, *, dtype, remat, **options) -> (model, batch)`, applied before the model runs, such as
+            to add the outputs of a second model. A 1F1B pipeline does not apply it. Its options are the loss's too.
     """
-    make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads)
+    make = functools.partial(Objective, sums_over_rows=sums_over_rows, reads=reads, prepare=prepare)
     return make if from_hidden is None else make(from_hidden)
 
 
@@ -166,6 +182,11 @@ def run(model: Any, batch: Batch, **options: Any) -> nn.Output:
     return model(batch["tokens"], **options, **{name: batch[name] for name in INPUTS if name in batch})
 
 
+def scores(head: Any, hidden: Float[Array, "B T D"], targets: Any, **options: Any) -> nn.TokenLogProbs:
+    """Computes a head's log-probabilities of targets."""
+    return nn.token_log_probs(hidden, head.head_weight(), targets, softcap=head.softcap, **options)
+
+
 def own_losses(aux: dict[str, Array]) -> Float[Array, ""]:
     """Sums the layers' own losses per target: reports named `loss/...`."""
     values = [jnp.sum(value) for name, value in aux.items() if name.startswith("loss/")]
@@ -185,8 +206,14 @@ def with_reports(stats: Stats, aux: dict[str, Array]) -> Stats:
     return jax.lax.stop_gradient(Stats(stats.num_targets, sums, jnp.concatenate(counts) if counts else None))
 
 
-def _signature(from_hidden: Callable) -> inspect.Signature:
-    """Builds the signature of `Objective.__call__`, with the options of `from_hidden` by name."""
-    options = [p for p in inspect.signature(from_hidden).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    own = inspect.signature(Objective.__call__).parameters.values()
-    return inspect.Signature([p for p in own if p.name not in ("self", "options")] + options)
+def _options(function: Callable | None) -> dict[str, inspect.Parameter]:
+    """Returns the parameters by keyword, by name."""
+    parameters = {} if function is None else inspect.signature(function).parameters
+    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _signature(from_hidden: Callable, prepare: Callable | None) -> inspect.Signature:
+    """Builds the signature of `Objective.__call__`, with the options of both functions by name."""
+    own = dict(inspect.signature(Objective.__call__).parameters)
+    del own["self"], own["options"]
+    return inspect.Signature([*(own | _options(from_hidden) | _options(prepare) | own).values()])

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlib import nn
-from maxlib.training._objectives.objective import Batch, Stats, objective
+from maxlib.training._objectives.objective import Batch, Stats, objective, scores
 
 
 @objective(reads=())
@@ -23,7 +22,7 @@ def dft_loss(head: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Fl
         hidden: Its last hidden states.
         batch: Has `targets`, -1 where nothing is learned.
     """
-    scored = nn.token_log_probs(hidden, head.head_weight(), batch["targets"], softcap=head.softcap)
+    scored = scores(head, hidden, batch["targets"])
     loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 for ignored targets
     sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
     return loss, jax.lax.stop_gradient(Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums))
