@@ -14,6 +14,9 @@ from maxlib.weights._family import family_of
 from maxlib.weights._resolve import Piece, resolve
 from maxlib.weights.names import with_fused_experts
 
+CURRENT = {".block_sparse_moe.": ".mlp.", ".mlp.shared_mlp.": ".mlp.shared_experts."}  # Mixtral, Hy3
+CURRENT |= {f".self_attn.f_{x}_proj": f".self_attn.forget_gate.f_{x}_proj" for x in "ab"}  # Kimi Linear
+
 
 @dataclass(frozen=True)
 class Part:
@@ -107,7 +110,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
 
 
 def _current(module: str) -> str:
-    """Returns a module's name in transformers 5, where files of Mixtral and Hy3 have another; experts keep theirs."""
-    if ".experts." in module:
-        return module
-    return module.replace(".block_sparse_moe.", ".mlp.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
+    """Returns a module's name in transformers 5, where the families below have others in files; experts keep theirs."""
+    for old, new in {} if ".experts." in module else CURRENT.items():
+        module = module.replace(old, new)
+    return module
