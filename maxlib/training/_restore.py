@@ -60,7 +60,7 @@ def initial_state(
         return _with_parameters(state, Path(params_from), groupings, optimizer=optimizer, layout=layout)
     if step := int(state.step):
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
-    return state, ResumePoint(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
+    return state, ResumePoint(f"a new run, {nn.num_parameters(state.trainable):,} trained parameters")
 
 
 def _with_parameters(

@@ -58,7 +58,7 @@ def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):
 def test_where_a_run_begins(tmp_path, capsys):
     source = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a", every=2))
     source.fit(2)
-    assert trainer().restore().startswith("a fresh start, ")
+    assert trainer().restore().startswith("a new run, ")
     full = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "b"))
     assert full.restore(resume_from=tmp_path / "a").startswith("resumed after step 2, from the checkpoint in")
     assert full.step == 2 and full.loader.next == 2 and same(full.state.trainable, source.state.trainable)
