@@ -166,7 +166,9 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
         step=place(jnp.asarray(step, jnp.int32), state.step),
         key=place(key, state.key),
     )
-    return new, ResumePoint(f"resumed after step {step}, from {where}", restored["data"], restored["meta"].get("metrics", {}))
+    return new, ResumePoint(
+        f"resumed after step {step}, from {where}", restored["data"], restored["meta"].get("metrics", {})
+    )
 
 
 def config_text(model: Any) -> str:
