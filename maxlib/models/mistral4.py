@@ -1,6 +1,5 @@
-"""Mistral Small 4 (Mistral AI 2026): DeepSeek's latent attention with sharpened queries, many small experts beside a
-shared one, and Pixtral's image encoder.
-"""
+"""Mistral Small 4 (Mistral AI 2026): DeepSeek's latent attention with sharpened queries, many small experts, a
+shared one, and Pixtral's image encoder."""
 
 from dataclasses import dataclass
 from typing import Any
