@@ -1,5 +1,6 @@
 """Gemma 2 (Gemma team 2024, arXiv:2408.00118): alternating local and global layers, norms before and after each
-branch, soft-caps."""
+branch, soft-caps.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,5 +1,6 @@
 """Granite 4 (IBM 2025), hybrid and dense: nine layers of Mamba-2 for each one of attention, experts and a shared
-MLP."""
+MLP.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

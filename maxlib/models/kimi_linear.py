@@ -1,5 +1,6 @@
 """Kimi Linear (Kimi Team 2025, arXiv:2510.26692): three layers of Kimi delta attention, then one of latent attention
-without positions, with DeepSeek V3's experts."""
+without positions, with DeepSeek V3's experts.
+"""
 
 from dataclasses import dataclass
 from typing import Any

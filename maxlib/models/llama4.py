@@ -1,5 +1,6 @@
 """Llama 4 Scout and Maverick (Meta AI 2025): local layers with rotary positions, global ones without, experts, and
-an image encoder."""
+an image encoder.
+"""
 
 import functools
 from dataclasses import dataclass, replace

@@ -1,5 +1,6 @@
 """MiniMax-M2, M2.1 and M2.5 (MiniMax 2025): grouped-query attention with norms over all heads, and 256 small
-experts."""
+experts.
+"""
 
 from dataclasses import dataclass
 from typing import Any

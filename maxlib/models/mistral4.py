@@ -1,5 +1,6 @@
 """Mistral Small 4 (Mistral AI 2026): DeepSeek's latent attention with sharpened queries, many small experts, a
-shared one, and Pixtral's image encoder."""
+shared one, and Pixtral's image encoder.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,6 @@
 """Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv:2401.04088): Mistral's block with eight MLPs, two of them for
-each token."""
+each token.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,5 +1,6 @@
 """Muse Glimmer (Meta 2026), its text: windows with rotary positions, full layers without, queries and keys of unit
-length, gated attention."""
+length, gated attention.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,5 +1,6 @@
 """OLMo 2 and 3 (OLMo team 2024, arXiv:2501.00656; 2025): norms after attention and MLP, and over all heads of
-queries and keys."""
+queries and keys.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
