@@ -65,7 +65,8 @@ def main() -> None:
         model = adapters.merge(model)
     target = args.out / "model"
     maxlib.save_pretrained(model, target, like=args.model, overwrite=True)  # with tokenizer, template and ends of text
-    print(f"\nThe model is {target}; try it with: python examples/generate.py --raw --model {target} {args.prompt!r}")
+    command = f"chat {target}" if args.chats else f"generate {target} {args.prompt!r} --raw"
+    print(f"\nThe model is {target}; try it with: maxlib {command}")
     if args.chats:
         show_answer(model, tokenizer, tokenize(held_out), args)
     else:
@@ -91,6 +92,7 @@ def arguments() -> argparse.Namespace:
     add("--batch", default=8, help="rows per step (%(default)s)")
     add("--accumulate", default=1, help="microbatches per step, to use less memory (%(default)s)")
     add("--length", default=512, help="tokens per row (%(default)s)")
+    add("--validation", metavar="X", type=float, default=0.05, help="fraction of documents to hold out (%(default)s)")
     add("--learning-rate", metavar="X", type=float, help="peak learning rate (2e-5; 2e-4 with --lora)")
     add(
         "--lora", metavar="RANK", default=0, help="train only adapters of this rank; 0 trains all weights (%(default)s)"
@@ -115,7 +117,7 @@ def image_processor(directory: Path) -> data.ImageProcessor | None:
 
 
 def documents(tokenizer: Tokenizer, args):
-    """Returns the tokenize function, and the documents for training and evaluation (5%)."""
+    """Returns the tokenize function, and the documents for training and evaluation."""
     if args.chats:
         template = tokenization.ChatTemplate.from_directory(args.model)
         read = data.chats(args.files)
@@ -124,7 +126,7 @@ def documents(tokenizer: Tokenizer, args):
         read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
         ids = special_ids(args.model)
         tokenize = lambda part: data.tokenize(part, tokenizer, **ids)
-    return tokenize, *data.split(read, validation=0.05)
+    return tokenize, *data.split(read, validation=args.validation)
 
 
 def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = None) -> data.Loader:

@@ -64,12 +64,14 @@ def main() -> None:
     del model  # the trainer has a copy
     metrics = trainer.fit(args.steps)
     accuracy, margin = (float(metrics[f"rewards/{name}"]) for name in ("accuracies", "margins"))
-    trainer.log(f"of the last step: pairs right {accuracy:.3f}, margin {margin:.3f}")
+    trainer.log(f"last step: pairs right {accuracy:.3f}, margin {margin:.3f}")
     model = trainer.model
     if args.lora:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
-    maxlib.save_pretrained(model, args.out / "model", like=args.model, overwrite=True)
+    target = args.out / "model"
+    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)
+    print(f"\nThe model is {target}; try it with: maxlib chat {target}")
 
 
 def pair_loader(args: argparse.Namespace) -> data.Loader:

@@ -26,6 +26,9 @@ SOURCES, SOURCE = "_modules/", "_modules/maxlib/nn/_attention"  # hundreds of pa
 OBJECTS, EACH = "api/objects/", 12  # so do these; every twelfth is looked at
 # What people type, and the page that answers. `tests/test_docs.py` checks without a browser that the words are there.
 SEARCHES = {
+    "getting started": "start",
+    "quickstart": "guides/tour",
+    "crash": "guides/checkpoints",
     "fine-tune": "guides/finetune",
     "sft": "guides/finetune",
     "lora": "guides/adapters",

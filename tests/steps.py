@@ -14,7 +14,7 @@ MOST = 3
 # Rows of docs/comparison.md and the pages that answer them; the nearest one counts.
 ANSWERS = {
     "how to install": ("index",),  # its first lines are the command
-    "a first program beside its output": ("start", "guides/tour"),
+    "a first program with its output": ("start", "guides/tour"),
     "a finished notebook, with figures": ("notebooks/",),
     "the entry of a function or class": ("api/nn", "api/ops", "api/training"),
     "pretrained weights": ("guides/weights",),

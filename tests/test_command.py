@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import maxlib
 from maxlib import checkpoint, inference, nn, ops, quantization, tokenization
 from maxlib._command import COMMANDS, main
+from maxlib._command.doctor import EXTRAS
 from tests.nn.tiny import filled_llama
 
 
@@ -204,6 +207,16 @@ def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
     assert "Finetune a Hugging Face model" in target.read_text()
     assert main(["new-trainer", str(target)]) == 2
     assert "mine.py" in capsys.readouterr().err
+
+
+def test_doctor_looks_for_every_extra_that_is_for_users():
+    """And for a package that the extra installs."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    wanted = {name: found for name, found in project["optional-dependencies"].items() if name != "docs"}
+    assert EXTRAS.keys() == wanted.keys()
+    jax_installs = {"cuda": "jax-cuda13-plugin", "tpu": "libtpu"}
+    for extra, package in EXTRAS.items():
+        assert jax_installs.get(extra) == package or any(re.match(rf"{package}\b", one) for one in wanted[extra])
 
 
 def test_doctor(capsys):

@@ -21,11 +21,15 @@ REQUIRED = (
 )
 EXTRAS = {
     "cuda": "jax-cuda13-plugin",
+    "eval": "lm-eval",
+    "examples": "matplotlib",
     "gcs": "gcsfs",
     "gguf": "gguf",
     "hf": "datasets",
     "hub": "huggingface_hub",
+    "images": "pillow",
     "mlflow": "mlflow-skinny",
+    "notebooks": "jupyterlab",
     "parquet": "pyarrow",
     "s3": "s3fs",
     "tensorboard": "tensorboardX",

@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI 2025, arXiv:2509.14233): Qwen3's attention, and an ungated MLP whose activation is trained."""
+"""Apertus (Swiss AI 2025, arXiv:2509.14233): Qwen3's attention, and an ungated MLP with a trained activation."""
 
 from dataclasses import dataclass, replace
 from typing import Any

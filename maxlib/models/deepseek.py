@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3/R1, Kimi K2 (DeepSeek-AI 2024, arXiv:2405.04434, 2412.19437): latent attention, and many small
-experts beside shared ones.
+"""DeepSeek V2 and V3/R1, Kimi K2 (DeepSeek-AI 2024, arXiv:2405.04434, 2412.19437): latent attention, many small
+experts, and shared ones.
 
 V3 differs from V2 in its router only; Kimi K2 is V3 with other numbers.
 """

@@ -1,4 +1,4 @@
-"""Falcon-H1 (TII 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, under muP's factors."""
+"""Falcon-H1 (TII 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, with muP's factors."""
 
 from dataclasses import dataclass
 from typing import Any

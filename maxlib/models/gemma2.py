@@ -1,5 +1,5 @@
-"""Gemma 2 (Gemma team 2024, arXiv:2408.00118): local and global layers in turn, norms before and after each branch,
-soft caps.
+"""Gemma 2 (Gemma team 2024, arXiv:2408.00118): alternating local and global layers, norms before and after each
+branch, soft-caps.
 """
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
-"""Gemma 3 (Gemma team 2025, arXiv:2503.19786): five local layers to a global one, normed queries and
-keys, images in.
+"""Gemma 3 (Gemma team 2025, arXiv:2503.19786): five local layers for each global one, norms on queries and keys, and
+an image encoder.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.5-Air and 4.6 (GLM team 2025, arXiv:2508.06471): half-turned heads, and DeepSeek V3's experts."""
+"""GLM-4.5, 4.5-Air and 4.6 (GLM team 2025, arXiv:2508.06471): half of each head rotated, and DeepSeek V3's experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any

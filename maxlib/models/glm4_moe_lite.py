@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (GLM team 2026): DeepSeek's latent attention under a router and experts as in GLM-4.5."""
+"""GLM-4.7-Flash (GLM team 2026): DeepSeek's latent attention, with the router and experts of GLM-4.5."""
 
 from dataclasses import dataclass
 from typing import Any

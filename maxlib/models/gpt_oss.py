@@ -1,5 +1,5 @@
-"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): windows in turn, attention sinks, experts with biases and a clamped SwiGLU,
-stored as MXFP4.
+"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): windows in every second layer, attention sinks, experts with biases and a
+clamped SwiGLU, stored as MXFP4.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,6 @@
-"""Granite 4 (IBM 2025), hybrid and dense: nine layers of Mamba-2 to one of attention, experts beside a shared MLP."""
+"""Granite 4 (IBM 2025), hybrid and dense: nine layers of Mamba-2 for each one of attention, experts and a shared
+MLP.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hy3 (Tencent 2026): Qwen3's attention, and many small experts beside a shared one under a sigmoid router."""
+"""Hy3 (Tencent 2026): Qwen3's attention, many small experts, a shared one, and a sigmoid router."""
 
 from dataclasses import dataclass
 from typing import Any

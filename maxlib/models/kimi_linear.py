@@ -1,5 +1,5 @@
 """Kimi Linear (Kimi Team 2025, arXiv:2510.26692): three layers of Kimi delta attention, then one of latent attention
-without positions, over the experts of DeepSeek V3.
+without positions, with DeepSeek V3's experts.
 """
 
 from dataclasses import dataclass

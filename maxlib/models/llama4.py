@@ -1,4 +1,6 @@
-"""Llama 4 Scout and Maverick (Meta AI 2025): local layers that rotate, global ones that do not, experts, images in."""
+"""Llama 4 Scout and Maverick (Meta AI 2025): local layers with rotary positions, global ones without, experts, and
+an image encoder.
+"""
 
 import functools
 from dataclasses import dataclass, replace

@@ -1,4 +1,6 @@
-"""MiMo-V2-Flash (Xiaomi 2025, arXiv:2601.02780): narrow windows with sinks, every sixth layer global, small experts."""
+"""MiMo-V2-Flash (Xiaomi 2025, arXiv:2601.02780): narrow windows with sinks, full attention in every
+sixth layer, small experts.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,6 @@
-"""MiniMax-M2, M2.1 and M2.5 (MiniMax 2025): grouped-query attention normed over all heads, and 256 small experts."""
+"""MiniMax-M2, M2.1 and M2.5 (MiniMax 2025): grouped-query attention with norms over all heads, and 256 small
+experts.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,5 @@
-"""Mistral 7B, Nemo, Small and Large (Jiang et al. 2023, arXiv:2310.06825): Llama's block, first with a window.
+"""Mistral 7B, Nemo, Small and Large (Jiang et al. 2023, arXiv:2310.06825): Llama's block, in the first release with a
+window.
 
 Ministral 3 and Devstral 2 sharpen late queries. They, Pixtral 12B and Small from 3.1 on see images of any size.
 """

@@ -1,4 +1,4 @@
-"""Mistral Small 4 (Mistral AI 2026): DeepSeek's latent attention with sharpened queries, many small experts beside a
+"""Mistral Small 4 (Mistral AI 2026): DeepSeek's latent attention with sharpened queries, many small experts, a
 shared one, and Pixtral's image encoder.
 """
 

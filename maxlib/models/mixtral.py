@@ -1,5 +1,5 @@
-"""Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv:2401.04088): Mistral's block with eight MLPs, of which a token
-takes two.
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv:2401.04088): Mistral's block with eight MLPs, two of them for
+each token.
 """
 
 from dataclasses import dataclass, replace

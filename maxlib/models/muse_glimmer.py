@@ -1,5 +1,5 @@
-"""Muse Glimmer (Meta 2026), its text: windows that rotate and full layers that do not, unit queries and keys, gated
-attention.
+"""Muse Glimmer (Meta 2026), its text: windows with rotary positions, full layers without, queries and keys of unit
+length, gated attention.
 """
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3 (OLMo team 2024, arXiv:2501.00656; 2025): norms behind attention and MLP, and over all heads of queries
-and keys.
+"""OLMo 2 and 3 (OLMo team 2024, arXiv:2501.00656; 2025): norms after attention and MLP, and over all heads of
+queries and keys.
 """
 
 from dataclasses import dataclass, replace

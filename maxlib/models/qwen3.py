@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388): queries and keys are normed head by head before they are rotated."""
+"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388): a norm on each head of queries and keys before their rotation."""
 
 from dataclasses import dataclass, replace
 from typing import Any

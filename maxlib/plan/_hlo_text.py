@@ -36,10 +36,23 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
         elif found := _INSTRUCTION.match(line):
             one = _instruction(found[2], found[3], bool(found[1]))
             if one is not None:
+                current |= {element.name: element for element in _elements(one, current)}
                 current[one.name] = one
     if not entry:
         raise ValueError("the program's text has no ENTRY computation")
     return computations, entry
+
+
+def _elements(one: Instruction, current: dict[str, Instruction]) -> Iterator[Instruction]:
+    """Yields the elements of tuples that an instruction names in place, `%loop#2`, as instructions of their own.
+
+    libtpu 0.0.48 writes them so; other versions write a `get-tuple-element`.
+    """
+    for name in one.operands:
+        whole, _, index = name.rpartition("#")
+        if whole in current:
+            type_ = types_of(current[whole].type)[int(index)]
+            yield Instruction(name, type_, "get-tuple-element", [whole], f", index={index}", False)
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction | None:

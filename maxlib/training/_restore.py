@@ -60,7 +60,7 @@ def initial_state(
         return _with_parameters(state, Path(params_from), groupings, optimizer=optimizer, layout=layout)
     if step := int(state.step):
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
-    return state, ResumePoint(f"a fresh start, {nn.num_parameters(state.trainable):,} trained parameters")
+    return state, ResumePoint(f"a new run, {nn.num_parameters(state.trainable):,} trained parameters")
 
 
 def _with_parameters(
@@ -166,7 +166,9 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
         step=place(jnp.asarray(step, jnp.int32), state.step),
         key=place(key, state.key),
     )
-    return new, ResumePoint(f"step {step} of {where}", restored["data"], restored["meta"].get("metrics", {}))
+    return new, ResumePoint(
+        f"resumed after step {step}, from {where}", restored["data"], restored["meta"].get("metrics", {})
+    )
 
 
 def config_text(model: Any) -> str:

@@ -142,8 +142,8 @@ class Trainer:
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
         """Restores the state from the first of these that exists, prints which one, and returns that line.
 
-        These are this run's newest complete checkpoint, `resume_from`, `params_from`, or else a fresh start. `fit`
-        calls it if it has not been called.
+        These are this run's newest complete checkpoint, `resume_from` and `params_from`; without any of them, the run
+        begins with new values. `fit` calls it if it has not been called.
 
         Args:
           resume_from: directory of full checkpoints.

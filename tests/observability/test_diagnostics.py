@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, distributed, nn, observability, sharding, training
-from maxlib.observability.__main__ import main
+from maxlib._command import main
 from maxlib.observability._memory import Sampled
 from maxlib.observability._report import Run, page
 from maxlib.training import probes
@@ -158,8 +158,7 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     assert "ENTRY" in program.files["hlo"].read_text() and "lambda" in program.files["jaxpr"].read_text()
     assert re.search(r"argument +[\d,]+ bytes", program.files["memory"].read_text())
 
-    monkeypatch.setattr(sys, "argv", ["maxlib.training", "report", str(tmp_path)])
-    main()
+    assert main(["report", str(tmp_path)]) == 0
     html = (tmp_path / "report.html").read_text()
     samples = f"&lt;{nn.num_parameters(tiny.model())}&gt;"
     for wanted in ("<svg", "points: validation", "goodput", "waiting for data", "By layer", "learning_rate", samples):
@@ -169,7 +168,7 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     assert "http" not in re.sub(r'xmlns\S*="[^"]*"|<!DOCTYPE[^>]*>', "", html)  # opens without a network
 
 
-def test_a_report_compares_runs_and_takes_what_there_is(tmp_path, monkeypatch, capsys):
+def test_a_report_compares_runs_and_takes_what_there_is(tmp_path, capsys):
     run = lambda name, rows, **config: Run(name, rows, None, config, [{"step": 1, "text": f"<i>{name}</i>"}])
     a = run("<first>", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], rate=1, depth=2)
     b = run("second", [{"step": 1, "loss": 1.5, "moe/load": [[0.5, 0.5], [1.0, 0.0]]}], rate=3, depth=2)
@@ -178,8 +177,7 @@ def test_a_report_compares_runs_and_takes_what_there_is(tmp_path, monkeypatch, c
     assert "<tr><th>depth</th><td>2</td><td>2</td></tr>" in html
     assert "<i>" not in html and html.count("&lt;first&gt;") == 7 and "&lt;i&gt;second&lt;/i&gt;" in html
     assert html.count("<svg") == 2 and "Busiest expert" in html
-    monkeypatch.setattr(sys, "argv", ["maxlib.training", "report", str(tmp_path)])
-    assert main() == 2 and "has no metrics.jsonl" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2 and "has no metrics.jsonl" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- layers

@@ -24,7 +24,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     first = make(tiny.Loader())
     first.fit(3)
     second = make(tiny.Loader())
-    assert second.restore().startswith("step 3 of this run's own checkpoint")
+    assert second.restore().startswith("resumed after step 3, from this run's own checkpoint")
     second.fit(6)
     state, metrics = by_hand(6)
     assert same(state.trainable, second.state.trainable)
@@ -46,7 +46,7 @@ def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):
     first.save()
     first.checkpointer.close()
     again = make(1e4)
-    assert again.restore().startswith("step 0")  # a warning would be an error
+    assert again.restore().startswith("resumed after step 0")  # a warning would be an error
     again.checkpointer.close()
     with pytest.warns(
         UserWarning, match=r"configuration differs from when(.|\n)*- .*theta=10000.0(.|\n)*\+ .*theta=500000.0"
@@ -58,9 +58,9 @@ def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):
 def test_where_a_run_begins(tmp_path, capsys):
     source = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a", every=2))
     source.fit(2)
-    assert trainer().restore().startswith("a fresh start, ")
+    assert trainer().restore().startswith("a new run, ")
     full = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "b"))
-    assert full.restore(resume_from=tmp_path / "a").startswith("step 2 of the checkpoint in")
+    assert full.restore(resume_from=tmp_path / "a").startswith("resumed after step 2, from the checkpoint in")
     assert full.step == 2 and full.loader.next == 2 and same(full.state.trainable, source.state.trainable)
     params = trainer()
     assert params.restore(params_from=tmp_path / "a").startswith("parameters from ")
