@@ -28,6 +28,8 @@ EXTRAS = {
     "hf": "datasets",
     "hub": "huggingface_hub",
     "images": "pillow",
+    "linear-attention": "jax-linear-attention",
+    "math": "math-verify",
     "mlflow": "mlflow-skinny",
     "notebooks": "jupyterlab",
     "parquet": "pyarrow",

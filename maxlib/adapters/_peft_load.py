@@ -124,7 +124,7 @@ def _read(path: Path, names: Names) -> tuple[dict[str, Factors], Factors]:
 
 
 def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> dict[str, Factors]:
-    """Names fused experts' parameters: in PEFT `experts.base_layer` is gate and up, `experts` is down or the only one."""
+    """Names experts' parameters: in PEFT `experts.base_layer` is gate and up, `experts` is down or the only one."""
     renamed, last = {}, lambda name: name.rpartition(".")[2]
     named = {*map(last, config.fields.get("target_parameters") or ())}
     for name, factors in modules.items():

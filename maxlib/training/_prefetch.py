@@ -2,6 +2,8 @@
 
 import collections
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -54,13 +56,23 @@ def follow_layout(loader: Any, layout: sharding.Layout | None) -> None:
 class Prefetch:
     """Loader that copies batches to the devices `size` batches ahead of the loop.
 
-    Copies are asynchronous, so no thread is needed. `get_state` is the state after the last returned batch, not after
-    the prefetched ones.
+    Copies are asynchronous, so no thread is needed for them. With `in_thread` the loader itself runs in a thread while
+    the loop computes: completions are then sampled while the model trains, with weights that are `size` steps old.
+
+        rollouts = post_training.Rollouts(sample)
+        newest = lambda: engine.update(jax.tree.map(jnp.copy, trainer.state.trainable))
+        loader = training.Prefetch(rollouts, size=1, in_thread=True, before_read=newest)
+
+    `get_state` is the state after the last returned batch, not after the prefetched ones, which a resumed run reads
+    again.
 
     Args:
       loader: see `Trainer`; `metrics()` are those of the last returned batch.
       layout: as in `Trainer`.
       size: number of batches ahead.
+      in_thread: True reads batches in a thread, one at a time.
+      before_read: called in the loop's thread before each batch is read, such as to hand weights to a sampler; what it
+        hands over must be a copy, because the next step takes the state's arrays.
 
     Attributes:
       wait_seconds: total time that `next` has waited for the loader, also the metric `data/wait_seconds`.
@@ -72,11 +84,15 @@ class Prefetch:
         *,
         layout: sharding.Layout | None = None,
         size: int = 2,
+        in_thread: bool = False,
+        before_read: Callable[[], Any] | None = None,
     ):
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.loader, self.wait_seconds = loader, 0.0
-        self._layout, self._size = layout, size
+        self._layout, self._size, self._before_read = layout, size, before_read
+        self._thread = ThreadPoolExecutor(1, "prefetch") if in_thread else None
+        self._ahead: collections.deque[Future] = collections.deque()
         follow_layout(loader, layout)
         self._begin()
 
@@ -84,11 +100,18 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
-        while not self._ended and len(self._ahead) < self._size:
-            self._read()
-        if not self._ahead:
+        self._read_ahead()
+        begin = time.perf_counter()
+        try:
+            found = self._ahead.popleft().result() if self._ahead else None
+        finally:
+            self.wait_seconds += time.perf_counter() - begin
+        if found is None:
+            self._ended = True
             raise StopIteration
-        batch, self._state, self._metrics = self._ahead.popleft()
+        batch, self._state, self._metrics = found
+        if self._thread is not None:  # the next batch is read while the caller computes with this one
+            self._read_ahead()
         return batch
 
     def follow(self, sharding: Any) -> None:
@@ -104,25 +127,46 @@ class Prefetch:
         return self._state
 
     def set_state(self, state: Any) -> None:
+        self._drop()
         self.loader.set_state(state)
         self._begin()
 
     def reset(self) -> None:
+        self._drop()
         self.loader.reset()
         self._begin()
 
     def _begin(self) -> None:
-        self._ahead: collections.deque = collections.deque()
+        self._drop()
         self._state, self._metrics, self._ended = self.loader.get_state(), {}, False
 
-    def _read(self) -> None:
-        begin = time.perf_counter()
+    def _drop(self) -> None:
+        """Waits for the batch that is being read, so that nobody else moves the loader, and drops those ahead."""
+        for one in self._ahead:
+            if not one.cancel():
+                one.exception()
+        self._ahead.clear()
+
+    def _read_ahead(self) -> None:
+        while not self._ended and len(self._ahead) < self._size:
+            if self._before_read is not None:
+                self._before_read()
+            self._ahead.append(self._submitted())
+
+    def _submitted(self) -> Future:
+        """Returns the next batch, read in the thread if there is one."""
+        if self._thread is not None:
+            return self._thread.submit(self._read)
+        done, begin = Future(), time.perf_counter()
         try:
-            batch = next(self.loader, None)
+            done.set_result(self._read())
         finally:
             self.wait_seconds += time.perf_counter() - begin
-        if batch is None:
-            self._ended = True
-            return
-        placed = place_batch(batch, self._layout)
-        self._ahead.append((placed, self.loader.get_state(), reported(self.loader)))
+        self._ended = done.result() is None
+        return done
+
+    def _read(self) -> tuple[Batch, Any, dict[str, Any]] | None:
+        """Returns the next batch on the devices, and the loader's state and metrics after it; None at the end."""
+        if (batch := next(self.loader, None)) is None:
+            return None
+        return place_batch(batch, self._layout), self.loader.get_state(), reported(self.loader)

@@ -1,5 +1,7 @@
 """Pairs, labelled answers and rollouts as batches."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -175,6 +177,28 @@ def test_rollouts_are_batches_by_number_with_their_metrics():
     again.reset()
     next(again)
     assert asked == [0, 1, 2, 3, 0] and again.metrics() == {"reward": 0.0}
+
+
+def test_rollouts_are_sampled_while_the_model_trains():
+    """In a thread, with weights that were copied before the step: those after step n - 1 for batch n + 1."""
+    handed, weights = [], []
+    first = lambda: np.asarray(next(iter(trained.state.trainable.values())))
+
+    def sample(number):
+        weights.append((number, threading.current_thread() is threading.main_thread(), handed[-1]))
+        return tiny.batch(8, seed=number), {}
+
+    before = lambda: handed.append(first())
+    loader = training.Prefetch(pt.Rollouts(sample), size=1, in_thread=True, before_read=before)
+    trained = trainer(loader=loader)
+    seen = [first()]
+    for steps in (1, 2, 3):
+        trained.fit(steps)
+        seen.append(first())
+    assert [(number, main) for number, main, _ in weights[:3]] == [(0, False), (1, False), (2, False)]
+    for (_, _, used), after in zip(weights, (0, 0, 1), strict=False):
+        np.testing.assert_array_equal(used, seen[after])
+    assert not np.array_equal(seen[0], seen[1])
 
 
 def test_rollouts_may_be_sampled_a_step_ahead():

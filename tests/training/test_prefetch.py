@@ -1,9 +1,11 @@
 """A loader that reads ahead of the loop, while its state does not."""
 
+import threading
+
 import numpy as np
 import pytest
 
-from maxlib import sharding, training
+from maxlib import post_training, sharding, training
 from tests.training import tiny
 
 MESH = sharding.make_mesh(fsdp=8)
@@ -44,3 +46,56 @@ def test_it_goes_on_where_its_state_was_taken():
     assert same(next(training.Prefetch(tiny.Loader(), size=1)), 1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         training.Prefetch(tiny.Loader(), size=0)
+
+
+class Slow(Counting):
+    """Reads a batch only after it was told to go on."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.go, self.begun = threading.Semaphore(1), threading.Semaphore(0)
+
+    def __next__(self):
+        self.begun.release()
+        assert self.go.acquire(timeout=30)
+        return super().__next__()
+
+
+def test_a_thread_reads_while_the_loop_computes():
+    """The second read begins before the first batch's step would end, after `before_read` in the loop's thread."""
+    loader, called = Slow(3), []
+    before = lambda: called.append((threading.current_thread() is threading.main_thread(), loader.next))
+    ahead = training.Prefetch(loader, size=1, in_thread=True, before_read=before)
+    assert same(next(ahead), 1)
+    assert loader.begun.acquire(timeout=30) and loader.begun.acquire(timeout=30)  # nobody has asked for the second
+    assert called == [(True, 0), (True, 1)]
+    assert ahead.get_state() == {"0": {"next": 1}} and ahead.metrics()["data/read"] == 1
+    for _ in range(9):
+        loader.go.release()
+    assert same(next(ahead), 2) and same(next(ahead), 3)
+    assert next(ahead, None) is None and next(ahead, None) is None
+    ahead.reset()
+    assert same(next(ahead), 1)
+
+
+def test_a_thread_stops_before_the_position_changes():
+    """What was read ahead is dropped: a resumed loop reads the batch after the last one that it trained on."""
+    ahead = training.Prefetch(tiny.Loader(9), size=3, in_thread=True)
+    next(ahead), next(ahead)
+    state = ahead.get_state()
+    next(ahead)
+    for _ in range(20):
+        ahead.set_state(state)
+        assert same(next(ahead), 3) and same(next(ahead), 4)
+
+
+def test_errors_in_the_thread_reach_the_loop():
+    def broken(number):
+        if number == 1:
+            raise RuntimeError("the server is gone")
+        return tiny.batch(), {}
+
+    ahead = training.Prefetch(post_training.Rollouts(broken), size=1, in_thread=True)
+    next(ahead)
+    with pytest.raises(RuntimeError, match="the server is gone"):
+        next(ahead)
