@@ -57,11 +57,8 @@ class Prefetch:
     """Loader that copies batches to the devices `size` batches ahead of the loop.
 
     Copies are asynchronous, so no thread is needed for them. With `in_thread` the loader itself runs in a thread while
-    the loop computes: completions are then sampled while the model trains, with weights that are `size` steps old.
-
-        rollouts = post_training.Rollouts(sample)
-        newest = lambda: engine.update(jax.tree.map(jnp.copy, trainer.state.trainable))
-        loader = training.Prefetch(rollouts, size=1, in_thread=True, before_read=newest)
+    the loop computes: completions are then sampled while the model trains, with weights that are `size` steps old
+    (docs/guides/grpo.md).
 
     `get_state` is the state after the last returned batch, not after the prefetched ones, which a resumed run reads
     again.
@@ -70,7 +67,7 @@ class Prefetch:
       loader: see `Trainer`; `metrics()` are those of the last returned batch.
       layout: as in `Trainer`.
       size: number of batches ahead.
-      in_thread: True reads batches in a thread, one at a time.
+      in_thread: True reads batches in a thread, one at a time; contexts such as `jax.set_mesh` do not reach it.
       before_read: called in the loop's thread before each batch is read, such as to hand weights to a sampler; what it
         hands over must be a copy, because the next step takes the state's arrays.
 
