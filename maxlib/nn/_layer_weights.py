@@ -52,3 +52,22 @@ def keep_float32(weight: jax.Array) -> jax.Array:
 @keep_float32.defjvp
 def _(primals, tangents):
     return keep_float32(*primals), *tangents
+
+
+def gradients_together(layer: Any, x: Any) -> tuple[Any, Any]:
+    leaves, tree = jax.tree.flatten((layer, x))
+    real = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    found = iter(_gradients_together(*(leaf for leaf, yes in zip(leaves, real) if yes)))
+    return tree.unflatten([next(found) if yes else leaf for leaf, yes in zip(leaves, real)])
+
+
+@jax.custom_jvp
+def _gradients_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+@functools.partial(_gradients_together.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+    found = iter(jax.lax.optimization_barrier([t for t, no in zip(tangents, zero) if not no]))
+    return tuple(primals), tuple(t if no else next(found) for t, no in zip(tangents, zero))
