@@ -39,7 +39,18 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
                 current[one.name] = one
     if not entry:
         raise ValueError("the program's text has no ENTRY computation")
+    for computation in computations.values():
+        _add_elements(computation)
     return computations, entry
+
+
+def _add_elements(computation: dict[str, Instruction]) -> None:
+    """Adds the instruction `get-tuple-element` for each operand `%name#2`, as jax from 0.11 on writes element 2 of `name`."""
+    for name in {name for one in computation.values() for name in one.operands if "#" in name}:
+        whole, _, index = name.rpartition("#")
+        if whole in computation:
+            type_ = types_of(computation[whole].type)[int(index)]
+            computation[name] = Instruction(name, type_, "get-tuple-element", [whole], f", index={index}", False)
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction | None:

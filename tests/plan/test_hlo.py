@@ -1,6 +1,7 @@
 """Statistics read from HLO text, against counts by hand."""
 
 import inspect
+import re
 import types
 
 import jax
@@ -110,6 +111,21 @@ def test_unrolled_loops_step_further():
         "  ROOT %next", "  %two = s32[]{:T(128)} constant(2)\n  %raised = s32[]{:T(128)} add(%i, %two)\n  ROOT %next"
     )
     assert read_costs(text, {"fsdp": 8}).flops == HEADS + 4 * BATCHED
+
+
+def test_elements_of_tuples_in_short():
+    long = TPU.replace("compare(%i.1, %i.1)", "compare(%i.1, %eight)").replace(
+        "  ROOT %less", "  %eight = s32[]{:T(128)} constant(8)\n  ROOT %less"
+    )
+    long = long.replace("tuple(%i, %batched)", "tuple(%raised, %batched)").replace(
+        "  ROOT %next", "  %two = s32[]{:T(128)} constant(2)\n  %raised = s32[]{:T(128)} add(%i, %two)\n  ROOT %next"
+    )
+    lines = [line for line in long.splitlines() if "get-tuple-element" not in line]
+    short = "\n".join(lines)
+    for name, element in {"%i.1": "%state.1#0", "%i": "%state#0", "%a": "%state#1"}.items():
+        short = re.sub(rf"{re.escape(name)}(?=[,)])", element, short)
+    assert "%state#1, %state#1" in short
+    assert read_costs(short, {"data": 2, "fsdp": 4}) == read_costs(long, {"data": 2, "fsdp": 4})
 
 
 def test_groups_whose_devices_are_counted_in_another_order():
