@@ -45,7 +45,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
 
 
 def _add_elements(computation: dict[str, Instruction]) -> None:
-    """Adds the instruction `get-tuple-element` for each operand `%name#2`, as jax from 0.11 on writes element 2 of `name`."""
+    """Adds `get-tuple-element` for each operand `%name#2`: element 2 of `name`, as programs of jax 0.11 write it."""
     for name in {name for one in computation.values() for name in one.operands if "#" in name}:
         whole, _, index = name.rpartition("#")
         if whole in computation:
