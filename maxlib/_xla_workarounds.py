@@ -43,6 +43,18 @@ def together(*arrays: Any) -> Any:
     return lax.optimization_barrier(arrays)
 
 
+def after(arrays: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
+    """Returns `arrays`, which are not available before `others` are computed.
+
+    XLA for TPUs (libtpu 0.0.51) puts off the gradients of weights while there is room. In a loop over periods of layers
+    it then keeps the weights, rows and gradients of rows of most layers of a period at once.
+    """
+    # The narrow copies are never used, and those of gradients that were just cast from it are no copies. The others
+    # themselves do not pass the barrier, so that they are still written to where a loop collects them.
+    narrow = min((one.dtype for one in arrays), key=lambda dtype: dtype.itemsize, default=None)
+    return lax.optimization_barrier((arrays, [one.astype(narrow) for one in others]))[0] if arrays else arrays
+
+
 def keep_float32(weight: jax.Array) -> jax.Array:
     """Returns a float32 `weight` whose cast to bfloat16 stays in the loop that does it.
 

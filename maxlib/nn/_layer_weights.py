@@ -52,3 +52,41 @@ def keep_float32(weight: jax.Array) -> jax.Array:
 @keep_float32.defjvp
 def _(primals, tangents):
     return keep_float32(*primals), *tangents
+
+
+def gradients_first(layer: Any, x: Any) -> tuple[Any, Any]:
+    """Returns `layer` and `x`. In the backward pass on TPUs the gradient of `x` waits for those of `layer`
+    (`_xla_workarounds.after`).
+    """
+    if current_device()[0] != "tpu":
+        return layer, x
+    (weights, rebuild_layer), (values, rebuild_x) = jax.tree.flatten(layer), jax.tree.flatten(x)
+    weights, values = _gradients_first(weights, values)
+    return rebuild_layer.unflatten(weights), rebuild_x.unflatten(values)
+
+
+@jax.custom_vjp
+def _gradients_first(weights: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+    return weights, values
+
+
+def _keep_trained(weights, values):
+    # For a weight that is not trained (of a frozen base) nothing waits: its gradient would be computed for that alone.
+    # None and () are no leaves of a pytree, so that the backward pass knows at trace time which is which.
+    trained = [() if one.perturbed else None for one in weights]
+    return tuple([one.value for one in found] for found in (weights, values)), trained
+
+
+def _wait(trained, gradients):
+    weights, values = gradients
+    found = [g for g, one in zip(weights, trained, strict=True) if one is not None and _is_array(g)]
+    waiting = iter(_xla_workarounds.after([g for g in values if _is_array(g)], found))
+    return weights, [next(waiting) if _is_array(g) else g for g in values]
+
+
+def _is_array(gradient: Any) -> bool:
+    """Returns False for zeros, and for the gradient of integers."""
+    return isinstance(gradient, jax.Array) and jnp.issubdtype(gradient.dtype, jnp.inexact)
+
+
+_gradients_first.defvjp(_keep_trained, _wait, symbolic_zeros=True)

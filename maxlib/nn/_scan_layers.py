@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlib.nn._layer_axis import without_layer_axis
 from maxlib.nn._layer_rows import Aux
-from maxlib.nn._layer_weights import keep_float32, pin_row_major
+from maxlib.nn._layer_weights import gradients_first, keep_float32, pin_row_major
 from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.sharding.memory import to_device
@@ -82,6 +82,8 @@ def _run(x, ctx, layers, caches, inputs, policy, scanned: bool = False):
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
             # A policy may name the layer's input, for example to offload it.
             x = map_activations(lambda a: checkpoint_name(a, LAYER_INPUT), x)
+            if in_turn:
+                layer, x = gradients_first(layer, x)
         after, new, aux = apply(layer, x, None if caches is None else caches[i], *more)
         x = with_earlier(x, after)
         new_caches.append(new)

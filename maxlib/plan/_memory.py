@@ -115,8 +115,8 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
     return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
 
 
-# Layers of a period that libtpu recomputes at once, at most: of Gemma 3 and 4 all six, of Qwen3.5-397B three of four,
-# of Nemotron 3 Super and Granite 4 three to six of ten or eleven.
+# Layers of a period that a compiler recomputes at once, at most, where none waits for the gradients of another. On TPUs
+# they wait (`_xla_workarounds.after`).
 _AT_ONCE = 6
 
 
@@ -133,11 +133,11 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
-    # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest. The
-    # layers of a period can be recomputed independently, and some are.
+    # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest.
     stacks = [(g["num_layers"], g["period"]) for g in nn.tree.groupings(program.state.rest).values()] or [(1, 1)]
     layers, period = max(stacks)
-    again = 0.0 if remat is None else 0.5 * all_ * min(period, _AT_ONCE) / layers
+    at_once = 1 if parse_target(job.target).platform == "tpu" else min(period, _AT_ONCE)
+    again = 0.0 if remat is None else 0.5 * all_ * at_once / layers
     return saved, again, offloaded
 
 

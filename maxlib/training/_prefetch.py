@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -162,7 +162,7 @@ class Prefetch:
         self._ended = done.result() is None
         return done
 
-    def _read(self) -> tuple[Batch, Any, dict[str, Any]] | None:
+    def _read(self) -> tuple[Batch, Any, Mapping[str, Any]] | None:
         """Returns the next batch on the devices, and the loader's state and metrics after it; None at the end."""
         if (batch := next(self.loader, None)) is None:
             return None

@@ -104,6 +104,8 @@ CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
         {"layout": layout("ep", fsdp=4, expert=8)},
     ),
     "qwen3.5-35b-a3b text": (without_images("qwen3.5-35b-a3b"), "v5p-32", 4096, Peer(51.36), {}),
+    "gemma4-31b text": (without_images("gemma4-31b"), "v5p-64", 4096, Peer(21.83), {}),
+    "gemma4-26b-a4b text": (without_images("gemma4-26b-a4b"), "v5p-32", 4096, Peer(30.31), EXPERTS_BY_NUMBER),
     "deepseek-v3 ep64": (*DEEPSEEK, Peer(None), {"layout": layout("ep", fsdp=4, expert=64)}),
 }
 # preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.

@@ -87,14 +87,45 @@ def test_what_lies_on_the_host_comes_back():
         np.testing.assert_allclose(got[path], g, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
 
+def in_periods(period: int = 2) -> nn.Stack:
+    return nn.Stack(lambda i, rngs: llama.Block(LLAMA, rngs=rngs), 4, period=period, rngs=nnx.Rngs(0))
+
+
+def run(stack, x):
+    return jnp.sum(jnp.sin(stack(x, nn.context(B, T), remat="full")[0]))
+
+
 def test_layers_of_a_period_are_recomputed_one_after_the_other():
     """Each waits with its input for the gradient of its output, and its weights do not wait."""
     wide, waiting = f"tensor<{B}x{T}x{LLAMA.dim}xf32>", {}
     for period in (1, 2):
-        built = nn.Stack(lambda i, rngs: llama.Block(LLAMA, rngs=rngs), 4, period=period, rngs=nnx.Rngs(0))
-        run = lambda stack, x: stack(x, nn.context(B, T), remat="full")[0].sum()
-        text = jax.jit(jax.grad(run)).lower(built, jnp.ones((B, T, LLAMA.dim))).as_text()
+        text = jax.jit(jax.grad(run)).lower(in_periods(period), jnp.ones((B, T, LLAMA.dim))).as_text()
         barriers = [line for line in text.splitlines() if "optimization_barrier" in line and wide in line]
         assert not any(f"x{LLAMA.mlp_dim}x" in line for line in barriers)
         waiting[period] = [line.partition(" : ")[2].count(wide) for line in barriers]
     assert waiting == {1: [], 2: [2, 2]}
+
+
+def test_on_tpus_a_layers_gradients_come_before_the_layer_below_it(monkeypatch):
+    """The gradient of a layer's input waits for those of all its weights, and no value changes."""
+    x, waiting = jnp.ones((B, T, LLAMA.dim)), {}
+    want = jax.jit(jax.grad(run))(in_periods(), x)
+    monkeypatch.setattr("maxlib.nn._layer_weights.current_device", lambda: ("tpu", "TPU v5p"))
+    monkeypatch.setattr("maxlib.nn._scan_layers.keep_float32", lambda w: w)  # has barriers of its own
+    for period in (1, 2):
+        lowered = jax.jit(jax.grad(run)).lower(in_periods(period), x)
+        wide = f"tensor<{LLAMA.mlp_dim}x{LLAMA.dim}xf32>"
+        barriers = [line for line in lowered.as_text().splitlines() if "optimization_barrier" in line and wide in line]
+        waiting[period] = [line.partition(" : ")[2].count("tensor<") for line in barriers]
+    weights = len(jax.tree.leaves(in_periods()[0]))
+    assert waiting == {1: [], 2: [1 + weights] * 2}
+    jax.tree.map(np.testing.assert_array_equal, lowered.compile()(in_periods(), x), want)
+
+
+def test_on_tpus_nothing_waits_for_weights_that_are_not_trained(monkeypatch):
+    matmuls = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr("maxlib.nn._layer_weights.current_device", lambda platform=platform: (platform, ""))
+        lowered = jax.jit(jax.grad(run, argnums=1)).lower(in_periods(), jnp.ones((B, T, LLAMA.dim)))
+        matmuls.append(lowered.as_text().count("dot_general"))
+    assert matmuls[0] == matmuls[1] > 0
