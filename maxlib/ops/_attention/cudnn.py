@@ -2,6 +2,8 @@
 query against a cache.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -59,6 +61,9 @@ def _one_query(
     q: Float[Array, "B 1 N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], length: Int[Array, " B"], scale
 ) -> Float[Array, "B 1 N H"]:
     """Attends to the first `length` keys of each row; a row without keys gets zeros."""
-    lengths = {"query_seq_lengths": jnp.ones_like(length), "key_value_seq_lengths": jnp.maximum(length, 1)}
-    out = jax.nn.dot_product_attention(q, k, v, scale=scale, **lengths, implementation="cudnn")
+    options: dict[str, Any] = {
+        "query_seq_lengths": jnp.ones_like(length),
+        "key_value_seq_lengths": jnp.maximum(length, 1),
+    }
+    out = jax.nn.dot_product_attention(q, k, v, scale=scale, **options, implementation="cudnn")
     return jnp.where(length[:, None, None, None] > 0, out, 0)
