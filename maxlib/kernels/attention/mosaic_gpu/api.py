@@ -46,13 +46,13 @@ def mosaic_gpu(
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
     T, S = q.shape[1], k.shape[1]
     k, v = k.astype(q.dtype), v.astype(q.dtype)
-    sinks = jnp.full(q.shape[2], -jnp.inf) if sinks is None else sinks
+    sinks = jnp.full(q.shape[2], -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
     q, k, v, sinks, k_start, k_end = vary_alike((q, k, v, sinks, k_start, k_end))
     q, k, v = (_to_eights(x) for x in (q, k, v))
     ends = (jnp.clip(x.astype(jnp.int32), 0, S) for x in (k_start, k_end))
     ends = (jnp.pad(x, ((0, 0), (0, q.shape[1] - T)), mode="edge") for x in ends)
     tiles = tiles or config.attention_tiles(q.shape[3], v.shape[3], softcap is not None)
-    out, lse = _attend(Spec(Logits(scale, softcap), tiles, T), q, k, v, sinks.astype(jnp.float32), *ends)
+    out, lse = _attend(Spec(Logits(scale, softcap), tiles, T), q, k, v, sinks, *ends)
     return out[:, :T], lse[:, :T]
 
 
