@@ -102,7 +102,7 @@ def test_where_they_are_not_installed_the_reason_says_how(rule, monkeypatch):
         (KDA, dict(tokens=1 << 21), "at most 2097088 tokens"),
         (KDA, dict(axis_name="context"), "not of 128 x 256"),
     ],
-    ids=str,
+    ids=lambda one: one.op if hasattr(one, "op") else str(one),
 )
 def test_what_they_cannot_run_is_explained(rule, change, reason, installed):
     found = explained(rule, **change)
