@@ -28,10 +28,8 @@ from maxlib.ops._gated_delta.api import _gated_delta_rule
 from maxlib.ops._grouped_matmul.dispatch import TABLE
 
 REPEATS = 10  # runs that must agree bit for bit
-VARY = {
-    ("attention", "cudnn"),
-    ("attention", "tokamax"),
-}  # add up some gradients in an order that varies: each run is right
+# Those that add up some gradients in an order that varies: their runs differ in bits, and each of them must be right.
+VARY = {("attention", "cudnn"), ("attention", "tokamax")}
 OPS = ("attention", "grouped_matmul", "gated_delta_rule")
 
 
@@ -181,7 +179,8 @@ def _compared(
     """
     compiled = _results(case, run)
     got = jax.device_get(compiled(given))
-    row = _worst(got, truth, TOLERANCE[str(given["d"].dtype)])
+    bound = TOLERANCE[str(given["d"].dtype)]
+    row = _worst(got, truth, bound)
     if row["status"] == "wrong" or jax.default_backend() == "cpu":
         return row
     # A kernel with a missing wait sometimes reads data too early.
@@ -189,7 +188,7 @@ def _compared(
         again = jax.device_get(compiled(given))
         if same and any(not np.array_equal(again[name], got[name]) for name in got):
             return row | {"status": "varies", "why": f"{repeats} runs differ in some bit"}
-        if not same and (other := _worst(again, truth, TOLERANCE[str(given["d"].dtype)]))["status"] == "wrong":
+        if not same and (other := _worst(again, truth, bound))["status"] == "wrong":
             return other
     return row
 
