@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from maxlib.nn._attention import check_no_ring
 from maxlib.nn._context import Context, context
 from maxlib.nn._index_loss import HIDDEN, Attended, IndexLoss
 from maxlib.nn._lightning_indexer import Chosen, Index, LightningIndexer
@@ -138,8 +139,11 @@ class SparseMLA(MLA):
         A latent takes the place of a head's key and value, but is wider: with the sizes of DeepSeek V3.2 a product with
         one costs as much as with 3.4 keys, of which a causal mask hides half.
         """
-        if chosen.best is None or self.gather is not None:
-            return chosen.best is not None and bool(self.gather)
+        if chosen.best is None:
+            return False
+        check_no_ring(latent.shape[1])
+        if self.gather is not None:
+            return self.gather
         (_, T, K), S = chosen.best.shape, latent.shape[1]
         one = self.kv_rank * (self.nope_dim + self.v_dim)  # a head's key and value from a latent; or query and output
         key, wide = self.nope_dim + self.shared_dim + self.v_dim, 2 * self.kv_rank + self.shared_dim
