@@ -24,7 +24,6 @@ from maxlib.ops._rope import apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
-
 CANNOT_TRAVEL = "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
 
 
