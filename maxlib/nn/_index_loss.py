@@ -4,6 +4,7 @@ Shapes: B rows, T queries, S keys, K chosen keys, N heads of width H, R width of
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jaxtyping import Array, Float
 
 from maxlib.nn._lightning_indexer import Chosen, Index, taken
 from maxlib.nn._pytree import pytree, static
-from maxlib.nn._query_chunks import over_queries
+from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
+from maxlib.sharding import shard_map_by_name
 
 HIDDEN = -1e30  # of a key that is not chosen, before the softmax
 
@@ -95,41 +97,49 @@ def divergence(index: Index, attended: Attended) -> Float[Array, ""]:
 
 
 def _with_gradient(index: Index, attended: Attended) -> tuple[Array, Index]:
-    """Returns the divergence and its gradient."""
+    """Returns the divergence and its gradient; each device computes its own queries and heads."""
+    heads, chosen = (index.q.shape[2], attended.q.shape[2]), attended.chosen
+    local = functools.partial(_on_one_device, heads=heads, scale=attended.scale)
+    of_keys = ALL_KEYS if attended.gathers else ("batch", None, "attn_heads", None)
+    of_best = None if chosen.best is None else (*QUERIES, None)
+    # The gradient of keys is one for each part of the queries, on a first axis.
+    names = [HEADS, WEIGHTS, ALL_KEYS, HEADS, of_keys, QUERIES, QUERIES, of_best]
+    run = shard_map_by_name(local, names, (QUERIES, HEADS, WEIGHTS, ("q_seq", *ALL_KEYS)))
+    each, d_q, d_weight, d_keys = run(*index, attended.q, attended.keys, chosen.start, chosen.end, chosen.best)
+    return jnp.sum(each), Index(d_q, d_weight, d_keys.sum(axis=0).astype(index.keys.dtype))
 
-    def step(carry, chunk):
-        q, weight, part = chunk
-        part = attended.of(*part)
-        found, (d_q, d_weight, d_keys) = jax.value_and_grad(_of_chunk, (0, 1, 2))(q, weight, keys, part)
-        return (carry[0] + found, carry[1] + d_keys), (d_q, d_weight)
 
+def _on_one_device(q, weight, keys, attention_q, attention_keys, *chosen, heads: tuple[int, int], scale: float):
+    """Returns the divergence of each query, and the gradients of index queries, weights and keys."""
+    attended = Attended(attention_q, attention_keys, Chosen(*chosen), scale)
+    index_axes = axes_between("attn_heads", heads[0], q.shape[2])
+    attention_axes = axes_between("attn_heads", heads[1], attention_q.shape[2])
     # Gradients of keys are added up over chunks in float32.
-    keys = index.keys.astype(jnp.promote_types(index.keys.dtype, jnp.float32))
-    carry = jnp.zeros((), keys.dtype), jnp.zeros_like(keys)
-    columns = keys.shape[1] if not attended.gathers else attended.chosen.best.shape[2]
-    xs = (index.q, index.weight, (attended.q, attended.chosen))
-    heads = attended.q.shape[2] + index.q.shape[2]
-    (total, d_keys), of_queries = over_queries(step, carry, xs, per_query=heads * columns)
-    return total, Index(*of_queries, d_keys.astype(index.keys.dtype))
+    wide = keys.astype(jnp.promote_types(keys.dtype, jnp.float32))
 
+    def step(d_keys, chunk):
+        q, weight, *part = chunk
+        part = attended.of(*part)
+        seen = part.seen()
+        # [B, N, C, S] -> [B, C, S]
+        target = part.probabilities(part.read(attended.keys), seen).sum(axis=1)
+        target = summed(target, attention_axes) / heads[1]
+        scores, pull = jax.vjp(lambda q, weight, keys: Index(q, weight, part.read(keys)).scores(), q, weight, wide)
+        log_index = jax.nn.log_softmax(jnp.where(seen, summed(scores, index_axes), HIDDEN), axis=-1)
+        # KL(p || softmax(s)) = sum of p log p - p log softmax(s), whose derivative is softmax(s) - p.
+        each = jnp.where(seen, xlogy(target, target) - target * log_index, 0.0).sum(axis=-1)
+        d_q, d_weight, more = pull(jnp.where(seen, jnp.exp(log_index) - target, 0.0))
+        return d_keys + more, (each, d_q, d_weight)
 
-def _of_chunk(q: Array, weight: Array, keys: Array, attended: Attended) -> Array:
-    """Returns the divergence of a chunk of queries."""
-    seen = attended.seen()
-    # [B, N, C, S] -> [B, C, S]
-    target = jax.lax.stop_gradient(attended.probabilities(attended.read(attended.keys), seen).mean(axis=1))
-    scores = jnp.where(seen, Index(q, weight, attended.read(keys)).scores(), HIDDEN)
-    # KL(p || softmax(s)) = sum of p log p - p log softmax(s), over keys that count; those of padding are none.
-    each = xlogy(target, target) - target * jax.nn.log_softmax(scores, axis=-1)
-    return jnp.sum(jnp.where(seen, each, 0.0))
-
-
-def _forward(index: Index, attended: Attended) -> tuple[Array, Index]:
-    return _with_gradient(index, attended)
+    columns = attended.chosen.best.shape[2] if attended.gathers else keys.shape[1]
+    xs = (q, weight, attention_q, attended.chosen)
+    width = (q.shape[2] + attention_q.shape[2]) * columns
+    d_keys, (each, d_q, d_weight) = over_queries(step, jnp.zeros_like(wide), xs, per_query=width)
+    return each, d_q, d_weight, summed(d_keys, index_axes)[None]
 
 
 def _backward(gradient: Index, factor: Array) -> tuple[Index, Any]:
     return jax.tree.map(lambda g: (factor * g).astype(g.dtype), gradient), None
 
 
-divergence.defvjp(_forward, _backward)
+divergence.defvjp(_with_gradient, _backward)

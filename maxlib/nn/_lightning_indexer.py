@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._context import Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
-from maxlib.nn._query_chunks import over_queries
+from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
 from maxlib.nn.norm import LayerNorm
 from maxlib.ops._rope import Rope, apply_rope
+from maxlib.sharding import shard_map_by_name
 
 
 class Index(NamedTuple):
@@ -131,17 +132,22 @@ class LightningIndexer(nnx.Module):
             bounds: First key and the key after the last one of every query.
         """
 
-        def step(carry, chunk):
-            q, weight, start, end = chunk
-            seen = Chosen(start, end).among_all(index.keys.shape[1])
-            scores = jnp.where(seen, Index(q, weight, index.keys).scores(), -jnp.inf)
-            # [B, C, S] -> [B, C, K] places. Of equal scores the earlier key is chosen; hidden keys fill what is left.
-            return carry, jax.lax.top_k(scores, self.top_k)[1]
+        def local(q, weight, keys, *bounds):
+            heads = axes_between("attn_heads", self.num_heads, q.shape[2])
 
-        index = jax.lax.stop_gradient(index)
-        # [B, T, I, S]: what each head says of every key
-        width = self.num_heads * index.keys.shape[1]
-        _, best = over_queries(step, None, (index.q, index.weight, *bounds), per_query=width)
+            def step(carry, chunk):
+                q, weight, *bounds = chunk
+                seen = Chosen(*bounds).among_all(keys.shape[1])
+                scores = jnp.where(seen, summed(Index(q, weight, keys).scores(), heads), -jnp.inf)
+                # [B, C, S] -> [B, C, K]. Of equal scores the earlier key is chosen; hidden keys fill what is left.
+                return carry, jax.lax.top_k(scores, self.top_k)[1]
+
+            # What each head says of every key, [B, C, I, S].
+            return over_queries(step, None, (q, weight, *bounds), per_query=q.shape[2] * keys.shape[1])[1]
+
+        # Each device chooses for its own queries; XLA would gather all scores to sort them.
+        names = [HEADS, WEIGHTS, ALL_KEYS, QUERIES, QUERIES]
+        best = shard_map_by_name(local, names, (*QUERIES, None))(*jax.lax.stop_gradient(index), *bounds)
         return Chosen(*bounds, checkpoint_name(best, "chosen"))
 
     def _rotate(self, x: Array, ctx: Context) -> Array:

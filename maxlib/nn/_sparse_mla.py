@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from maxlib.nn._attention import check_no_ring
 from maxlib.nn._context import Context, context
@@ -19,11 +19,11 @@ from maxlib.nn._index_loss import HIDDEN, Attended, IndexLoss
 from maxlib.nn._lightning_indexer import Chosen, Index, LightningIndexer
 from maxlib.nn._mla import MLA
 from maxlib.nn._pytree import pytree
-from maxlib.nn._query_chunks import over_queries
+from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
 from maxlib.nn.cache import LayerCache, put_rows
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._rope import Rope
-from maxlib.sharding import constrain
+from maxlib.sharding import constrain, shard_map_by_name
 
 
 @pytree
@@ -155,27 +155,32 @@ class SparseMLA(MLA):
         bias = None
         if chosen.best is not None:
             # [B, T, S] -> [B, 1, T, S]: the same for all heads.
-            bias = jnp.where(chosen.among_all(latent.shape[1]), 0.0, HIDDEN)[:, None]
-            bias = constrain(bias, "batch", None, "seq", None)
+            bias = jnp.where(_mask(chosen, latent.shape[1]), 0.0, HIDDEN)[:, None]
         run = self._absorbed if cache is not None and q.shape[1] == 1 else self._naive
         return run(q, latent, ctx, ctx.mask_hint(self.mask, cache), bias)
 
     def _from_chosen(self, attended: Attended) -> Float[Array, "B T N Hv"]:
-        """Attends to the gathered latents of chosen keys, in chunks of queries; the backward pass gathers again."""
-        q, latent, K = attended.q, attended.keys, attended.chosen.best.shape[2]
-        if q.shape[1] > 1:
-            # The gradients of a latent from all queries are added up in float32.
-            latent = latent.astype(jnp.promote_types(latent.dtype, jnp.float32))
+        """Attends to the gathered latents of chosen keys; the backward pass gathers again."""
 
-        def step(carry, chunk):
-            part = attended.of(*chunk)
-            keys = part.read(latent)
-            probs = part.probabilities(keys, part.seen()).astype(q.dtype)
-            # [B, N, C, K] and [B, C, K, R] -> [B, C, N, R]
-            return carry, jnp.einsum("bntk,btkr->btnr", probs, keys[..., : self.kv_rank])
+        def local(q, latent, *chosen):
+            whole = Attended(q, latent, Chosen(*chosen), self.scale)
+            if q.shape[1] > 1:
+                # The gradients of a latent from several chunks are added up in float32.
+                latent = latent.astype(jnp.promote_types(latent.dtype, jnp.float32))
 
-        width = (q.shape[2] + q.shape[3]) * K
-        _, out = over_queries(jax.checkpoint(step), None, (q, attended.chosen), per_query=width)
+            def step(carry, chunk):
+                part = whole.of(*chunk)
+                keys = part.read(latent)
+                probs = part.probabilities(keys, part.seen()).astype(q.dtype)
+                # [B, N, C, K] and [B, C, K, R] -> [B, C, N, R]
+                return carry, jnp.einsum("bntk,btkr->btnr", probs, keys[..., : self.kv_rank])
+
+            width = (q.shape[2] + q.shape[3]) * whole.chosen.best.shape[2]
+            return over_queries(jax.checkpoint(step), None, (q, whole.chosen), per_query=width)[1]
+
+        names, chosen = [HEADS, ALL_KEYS, QUERIES, QUERIES, (*QUERIES, None)], attended.chosen
+        run = shard_map_by_name(local, names, HEADS)
+        out = run(attended.q, attended.keys, chosen.start, chosen.end, chosen.best)
         out = checkpoint_name(constrain(out, "batch", "seq", "act_heads", None), "attention_out")
         return self.v_up.product("BTNR,NHR->BTNH", out)
 
@@ -192,3 +197,10 @@ class SparseMLA(MLA):
     def features(self) -> Iterator[str]:
         """Yields the labels of its options for tables."""
         yield f"{self.indexer.top_k} chosen keys"
+
+
+def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
+    """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
+    local = lambda *parts: Chosen(*parts).among_all(keys)
+    run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
+    return run(chosen.start, chosen.end, chosen.best)
