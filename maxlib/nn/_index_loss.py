@@ -50,8 +50,7 @@ class Attended:
 
     Attributes:
         q: Queries, `B T N H`.
-        keys: Keys of each head, `B S N H`; or latents that are the keys of all heads, `B S R`, of which only the
-            chosen ones are read.
+        keys: Keys of each head, `B S N H`; if some are chosen, latents that are the keys of all heads, `B S R`.
         chosen: The keys that count.
         scale: Factor on scores.
     """
@@ -63,15 +62,15 @@ class Attended:
 
     @property
     def gathers(self) -> bool:
-        """Whether only chosen keys are read."""
-        return self.keys.ndim == 3
+        """Whether only the latents of chosen keys are read."""
+        return self.chosen.best is not None
 
     def seen(self) -> Array:
-        """Returns True for keys that count: `B T S`, or `B T K` if only chosen keys are read."""
+        """Returns True for keys that count: `B T S`, or `B T K` of chosen keys."""
         return self.chosen.among_best() if self.gathers else self.chosen.among_all(self.keys.shape[1])
 
     def read(self, keys: Array) -> Array:
-        """Returns keys of tokens in the queries' dtype; if only chosen ones are read, these, `B T K ...`."""
+        """Returns all keys in the queries' dtype, or those that are chosen, `B T K ...`."""
         return taken(keys, self.chosen.best, self.q.dtype) if self.gathers else keys.astype(self.q.dtype)
 
     def probabilities(self, keys: Array, seen: Array) -> Float[Array, "B N T S"]:

@@ -114,19 +114,21 @@ class SparseMLA(MLA):
             cache = cache.extend(latent, index_keys, ctx)
             latent, index_keys = cache.latent, cache.index
         latent, loss = latent.astype(x.dtype), None if cache is not None else self.index_loss
-        few, bounds = latent.shape[1] <= self.indexer.top_k, ctx.key_intervals(self.mask)
-        index = None if few and loss is None else self._index(still, index_keys, ctx)
-        every = index is None or few or (loss is not None and loss.dense)
-        chosen = Chosen(*bounds) if every else self.indexer.choose(index, bounds)
-        if gathers := self._gathers(chosen, latent):
-            q = self._absorb(q)
-            out = self._from_chosen(Attended(q, latent, chosen, self.scale))
+        index, chosen = self._choose(still, index_keys, ctx, loss)
+        if self._gathers(chosen, latent):
+            out = self._from_chosen(self._attended(q, latent, chosen))
         else:
             out = self._from_all(q, latent, chosen, ctx, cache)
-        if loss is None or index is None:
-            return self.o(out), cache, {}
-        attended = Attended(q, latent if gathers else self._keys(latent), chosen, self.scale)
-        return self.o(out), cache, {loss.name: loss(index, attended)}
+        aux = {} if loss is None else {loss.name: loss(index, self._attended(q, latent, chosen))}
+        return self.o(out), cache, aux
+
+    def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:
+        """Returns what the indexer's scores are computed of, None if nobody needs it, and the keys to attend to."""
+        bounds, few = ctx.key_intervals(self.mask), keys.shape[1] <= self.indexer.top_k
+        index = None if few and loss is None else self._index(x, keys, ctx)
+        if index is None or few or (loss is not None and loss.dense):
+            return index, Chosen(*bounds)
+        return index, self.indexer.choose(index, bounds)
 
     def _index(self, x: Array, keys: Array, ctx: Context) -> Index:
         """Returns what the indexer's scores are computed of."""
@@ -149,6 +151,12 @@ class SparseMLA(MLA):
         one = self.kv_rank * (self.nope_dim + self.v_dim)  # a head's key and value from a latent; or query and output
         key, wide = self.nope_dim + self.shared_dim + self.v_dim, 2 * self.kv_rank + self.shared_dim
         return T * one + 2 * T * K * wide < S * one + T * S * key // 2
+
+    def _attended(self, q: Array, latent: Array, chosen: Chosen) -> Attended:
+        """Returns what probabilities are computed of: all keys, or the latents of chosen ones."""
+        if chosen.best is None:
+            return Attended(q, self._keys(latent), chosen, self.scale)
+        return Attended(self._absorb(q), latent, chosen, self.scale)
 
     def _from_all(self, q: Array, latent: Array, chosen: Chosen, ctx: Context, cache: Any) -> Array:
         """Attends to all keys, of which a mask hides those that were not chosen."""

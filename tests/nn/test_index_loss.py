@@ -84,12 +84,12 @@ def arrays(gathers: bool):
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("kind", ["all", "masked", "gathered"])
+@pytest.mark.parametrize("kind", ["all", "chosen"])
 def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
-    index, q, keys, start, end, best = arrays(kind == "gathered")
-    columns = best.shape[2] if kind == "gathered" else T
+    index, q, keys, start, end, best = arrays(kind == "chosen")
+    columns = best.shape[2] if kind == "chosen" else T
     in_chunks(monkeypatch, -(-B * T * (N + I) * columns // chunks))
-    one_by_head = np.stack([keys] * N, axis=2) if kind == "gathered" else keys
+    one_by_head = np.stack([keys] * N, axis=2) if kind == "chosen" else keys
     places = {
         (b, t): [s for s in range(start[b, t], end[b, t]) if kind == "all" or s in best[b, t]]
         for b, t in np.ndindex(B, T)
