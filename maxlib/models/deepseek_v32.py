@@ -113,6 +113,7 @@ class Config(ModelConfig):
     norm_eps: float = hf("rms_norm_eps", 1e-6, absent=_either(1e-6, 1e-5))
     tied: bool = hf("tie_word_embeddings", False)
     losses: tuple[Any, ...] = ()  # what the routers report for training
+    index_loss: nn.IndexLoss | None = None  # trains the indexers
     num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
     stored_mtp: int = hf_mtp(absent=0)  # ... of those that the checkpoint has
 
@@ -136,8 +137,9 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     ranks: Any = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
     index: Any = dict(index_heads=cfg.index_heads, index_dim=cfg.index_dim, index_rope=cfg.index_rope)
+    index |= dict(top_k=cfg.index_top, index_loss=cfg.index_loss)
     # The norms of the latents have the default epsilon, whatever `norm_eps`.
-    own: Any = dict(num_heads=cfg.num_heads, rope=cfg.rope, scale=scale, top_k=cfg.index_top)
+    own: Any = dict(num_heads=cfg.num_heads, rope=cfg.rope, scale=scale)
     return nn.SparseMLA(cfg.dim, **own, **ranks, **index, rngs=rngs)
 
 
@@ -162,11 +164,11 @@ class Block(nn.Layer):
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        h, cache, loss = self.attn.with_loss(self.attn_norm(x), ctx, cache)
         x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux | loss
 
 
 class DeepSeekV32(nn.mtp.MTPDecoder):

@@ -30,6 +30,7 @@ from maxlib.nn._expert_linear import ExpertLinear as ExpertLinear
 from maxlib.nn._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn._head import cross_entropy as cross_entropy
 from maxlib.nn._head import token_log_probs as token_log_probs
+from maxlib.nn._index_loss import IndexLoss as IndexLoss
 from maxlib.nn._kda import KimiDeltaAttention as KimiDeltaAttention
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._linear import Einsum as Einsum

@@ -24,6 +24,8 @@ from maxlib.ops._rope import apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
+CANNOT_TRAVEL = "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
+
 
 @dataclasses.dataclass(frozen=True)
 class TemperatureTuning:
@@ -353,13 +355,21 @@ def _repeat_heads(shards: int, q: Array, k: Array, v: Array) -> tuple[Array, Arr
 
 def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
     """Returns the mesh axis around which keys travel, None if none; raises ValueError where a bias forbids it."""
-    # A ring needs equal pieces; if the number of keys does not divide, gather them instead.
-    ring = axis_of("kv_seq") if k.shape[1] % axis_size("kv_seq") == 0 else None
+    ring = _ring_of(k.shape[1])
     if bias is not None and (ring is not None or zigzag):
-        raise ValueError(
-            "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
-        )
+        raise ValueError(CANNOT_TRAVEL)
     return ring
+
+
+def check_no_ring(keys: int) -> None:
+    """Raises ValueError where the active layout passes keys around a ring, which those that were chosen cannot do."""
+    if _ring_of(keys) is not None:
+        raise ValueError(CANNOT_TRAVEL)
+
+
+def _ring_of(keys: int) -> str | None:
+    """Returns the mesh axis around which keys travel. A ring needs equal pieces; others are gathered instead."""
+    return axis_of("kv_seq") if keys % axis_size("kv_seq") == 0 else None
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):

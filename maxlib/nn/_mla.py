@@ -192,15 +192,18 @@ class MLA(SequenceMixer):
 
         `q . (k_up @ latent) = (q @ k_up) . latent`, and values likewise, so keys and values never exist per head.
         """
-        nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
-        # [B, T, N, nope_dim] -> [B, T, N, R]
-        nope = self.k_up.product("BTNH,NHR->BTNR", nope)
         # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
-        q, k = jnp.concatenate([nope, turned], axis=-1), latent[:, :, None]
+        q, k = self._absorb(q), latent[:, :, None]
         # The values are the latents without the rotated part: [B, T, N, R].
         options = {"scale": self.scale, "mask_hint": mask_hint, "bias": bias}
         out = attend(q, k, k[..., : self.kv_rank], *ctx.key_intervals(self.mask), **options)
         return self.v_up.product("BTNR,NHR->BTNH", out)
+
+    def _absorb(self, q):
+        """Moves the up-projection of keys to the queries: `B T N H` becomes `B T N R`."""
+        nope, turned = jnp.split(q, [self.nope_dim], axis=-1)
+        # [B, T, N, nope_dim] -> [B, T, N, R]
+        return jnp.concatenate([self.k_up.product("BTNH,NHR->BTNR", nope), turned], axis=-1)
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> LatentCache | QuantizedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens; int8 and float8 round the latents."""

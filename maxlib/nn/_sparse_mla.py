@@ -1,6 +1,7 @@
 """Sparse latent attention (DeepSeek-AI 2025, DeepSeek-V3.2): a small indexer chooses the keys that a query attends to.
 
-Shapes: B rows, T new tokens, S keys, D width, I index heads of width Hi, R latent size of queries.
+Shapes: B rows, T new tokens, S keys, K chosen keys, D width, N heads, Hi width of index keys, R latent size with the
+shared key.
 """
 
 from collections.abc import Iterator
@@ -10,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from maxlib.nn._attention import check_no_ring
 from maxlib.nn._context import Context, context
-from maxlib.nn._linear import Einsum
+from maxlib.nn._index_loss import HIDDEN, Attended, IndexLoss
+from maxlib.nn._lightning_indexer import Chosen, Index, LightningIndexer
 from maxlib.nn._mla import MLA
 from maxlib.nn._pytree import pytree
+from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
 from maxlib.nn.cache import LayerCache, put_rows
-from maxlib.nn.norm import LayerNorm
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._rope import Rope, apply_rope
-from maxlib.sharding import constrain
-
-HIDDEN = -1e30  # of a key that is not chosen, before the softmax
+from maxlib.ops._rope import Rope
+from maxlib.sharding import constrain, shard_map_by_name
 
 
 @pytree
@@ -50,86 +51,12 @@ class IndexedLatentCache(LayerCache):
         return IndexedLatentCache(put_rows(self.latent, latent, ctx), put_rows(self.index, index, ctx))
 
 
-class LightningIndexer(nnx.Module):
-    """Scores keys for queries, `sum over heads of w relu(q . k) / sqrt(Hi I)`; the best `top_k` are attended to.
-
-    No gradient passes through the choice, so its weights are stored but not trained.
-
-    Args:
-        dim: Width D of the residual stream.
-        q_rank: Size R of the latent of queries.
-        num_heads: Number I of index heads; all share one key.
-        head_dim: Width Hi of index queries and keys.
-        top_k: Keys that a query attends to.
-        rope: Rotation of the first `rope.dim` numbers of index queries and keys.
-        rngs: Source of initial values.
-    """
-
-    def __init__(self, dim: int, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, rope: Rope, rngs: nnx.Rngs):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
-        # Queries are made of the latent that the layer's own queries are made of.
-        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
-        self.k_norm = LayerNorm(H, eps=1e-6)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        for part, names in ((self.q, "w"), (self.k, "w"), (self.k_norm, "scale bias"), (self.weight, "w")):
-            for name in names.split():
-                _fix(part, name)
-        self.dim, self.top_k, self.rope, self.scale = H, top_k, rope, (H * I) ** -0.5
-
-    def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
-        """Returns the index keys of tokens."""
-        return self._rotate(self.k_norm(self.k(x))[:, :, None], ctx)[:, :, 0]
-
-    def chosen(
-        self,
-        x: Float[Array, "B T D"],
-        latent: Float[Array, "B T R"],
-        keys: Float[Array, "B S Hi"],
-        bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]],
-        ctx: Context,
-    ) -> Bool[Array, "B T S"]:
-        """Returns True for the keys of each query's interval that it attends to.
-
-        Args:
-            x: Input of the layer.
-            latent: The normed latent of queries.
-            keys: Index keys of all tokens.
-            bounds: First key and the key after the last one of every query.
-            ctx: Values shared by all layers.
-        """
-        wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
-        q, weight = self._rotate(self.q(latent), ctx), wide(self.weight(x))
-        # [B, T, I, Hi] and [B, S, Hi] -> [B, T, I, S] -> [B, T, S]
-        # A head that disagrees says nothing; one that agrees counts by a weight of the query, which may be negative.
-        scores = jax.nn.relu(jnp.einsum("btnh,bsh->btns", wide(q), wide(keys), precision="highest"))
-        scores = self.scale * jnp.einsum("btn,btns->bts", weight, scores, precision="highest")
-        place, (start, end) = jnp.arange(keys.shape[1])[None, None], bounds
-        visible = (place >= start[..., None]) & (place < end[..., None])
-        _, best = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), self.top_k)
-        # [B, T, top_k] places -> [B, T, S]. Of equal scores the earlier key is chosen; hidden keys fill what is left.
-        rows, queries = jnp.arange(len(best))[:, None, None], jnp.arange(best.shape[1])[None, :, None]
-        return jnp.zeros(visible.shape, bool).at[rows, queries, best].set(True) & visible
-
-    def _rotate(self, x: Array, ctx: Context) -> Array:
-        """Rotates the first numbers of each head, `B T N Hi`."""
-        # [B, T, N, Hi] -> the part that knows its position, and the rest.
-        turned, rest = jnp.split(x, [self.rope.dim], axis=-1)
-        turned = apply_rope(turned, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
-        return jnp.concatenate([turned, rest], axis=-1)
-
-
-def _fix(part: Any, name: str) -> None:
-    """Makes a parameter a variable that is stored and not trained."""
-    old = getattr(part, name)
-    setattr(part, name, nnx.Variable(old.get_value(), **old.get_metadata()))
-
-
 class SparseMLA(MLA):
     """Latent attention to the keys that a `LightningIndexer` chooses; to all of them while there are no more than that.
 
-    The choice is exact, by a mask over all keys, which saves no time. Tokens must be in order, and keys cannot travel
-    around a ring: `CP_GATHER` and `CP_ULYSSES` split sequences.
+    The choice is exact. Attention to chosen keys either gathers their latents, or computes all keys under a mask,
+    whichever multiplies less: decoding gathers, and so do sequences of many times `top_k` tokens. Tokens must be in
+    order, and keys cannot travel around a ring: `CP_GATHER` and `CP_ULYSSES` split sequences.
 
     Args:
         dim: Width D of the residual stream.
@@ -137,6 +64,9 @@ class SparseMLA(MLA):
         index_dim: Width of index queries and keys.
         top_k: Keys that a query attends to.
         index_rope: Rotation within the indexer.
+        index_loss: Loss that trains the indexer, reported by `with_loss`; None trains it not, and stores its weights
+            as variables that are no parameters.
+        gather: True gathers the latents of chosen keys, False computes all keys under a mask; None chooses.
         rngs: Source of initial values.
         **options: Those of `MLA`; `q_rank` is a number.
     """
@@ -152,39 +82,115 @@ class SparseMLA(MLA):
         index_dim: int,
         top_k: int,
         index_rope: Rope,
+        index_loss: IndexLoss | None = None,
+        gather: bool | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
         super().__init__(dim, **options, rngs=rngs)
         sizes: Any = dict(num_heads=index_heads, head_dim=index_dim, top_k=top_k, rope=index_rope)
-        self.indexer = LightningIndexer(dim, options["q_rank"], **sizes, rngs=rngs)
+        trained = index_loss is not None
+        self.indexer = LightningIndexer(dim, options["q_rank"], **sizes, trained=trained, rngs=rngs)
+        self.index_loss, self.gather = index_loss, gather
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: IndexedLatentCache | None = None
     ) -> tuple[Float[Array, "B T D"], IndexedLatentCache | None]:
         """Mixes the tokens of each document; see `MLA.__call__`."""
+        return self.with_loss(x, ctx, cache)[:2]
+
+    def with_loss(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: IndexedLatentCache | None = None
+    ) -> tuple[Float[Array, "B T D"], IndexedLatentCache | None, dict[str, Array]]:
+        """Like `__call__`, but also returns the loss of the indexer by name; none without `index_loss`, or with a
+        cache.
+        """
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
-        # The choice is a step function of its scores: nothing behind it has a gradient.
+        # Nothing behind an index has a gradient: the choice is a step function, and its loss trains the indexer alone.
         still = jax.lax.stop_gradient(x)
-        index = self.indexer.keys(still, ctx)
+        index_keys = self.indexer.keys(still, ctx)
         if cache is not None:
-            cache = cache.extend(latent, index, ctx)
-            latent, index = cache.latent, cache.index
-        bias = self._bias(still, index, ctx)
-        run = self._absorbed if cache is not None and x.shape[1] == 1 else self._naive
-        return self.o(run(q, latent.astype(x.dtype), ctx, ctx.mask_hint(self.mask, cache), bias)), cache
+            cache = cache.extend(latent, index_keys, ctx)
+            latent, index_keys = cache.latent, cache.index
+        latent, loss = latent.astype(x.dtype), None if cache is not None else self.index_loss
+        index, chosen = self._choose(still, index_keys, ctx, loss)
+        if self._gathers(chosen, latent):
+            out = self._from_chosen(self._attended(q, latent, chosen))
+        else:
+            out = self._from_all(q, latent, chosen, ctx, cache)
+        aux = {} if loss is None else {loss.name: loss(index, self._attended(q, latent, chosen))}
+        return self.o(out), cache, aux
 
-    def _bias(self, x: Array, index: Array, ctx: Context) -> Float[Array, "B 1 T S"] | None:
-        """Returns what is added to scores so that only chosen keys count; None if all keys are chosen."""
-        if index.shape[1] <= self.indexer.top_k:
-            return None
+    def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:
+        """Returns what the indexer's scores are computed of, None if nobody needs it, and the keys to attend to."""
+        bounds, few = ctx.key_intervals(self.mask), keys.shape[1] <= self.indexer.top_k
+        index = None if few and loss is None else self._index(x, keys, ctx)
+        if index is None or few or (loss is not None and loss.dense):
+            return index, Chosen(*bounds)
+        return index, self.indexer.choose(index, bounds)
+
+    def _index(self, x: Array, keys: Array, ctx: Context) -> Index:
+        """Returns what the indexer's scores are computed of."""
         assert self.q_down is not None and self.q_norm is not None
-        latent = jax.lax.stop_gradient(self.q_norm(self.q_down(x)))
-        chosen = self.indexer.chosen(x, latent, index.astype(x.dtype), ctx.key_intervals(self.mask), ctx)
-        # [B, T, S] -> [B, 1, T, S]: the same for all heads.
-        bias = jax.lax.stop_gradient(jnp.where(chosen, 0.0, HIDDEN))[:, None]
-        return constrain(bias, "batch", None, "seq", None)
+        return self.indexer.index(x, jax.lax.stop_gradient(self.q_norm(self.q_down(x))), keys, ctx)
+
+    def _gathers(self, chosen: Chosen, latent: Float[Array, "B S R"]) -> bool:
+        """Returns True where the latents of chosen keys are gathered.
+
+        A latent takes the place of a head's key and value, but is wider: with the sizes of DeepSeek V3.2 a product with
+        one costs as much as with 3.4 keys, of which a causal mask hides half. Gathering must halve the products: one by
+        query, they take twice the time (measured on CPUs), and the others need no gathering.
+        """
+        if chosen.best is None:
+            return False
+        check_no_ring(latent.shape[1])
+        if self.gather is not None:
+            return self.gather
+        (_, T, K), S = chosen.best.shape, latent.shape[1]
+        one = self.kv_rank * (self.nope_dim + self.v_dim)  # a head's key and value from a latent; or query and output
+        key, wide = self.nope_dim + self.shared_dim + self.v_dim, 2 * self.kv_rank + self.shared_dim
+        return T * one + 2 * T * K * wide < S * one + T * S * key // 2
+
+    def _attended(self, q: Array, latent: Array, chosen: Chosen) -> Attended:
+        """Returns what probabilities are computed of: all keys, or the latents of chosen ones."""
+        if chosen.best is None:
+            return Attended(q, self._keys(latent), chosen, self.scale)
+        return Attended(self._absorb(q), latent, chosen, self.scale)
+
+    def _from_all(self, q: Array, latent: Array, chosen: Chosen, ctx: Context, cache: Any) -> Array:
+        """Attends to all keys, of which a mask hides those that were not chosen."""
+        bias = None
+        if chosen.best is not None:
+            # [B, T, S] -> [B, 1, T, S]: the same for all heads.
+            bias = jnp.where(_mask(chosen, latent.shape[1]), 0.0, HIDDEN)[:, None]
+        run = self._absorbed if cache is not None and q.shape[1] == 1 else self._naive
+        return run(q, latent, ctx, ctx.mask_hint(self.mask, cache), bias)
+
+    def _from_chosen(self, attended: Attended) -> Float[Array, "B T N Hv"]:
+        """Attends to the gathered latents of chosen keys; the backward pass gathers again."""
+
+        def local(q, latent, *chosen):
+            whole = Attended(q, latent, Chosen(*chosen), self.scale)
+            if q.shape[1] > 1:
+                # The gradients of a latent from several chunks are added up in float32.
+                latent = latent.astype(jnp.promote_types(latent.dtype, jnp.float32))
+
+            def step(carry, chunk):
+                part = whole.of(*chunk)
+                keys = part.read(latent)
+                probs = part.probabilities(keys, part.seen()).astype(q.dtype)
+                # [B, N, C, K] and [B, C, K, R] -> [B, C, N, R]
+                return carry, jnp.einsum("bntk,btkr->btnr", probs, keys[..., : self.kv_rank])
+
+            width = (q.shape[2] + q.shape[3]) * whole.chosen.best.shape[2]
+            return over_queries(jax.checkpoint(step), None, (q, whole.chosen), per_query=width)[1]
+
+        names, chosen = [HEADS, ALL_KEYS, QUERIES, QUERIES, (*QUERIES, None)], attended.chosen
+        run = shard_map_by_name(local, names, HEADS)
+        out = run(attended.q, attended.keys, chosen.start, chosen.end, chosen.best)
+        out = checkpoint_name(constrain(out, "batch", "seq", "act_heads", None), "attention_out")
+        return self.v_up.product("BTNR,NHR->BTNH", out)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
@@ -199,3 +205,10 @@ class SparseMLA(MLA):
     def features(self) -> Iterator[str]:
         """Yields the labels of its options for tables."""
         yield f"{self.indexer.top_k} chosen keys"
+
+
+def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
+    """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
+    local = lambda *parts: Chosen(*parts).among_all(keys)
+    run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
+    return run(chosen.start, chosen.end, chosen.best)

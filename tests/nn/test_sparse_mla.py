@@ -35,7 +35,8 @@ def test_the_best_keys_of_each_document_are_chosen():
     latent = np.random.default_rng(1).normal(size=(2, SEQ, 12)).astype(np.float32)
     keys = indexer.keys(jnp.asarray(X), ctx)
     bounds = ctx.key_intervals(ops.Causal())
-    got = np.asarray(indexer.chosen(jnp.asarray(X), jnp.asarray(latent), keys, bounds, ctx))
+    chosen = indexer.choose(indexer.index(jnp.asarray(X), jnp.asarray(latent), keys, ctx), bounds)
+    got = np.asarray(chosen.among_all(SEQ))
     q = np.asarray(indexer._rotate(indexer.q(jnp.asarray(latent)), ctx), np.float64)
     weight, keys = X.astype(np.float64) @ np.asarray(indexer.weight.w[...], np.float64).T, np.asarray(keys, np.float64)
     for b, t in np.ndindex(2, SEQ):
