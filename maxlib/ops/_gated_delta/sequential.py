@@ -44,4 +44,3 @@ def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
     state = kept * state + k[:, :, None, :, None] * delta[..., None, :]
     # o = q^T S = exp(g) q^T S_old + (q^T k) delta
     return state, out + inner(q, k)[:, :, None, None] * delta
-
