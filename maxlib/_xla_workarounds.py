@@ -130,7 +130,8 @@ def stored(a: Array) -> Array:
     """Returns vectors `... D`, computed once and stored; on CPUs as a matmul by the identity.
 
     XLA for CPUs (jax 0.10.2) fuses cheap operations into all that use them. The update of a recurrent state would
-    convolve queries, keys and values again for each number of the state. It does not fuse a matmul.
+    convolve queries, keys and values again for each number of the state. It does not fuse a matmul. There an infinite
+    number makes its vector NaN.
     """
     if current_device()[0] != "cpu":
         return a

@@ -42,7 +42,7 @@ class GatedMLP(nnx.Module):
         gate, up = of_same(x, self.gate, self.up)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         # The hidden values are cheap to compute again. With `down` in the checkpoint, its gradient does not keep them
-        # either: the backward pass needs their product with the weight no more, so that it is not computed again.
+        # either. Its matmul is not computed again, because the backward pass does not need the result.
         return jax.checkpoint(self._down, prevent_cse=False)(gate, up)
 
     def _down(self, gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... D"]:
