@@ -126,6 +126,18 @@ def last_axis_first(weight: Array) -> Array:
     return jnp.einsum("wu,...w->u...", jnp.eye(weight.shape[-1], dtype=weight.dtype), weight, precision="highest")
 
 
+def stored(a: Array) -> Array:
+    """Returns vectors `... D`, computed once and stored; on CPUs as a matmul by the identity.
+
+    XLA for CPUs (jax 0.10.2) fuses cheap operations into all that use them. The update of a recurrent state would
+    convolve queries, keys and values again for each number of the state. It does not fuse a matmul. There an infinite
+    number makes its vector NaN.
+    """
+    if current_device()[0] != "cpu":
+        return a
+    return jnp.einsum("...d,de->...e", a, jnp.eye(a.shape[-1], dtype=a.dtype), precision="highest")
+
+
 def inner(a: Array, b: Array) -> Array:
     """Sums `a * b` over the last axis, `... D` to `...`; on CPUs as a matmul.
 

@@ -180,3 +180,25 @@ def test_the_gradient_of_a_scaled_vector():
     out, backward = jax.vjp(workarounds.scaled, a, factor)
     assert jnp.array_equal(out, a * factor[:, None])
     assert jnp.array_equal(backward(a + 1)[1], jnp.sum(a * (a + 1), axis=1))
+
+
+def test_a_stored_vector_is_computed_once():
+    def update(keep):  # of a state, by a vector that takes two products to compute
+        return lambda state, a, b: state + keep(a * b * a)[:, None] * b[None, :]
+
+    x = jnp.arange(64.0)
+    text = jax.jit(update(workarounds.stored)).lower(jnp.ones((64, 64)), x, x).compile().as_text()
+    assert _products_of_state(text) == 1
+    text = jax.jit(update(lambda a: a)).lower(jnp.ones((64, 64)), x, x).compile().as_text()
+    assert _products_of_state(text) == 3
+
+
+def _products_of_state(text: str) -> int:
+    """Counts the products in the loop over the numbers of a state."""
+    loops = [part for part in text.split("\n}\n") if "%fused_computation" in part and "ROOT %add" in part]
+    return sum(part.count(" multiply(") for part in loops)
+
+
+def test_stored_vectors_are_unchanged():
+    a = jnp.array([[1.5, -2.0, 3e38], [1e-38, 0.0, 7.0]])
+    assert jnp.array_equal(workarounds.stored(a), a)

@@ -140,8 +140,8 @@ class GatedDeltaNet(SequenceMixer):
         q, k, v = (mark_heads(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
         out, cache = self._mix(q, k, v, *self._rates(a, b), ctx, cache)
         # Cheap to compute again; kept for the backward pass, it would take several times the memory of its inputs.
-        gated = jax.checkpoint(self._gated_norm, prevent_cse=False)
-        return self.o(gated(checkpoint_name(out, "attention_out"), gate)), cache
+        leave = jax.checkpoint(lambda out, gate: self.o(self._gated_norm(out, gate)), prevent_cse=False)
+        return leave(checkpoint_name(out, "attention_out"), gate), cache
 
     def _gated_norm(self, out: Array, gate: Array) -> Array:
         """Norms the output and gates it, `B T N Hv`."""

@@ -41,10 +41,13 @@ class GatedMLP(nnx.Module):
         # [..., D] -> [..., F] twice. Remat policies know both by name.
         gate, up = of_same(x, self.gate, self.up)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        # Cheap to compute again; kept for the backward pass, it would take twice the memory of its inputs.
-        hidden = jax.checkpoint(lambda gate, up: self.act(gate) * up, prevent_cse=False)(gate, up)
+        # The hidden values are cheap to compute again. With `down` in the checkpoint, its gradient does not keep them
+        # either. Its matmul is not computed again, because the backward pass does not need the result.
+        return jax.checkpoint(self._down, prevent_cse=False)(gate, up)
+
+    def _down(self, gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... D"]:
         # [..., F] -> [..., D]
-        return self.down(_constrain_hidden(hidden))
+        return self.down(_constrain_hidden(self.act(gate) * up))
 
 
 class MLP(nnx.Module):

@@ -4,8 +4,9 @@ decoding after short and long texts, and the memory of a state, in turn on the s
     python -m tests.benchmarks.hybrid [--rounds 5] [--tokens 2048] [--contexts 512 4096 32768] [--json out.json]
 
 Four layers 512 wide, three of gated DeltaNet and one of gated attention, random weights, the same in both libraries.
-`attention` has four attention layers, and an MLP as wide as makes the step's FLOPs those of the hybrid. Ratios are
-medians over rounds in which each contender runs once. transformers runs as it does without CUDA kernels, in torch.
+`attention` has four attention layers, and an MLP as wide as makes the step's FLOPs those of the hybrid. Both decode as
+`inference.Generator` does, with each layer stored alone. Ratios are medians over rounds in which each contender runs
+once. transformers runs as it does without CUDA kernels, in torch.
 """
 
 import argparse
@@ -73,7 +74,8 @@ def of_attention(hybrid: qwen3_5.Qwen35, tokens) -> qwen3_5.Qwen35:
 
 
 def decoder(model, context: int, steps: int = 32):
-    """A call that decodes `steps` tokens after `context` others."""
+    """A call that decodes `steps` tokens after `context` others, with layers stored as in `inference.Generator`."""
+    model = nn.unstack(model)
     params, rest = nn.partition(model)
     filled = prefilled(model, context, context + steps)
 
@@ -115,6 +117,11 @@ def state_bytes(model, capacity: int) -> tuple[int, int]:
     return sum(a for a, b in pairs if a == b), sum(a for a, b in pairs if a != b)
 
 
+def weight_bytes(model) -> int:
+    """Bytes of the weights that a token reads: all but the table of embeddings."""
+    return sum(a.nbytes for a in jax.tree.leaves(model)) - model.embed.w[...].nbytes
+
+
 def ratio(times: dict[str, list[float]], other: str) -> float:
     return statistics.median(t / m for m, t in zip(times["hybrid"], times[other], strict=True))
 
@@ -130,6 +137,7 @@ def main() -> None:
     theirs, hybrid = pair()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, args.tokens + 1)), jnp.int32)
     attention = of_attention(hybrid, tokens)
+    read = {name: weight_bytes(model) for name, model in (("hybrid", hybrid), ("attention", attention))}
     decoders = {
         (name, n): decoder(m, n) for n in args.contexts for name, m in (("hybrid", hybrid), ("attention", attention))
     }
@@ -142,6 +150,7 @@ def main() -> None:
     found = {name: ratio(times, name) for name in ("transformers", "attention")}
     for name, value in times.items():
         print(f"step, {args.tokens} tokens, {name}: {statistics.median(value):.3f} s")
+    print(f"weights read for a token: {', '.join(f'{name} {size / 2**20:.1f} MiB' for name, size in read.items())}")
     speeds = measure(decoders, args.rounds)
     for n in args.contexts:
         pair_of = {name: speeds[name, n] for name in ("hybrid", "attention")}

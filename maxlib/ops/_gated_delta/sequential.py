@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib._utils.varying import vary_alike
-from maxlib._xla_workarounds import inner
+from maxlib._xla_workarounds import inner, stored
 from maxlib.ops._chunks import for_each_head
 from maxlib.ops._gated_delta.inputs import Inputs
 
@@ -34,11 +34,13 @@ def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
     kept = kept[..., None, None]
     # Key and query read the old state at once, exp(g) k^T S and exp(g) q^T S: a step passes over the state twice, once
     # to read and once to write. [B, K, G, 2, Hk] [B, K, G, Hk, Hv] -> [B, K, G, 2, Hv]
-    rows = for_each_head(jnp.stack([x.k, x.q], axis=2)[None], state.shape[2])[0]
+    both = stored(jnp.stack([x.k, x.q], axis=2))  # B K 2 Hk
+    k, q = both[:, :, 0], both[:, :, 1]
+    rows = for_each_head(both[None], state.shape[2])[0]
     read = kept * jnp.einsum("bkgrd,bkgdv->bkgrv", rows, state, precision="highest")
     found, out = read[..., 0, :], read[..., 1, :]
     # S <- exp(g) S + k (beta (v - exp(g) k^T S))^T: the value stored under k moves towards v by beta.
-    delta = x.beta[..., None] * (x.v - found)
-    state = kept * state + x.k[:, :, None, :, None] * delta[..., None, :]
+    delta = stored(x.beta[..., None] * (x.v - found))
+    state = kept * state + k[:, :, None, :, None] * delta[..., None, :]
     # o = q^T S = exp(g) q^T S_old + (q^T k) delta
-    return state, out + inner(x.q, x.k)[:, :, None, None] * delta
+    return state, out + inner(q, k)[:, :, None, None] * delta
