@@ -126,9 +126,7 @@ def _with_images(
     return {"tokens": tokens, "targets": targets, "images": cut}
 
 
-def _with_audio(
-    document: Document, tokens: np.ndarray, targets: np.ndarray, audio: AudioProcessor | None
-) -> Document:
+def _with_audio(document: Document, tokens: np.ndarray, targets: np.ndarray, audio: AudioProcessor | None) -> Document:
     found = find_audio(document)
     if audio is None:
         if found:

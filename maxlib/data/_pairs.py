@@ -6,8 +6,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxlib.data._chats import map_named, with_targets
 from maxlib.data._audio import AudioProcessor
+from maxlib.data._chats import map_named, with_targets
 from maxlib.data._images import ImageProcessor
 from maxlib.data._sources import Document
 from maxlib.tokenization import ChatTemplate

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from maxlib import nn
 from maxlib.inference._engine import Completion, FinishReason, limits
 from maxlib.inference._generate import (
-    Generator,
     Audio,
+    Generator,
     Images,
     Prompts,
     check_inputs,

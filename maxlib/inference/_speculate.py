@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
 from maxlib.inference._generate import (
-    Generator,
     Audio,
+    Generator,
     Images,
     Prompts,
     cast_matrices,

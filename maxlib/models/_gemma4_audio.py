@@ -78,7 +78,8 @@ class Audio(Sound):
         if self.chunk < 1 or self.context_left < 2 or self.context_right < 0:
             got = f"{self.chunk}, {self.context_left} and {self.context_right}"
             raise ValueError(
-                "attention_chunk_size must be at least 1, attention_context_left 2 and attention_context_right 0, got " + got
+                "attention_chunk_size must be at least 1, attention_context_left 2 and attention_context_right 0, got "
+                + got
             )
 
     @property

@@ -88,7 +88,8 @@ class LocalAttention(nnx.Module):
         scale = H**-0.5 / math.log(2) * jax.nn.softplus(jnp.asarray(self.scale[...], wide))
         q = _in_chunks(q.astype(wide) * scale[None, None, None], self.cfg.chunk)
         k, v = (_around(part.astype(wide), self.cfg) for part in (k * jnp.asarray(KEY_SCALE, wide), v))
-        scores = jnp.einsum("CnqNH,CnkNH->CNnqk", q, k) + jnp.einsum("CnqNH,qkNH->CNnqk", q, self._distances(x.dtype, wide))
+        scores = jnp.einsum("CnqNH,CnkNH->CNnqk", q, k)
+        scores = scores + jnp.einsum("CnqNH,qkNH->CNnqk", q, self._distances(x.dtype, wide))
         weights = self._weights(scores, _around(valid, self.cfg))
         # [C, N, n, q, k] -> [C, n, q, N, H] -> [C, T, N, H]
         out = jnp.einsum("CNnqk,CnkNH->CnqNH", weights, v)
@@ -147,7 +148,8 @@ def _distances(cfg: Audio) -> tuple[Float[np.ndarray, "P E"], Int[np.ndarray, "q
     rates = np.exp(-np.arange(cfg.dim // 2) * math.log(10_000) / max(cfg.dim // 2 - 1, 1))
     angles = np.arange(most, -1, -1)[:, None] * rates[None]
     index = cfg.context_left - 1 - _steps(cfg)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1), np.where((index >= 0) & (index <= most), index, most + 1)
+    index = np.where((index >= 0) & (index <= most), index, most + 1)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1), index
 
 
 class Block(nnx.Module):

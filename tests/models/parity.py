@@ -24,9 +24,9 @@ from maxlib import nn
 GOLDEN = Path(__file__).parent / "golden"
 EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
 NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
-# Tests with images compare live, and have no golden file.
+# Tests with images or sound compare live, or have their cases in the file of their family.
 FAMILIES = sorted(
-    path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py") if not path.stem.endswith("_images")
+    path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py") if not path.stem.endswith(("_images", "_audio"))
 )
 
 
@@ -93,6 +93,11 @@ def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
     return nn.audio.Clips(frames, np.array(lengths, np.int32))
 
 
+def given(case: dict[str, Any]) -> tuple[nn.vision.Patches | None, nn.audio.Clips | None]:
+    """The images and the sound of a case."""
+    return images(case), audio(case)
+
+
 def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """Patches of each image row by row, with padding, and their columns and rows, as Gemma 4's processors give them."""
     sizes = found.grids.prod(axis=1)
@@ -130,8 +135,8 @@ def theirs(
     import torch
 
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others are not for float64
-    given = grids is not None or clips is not None
-    model = auto(config.model_type, sees=given).from_config(config, **how).eval()
+    sees = grids is not None or clips is not None
+    model = auto(config.model_type, sees=sees).from_config(config, **how).eval()
     model = model.to(getattr(torch, dtype))
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
@@ -139,7 +144,7 @@ def theirs(
     for (
         module
     ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
-        if given and isinstance(module, torch.nn.Embedding):
+        if sees and isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
@@ -187,7 +192,8 @@ def heard(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     if (found := audio(case)) is None:
         return {}
     mask = np.arange(found.frames.shape[1]) < found.lengths[:, None]
-    return {"input_features": torch.from_numpy(found.frames).to(dtype), "input_features_mask": torch.from_numpy(mask)}
+    frames = torch.from_numpy(found.frames).to(dtype)
+    return {"input_features": frames, "input_features_mask": torch.from_numpy(mask)}
 
 
 def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:

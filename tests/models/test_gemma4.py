@@ -1,6 +1,6 @@
 """Gemma 4's text against transformers: shared keys, keys as values, a vector per layer, experts beside the MLP.
 
-`test_gemma4_images.py` has its images.
+`test_gemma4_images.py` has its images, `test_gemma4_audio.py` its sound.
 """
 
 import functools
@@ -119,9 +119,10 @@ class TestGemma4(Conformance):
 
 
 def transformers_cases():
-    from tests.models import test_gemma4_images
+    from tests.models import test_gemma4_audio, test_gemma4_images
 
-    return TestGemma4.transformers_cases() | test_gemma4_images.transformers_cases()
+    cases = TestGemma4.transformers_cases() | test_gemma4_images.transformers_cases()
+    return cases | test_gemma4_audio.transformers_cases()
 
 
 def made(tmp_path, name: str, **changes):

@@ -126,8 +126,12 @@ class TestGemma4Images(ImageConformance):
         case, _, model = made("images_shared_clipped")
         rows = case["tokens"].copy()
         rows[1, 20] = AUDIO
-        with pytest.raises(ValueError, match="placeholders of sound"):
-            model.check_images(rows, parity.images(case))
+        with pytest.raises(ValueError, match="1 audio placeholders, but this Gemma4 does not hear"):
+            model.check_audio(rows, None)
+        with pytest.raises(ValueError, match=r"1 audio placeholders, but this Gemma4 does not hear .* no audio"):
+            model(rows, images=parity.images(case))
+        with pytest.raises(ValueError, match="does not hear .*: call it without audio"):
+            model.check_audio(rows, nn.audio.clips([np.zeros((4, 8))]))
         wide = nn.vision.Patches(np.zeros((16, 48), np.float32), np.array([[1, 2, 8]]))
         with pytest.raises(ValueError, match="at most 7 rows and columns of patches"):
             model.check_images(np.array([[IMAGE] * 4]), wide)
