@@ -26,7 +26,9 @@ EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ f
 NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
 # Tests with images or sound compare live, or have their cases in the file of their family.
 FAMILIES = sorted(
-    path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py") if not path.stem.endswith(("_images", "_audio"))
+    path.stem.removeprefix("test_")
+    for path in GOLDEN.parent.glob("test_*.py")
+    if not path.stem.endswith(("_images", "_audio"))
 )
 
 
@@ -330,7 +332,9 @@ def write(family: str) -> None:
     cases = importlib.import_module(f"tests.models.test_{family}").transformers_cases()
     found = {name: theirs(*case) for name, case in cases.items()}
     arrays: dict[str, Any] = {
-        "meta": json.dumps({n: {k: c[k] for k in ("config", "shapes", "grids", "clips") if c[k]} for n, c in found.items()})
+        "meta": json.dumps(
+            {n: {k: c[k] for k in ("config", "shapes", "grids", "clips") if c[k]} for n, c in found.items()}
+        )
     }
     for name, case in found.items():
         arrays |= {f"{name}/{key}": case[key] for key in ("tokens", "logits")}
