@@ -97,7 +97,7 @@ def _has_room(document: Row, blank: Any) -> bool:
     """Returns True if the images of a document, or its clips, fit a row of the size of `blank`."""
     if hasattr(blank, "frames"):
         lengths = lengths_of(document)
-        return len(lengths) <= len(blank.lengths) and lengths.max(initial=0) <= blank.frames.shape[1]
+        return len(lengths) <= len(blank.lengths) and int(lengths.max(initial=0)) <= blank.frames.shape[1]
     grids = _grids(document)
     return int(grids.prod(axis=1).sum()) <= len(blank.pixels) and len(grids) <= len(blank.grids)
 

@@ -109,7 +109,7 @@ class Projector(nnx.Module):
         self.norm = nn.norm.UnitRMSNorm(eps)
         self.proj = nn.Einsum("...E,DE->...D", (text_dim, dim), ("embed", "vision"), rngs=rngs)
 
-    def __call__(self, x: Float[Array, "R S E"]) -> Float[Array, "R S D"]:
+    def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... D"]:
         return self.proj(self.norm(x))
 
 

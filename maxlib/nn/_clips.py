@@ -40,7 +40,7 @@ class Clips:
         return self if self.frames.ndim == 4 else Clips(self.frames[None], self.lengths[None])
 
 
-def clips(frames: Sequence[Any], mask: Any = None, *, counts: Sequence[int] | None = None) -> Clips:
+def clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = None) -> Clips:
     """Converts a processor's arrays to `Clips`, padded so that similar batches use the same compiled program.
 
     The number of frames is rounded up by less than a quarter, the number of clips to a power of two.

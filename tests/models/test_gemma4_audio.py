@@ -246,6 +246,7 @@ class TestGemma4Audio(Conformance):
         targets = np.concatenate([case["tokens"][:, 1:], np.full((3, 1), -1)], axis=1).astype(np.int32)
         batch = {"tokens": case["tokens"], "targets": targets} | self.by_row(case, 0, 1, 2)
         check_first_batch(batch, model)
+        batch = jax.tree.map(jnp.asarray, batch)
         scores = case["logits"].astype(np.float64)[:, :-1]
         scores = scores - np.log(np.exp(scores).sum(axis=2, keepdims=True))
         want = -np.take_along_axis(scores, case["tokens"][:, 1:, None], 2).mean()
