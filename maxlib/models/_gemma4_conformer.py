@@ -20,7 +20,7 @@ from maxlib.models._gemma4_towers import Clipped, Projector
 from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
 
-KEY_SCALE = math.log2(1 + math.e)  # so that queries and keys are scaled alike by a learned factor of zero
+KEY_SCALE = math.log2(1 + math.e)  # softplus(1) / softplus(0); queries have a learned number in place of the 1
 
 
 def _linear(cfg: Audio, spec: str, shape: tuple[int, ...], axes: tuple[str, ...], rngs: nnx.Rngs) -> Any:
