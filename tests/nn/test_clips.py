@@ -72,7 +72,7 @@ def test_lengths_and_placeholders_are_compared():
     rows = np.zeros((2, 9), bool)
     rows[0, :6], rows[1, 4:7] = True, True
     nn.audio.check_clips(rows, audio, 3, halves)
-    with pytest.raises(ValueError, match=r"hold \[5, 4\] audio placeholders .* make \[6, 3\] vectors"):
+    with pytest.raises(ValueError, match=r"hold \[5, 2\] audio placeholders .* make \[6, 3\] vectors"):
         nn.audio.check_clips(rows ^ np.eye(2, 9, k=3, dtype=bool), audio, 3, halves)
     with pytest.raises(ValueError, match=r"`C F 4` and `C`, .* 2 rows of tokens in front"):
         nn.audio.check_clips(rows, audio, 4, halves)
