@@ -350,7 +350,8 @@ class TestGemma4Audio(Conformance):
             ]
             assert_close(parity.logits(part, rows), parity.logits(model, rows), CLOSE)
             maxlib.save_pretrained(part, tmp_path / "-".join(encoders))
-            assert maxlib.from_pretrained(tmp_path / "-".join(encoders)).cfg == part.cfg
+            again = maxlib.from_pretrained(tmp_path / "-".join(encoders))
+            assert again.cfg.encoders == part.cfg.encoders
         with pytest.raises(ValueError, match="does not hear"):
             part.check_audio(rows, parity.audio(case))
 
