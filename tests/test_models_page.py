@@ -61,18 +61,18 @@ def test_the_worst_of_each_family_is_that_of_its_cases():
 
 
 ROWS = [
-    models.Row("a", "a-1", 52_464, 52_464, ("MHA", "RoPE", "full", "")),
-    models.Row("a", "a-2", 999_885_952, 999_885_952, ("MHA", "RoPE", "full", "")),
-    models.Row("a", "a-3", 124_439_808, 24_439_808, ("MHA", "1 of 8 experts", "full", "")),
-    models.Row("b", "b-1", 671_026_419_200, 37_552_000_000, ("MHA", "1 of 8 experts", "full", "yes")),
+    models.Row("a", "a-1", 52_464, 52_464, ("MHA", "RoPE", "full", "", "")),
+    models.Row("a", "a-2", 999_885_952, 999_885_952, ("MHA", "RoPE", "full", "", "")),
+    models.Row("a", "a-3", 124_439_808, 24_439_808, ("MHA", "1 of 8 experts", "full", "", "")),
+    models.Row("b", "b-1", 671_026_419_200, 37_552_000_000, ("MHA", "1 of 8 experts", "full", "yes", "")),
 ]
 
 
 def test_presets_that_differ_in_size_share_a_row():
     assert cells(models.markdown(ROWS)) == [
-        ["a", "a-1: 52,464<br>a-2: 1.00B", "MHA", "RoPE", "full", ""],
-        ["a", "a-3: 124M, 24M active", "MHA", "1 of 8 experts", "full", ""],
-        ["b", "b-1: 671.03B, 37.55B active", "MHA", "1 of 8 experts", "full", "yes"],
+        ["a", "a-1: 52,464<br>a-2: 1.00B", "MHA", "RoPE", "full", "", ""],
+        ["a", "a-3: 124M, 24M active", "MHA", "1 of 8 experts", "full", "", ""],
+        ["b", "b-1: 671.03B, 37.55B active", "MHA", "1 of 8 experts", "full", "yes", ""],
     ]
     console = Console(width=120)
     with console.capture() as capture:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
+    from maxlib.data._audio import AudioProcessor as AudioProcessor
+    from maxlib.data._audio import WaveformProcessor as WaveformProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords
     from maxlib.data._chats import tokenize_chats as tokenize_chats
     from maxlib.data._formats import HFStream as HFStream
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "_audio": ("AudioProcessor", "WaveformProcessor"),
         "_bad_records": ("SkipBadRecords",),
         "_chats": ("tokenize_chats",),
         "_formats": ("HFStream", "files", "parquet", "records"),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import grain
 import numpy as np
 
+from maxlib.data._audio import AudioProcessor, find_audio
 from maxlib.data._images import ImageProcessor, expand, find_images
 from maxlib.data._sources import Document
 from maxlib.data._tokenize import check_whole
@@ -22,6 +23,7 @@ def tokenize_chats(
     *,
     learn: Literal["assistant", "last"] | Chooses = "assistant",
     images: ImageProcessor | None = None,
+    audio: AudioProcessor | None = None,
 ) -> grain.MapDataset[Document]:
     """Adds `"tokens"` and `"targets"` to every document with `"messages"`; targets are -1 outside learned turns.
 
@@ -31,7 +33,8 @@ def tokenize_chats(
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
     "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; the template's
-    placeholder of an image is replaced by the ids of the image processor. `pack` puts them into rows.
+    placeholder of an image is replaced by the ids of the image processor. `pack` puts them into rows. With `audio`,
+    parts `{"type": "audio", "audio": ...}` become `"audio"`, the `nn.audio.Clips` of the document, in the same way.
 
     Args:
       documents: chats, such as those of `chats`.
@@ -40,6 +43,7 @@ def tokenize_chats(
       learn: the turns to learn: all of the assistant, the last of the assistant, or those for which `learn(i,
         messages)` is true.
       images: image processor, for models that read images.
+      audio: audio processor, for models that hear.
 
     Raises:
       ValueError: when the tokenizer truncates or pads, or a record cannot be tokenized; the message names it.
@@ -47,7 +51,7 @@ def tokenize_chats(
     check_whole(backend(tokenizer))
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
-    tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn, images)}
+    tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn, images, audio)}
     return map_named(documents, tokenized, "chat")
 
 
@@ -81,8 +85,9 @@ def with_targets(
     template: ChatTemplate,
     learn: str | Chooses,
     images: ImageProcessor | None = None,
+    audio: AudioProcessor | None = None,
 ) -> Document:
-    """Returns tokens and targets of a document with `messages`, and its `images` if they are processed."""
+    """Returns tokens and targets of a document with `messages`, and its `images` and `audio` if they are processed."""
     tokenizer = backend(tokenizer)
     check_whole(tokenizer)  # a Hugging Face tokenizer keeps the settings of its last call
     if "messages" not in document:
@@ -98,7 +103,8 @@ def with_targets(
     targets = np.where(_learned(encoded.offsets, spans)[1:], tokens[1:], np.int32(-1))
     if not (targets >= 0).any():
         raise ValueError("the chosen turns have no tokens")
-    return _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
+    row = _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
+    return row | _with_audio(document, row["tokens"], row["targets"], audio)
 
 
 def backend(tokenizer: Any) -> Any:
@@ -118,6 +124,18 @@ def _with_images(
     placeholders = [images.placeholders(grid) for grid in cut.grids.tolist()]
     tokens, targets = expand(tokens, targets, images.image_token, placeholders)
     return {"tokens": tokens, "targets": targets, "images": cut}
+
+
+def _with_audio(document: Document, tokens: np.ndarray, targets: np.ndarray, audio: AudioProcessor | None) -> Document:
+    found = find_audio(document)
+    if audio is None:
+        if found:
+            raise ValueError(f"the chat has {len(found)} clips: pass audio=data.AudioProcessor.from_directory(...)")
+        return {}
+    clips = audio.join([audio(sound) for sound in found])
+    placeholders = [audio.placeholders(length) for length in clips.lengths.tolist()]
+    tokens, targets = expand(tokens, targets, audio.audio_token, placeholders, "audio")
+    return {"tokens": tokens, "targets": targets, "audio": clips}
 
 
 def _chosen(messages: Sequence[Message], learn: str | Chooses) -> list[int]:

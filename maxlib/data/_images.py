@@ -346,45 +346,50 @@ def find_images(document: Document) -> list[Any]:
     Raises:
         ValueError: for an address on the web, and for videos.
     """
-    found = [_image(part) for message in document["messages"] for part in _parts(message)]
-    return [
-        Path(document.get("folder", ""), image) if isinstance(image, str | os.PathLike) else image for image in found
-    ]
+    return find_parts(document, "image")
 
 
-def _parts(message: Message) -> list[Mapping[str, Any]]:
+def find_parts(document: Document, kind: str) -> list[Any]:
+    """Returns the contents of all parts of a kind, such as "image", in a chat's messages, in order."""
+    found = [_content(part, kind) for message in document["messages"] for part in _parts(message, kind)]
+    return [Path(document.get("folder", ""), one) if isinstance(one, str | os.PathLike) else one for one in found]
+
+
+def _parts(message: Message, kind: str) -> list[Mapping[str, Any]]:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     kinds = {part.get("type") for part in parts if isinstance(part, Mapping)}
     if "video" in kinds:
         raise ValueError("a chat may have images, not videos: give frames as images")
-    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == kind]
 
 
-def _image(part: Mapping[str, Any]) -> Any:
-    image = next((part[name] for name in ("image", "path", "url") if part.get(name) is not None), None)
-    if image is None or (isinstance(image, str) and image.startswith(("http:", "https:", "data:"))):
-        raise ValueError(f"an image must be a file, under 'image' or 'path', got {image!r}: download it first")
-    return image
+def _content(part: Mapping[str, Any], kind: str) -> Any:
+    found = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
+    if found is None or (isinstance(found, str) and found.startswith(("http:", "https:", "data:"))):
+        raise ValueError(f"an {kind} must be a file, under '{kind}' or 'path', got {found!r}: download it first")
+    return found
 
 
 def expand(
-    tokens: np.ndarray, targets: np.ndarray, image_token: int, placeholders: Sequence[Sequence[int]]
+    tokens: np.ndarray, targets: np.ndarray, token: int, placeholders: Sequence[Sequence[int]], kind: str = "image"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replaces the placeholder of each image by its ids; none of them is a target.
+    """Replaces the placeholder of each image or clip by its ids; none of them is a target.
 
     Args:
-        tokens: Ids with one placeholder for each image.
+        tokens: Ids with one placeholder for each.
         targets: The target of each token.
-        image_token: Id of the placeholder.
-        placeholders: The ids of each image.
+        token: Id of the placeholder.
+        placeholders: The ids of each image or clip.
+        kind: What they are, for the message.
 
     Raises:
-        ValueError: when the number of placeholders differs from that of images.
+        ValueError: when the number of placeholders differs from that of images or clips.
     """
-    at = np.flatnonzero(tokens == image_token)
+    at = np.flatnonzero(tokens == token)
     if len(at) != len(placeholders):
-        raise ValueError(f"the template wrote {len(at)} image placeholders for {len(placeholders)} images")
+        what = "images" if kind == "image" else "clips"
+        raise ValueError(f"the template wrote {len(at)} {kind} placeholders for {len(placeholders)} {what}")
     times = np.ones(len(tokens), np.int64)
     times[at] = [len(ids) for ids in placeholders]
     written, ends = np.repeat(tokens, times), np.cumsum(times)
@@ -392,5 +397,5 @@ def expand(
         written[end - len(ids) : end] = ids
     out = np.full(len(written), -1, np.int32)
     out[ends - 1] = targets  # the last id of an image predicts the next token
-    out[out == image_token] = -1
+    out[out == token] = -1
     return written, out

@@ -3,7 +3,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grain
@@ -17,14 +16,17 @@ from grain.experimental import (
 from jaxtyping import Int32
 
 from maxlib.data._counting import CountingIterator
+from maxlib.data._row_room import Room
 from maxlib.data._sources import Document
 
 if TYPE_CHECKING:
+    from maxlib.nn.audio import Clips
     from maxlib.nn.vision import Patches
 
 Overlong = Literal["split", "truncate", "drop", "error"]
 Policies = Overlong | Mapping[str, Overlong]
 Row = dict[str, np.ndarray]
+_BLANKS = {"images": "ImageProcessor.blank(patches)", "audio": "AudioProcessor.blank(clips, frames)"}
 
 
 def pack(
@@ -35,6 +37,7 @@ def pack(
     bins: int = 64,
     overlong: Policies = "split",
     images: "Patches | None" = None,
+    audio: "Clips | None" = None,
 ) -> grain.IterDataset[Row]:
     """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
 
@@ -47,6 +50,7 @@ def pack(
     With `images` a row also has `"images"`, the `nn.vision.Patches` of its documents (`tokenize_chats`), and no
     positions, which the model computes from the grids. The number of patches per row is limited. A document with images
     is never split: if it is longer than a row, or has too many patches, it is an error, unless `overlong` drops it.
+    With `audio` a row has `"audio"`, the `nn.audio.Clips` of its documents, in the same way.
 
         rows = pack(documents, length=512)
         loader = Loader(lambda part: pack(documents[part], length=512), batch_size=8)
@@ -62,7 +66,8 @@ def pack(
         "truncate" or "drop": in a second row an answer would be learned without its question. Such documents, and
         their tokens beyond the first row (all tokens of a dropped one), are counted in the loader's metrics, in total
         and per source.
-      images: an empty row that defines the capacity of every row (`ImageProcessor.blank`); None for text.
+      images: an empty row that defines the capacity of every row (`ImageProcessor.blank`); None for none.
+      audio: the same for clips (`AudioProcessor.blank`).
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
@@ -72,24 +77,23 @@ def pack(
         raise ValueError(f"bins must be at least 1, got {bins}.")
     _check_policies(overlong)
     lengths = {"tokens": length, "targets": length}
-    if images is not None:
-        return _pack_images(_in_order(documents), lengths, images, strategy, bins, overlong)
+    if images is not None or audio is not None:
+        return _pack_whole(_in_order(documents), lengths, Room(images, audio), strategy, bins, overlong)
     pieces = _Segments(_in_order(documents), length, overlong, cut=strategy == "first_fit")
     if strategy == "concat_then_split":
         return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     return FirstFitPackIterDataset(pieces, length_struct=lengths, num_packing_bins=bins).map(_as_row)
 
 
-def _pack_images(documents, lengths: dict[str, int], blank: "Patches", strategy: str, bins: int, overlong: Policies):
+def _pack_whole(documents, lengths: dict[str, int], room: Room, strategy: str, bins: int, overlong: Policies):
     if strategy != "first_fit":
         raise ValueError(
-            f"documents with images cannot be split: pack them with strategy='first_fit', not {strategy!r}."
+            f"documents with images or audio cannot be split: pack them with strategy='first_fit', not {strategy!r}."
         )
-    pieces = _Segments(documents, lengths["tokens"], overlong, cut=True, blank=blank)
-    # The bins count the patches of a row; the patches are concatenated when it is full.
-    lengths = {**lengths, "patches": len(blank.pixels), "grids": len(blank.grids)}
-    options: Any = dict(length_struct=lengths, num_packing_bins=bins, meta_features=("pixels",))
-    return FirstFitPackIterDataset(pieces, **options).map(partial(_as_row_with_images, blank=blank))
+    pieces = _Segments(documents, lengths["tokens"], overlong, cut=True, room=room)
+    # The bins count the patches and clips of a row; they are concatenated when it is full.
+    options: Any = dict(length_struct=lengths | room.sizes, num_packing_bins=bins, meta_features=room.uncounted)
+    return FirstFitPackIterDataset(pieces, **options).map(lambda packed: room.fill(_as_row(packed), packed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +136,14 @@ class _Segments(grain.IterDataset):
     """Documents with targets, split into pieces as the policy and the packing require."""
 
     def __init__(
-        self, parent: grain.IterDataset, length: int, overlong: Policies, *, cut: bool, blank: "Patches | None" = None
+        self, parent: grain.IterDataset, length: int, overlong: Policies, *, cut: bool, room: Room | None = None
     ):
         super().__init__(parent)
-        self._length, self._cut, self._blank = length, cut, blank
+        self._length, self._cut, self._room = length, cut, room
         self._overlong: Policies = overlong
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(iter(self._parent), self._length, self._overlong, cut=self._cut, blank=self._blank)
+        return _PiecesIterator(iter(self._parent), self._length, self._overlong, cut=self._cut, room=self._room)
 
 
 class _PiecesIterator(CountingIterator):
@@ -152,10 +156,10 @@ class _PiecesIterator(CountingIterator):
         overlong: Policies,
         *,
         cut: bool,
-        blank: "Patches | None" = None,
+        room: Room | None = None,
     ):
         super().__init__(parent)
-        self._length, self._cut, self._blank = length, cut, blank
+        self._length, self._cut, self._room = length, cut, room
         self._overlong: Policies = overlong
         self._pieces: list[Row] = []
         self._given, self._before = 0, (parent.get_state(), Counter(self.counts))
@@ -180,10 +184,11 @@ class _PiecesIterator(CountingIterator):
         self._pieces = self._of(next(self._parent)) if self._given else []
 
     def _of(self, document: Document) -> list[Row]:
-        if self._blank is not None:
-            return self._whole(document, self._blank)
-        if "images" in document:
-            raise ValueError("A document has images: pack it with images=, such as ImageProcessor.blank(patches).")
+        for name, example in _BLANKS.items():
+            if name in document and getattr(self._room, name, None) is None:
+                raise ValueError(f"A document has {name}: pack it with {name}=, such as {example}.")
+        if self._room is not None:
+            return self._whole(document, self._room)
         row = self._kept(_with_targets(document), document.get("source"))
         return self._cut_up(row)
 
@@ -192,21 +197,21 @@ class _PiecesIterator(CountingIterator):
         starts = range(0, size, self._length if self._cut else max(size, 1))
         return [{name: array[i : i + starts.step] for name, array in row.items()} for i in starts]
 
-    def _whole(self, document: Document, blank: "Patches") -> list[Row]:
-        """Returns a document with images in one piece; one without images may be split."""
-        images, row, source = document.get("images"), _with_targets(document), document.get("source")
-        if images is None or not len(images.grids):
-            texts = self._cut_up(self._kept(row, source))
-            return [text | _image_columns(blank.pixels[:0], blank.grids[:0]) for text in texts]
-        size, room = len(row["tokens"]), (len(blank.pixels), len(blank.grids))
-        if size <= self._length and len(images.pixels) <= room[0] and len(images.grids) <= room[1]:
-            return [row | _image_columns(images.pixels, images.grids)]
+    def _whole(self, document: Document, room: Room) -> list[Row]:
+        """Returns a document with images or clips in one piece; one without may be split."""
+        row, source = _with_targets(document), document.get("source")
+        counts = [("tokens", self._length, len(row["tokens"])), *room.counts(document)]
+        if not any(got for _, _, got in counts[1:]):
+            return [text | room.columns({}) for text in self._cut_up(self._kept(row, source))]
+        if all(got <= most for _, most, got in counts):
+            return [row | room.columns(document)]
         if self._policy(source) != "drop":
+            most, got = _listed([f"{most} {name}" for name, most, _ in counts]), _listed([str(n) for _, _, n in counts])
             raise ValueError(
-                f"A document with images must fit a row of {self._length} tokens, {room[0]} patches and {room[1]} images, "
-                f'got {size}, {len(images.pixels)} and {len(images.grids)}: make rows larger, or give overlong="drop".'
+                f"A document with {' or '.join(_BLANKS)} must fit a row of {most}, got {got}: make rows larger, or give "
+                'overlong="drop".'
             )
-        self._count("dropped", size, source)
+        self._count("dropped", len(row["tokens"]), source)
         return []
 
     def _policy(self, source: str | None) -> Overlong:
@@ -233,6 +238,10 @@ class _PiecesIterator(CountingIterator):
         for end in ("",) if source is None else ("", f"/{source}"):
             self.counts[f"{what}_documents{end}"] += 1
             self.counts[f"{what}_tokens{end}"] += tokens
+
+
+def _listed(parts: list[str]) -> str:
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def _check_policies(overlong: Policies) -> None:
@@ -262,22 +271,6 @@ def _with_targets(document: Document) -> Row:
     if len(targets) != len(tokens):
         raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
     return {"tokens": tokens, "targets": targets}
-
-
-def _image_columns(pixels: Any, grids: Any) -> Row:
-    """Returns the image columns of the bins: patches to count, and grids and pixels to concatenate."""
-    return {"patches": np.zeros(len(pixels), np.int8), "grids": np.asarray(grids), "pixels": np.asarray(pixels)}
-
-
-def _as_row_with_images(packed: dict[str, Any], *, blank: "Patches") -> dict[str, Any]:
-    from maxlib.nn.vision import Patches
-
-    row, pixels = _as_row(packed), np.array(blank.pixels)
-    found = np.concatenate(packed["pixels"])  # of all documents, in their order
-    pixels[: len(found)] = found
-    # Positions depend on rows and columns of images, and the model computes them from the grids.
-    del row["positions"]
-    return {**row, "images": Patches(pixels, packed["grids"])}
 
 
 def _as_row(packed: Row) -> Row:

@@ -8,6 +8,7 @@ import numpy as np
 from maxlib._utils.choices import check_choice
 
 if TYPE_CHECKING:
+    from maxlib.nn.audio import Clips
     from maxlib.nn.vision import Patches
 
 Row = dict[str, Any]
@@ -15,34 +16,48 @@ Overlong = Literal["error", "truncate", "drop"]
 
 
 def pad(
-    documents: grain.MapDataset[Any], *, length: int, overlong: Overlong = "error", images: "Patches | None" = None
+    documents: grain.MapDataset[Any],
+    *,
+    length: int,
+    overlong: Overlong = "error",
+    images: "Patches | None" = None,
+    audio: "Clips | None" = None,
 ) -> grain.MapDataset[Any]:
     """Pads documents with `tokens` and `targets`, including nested ones, to rows `tokens targets segment_ids` of one
     length.
 
-    With `images` rows also have `"images"`, the `nn.vision.Patches` of their document. Other numpy arrays and numbers
-    are kept, such as `desirable` of `kto_examples`; other values, such as messages, are dropped.
+    With `images` rows also have `"images"`, the `nn.vision.Patches` of their document, with `audio` its
+    `nn.audio.Clips`. Other numpy arrays and numbers are kept, such as `desirable` of `kto_examples`; other values, such
+    as messages, are dropped.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
         length: Tokens of a row.
         overlong: Policy for longer documents: "error", "truncate" (keeps the beginning) or "drop". Documents with
-            images are never truncated.
-        images: An empty row with the capacity for images that every row has (`ImageProcessor.blank`); None for text.
+            images or clips are never truncated.
+        images: An empty row with the capacity for images that every row has (`ImageProcessor.blank`); None for none.
+        audio: The same for clips (`AudioProcessor.blank`).
 
     Raises:
-        ValueError: when reading a document that is too long, has no `targets`, or has more images than a row holds.
+        ValueError: when reading a document that is too long, has no `targets`, or has more images or clips than a row
+            holds.
     """
     check_choice("overlong", overlong, get_args(Overlong))
     if overlong == "drop":
-        documents = documents.filter(lambda document: _fits(document, length, images))
-    return documents.map(lambda document: padded(document, length, overlong, images))
+        documents = documents.filter(lambda document: _fits(document, length, images, audio))
+    return documents.map(lambda document: padded(document, length, overlong, images, audio))
 
 
-def padded(document: Row, length: int, overlong: Overlong = "error", images: "Patches | None" = None) -> Row:
+def padded(
+    document: Row,
+    length: int,
+    overlong: Overlong = "error",
+    images: "Patches | None" = None,
+    audio: "Clips | None" = None,
+) -> Row:
     """Returns a document and its nested documents as rows."""
     inner = {
-        name: padded(x, length, overlong, images)
+        name: padded(x, length, overlong, images, audio)
         for name, x in document.items()
         if isinstance(x, dict) and "tokens" in x
     }
@@ -51,28 +66,38 @@ def padded(document: Row, length: int, overlong: Overlong = "error", images: "Pa
         return out
     if "targets" not in document:
         raise ValueError("pad needs 'targets' in a document: use data.tokenize_chats, or set them to the next tokens")
-    size, has_images = len(document["tokens"]), len(_grids(document)) > 0
-    if size > length and (overlong == "error" or has_images):
+    size, whole = len(document["tokens"]), len(_grids(document)) > 0 or len(lengths_of(document)) > 0
+    if size > length and (overlong == "error" or whole):
         raise ValueError(
             f"a document of {size} tokens does not fit a row of {length}: give overlong='truncate' or 'drop'"
         )
     fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
     rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
     rows |= {"segment_ids": (np.arange(length) < size).astype(np.int32)}
-    return out | rows | _images(document, images)
+    return out | rows | _images(document, images) | _audio(document, audio)
 
 
-def _fits(document: Row, length: int, images: "Patches | None") -> bool:
+def _fits(document: Row, length: int, images: "Patches | None", audio: "Clips | None") -> bool:
     """Returns True if a document and its nested documents fit a row."""
-    nested = all(_fits(value, length, images) for value in document.values() if isinstance(value, dict))
-    return nested and len(document.get("tokens", ())) <= length and (images is None or _has_room(document, images))
+    nested = all(_fits(value, length, images, audio) for value in document.values() if isinstance(value, dict))
+    short = nested and len(document.get("tokens", ())) <= length
+    return short and all(blank is None or _has_room(document, blank) for blank in (images, audio))
 
 
 def _grids(document: Row) -> np.ndarray:
     return document["images"].grids if "images" in document else np.zeros((0, 3), np.int32)
 
 
-def _has_room(document: Row, blank: "Patches") -> bool:
+def lengths_of(document: Row) -> np.ndarray:
+    """Returns the numbers of frames of a document's clips."""
+    return document["audio"].lengths if "audio" in document else np.zeros(0, np.int32)
+
+
+def _has_room(document: Row, blank: Any) -> bool:
+    """Returns True if the images of a document, or its clips, fit a row of the size of `blank`."""
+    if hasattr(blank, "frames"):
+        lengths = lengths_of(document)
+        return len(lengths) <= len(blank.lengths) and int(lengths.max(initial=0)) <= blank.frames.shape[1]
     grids = _grids(document)
     return int(grids.prod(axis=1).sum()) <= len(blank.pixels) and len(grids) <= len(blank.grids)
 
@@ -92,3 +117,21 @@ def _images(document: Row, blank: "Patches | None") -> Row:
     found = document.get("images", blank)
     put = lambda a, b: np.concatenate([np.asarray(a, b.dtype), b[len(a) :]])
     return {"images": type(blank)(put(found.pixels, blank.pixels), put(found.grids, blank.grids))}
+
+
+def _audio(document: Row, blank: "Clips | None") -> Row:
+    """Returns the clips of a document as a row of the size of `blank`."""
+    if blank is None:
+        if len(lengths_of(document)):
+            raise ValueError("a document has clips: pad it with audio=, such as AudioProcessor.blank(clips, frames)")
+        return {}
+    from maxlib.nn.audio import padded_clips
+
+    if not _has_room(document, blank):
+        raise ValueError(
+            f"a document with audio must fit {len(blank.lengths)} clips of {blank.frames.shape[1]} frames, got clips of "
+            f'{lengths_of(document).tolist()}: give audio= more room, or overlong="drop"'
+        )
+    found = document.get("audio", blank)
+    frames = [clip[:size] for clip, size in zip(found.frames, found.lengths, strict=True) if size]
+    return {"audio": padded_clips(frames, *blank.frames.shape)}

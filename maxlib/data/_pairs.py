@@ -6,6 +6,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from maxlib.data._audio import AudioProcessor
 from maxlib.data._chats import map_named, with_targets
 from maxlib.data._images import ImageProcessor
 from maxlib.data._sources import Document
@@ -17,7 +18,12 @@ Documents = Any  # a grain.MapDataset, or anything with a length and items by nu
 
 
 def pairs(
-    documents: Documents, tokenizer: Any, template: ChatTemplate, *, images: ImageProcessor | None = None
+    documents: Documents,
+    tokenizer: Any,
+    template: ChatTemplate,
+    *,
+    images: ImageProcessor | None = None,
+    audio: AudioProcessor | None = None,
 ) -> grain.MapDataset[dict[str, Row]]:
     """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
 
@@ -31,6 +37,7 @@ def pairs(
         template: The chat template.
         images: The image processor of a vision model; each half then has `"images"`, as in
             `tokenize_chats`. Give `pad` a row that has room for them.
+        audio: The audio processor of a model that hears, likewise.
 
     Returns:
         Documents `{"chosen": {"tokens", "targets"}, "rejected": ...}`.
@@ -39,11 +46,16 @@ def pairs(
         ValueError: when reading a document whose answers are equal, whose prompts differ, or that has images without a
             processor; `data.SkipBadRecords` skips such documents.
     """
-    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images))
+    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images, audio))
 
 
 def kto_examples(
-    documents: Documents, tokenizer: Any, template: ChatTemplate, *, images: ImageProcessor | None = None
+    documents: Documents,
+    tokenizer: Any,
+    template: ChatTemplate,
+    *,
+    images: ImageProcessor | None = None,
+    audio: AudioProcessor | None = None,
 ) -> grain.MapDataset[Row]:
     """Tokenizes chats that are `desirable` or not, for KTO, each paired with an answer to another prompt.
 
@@ -55,6 +67,7 @@ def kto_examples(
         tokenizer: As for `pairs`.
         template: The chat template.
         images: As for `pairs`.
+        audio: As for `pairs`.
 
     Returns:
         Documents `{"tokens", "targets", "desirable", "mismatched": {"tokens", "targets"}}`.
@@ -66,7 +79,7 @@ def kto_examples(
     def one(document: Document, index: int) -> Row:
         prompt = document["messages"][:-1]
         other = [*prompt, _answer_to_another(documents, index, prompt)]
-        tokenize = lambda messages: _answered(document, messages, tokenizer, template, images)
+        tokenize = lambda messages: _answered(document, messages, tokenizer, template, images, audio)
         return tokenize(document["messages"]) | {
             "desirable": np.bool_(document["desirable"]),
             "mismatched": tokenize(other),
@@ -94,12 +107,12 @@ def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> g
 
 
 def _answered(document: Document, messages: Sequence[Any], *how: Any) -> Row:
-    """Returns tokens, targets and images of a chat with the document's tools; only the last answer has targets.
+    """Returns tokens, targets, images and sound of a chat with the document's tools; only the last answer has targets.
 
-    `how` holds the tokenizer, the template and the image processor.
+    `how` holds the tokenizer, the template and the processors of images and sound.
     """
-    tokenizer, template, images = how
-    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images)
+    tokenizer, template, *processors = how
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last", *processors)
 
 
 def _pair(document: Document, *how: Any) -> dict[str, Row]:

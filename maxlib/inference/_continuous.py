@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from maxlib import nn
 from maxlib.inference._engine import Completion, FinishReason, limits
 from maxlib.inference._generate import (
+    Audio,
     Generator,
     Images,
     Prompts,
@@ -80,6 +81,7 @@ class LocalEngine:
         *,
         max_new_tokens: int | Sequence[int],
         images: Sequence[Images | None] | None = None,
+        audio: Sequence[Audio | None] | None = None,
         num_samples: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
@@ -89,6 +91,7 @@ class LocalEngine:
         found: list[list[Any]] = [[None] * num_samples for _ in prompts]
         options: Any = {
             "images": images,
+            "audio": audio,
             "num_samples": num_samples,
             "sampler": sampler,
             "stop_token_ids": stop_token_ids,
@@ -104,6 +107,7 @@ class LocalEngine:
         *,
         max_new_tokens: int | Sequence[int],
         images: Sequence[Images | None] | None = None,
+        audio: Sequence[Audio | None] | None = None,
         num_samples: int = 1,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
@@ -116,6 +120,7 @@ class LocalEngine:
             max_new_tokens: Maximum number of new tokens, for all prompts or for each.
             images: For vision models: the images of each prompt in the order of their placeholders, None for a prompt
                 without. `nn.vision.patches` pads images of any size, so that similar prompts share a program.
+            audio: For models that hear: the clips of each prompt in the same way (`nn.audio.clips`).
             num_samples: Number of completions of each prompt.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a completion and are its last token.
@@ -125,13 +130,13 @@ class LocalEngine:
 
         Raises:
             ValueError: when a prompt is empty or does not fit with its new tokens, when ids are outside the vocabulary,
-                when the model does not read images, or when images and placeholders do not match.
+                when the model does not read images or audio, or when they and their placeholders do not match.
         """
         most = limits(max_new_tokens, prompts)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         stop = check_stop(stop_token_ids, self.generator.vocab)
-        seen = self._checked_images(prompts, images)
+        seen = self._checked_inputs(prompts, images, audio)
         capacity = self._checked_capacity(prompts, most)
         key = self._keys(key)
         # The same keys as `Generator.generate` with each prompt repeated `num_samples` times.
@@ -146,17 +151,13 @@ class LocalEngine:
         options = {"sampler": sampler, "impl": str(jax.random.key_impl(key))}
         return _Run(self.generator, self.slots, capacity, options, stop).completions(rows)
 
-    def _checked_images(self, prompts: Prompts, images: Sequence[Images | None] | None) -> list[dict[str, Images]]:
-        """Returns each prompt's inputs besides its tokens; raises ValueError for images that do not match."""
-        images = [None] * len(prompts) if images is None else images
-        if not isinstance(images, Sequence) or len(images) != len(prompts):
-            got = f"{len(images)} of them" if isinstance(images, Sequence) else type(images).__name__
-            raise ValueError(
-                f"images must be a list with the images of each of the {len(prompts)} prompts (None for a prompt without), "
-                f"got {got}"
-            )
+    def _checked_inputs(
+        self, prompts: Prompts, images: Sequence[Images | None] | None, audio: Sequence[Audio | None] | None
+    ) -> list[dict[str, Images | Audio]]:
+        """Returns each prompt's inputs besides its tokens; raises ValueError for images or audio that do not match."""
+        both = [_of_prompts(name, x, len(prompts)) for name, x in (("images", images), ("audio", audio))]
         tokens, _ = right_padded(prompts, self.generator.vocab)
-        return [check_inputs(self.generator.model, ids[None], own) for ids, own in zip(tokens, images, strict=True)]
+        return [check_inputs(self.generator.model, ids[None], *own) for ids, *own in zip(tokens, *both, strict=True)]
 
     def _checked_capacity(self, prompts: Prompts, most: list[int]) -> int:
         """Returns the required capacity of a slot; raises ValueError for prompts that the model cannot continue."""
@@ -176,6 +177,18 @@ class LocalEngine:
         return capacity
 
 
+def _of_prompts(name: str, inputs: Any, count: int) -> Sequence[Any]:
+    """Returns the images or clips of each prompt; raises ValueError unless it is a list of as many."""
+    if inputs is None:
+        return [None] * count
+    if not isinstance(inputs, Sequence) or len(inputs) != count:
+        got = f"{len(inputs)} of them" if isinstance(inputs, Sequence) else type(inputs).__name__
+        raise ValueError(
+            f"{name} must be a list with the {name} of each of the {count} prompts (None for a prompt without), got {got}"
+        )
+    return inputs
+
+
 @dataclasses.dataclass(eq=False)
 class _Row:
     """A completion in progress."""
@@ -183,7 +196,7 @@ class _Row:
     prompt: int
     number: int
     ids: list[int]
-    seen: dict[str, Images]  # inputs besides the tokens
+    seen: dict[str, Images | Audio]  # inputs besides the tokens
     limit: int
     key: np.ndarray
     issued: int = 0  # number of steps started for it; their tokens arrive later

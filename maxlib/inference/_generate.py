@@ -21,6 +21,7 @@ from maxlib.inference._sampling import GREEDY, Keys, Sampler
 
 Prompts = Sequence[Sequence[int]]
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
+Audio = nn.audio.Clips
 
 
 class Generator:
@@ -76,6 +77,7 @@ class Generator:
         *,
         max_new_tokens: int,
         images: Images | None = None,
+        audio: Audio | None = None,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
@@ -87,6 +89,7 @@ class Generator:
             prompts,
             max_new_tokens=max_new_tokens,
             images=images,
+            audio=audio,
             sampler=sampler,
             stop_token_ids=stop_token_ids,
             key=key,
@@ -104,6 +107,7 @@ class Generator:
         *,
         max_new_tokens: int,
         images: Images | None = None,
+        audio: Audio | None = None,
         sampler: Sampler = GREEDY,
         stop_token_ids: Collection[int] = (),
         key: Key[Array, ""] | None = None,
@@ -116,6 +120,8 @@ class Generator:
             max_new_tokens: Maximum number of new tokens per prompt.
             images: For models that read images: all images of all prompts in the order of their placeholders (the
                 `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
+            audio: For models that hear: all clips of all prompts in the order of their placeholders
+                (`nn.audio.clips`).
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
             key: Random key for sampling. Without it each call of this generator uses a new key, in the same order in
@@ -125,7 +131,7 @@ class Generator:
 
         Raises:
             ValueError: when a prompt is empty or does not fit `capacity`, when ids are outside the vocabulary, when the
-                model does not read images, or when images and placeholders do not match.
+                model does not read images or audio, or when they and their placeholders do not match.
         """
         tokens, _ = right_padded(prompts, self.vocab)
         stop = check_stop(stop_token_ids, self.vocab)
@@ -134,7 +140,7 @@ class Generator:
         if capacity is None:
             capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
-        seen = check_inputs(self.model, tokens, images)
+        seen = check_inputs(self.model, tokens, images, audio)
         keys = jax.random.split(self._keys(key), len(prompts))
         return self._steps([list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, stop, keys, capacity)
 
@@ -171,6 +177,7 @@ def generate(
     *,
     max_new_tokens: int,
     images: Images | None = None,
+    audio: Audio | None = None,
     sampler: Sampler = GREEDY,
     stop_token_ids: Collection[int] = (),
     key: Key[Array, ""] | None = None,
@@ -183,6 +190,7 @@ def generate(
         prompts: Token ids of each prompt.
         max_new_tokens: Maximum number of new tokens per prompt.
         images: All images of all prompts, for models that read images.
+        audio: All clips of all prompts, for models that hear.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         key: Random key for sampling. Without it each call draws anew, in the same order in every run.
@@ -192,12 +200,13 @@ def generate(
         The new tokens of each prompt, including the one that ended it.
 
     Raises:
-        ValueError: when prompts or images do not fit the model (`Generator.stream`).
+        ValueError: when prompts, images or audio do not fit the model (`Generator.stream`).
     """
     return Generator(model, dtype=dtype).generate(
         prompts,
         max_new_tokens=max_new_tokens,
         images=images,
+        audio=audio,
         sampler=sampler,
         stop_token_ids=stop_token_ids,
         key=_keys(key),
@@ -311,13 +320,19 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
     return [copy(*both) for both in zip(jax.tree.leaves(like), jax.tree.leaves(new), strict=True)]
 
 
-def check_inputs(model: Any, tokens: np.ndarray, images: Images | None) -> dict[str, Images]:
+def check_inputs(
+    model: Any, tokens: np.ndarray, images: Images | None, audio: Audio | None = None
+) -> dict[str, Images | Audio]:
     """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
     if isinstance(model, nn.vision.VisionModel):
         model.check_images(tokens, images)
     elif images is not None:
         raise ValueError(f"{type(model).__name__} reads text only: call it without images")
-    return {} if images is None else {"images": images}
+    if isinstance(model, nn.audio.AudioModel):
+        model.check_audio(tokens, audio)
+    elif audio is not None:
+        raise ValueError(f"{type(model).__name__} does not hear: call it without audio")
+    return {name: x for name, x in (("images", images), ("audio", audio)) if x is not None}
 
 
 def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
 from maxlib.inference._generate import (
+    Audio,
     Generator,
     Images,
     Prompts,
@@ -62,6 +63,7 @@ def speculate(
     drafter: Any = None,
     num_drafts: int = 4,
     images: Images | None = None,
+    audio: Audio | None = None,
     stop_token_ids: Collection[int] = (),
     capacity: int | None = None,
 ) -> Speculated:
@@ -78,6 +80,7 @@ def speculate(
             `models.gemma4_assistant.Gemma4Assistant`; None uses the model's own module.
         num_drafts: Number of the drafter's drafts in each pass.
         images: With a drafter, images as for `generator.stream`.
+        audio: With a drafter, clips as for `generator.stream`.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         capacity: Maximum number of tokens in a row of the cache, by default as many as needed.
 
@@ -86,7 +89,8 @@ def speculate(
 
     Raises:
         ValueError: when the model does not draft, when the drafter is for another model, when a cache cannot be rewound
-            to remove a rejected draft, when images do not fit the prompts or are given to a model that drafts itself,
+            to remove a rejected draft, when images or audio do not fit the prompts or are given to a model that drafts
+            itself,
             or when prompt and new tokens exceed the model's maximum length.
     """
     model, dtype = generator.model, generator.dtype
@@ -94,13 +98,13 @@ def speculate(
     stop = check_stop(stop_token_ids, generator.vocab)
     longest = max(map(len, prompts)) + max_new_tokens
     check_length(model, longest)
-    _check_source(model, drafter, num_drafts, images)
+    _check_source(model, drafter, num_drafts, images if audio is None else audio)
     count = 1 if drafter is None else num_drafts
     capacity = shared_capacity(longest + count) if capacity is None else capacity
     check_room(prompts, max_new_tokens + count, capacity)  # rejected drafts need slots, too
     made = _Made(max(capacity, tokens.shape[1]), count, dtype, generator.cache_dtype)
     _check_caches(model, drafter, made)
-    seen = check_inputs(model, tokens, images)  # an MTP module only reads text
+    seen = check_inputs(model, tokens, images, audio)  # an MTP module only reads text
     drafter = None if drafter is None else cast_matrices(nn.unstack(drafter), dtype)
     state = _start(model, drafter, tokens, valid, seen, made=made)
     rows = [_Row(max_new_tokens, stop) for _ in prompts]
@@ -203,7 +207,7 @@ def _best(model, hidden) -> Int[Array, " B"]:
     return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
 
 
-def _check_source(model: Any, drafter: Any, num_drafts: int, images: Any) -> None:
+def _check_source(model: Any, drafter: Any, num_drafts: int, inputs: Any) -> None:
     """Raises ValueError if there is no valid source of drafts for the model."""
     if drafter is None:
         if not isinstance(model, nn.mtp.SupportsDrafting):
@@ -212,8 +216,10 @@ def _check_source(model: Any, drafter: Any, num_drafts: int, images: Any) -> Non
                 "drafter=, a "
                 "model that drafts for it"
             )
-        if images is not None:
-            raise ValueError(f"{type(model).__name__} drafts from text only: use generator.generate for images")
+        if inputs is not None:
+            raise ValueError(
+                f"{type(model).__name__} drafts from text only: use generator.generate for images and audio"
+            )
         return
     if not isinstance(drafter, nn.mtp.Drafter):
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from maxlib.inference._generate import Generator, Images
+from maxlib.inference._generate import Audio, Generator, Images
 from maxlib.inference._sampling import GREEDY, Sampler
 
 
@@ -16,6 +16,7 @@ def stream_text(
     *,
     max_new_tokens: int = 256,
     images: Images | None = None,
+    audio: Audio | None = None,
     sampler: Sampler = GREEDY,
     stop_token_ids: Collection[int] = (),
     key: Key[Array, ""] | None = None,
@@ -28,13 +29,14 @@ def stream_text(
         prompt: Text, or its token ids. Pass ids for a chat, whose template already has the special tokens.
         max_new_tokens: Maximum number of new tokens.
         images: Images of the prompt, for models that read images.
+        audio: Clips of the prompt, for models that hear.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end the text and are not part of it.
         key: Random key for sampling, by default as in `Generator.stream`.
     """
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-    options = {"images": images, "sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
-    steps = generator.stream([ids], max_new_tokens=max_new_tokens, **options)
+    options: Any = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
+    steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, audio=audio, **options)
     done, shown, text = list(ids), len(tokenizer.decode(ids)), ""
     for (token,) in steps:
         assert token is not None  # a stream of one prompt ends with it

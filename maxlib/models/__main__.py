@@ -25,7 +25,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "active": {"no_wrap": True, "justify": "right"},
     "family, and what it is made of": {"overflow": "fold"},
 }
-COLUMNS = ("family", "presets and their parameters", "attention", "features", "caches", "images")
+COLUMNS = ("family", "presets and their parameters", "attention", "features", "caches", "images", "audio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ def row(family: weights.Family, preset: str) -> Row:
         ", ".join(nn.describe.features(model)),
         " and ".join(nn.describe.cache_kinds(model)),
         "yes" if nn.describe.takes_images(model) else "",
+        "yes" if nn.describe.takes_audio(model) else "",
     )
     return Row(family.name, preset, nn.num_parameters(model), nn.describe.num_active_parameters(model), kind)
 
@@ -91,8 +92,8 @@ def table(groups: list[list[Row]]) -> Table:
 
 def described(one: Row) -> str:
     """Returns what a preset is made of, as one line."""
-    attention, features, caches, images = one.kind
-    parts = (attention, features, f"{caches} caches", "images" if images else "")
+    attention, features, caches, images, audio = one.kind
+    parts = (attention, features, f"{caches} caches", "images" if images else "", "audio" if audio else "")
     return f"{one.family}: {'; '.join(part for part in parts if part)}"
 
 

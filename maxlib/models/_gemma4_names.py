@@ -1,10 +1,12 @@
-"""Names of Gemma 4's weights: text, with what only some sizes have, and both kinds of image encoder."""
+"""Names of Gemma 4's weights: text, with what only some sizes have, and both kinds of encoders of images and sound."""
 
 from typing import Any
 
+from maxlib.models._gemma4_audio import Audio, UnifiedAudio
 from maxlib.models._gemma4_vision import UnifiedVision, Vision
 from maxlib.weights import Ignore, Renamed, Table, Weight, names
 
+SEES, HEARS = ("vision_tower", "embed_vision", "vision_embedder"), ("audio_tower", "embed_audio")
 PATCH = "E (a b C) -> E a b C"  # rows and columns of a patch's pixels, and colors
 
 
@@ -28,21 +30,66 @@ def table(cfg: Any) -> Table:
         Weight("per_layer_projection.weight", "per_layer.proj.w"),
         Weight("post_per_layer_input_norm.weight", "per_layer.norm.scale"),
     ]
-    text = "model" if cfg.vision is None else "model.language_model"
+    text = "model.language_model" if cfg.encoders else "model"
     own = [
         Weight(f"{text}.embed_tokens_per_layer.weight", "per_layer.embed.w"),
         Weight(f"{text}.per_layer_model_projection.weight", "per_layer.proj.w"),
         Weight(f"{text}.per_layer_projection_norm.weight", "per_layer.norm.scale"),
     ]
-    # Releases have keys and values also of layers that take others', and encoders of sound.
+    # Releases have keys and values also of layers that take others'.
     takers = [i for i, (_, role) in enumerate(cfg.kinds) if role == "takes"]
-    ignored = [Ignore(f"{text}.layers.{i}.self_attn.{part}_*") for i in takers for part in "kv"]
-    ignored += [Ignore(f"model.{name}*") for name in ("audio_tower.", "embed_audio.")]
-    if cfg.vision is not None:
-        return [*names.decoder_table(layer, model=text), *own, *_images(cfg.vision), *ignored]
-    # A text model is also read from a checkpoint that sees.
-    ignored += [Ignore(f"model.{name}*") for name in ("vision_tower.", "embed_vision.", "vision_embedder.")]
-    return [*names.decoder_table(layer), *own, Renamed("model.language_model.", "model."), *ignored]
+    ignored: list[Any] = [Ignore(f"{text}.layers.{i}.self_attn.{part}_*") for i in takers for part in "kv"]
+    # A model is also read without the encoders that its checkpoint has.
+    unread = (() if cfg.vision else SEES) + (() if cfg.audio else HEARS)
+    ignored += [Ignore(f"model.{name}.*") for name in unread]
+    if not cfg.encoders:
+        return [*names.decoder_table(layer), *own, Renamed("model.language_model.", "model."), *ignored]
+    read = [*(_images(cfg.vision) if cfg.vision else ()), *(_audio(cfg.audio) if cfg.audio else ())]
+    return [*names.decoder_table(layer, model=text), *own, *read, *ignored]
+
+
+def _audio(cfg: Audio | UnifiedAudio) -> list[Weight]:
+    """Lists the tensors of the encoder of sound."""
+    projector = Weight("model.embed_audio.embedding_projection.weight", "audio_tower.projector.proj.w")
+    if isinstance(cfg, UnifiedAudio):
+        return [projector]
+    hf_prefix = "model.audio_tower"
+    inner = f"{hf_prefix}.subsample_conv_projection"
+    found = [Weight(f"{inner}.input_proj_linear.weight", "audio_tower.enter.w", "E (m c) -> E m c"), projector]
+    for n, part in enumerate(("first", "second")):
+        found += [Weight(f"{inner}.layer{n}.conv.weight", f"audio_tower.{part}.w")]
+        found += [Weight(f"{inner}.layer{n}.norm.weight", f"audio_tower.{part}.norm.scale")]
+    found += [Weight(f"{hf_prefix}.output_proj.{name}", f"audio_tower.leave.{name[0]}") for name in ("weight", "bias")]
+    return [*found, *names.under(_audio_layer(cfg), f"{hf_prefix}.layers.{{i}}", "audio_tower.layers.{i}")]
+
+
+def _audio_layer(cfg: Audio) -> list[Weight]:
+    """Lists the tensors of a layer of the encoder of sound."""
+    linear = [("self_attn.post", "attn.o", "D (N H) -> D N H")]
+    linear += [(f"self_attn.{part}_proj", f"attn.{part}", "(N H) D -> N H D") for part in "qkv"]
+    linear += [(f"lconv1d.linear_{end}", f"conv.{name}", None) for end, name in (("start", "enter"), ("end", "leave"))]
+    norms = [("lconv1d.pre_layer_norm", "conv.norm"), ("lconv1d.conv_norm", "conv.filter_norm")]
+    norms += [("norm_pre_attn", "attn_norm"), ("norm_post_attn", "attn_post_norm"), ("norm_out", "norm")]
+    for n, mlp in ((1, "first_mlp"), (2, "second_mlp")):
+        inner = f"feed_forward{n}"
+        linear += [(f"{inner}.ffw_layer_{k}", f"{mlp}.{part}", None) for k, part in ((1, "up"), (2, "down"))]
+        norms += [(f"{inner}.pre_layer_norm", f"{mlp}.norm"), (f"{inner}.post_layer_norm", f"{mlp}.post_norm")]
+    return [
+        *(Weight(f"{hf_name}.weight", f"{path}.scale") for hf_name, path in norms),
+        *(entry for one in linear for entry in _linear(*one, clipped=cfg.clipped)),
+        Weight("self_attn.relative_k_proj.weight", "attn.distance.w", "(N H) D -> N H D"),
+        Weight("self_attn.per_dim_scale", "attn.scale"),
+        Weight("lconv1d.depthwise_conv1d.weight", "conv.filter", "D one W -> D W", at={"one": 0}),
+    ]
+
+
+def _linear(hf_name: str, path: str, pattern: str | None, *, clipped: bool) -> list[Weight]:
+    """Lists the tensors of a linear layer, which is one level deeper in files, and here where it has bounds."""
+    bounds = [f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")] if clipped else []
+    return [
+        Weight(f"{hf_name}.linear.weight", f"{path}.linear.w" if clipped else f"{path}.w", pattern),
+        *(Weight(f"{hf_name}.{bound}", f"{path}.{bound}") for bound in bounds),
+    ]
 
 
 def _images(cfg: Vision | UnifiedVision) -> list[Weight]:
@@ -78,16 +125,12 @@ def _positions(hf_name: str, pattern: str) -> list[Weight]:
 
 
 def _encoder_layer(cfg: Vision) -> list[Weight]:
-    """Lists the tensors of a layer. Linear layers are one level deeper in files, and here where they have bounds."""
+    """Lists the tensors of a layer of the image encoder."""
     found: list[Weight] = list(names.SANDWICH_NORMS)
     for entry in (*names.ATTENTION, *names.MLP):
         stem, _, last = entry.hf_name.rpartition(".")
-        path = entry.path.removesuffix(".w")
         if "_norm" in stem:
             found.append(entry)
         elif last == "weight":
-            weight = f"{path}.linear.w" if cfg.clipped else entry.path
-            found.append(Weight(f"{stem}.linear.weight", weight, entry.pattern))
-            bounds = [f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")]
-            found += [Weight(f"{stem}.{bound}", f"{path}.{bound}") for bound in bounds if cfg.clipped]
+            found += _linear(stem, entry.path.removesuffix(".w"), entry.pattern, clipped=cfg.clipped)
     return found

@@ -96,13 +96,20 @@ class Positions(nnx.Module):
 
 
 class Projector(nnx.Module):
-    """Norm without a weight, then a matmul to the width of the text."""
+    """Norm without a weight, then a matmul to the width of the text.
 
-    def __init__(self, cfg: Vision | UnifiedVision, text_dim: int, *, rngs: nnx.Rngs):
-        self.norm = nn.norm.UnitRMSNorm(cfg.norm_eps)
-        self.proj = nn.Einsum("...E,DE->...D", (text_dim, cfg.dim), ("embed", "vision"), rngs=rngs)
+    Args:
+        dim: Width E of the encoder's output.
+        text_dim: Width D of the text model.
+        eps: Added to the mean square.
+        rngs: Source of initial values.
+    """
 
-    def __call__(self, x: Float[Array, "R S E"]) -> Float[Array, "R S D"]:
+    def __init__(self, dim: int, text_dim: int, *, eps: float, rngs: nnx.Rngs):
+        self.norm = nn.norm.UnitRMSNorm(eps)
+        self.proj = nn.Einsum("...E,DE->...D", (text_dim, dim), ("embed", "vision"), rngs=rngs)
+
+    def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... D"]:
         return self.proj(self.norm(x))
 
 
@@ -129,7 +136,7 @@ class Tower(nnx.Module):
         # Stored, but not trained.
         stored = lambda make: nnx.Variable(make(cfg.dim), axes=("norm",)) if cfg.standardize else None
         self.bias, self.scale = stored(jnp.zeros), stored(jnp.ones)
-        self.projector = Projector(cfg, text_dim, rngs=rngs)
+        self.projector = Projector(cfg.dim, text_dim, eps=cfg.norm_eps, rngs=rngs)
 
     def __call__(
         self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
@@ -182,7 +189,7 @@ class PatchProjector(nnx.Module):
         self.patches = _patches(cfg, bias=True, rngs=rngs)
         self.embed_norm, self.position_norm = (nn.LayerNorm(cfg.dim, eps=1e-5) for _ in range(2))
         self.positions = Positions(cfg.num_positions, cfg.dim, rngs=rngs)
-        self.projector = Projector(cfg, text_dim, rngs=rngs)
+        self.projector = Projector(cfg.dim, text_dim, eps=cfg.norm_eps, rngs=rngs)
 
     def __call__(
         self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None

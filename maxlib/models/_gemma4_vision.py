@@ -27,17 +27,6 @@ def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
     return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
 
 
-def hf_both_ways() -> Any:
-    """Declares whether the tokens of an image attend to each other in both directions; text is causal."""
-    name, unified = "use_bidirectional_attention", "gemma4_unified_text"
-
-    def read(fields: HFConfig, c: Any) -> bool:
-        usual = "vision" if name not in fields and fields.take("model_type", None, kind=str) == unified else None
-        return fields.require(name, usual, "vision", None) == "vision"
-
-    return hf_fields(read, lambda both, cfg: {name: "vision" if both else None}, default=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Images(ModelConfig):
     """What both kinds of encoder have: the tokens that stand for vectors, and how an image is cut.
@@ -50,7 +39,7 @@ class Images(ModelConfig):
 
     image_token: int = hf("image_token_id", 258_880)
     video_token: int = hf("video_token_id", 258_884)
-    audio_token: int = hf("audio_token_id", 258_881)  # refused, as sound is not read
+    audio_token: int = hf("audio_token_id", 258_881)  # refused by models that only see
     begin_token: int = hf("boi_token_id", 255_999)
     end_token: int = hf("eoi_token_id", 258_882)
     patch_size: int = hf(IN + "patch_size", 16)
@@ -74,11 +63,9 @@ class Images(ModelConfig):
                 f"{text.sparse} and {text.per_layer_dim}"
             )
 
-    def check_inputs(self, tokens: Any, images: Any) -> None:
-        """Raises ValueError for placeholders of sound and images beyond the positions; inside jit neither is known."""
+    def check_size(self, images: Any) -> None:
+        """Raises ValueError for images with more rows or columns than there are positions; not known inside jit."""
         with contextlib.suppress(jax.errors.TracerArrayConversionError):
-            if (np.asarray(tokens) == self.audio_token).any():
-                raise ValueError("the tokens hold placeholders of sound (audio_token_id), whose encoder is not read")
             side = 0 if images is None else np.asarray(images.grids)[..., 1:].max(initial=0)
             if side > self.num_positions:
                 raise ValueError(
@@ -178,12 +165,8 @@ class UnifiedVision(Images):
 
 def read_vision(fields: HFConfig) -> Vision | UnifiedVision | None:
     """Reads the image settings of a config; None if it says nothing."""
-    # Numbers for processors and placeholders of sound, whose encoder is passed over.
-    fields.ignore("audio_config", "vision_soft_tokens_per_image", "audio_ms_per_token")
-    for name in ("boa", "eoa"):
-        fields.ignore(f"{name}_token_id", f"{name}_token_index")
+    fields.ignore("vision_soft_tokens_per_image")  # of processors
     if fields.take("vision_config", None, kind=dict) is not None:
         return (UnifiedVision if fields.take("model_type") == "gemma4_unified" else Vision).from_hf(fields)
-    for name in ("image", "video", "audio", "boi", "eoi"):
-        fields.ignore(f"{name}_token_id")
+    fields.ignore(*(f"{name}_token_id" for name in ("image", "video", "boi", "eoi")))
     return None

@@ -1,6 +1,6 @@
 """Gemma 4 (Google DeepMind 2026): wide global layers whose keys are values, keys shared by layers, a vector per layer.
 
-It reads images of any size. Encoders of sound, which some checkpoints have, are passed over.
+It reads images of any size, and E2B, E4B and 12B read sound.
 """
 
 from dataclasses import dataclass, replace
@@ -13,38 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models import _gemma4_names, _gemma4_towers
-from maxlib.models._gemma4_vision import UnifiedVision, Vision, hf_both_ways, read_vision
+from maxlib.models import _gemma4_conformer, _gemma4_fields, _gemma4_names, _gemma4_towers
+from maxlib.models._gemma4_audio import Audio, UnifiedAudio, read_audio
+from maxlib.models._gemma4_fields import GLOBAL, LOCAL, TEXT, VISION_TYPES, pattern
+from maxlib.models._gemma4_vision import UnifiedVision, Vision, read_vision
 from maxlib.ops import Proportional, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_fields, hf_layer_rope, hf_layer_types
+from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_layer_rope, hf_layer_types
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # A layer has its own keys, shares them with later layers, or takes those of the last layer that shares.
 OWN, SHARES, TAKES = "own", "shares", "takes"
-PER_LAYER = "hidden_size_per_layer_input"
-TEXT, VISION_TYPES = ("gemma4_text", "gemma4_unified_text"), ("gemma4", "gemma4_unified")
-
-
-def _pattern(num_layers: int, period: int = 6) -> tuple[str, ...]:
-    """Returns the usual types: every sixth layer is global, and the last one."""
-    return tuple(LOCAL if (i + 1) % period and i + 1 < num_layers else GLOBAL for i in range(num_layers))
-
-
-def _read_global(fields: HFConfig, c: Any) -> tuple[int, int]:
-    """Reads width and number of the key heads of global layers."""
-    width, heads = fields.take("global_head_dim", 512), fields.take("num_global_key_value_heads", None, kind=int)
-    types = c.layer_types or _pattern(c.num_layers)
-    usual = {"head_dim": c.head_dim, "num_key_value_heads": c.num_kv_heads}
-    if (own := fields.per_layer([i for i, kind in enumerate(types) if kind == GLOBAL], usual)) is not None:
-        return own["head_dim"], own["num_key_value_heads"]  # as transformers writes them
-    return width, heads if heads is not None and c.keys_as_values else c.num_kv_heads
-
-
-def _of_experts(name: str) -> Any:
-    """Declares a size that only models with experts have; None in the others."""
-    read = lambda fields, c: fields.take(name, kind=int) if c.sparse else fields.take(name, None) and None
-    return hf_fields(read, lambda value, cfg: {name: value}, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,40 +42,34 @@ class Config(ModelConfig):
     head_dim: int = hf("head_dim", absent=256)  # of local layers
     window: int = hf("sliding_window", absent=512)  # of local layers
     # LOCAL or GLOBAL for each layer; None: every sixth is global, and the last.
-    layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=lambda c: _pattern(c.num_layers))
+    layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=lambda c: pattern(c.num_layers))
     keys_as_values: bool = hf("attention_k_eq_v", False)  # in global layers
-    # Width and number of their key heads.
-    global_heads: tuple[int, int] = hf_fields(
-        _read_global, lambda heads, cfg: {"global_head_dim": heads[0], "num_global_key_value_heads": heads[1]}
-    )
+    global_heads: tuple[int, int] = _gemma4_fields.hf_global_heads()  # width and number of their key heads
     rope: Rope = hf_layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25)))
     local_rope: Rope = hf_layer_rope(LOCAL, lambda c: c.head_dim, Rope)
     num_shared: int = hf("num_kv_shared_layers", 0)  # last layers, which take keys and values of earlier ones
     shared_wide: bool = hf("use_double_wide_mlp", False)  # their MLP is twice as wide
-    # Of a token's vector for each layer; 0: none.
-    per_layer_dim: int = hf_fields(
-        lambda fields, c: fields.take(PER_LAYER, 0 if fields.take("model_type", TEXT[0]) == TEXT[1] else 256),
-        lambda dim, cfg: {PER_LAYER: dim},
-        default=0,
-    )
+    per_layer_dim: int = _gemma4_fields.hf_per_layer()  # of a token's vector for each layer; 0: none
     per_layer_vocab: int = hf("vocab_size_per_layer_input", 262_144)
     sparse: bool = hf("enable_moe_block", False)  # experts beside the MLP
-    num_experts: int | None = _of_experts("num_experts")
-    top_k: int | None = _of_experts("top_k_experts")
-    expert_dim: int | None = _of_experts("moe_intermediate_size")
+    num_experts: int | None = _gemma4_fields.hf_of_experts("num_experts")
+    top_k: int | None = _gemma4_fields.hf_of_experts("top_k_experts")
+    expert_dim: int | None = _gemma4_fields.hf_of_experts("moe_intermediate_size")
     final_softcap: float | None = hf("final_logit_softcapping", 30.0, absent=None)
     norm_eps: float = hf("rms_norm_eps", 1e-6)
     tied: bool = hf("tie_word_embeddings", True)
     attention_bias: bool = hf("attention_bias", False)
-    both_ways: bool = hf_both_ways()  # tokens of an image attend to each other in both directions, in local layers
-    pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images
+    # Tokens of an image attend to each other in both directions, in local layers.
+    both_ways: bool = _gemma4_fields.hf_both_ways()
+    pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images and sound
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | UnifiedVision | None = None
+    audio: Audio | UnifiedAudio | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        if self.vision is not None:
-            self.vision.check(self)
+        for encoder in self.encoders:
+            encoder.check(self)
         if self.types[-1] != GLOBAL:
             raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
         self._check_shared()
@@ -109,9 +81,19 @@ class Config(ModelConfig):
             raise ValueError(f"num_shared (num_kv_shared_layers) must leave layers of each type, got {got}")
 
     @property
+    def encoders(self) -> tuple[Vision | UnifiedVision | Audio | UnifiedAudio, ...]:
+        """Settings of images and of sound, if the model reads them."""
+        return tuple(encoder for encoder in (self.vision, self.audio) if encoder is not None)
+
+    @property
+    def audio_token(self) -> int | None:
+        """The placeholder of sound, which a model that only sees refuses; None for a text model."""
+        return self.encoders[-1].audio_token if self.encoders else None
+
+    @property
     def types(self) -> tuple[str, ...]:
         """LOCAL or GLOBAL for each layer."""
-        return self.layer_types or _pattern(self.num_layers)
+        return self.layer_types or pattern(self.num_layers)
 
     @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
@@ -135,16 +117,19 @@ class Config(ModelConfig):
         if fields.require("model_type", *TEXT, *VISION_TYPES) not in VISION_TYPES:
             return super().from_hf(fields)
         text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
-        return replace(text, tied=tied, vision=read_vision(fields))
+        return replace(text, tied=tied, vision=read_vision(fields), audio=read_audio(fields))
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields of config.json."""
         text = super().to_hf()
-        if self.vision is None:
+        if not self.encoders:
             return text
         del text["architectures"]
-        text["model_type"] = f"{self.vision.model_types[0]}_text"
-        return {"text_config": text, "tie_word_embeddings": self.tied} | self.vision.to_hf()
+        text["model_type"] = f"{self.encoders[0].model_types[0]}_text"
+        written = {"text_config": text, "tie_word_embeddings": self.tied}
+        for encoder in self.encoders:
+            written |= encoder.to_hf()
+        return written
 
 
 def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
@@ -206,10 +191,10 @@ class Block(nn.Layer):
         return h, cache, {self.kind: kv} if self.role == SHARES else {}
 
 
-class Gemma4(nn.vision.NativeVisionDecoder):
+class Gemma4(nn.audio.AudioDecoder):
     """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
 
-    With `cfg.vision` it reads images, whose tokens count as positions like any other.
+    With `cfg.vision` it reads images, with `cfg.audio` sound; their tokens count as positions like any other.
     """
 
     layers_share = True
@@ -226,6 +211,7 @@ class Gemma4(nn.vision.NativeVisionDecoder):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = _gemma4_towers.tower(cfg.vision, cfg.dim, rngs=rngs)
+        self.audio_tower = _gemma4_conformer.audio_tower(cfg.audio, cfg.dim, rngs=rngs)
 
     def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
         """Builds layer `i`."""
@@ -242,15 +228,17 @@ class Gemma4(nn.vision.NativeVisionDecoder):
 
     def _padded(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Returns `tokens` with the id of padding in place of placeholders, whose own rows of tables are never used."""
-        if (sees := self.cfg.vision) is None:
+        if not self.cfg.encoders:
             return tokens
-        return jnp.where(self.is_image(tokens) | (tokens == sees.audio_token), self.cfg.pad_token, tokens)
+        stands = self.is_audio(tokens)
+        stands = stands if self.cfg.vision is None else stands | self.is_image(tokens)
+        return jnp.where(stands, self.cfg.pad_token, tokens)
 
     def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
-        """Raises ValueError as `__call__` does, for placeholders of sound, and for images that are too large."""
+        """Raises ValueError as `__call__` does, and for images that are too large."""
         super().check_images(tokens, images)
         if self.cfg.vision is not None:
-            self.cfg.vision.check_inputs(tokens, images)
+            self.cfg.vision.check_size(images)
 
     def last_keys(self, cache: nn.cache.Cache) -> dict[str, nn.cache.Ordered]:
         """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is
@@ -274,15 +262,15 @@ _31B = Config(
 _E2B = replace(
     _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,
     global_heads=(512, 1), **{name: replace(rope, max_length=131_072) for name, rope in _ROPES.items()},
-    layer_types=_pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256, both_ways=False,
-    vision=Vision(clipped=True),
+    layer_types=pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256, both_ways=False,
+    vision=Vision(clipped=True), audio=Audio(),
 )
 PRESETS = {
     "gemma4-e2b": _E2B,
     "gemma4-e4b": replace(_E2B, num_layers=42, dim=2560, mlp_dim=10_240, num_kv_heads=2, global_heads=(512, 2),
                           layer_types=None, num_shared=18, shared_wide=False),
     "gemma4-12b": replace(_31B, num_layers=48, dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8,
-                          global_heads=(512, 1), vision=UnifiedVision()),
+                          global_heads=(512, 1), vision=UnifiedVision(), audio=UnifiedAudio()),
     "gemma4-26b-a4b": replace(_31B, num_layers=30, dim=2816, mlp_dim=2112, num_heads=16, num_kv_heads=8, sparse=True,
                               global_heads=(512, 2), num_experts=128, top_k=8, expert_dim=704),
     "gemma4-31b": _31B,

@@ -1,9 +1,10 @@
 """Layers: plain `nnx.Module`s with keyword arguments, no global configuration, no mesh needed.
 
-Helpers live in submodules: `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `norm`, `per_layer`,
+Helpers live in submodules: `audio`, `cache`, `describe`, `distillation`, `matmul`, `mixer`, `mtp`, `norm`, `per_layer`,
 `quantized`, `remat`, `router`, `stack`, `tree` and `vision`.
 """
 
+from maxlib.nn import audio as audio
 from maxlib.nn import cache as cache
 from maxlib.nn import describe as describe
 from maxlib.nn import distillation as distillation

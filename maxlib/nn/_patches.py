@@ -71,7 +71,7 @@ def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     # Row r has the images first[r] to first[r + 1]; image i has the patches ends[i] to ends[i + 1].
     first, ends = np.cumsum([0, *counts]), np.cumsum([0, *grids.prod(axis=1)])
     rows = [(pixels[ends[a] : ends[b]], _frames(grids[a:b])) for a, b in itertools.pairwise(first)]
-    num_patches = _bucket(max(len(own) for own, _ in rows))
+    num_patches = bucket(max(len(own) for own, _ in rows))
     num_images = max(1, *(len(own) for _, own in rows))
     num_images = 1 << (num_images - 1).bit_length()  # the next power of two
     pixels = np.stack([_padded(own, num_patches) for own, _ in rows])
@@ -152,7 +152,7 @@ def _frames(grids: np.ndarray) -> np.ndarray:
     return np.concatenate([np.ones_like(each[:, :1]), each[:, 1:]], axis=1)
 
 
-def _bucket(length: int) -> int:
+def bucket(length: int) -> int:
     """Rounds up by less than a quarter, or to 64, so that four programs cover each doubling."""
     multiple = max(64, (1 << max(length - 1, 0).bit_length()) // 8)
     return -(-max(length, 1) // multiple) * multiple

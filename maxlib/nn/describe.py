@@ -92,10 +92,15 @@ def takes_images(model: Any) -> bool:
     """
     if "images" not in inspect.signature(type(model).__call__).parameters:
         return False
-    children = [child for child in vars(model).values() if isinstance(child, nnx.Module)]
+    children = [child for name, child in vars(model).items() if isinstance(child, nnx.Module) and name != "audio_tower"]
     # The decoder's own layers are a stack; a child module with a stack inside is an encoder.
     encoders = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
     return bool(encoders) or getattr(model, "tower", None) is not None
+
+
+def takes_audio(model: Any) -> bool:
+    """Returns True if the model has an encoder of sound."""
+    return getattr(model, "audio_tower", None) is not None
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:

@@ -130,7 +130,8 @@ def _check_rows(batch: Batch) -> None:
         raise ValueError(
             f"accumulate splits a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have other "
             f"numbers of rows: {', '.join(odd)}. "
-            "Images must be nn.vision.Patches with a row for each row of tokens, as data.pack makes them"
+            "Images (nn.vision.Patches) and audio (nn.audio.Clips) must have a row for each row of tokens, as data.pack makes "
+            "them"
         )
 
 

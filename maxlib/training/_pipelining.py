@@ -54,7 +54,7 @@ class OneFOneB:
             rest.layers.body,
             outer,
             x,
-            (ctx, targets, _without_images(batch)),
+            (ctx, targets, _without_inputs(batch)),
             sums_over_rows=sums_over_rows,
         )
         d_before = pull((d_x, jnp.ones_like(more)))[0]
@@ -97,7 +97,7 @@ class _Parts:
         ctx = dataclasses.replace(ctx, features=None)  # layers that use them have them as inputs
         x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=self.remat, inputs=added["lead"])
         x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=self.remat, inputs=added["prefix"])
-        targets = _targets_by_row(self.from_hidden, model, _activations(x), _without_images(batch))
+        targets = _targets_by_row(self.from_hidden, model, _activations(x), _without_inputs(batch))
         return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
 
     def stage(self, layers: dict[str, Any], fixed: Any, active: Any, x: Any, data: Any) -> Any:
@@ -162,14 +162,14 @@ def _activations(x: Any) -> Float[Array, "B T D"]:
     return x.x if isinstance(x, nn.stack.WithShared) else x
 
 
-def _without_images(batch: Batch) -> Batch:
+def _without_inputs(batch: Batch) -> Batch:
     """Returns what microbatches get: images are used up before the pipeline, but a loss sees that there were some."""
-    return batch | {"images": None} if "images" in batch else batch
+    return batch | {name: None for name in ("images", "audio") if name in batch}
 
 
 def _check_rows(batch: Batch) -> None:
     rows = batch["tokens"].shape[0]
-    for path, x in jax.tree_util.tree_leaves_with_path(_without_images(batch)):
+    for path, x in jax.tree_util.tree_leaves_with_path(_without_inputs(batch)):
         if x.shape[:1] != (rows,):
             raise ValueError(
                 f"a pipeline splits the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have "

@@ -72,9 +72,12 @@ def assert_close(got: Any, want: Any, atol: float = CLOSE) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=atol * float(np.std(want)))
 
 
-def _logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None, images: Any = None) -> np.ndarray:
+def _logits(
+    model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None, images: Any = None, audio: Any = None
+) -> np.ndarray:
+    inputs = {"segment_ids": segment_ids} | parity._given(images, audio)
     # Indexing a jax array would compile once more for every shape.
-    return np.asarray(_forward(model, tokens, {"segment_ids": segment_ids} | ({"images": images} if images else {})))
+    return np.asarray(_forward(model, tokens, inputs))
 
 
 def changed(case: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
@@ -176,12 +179,12 @@ class Conformance:
 
     def test_logits_are_those_of_transformers(self, name, made):
         case, _, model = made(name)
-        assert_close(parity.logits(model, case["tokens"], parity.images(case)), case["logits"], 1e-4)
+        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), case["logits"], 1e-4)
 
     def test_gradients_are_those_of_transformers(self, name, made, tmp_path):
         """And logits."""
         case, _, model = made(name)
-        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients", parity.images(case))
+        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients", *parity.given(case))
         assert_close(logits, case["logits"], 1e-4)
         assert gradients.keys() == case["shapes"].keys()
         for tensor, gradient in gradients.items():
@@ -235,11 +238,11 @@ class Conformance:
     @pytest.mark.full
     def test_every_field_matters(self, made, tmp_path):
         case, _, model = made(next(iter(self.cases)))
-        images = parity.images(case)
-        before = _logits(model, case["tokens"], images=images)
+        given = parity.given(case)
+        before = _logits(model, case["tokens"], None, *given)
         for field, value in self.matters.items():
             other = maxlib.from_pretrained(parity.directory(tmp_path / field, changed(case, field, value)))
-            assert np.abs(_logits(other, case["tokens"], images=images) - before).max() > 1e-3 * before.std(), field
+            assert np.abs(_logits(other, case["tokens"], None, *given) - before).max() > 1e-3 * before.std(), field
 
     def test_every_field_is_perturbed_somewhere(self):
         config = parity.golden(self.family)[next(iter(self.cases))]["config"]

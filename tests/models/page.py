@@ -44,7 +44,7 @@ def distances(family: str, name: str) -> tuple[float, float]:
     case = parity.golden(family)[name]
     with tempfile.TemporaryDirectory() as scratch:
         model = maxlib.from_pretrained(parity.directory(Path(scratch) / "model", case))
-        logits, gradients = parity.ours(model, case["tokens"], Path(scratch) / "gradients", parity.images(case))
+        logits, gradients = parity.ours(model, case["tokens"], Path(scratch) / "gradients", *parity.given(case))
     norms = {tensor: norm for tensor, (norm, _) in case["gradients"].items()}
     off = [abs(np.linalg.norm(g) / norms[tensor] - 1) for tensor, g in gradients.items() if norms[tensor] > 0]
     return float(np.abs(logits - case["logits"]).max() / case["logits"].std()), float(max(off))

@@ -24,9 +24,11 @@ from maxlib import nn
 GOLDEN = Path(__file__).parent / "golden"
 EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
 NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
-# Tests with images compare live, and have no golden file.
+# Tests with images or sound compare live, or have their cases in the file of their family.
 FAMILIES = sorted(
-    path.stem.removeprefix("test_") for path in GOLDEN.parent.glob("test_*.py") if not path.stem.endswith("_images")
+    path.stem.removeprefix("test_")
+    for path in GOLDEN.parent.glob("test_*.py")
+    if not path.stem.endswith(("_images", "_audio"))
 )
 
 
@@ -83,6 +85,21 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
     return nn.vision.Patches(pixels, grids)
 
 
+def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
+    """The sound of a case that has lengths of clips: noise, also in the padding."""
+    if (lengths := case.get("clips")) is None:
+        return None
+    hears = case["config"]["audio_config"]
+    width = hears["audio_embed_dim"] if "audio_embed_dim" in hears else hears["subsampling_conv_channels"][0]
+    frames = np.random.RandomState(3).standard_normal((len(lengths), max(lengths) + 3, width)).astype(np.float32)
+    return nn.audio.Clips(frames, np.array(lengths, np.int32))
+
+
+def given(case: dict[str, Any]) -> tuple[nn.vision.Patches | None, nn.audio.Clips | None]:
+    """The images and the sound of a case."""
+    return images(case), audio(case)
+
+
 def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """Patches of each image row by row, with padding, and their columns and rows, as Gemma 4's processors give them."""
     sizes = found.grids.prod(axis=1)
@@ -107,16 +124,21 @@ def projection(name: str, gradient: np.ndarray) -> np.ndarray:
 
 
 def theirs(
-    config: Any, tokens: np.ndarray, dtype: str = "float32", grids: list[list[int]] | None = None
+    config: Any,
+    tokens: np.ndarray,
+    dtype: str = "float32",
+    grids: list[list[int]] | None = None,
+    clips: list[int] | None = None,
 ) -> dict[str, Any]:
     """Computes the contents of a golden file with transformers, for `config` in `dtype`.
 
-    `grids` are those of images, whose placeholders are among the tokens.
+    `grids` are those of images, and `clips` lengths of clips of sound, whose placeholders are among the tokens.
     """
     import torch
 
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others are not for float64
-    model = auto(config.model_type, sees=grids is not None).from_config(config, **how).eval()
+    sees = grids is not None or clips is not None
+    model = auto(config.model_type, sees=sees).from_config(config, **how).eval()
     model = model.to(getattr(torch, dtype))
     own = tensors_of(model)
     shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
@@ -124,10 +146,10 @@ def theirs(
     for (
         module
     ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
-        if grids is not None and isinstance(module, torch.nn.Embedding):
+        if sees and isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
-    case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids}
+    case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
     logits = model(ids, **seen(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
@@ -150,19 +172,30 @@ def auto(model_type: str, *, sees: bool = False) -> Any:
 
 
 def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
-    """Returns the image arguments of transformers' models for a case."""
+    """Returns the arguments of transformers' models for the images and the sound of a case."""
     import torch
 
     if (found := images(case)) is None:
-        return {}
+        return heard(case, ids, dtype)
     if case["config"]["model_type"].startswith("gemma4"):
-        return seen_by_gemma(case, found, ids, dtype)
+        return seen_by_gemma(case, found, ids, dtype) | heard(case, ids, dtype)
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
         pixels, sizes = whole(case, found)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+def heard(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
+    """The same of sound: frames, and which of them are real."""
+    import torch
+
+    if (found := audio(case)) is None:
+        return {}
+    mask = np.arange(found.frames.shape[1]) < found.lengths[:, None]
+    frames = torch.from_numpy(found.frames).to(dtype)
+    return {"input_features": frames, "input_features_mask": torch.from_numpy(mask)}
 
 
 def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:
@@ -257,10 +290,12 @@ def _loss_and_gradients(params, rest, tokens, seen):
     return logits, gradients
 
 
-def ours(model: Any, tokens: np.ndarray, scratch: Path, images: Any = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def ours(
+    model: Any, tokens: np.ndarray, scratch: Path, images: Any = None, audio: Any = None
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits, and gradients under their names: the export maps them as it maps weights."""
     params, rest = nn.partition(model)
-    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images))
+    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images, audio))
     maxlib.save_pretrained(nn.combine(gradients, rest), scratch)
     return np.asarray(logits), load_file(scratch / "model.safetensors")
 
@@ -270,13 +305,13 @@ def _logits(model, tokens, seen):
     return model.logits(model(tokens, dtype=jnp.float32, **seen).hidden)
 
 
-def logits(model: Any, tokens: np.ndarray, images: Any = None) -> np.ndarray:
-    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images)))
+def logits(model: Any, tokens: np.ndarray, images: Any = None, audio: Any = None) -> np.ndarray:
+    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images, audio)))
 
 
-def _given(images: Any) -> dict[str, Any]:
-    """Text models' calls have no images at all."""
-    return {} if images is None else {"images": images}
+def _given(images: Any, audio: Any = None) -> dict[str, Any]:
+    """Text models' calls have no images and no sound at all."""
+    return {name: x for name, x in {"images": images, "audio": audio}.items() if x is not None}
 
 
 # --- golden files ---------------------------------------------------------------------------------------------------
@@ -297,7 +332,9 @@ def write(family: str) -> None:
     cases = importlib.import_module(f"tests.models.test_{family}").transformers_cases()
     found = {name: theirs(*case) for name, case in cases.items()}
     arrays: dict[str, Any] = {
-        "meta": json.dumps({n: {k: c[k] for k in ("config", "shapes", "grids") if c[k]} for n, c in found.items()})
+        "meta": json.dumps(
+            {n: {k: c[k] for k in ("config", "shapes", "grids", "clips") if c[k]} for n, c in found.items()}
+        )
     }
     for name, case in found.items():
         arrays |= {f"{name}/{key}": case[key] for key in ("tokens", "logits")}

@@ -126,8 +126,10 @@ class TestGemma4Images(ImageConformance):
         case, _, model = made("images_shared_clipped")
         rows = case["tokens"].copy()
         rows[1, 20] = AUDIO
-        with pytest.raises(ValueError, match="placeholders of sound"):
-            model.check_images(rows, parity.images(case))
+        with pytest.raises(ValueError, match="1 audio placeholders, but this Gemma4 does not hear"):
+            model.check_audio(rows, None)
+        with pytest.raises(ValueError, match="does not hear .*: call it without audio"):
+            model.check_audio(rows, nn.audio.clips([np.zeros((4, 8))]))
         wide = nn.vision.Patches(np.zeros((16, 48), np.float32), np.array([[1, 2, 8]]))
         with pytest.raises(ValueError, match="at most 7 rows and columns of patches"):
             model.check_images(np.array([[IMAGE] * 4]), wide)
@@ -295,7 +297,7 @@ def test_frames_of_a_video_are_images(tmp_path):
 
 
 def test_presets_are_what_the_releases_say():
-    """What config.json of the releases has about images, as first written."""
+    """What config.json of the releases has about images and sound, as first written."""
     tower = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -320,6 +322,29 @@ def test_presets_are_what_the_releases_say():
         "standardize": True,
         "use_clipped_linears": False,
     }
+    sound = {
+        "attention_chunk_size": 12,
+        "attention_context_left": 13,
+        "attention_context_right": 0,
+        "attention_invalid_logits_value": -1e9,
+        "attention_logit_cap": 50.0,
+        "chunk_size_feed_forward": 0,
+        "conv_kernel_size": 5,
+        "gradient_clipping": 1e10,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "is_encoder_decoder": False,
+        "model_type": "gemma4_audio",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 12,
+        "output_proj_dims": 1536,
+        "residual_weight": 0.5,
+        "rms_norm_eps": 1e-06,
+        "subsampling_conv_channels": [128, 32],
+        "use_clipped_linears": True,
+    }
+    samples = {"audio_embed_dim": 640, "model_type": "gemma4_unified_audio", "rms_norm_eps": 1e-06}
+    samples |= {"audio_samples_per_token": 640, "hidden_size": 640, "output_proj_dims": 640}
     small = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 768, "intermediate_size": 3072}
     small |= {"num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 16}
     small |= {"standardize": False, "use_clipped_linears": True}
@@ -336,14 +361,17 @@ def test_presets_are_what_the_releases_say():
     }
     rest = {"audio_token_id": 258_881, "boa_token_id": 256_000, "boi_token_id": 255_999, "eoa_token_id": 258_883}
     rest |= {"eoa_token_index": 258_883, "eoi_token_id": 258_882, "image_token_id": 258_880, "video_token_id": 258_884}
-    rest |= {"vision_soft_tokens_per_image": 280, "audio_config": None, "tie_word_embeddings": True}
+    rest |= {"vision_soft_tokens_per_image": 280, "tie_word_embeddings": True}
+    hears = {"e2b": sound, "e4b": sound, "12b": samples}
     kinds = {"e2b": tower | small, "e4b": tower | small, "26b-a4b": tower, "31b": tower, "12b": unified}
     for name, vision in kinds.items():
         cfg = gemma4.PRESETS[f"gemma4-{name}"]
         written = cfg.to_hf()
         assert cfg.both_ways == (name in ("31b", "26b-a4b", "12b"))
         fields = HFConfig(
-            {key: written[key] for key in ("model_type", "text_config")} | rest | {"vision_config": vision}
+            {key: written[key] for key in ("model_type", "text_config")}
+            | rest
+            | {"vision_config": vision, "audio_config": hears.get(name)}
         )
         assert gemma4.Config.from_hf(fields) == cfg, name
         fields.done()

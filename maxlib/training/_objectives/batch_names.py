@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-INPUTS = ("positions", "segment_ids", "valid", "images")
+INPUTS = ("positions", "segment_ids", "valid", "images", "audio")
 # Other libraries' names for the inputs.
 _ELSEWHERE = {
     "tokens": ("input_ids", "token_ids", "inputs"),
@@ -14,6 +14,7 @@ _ELSEWHERE = {
     "segment_ids": ("segments", "segmentation", "inputs_segmentation", "document_ids", "doc_ids", "sequence_ids"),
     "valid": ("attention_mask", "padding_mask", "key_padding_mask"),
     "images": ("pixel_values",),
+    "audio": ("input_features",),
     "old_log_probs": ("old", "old_logps", "old_per_token_logps", "behavior_log_probs"),
     "sampler_log_probs": ("rollout_log_probs", "sampling_per_token_logps", "inference_logps"),
     "reference_log_probs": ("reference", "ref_log_probs", "ref_logps", "ref_per_token_logps"),

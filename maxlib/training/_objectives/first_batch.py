@@ -12,8 +12,8 @@ from maxlib.training._objectives.second_model import WithFrozen
 
 
 def check_first_batch(batch: dict[str, Any], model: Any) -> None:
-    """Raises ValueError for targets or positions beyond the model's and for images that do not match their
-    placeholders, and warns about targets that are not shifted.
+    """Raises ValueError for targets or positions beyond the model's and for images and audio that do not
+    match their placeholders, and warns about targets that are not shifted.
 
     Args:
         batch: This host's rows; nested batches are checked too.
@@ -33,6 +33,8 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         _check_padding(part)
         if isinstance(model, nn.vision.VisionModel) and "tokens" in part:
             model.check_images(part["tokens"], found.get("images"))
+        if isinstance(model, nn.audio.AudioModel) and "tokens" in part:
+            model.check_audio(part["tokens"], found.get("audio"))
         _check_positions(part, getattr(model, "max_length", None))
         warn_of_copies(part)
         _warn_of_restarts(part)

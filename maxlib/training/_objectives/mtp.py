@@ -45,11 +45,11 @@ def mtp_loss(
             model's greedy choice. Use it for evaluation, because it computes logits.
 
     Raises:
-        ValueError: for a batch with images, which the modules do not support.
+        ValueError: for a batch with images or audio, which the modules do not support.
     """
-    if "images" in batch:
+    if has := [name for name in ("images", "audio") if name in batch]:
         raise ValueError(
-            "multi-token prediction modules support text only, but this batch has images: train with next_token_loss"
+            f"multi-token prediction modules support text only, but this batch has {has[0]}: train with next_token_loss"
         )
     options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
     loss, stats = next_token_loss.from_hidden(model, hidden, batch, **options)

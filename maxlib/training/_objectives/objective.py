@@ -125,8 +125,8 @@ def objective(
     Args:
         from_hidden: takes `model`, of which only `head_weight()`, `softcap`, `logits` and parts outside of its layers
             may be used; `hidden`, `B T D` after the final norm; `batch`, whose `tokens`, `positions`, `segment_ids`,
-            `valid` and `images` were the model's inputs; and its options, by keyword. It returns the loss summed over
-            the targets, and `Stats`.
+            `valid`, `images` and `audio` were the model's inputs; and its options, by keyword. It returns the loss
+            summed over the targets, and `Stats`.
         sums_over_rows: True if the loss of a batch, including its reports, is the sum of the losses of its rows. Then
             the devices of a pipeline sum gradients only once. Use False for a loss with its own layers whose reports
             depend on all rows. Microbatches always change a loss that compares rows: put related sequences into one
