@@ -71,7 +71,8 @@ class Attended:
 
     def read(self, keys: Array) -> Array:
         """Returns all keys in the queries' dtype, or those that are chosen, `B T K ...`."""
-        return taken(keys, self.chosen.best, self.q.dtype) if self.gathers else keys.astype(self.q.dtype)
+        best = self.chosen.best
+        return keys.astype(self.q.dtype) if best is None else taken(keys, best, self.q.dtype)
 
     def probabilities(self, keys: Array, seen: Array) -> Float[Array, "B N T S"]:
         """Returns the probabilities of these keys in float32; zeros for queries that see none."""
@@ -130,7 +131,8 @@ def _on_one_device(q, weight, keys, attention_q, attention_keys, *chosen, heads:
         d_q, d_weight, more = pull(jnp.where(seen, jnp.exp(log_index) - target, 0.0))
         return d_keys + more, (each, d_q, d_weight)
 
-    columns = attended.chosen.best.shape[2] if attended.gathers else keys.shape[1]
+    best = attended.chosen.best
+    columns = keys.shape[1] if best is None else best.shape[2]
     xs = (q, weight, attention_q, attended.chosen)
     width = (q.shape[2] + attention_q.shape[2]) * columns
     d_keys, (each, d_q, d_weight) = over_queries(step, jnp.zeros_like(wide), xs, per_query=width)

@@ -183,6 +183,7 @@ class SparseMLA(MLA):
                 # [B, N, C, K] and [B, C, K, R] -> [B, C, N, R]
                 return carry, jnp.einsum("bntk,btkr->btnr", probs, keys[..., : self.kv_rank])
 
+            assert whole.chosen.best is not None
             width = (q.shape[2] + q.shape[3]) * whole.chosen.best.shape[2]
             return over_queries(jax.checkpoint(step), None, (q, whole.chosen), per_query=width)[1]
 
