@@ -15,6 +15,7 @@ does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `N
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -178,6 +179,7 @@ def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan)
         "mfu_serial": round(got.estimate.mfu_serial, 3),
         "bound": got.estimate.bound,
         "compile_seconds": round(got.compile_seconds, 1),
+        "libtpu": importlib.metadata.version("libtpu"),
     }
 
 
