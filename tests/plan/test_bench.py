@@ -83,3 +83,31 @@ def test_every_row_of_the_sweep_is_of_a_preset_and_those_that_fall_short_are_kno
     rows = sweep.recorded()
     assert {one["preset"] for one in rows} | {*sweep.SLOW, *sweep.COSTLY, *sweep.SPARSE["v6e"]} <= {*weights.presets()}
     assert {(one["preset"], one["target"]) for one in rows if sweep.faults(one)} == sweep.OPEN
+
+
+def test_the_sweep_names_presets_without_a_row_or_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "RECORDED", tmp_path / "sweep.json")
+    monkeypatch.setattr(sweep, "MISSING", {("llama2-7b", "v6e"): "why"})
+    sweep.RECORDED.write_text("[]")
+    everything = len(sweep.distinct()) * len(sweep.CHIPS)
+    assert len(sweep.unrecorded()) == everything - 1 and ("llama2-7b", "v5p") in sweep.unrecorded()
+    sweep.save(ROW)
+    assert len(sweep.unrecorded()) == everything - 2 and ("llama2-7b", "v5p") not in sweep.unrecorded()
+
+
+@pytest.mark.parametrize(
+    ("most", "size", "tensor"),
+    [(0, "8", False), (1, "16", False), (9, "8", True), (18, "256x2", False), (19, None, None)],
+)
+def test_a_preset_is_tried_on_slices_then_split_by_width_then_on_several_slices(most, size, tensor, monkeypatch):
+    tried = []
+    monkeypatch.setattr(sweep, "SIZES", {"v5p": [8 * 2**i for i in range(9)]})
+    monkeypatch.setattr(sweep, "SEVERAL", {"v5p": ["256x2"]})
+    fastest = lambda job, tensor: tried.append((job.target, tensor)) or (job if len(tried) > most else None)
+    monkeypatch.setattr(sweep, "fastest", fastest)
+    if size is None:
+        with pytest.raises(ValueError, match="no slice is large enough"):
+            sweep.fitting("gpt2", "v5p")
+        return
+    assert sweep.fitting("gpt2", "v5p").sequence == 1024
+    assert tried[-1] == (f"v5p-{size}", tensor)
