@@ -92,6 +92,7 @@ SPARSE = {
         "mixtral-8x22b-instruct",
         "qwen3-235b-a22b",
         "qwen3-235b-a22b-2507",
+        "qwen3-vl-235b-a22b",
     )
 }
 # Presets without a row, and why: the least GiB by the analytic model on 256 v6e, the largest slice, of 31.25 a chip.
