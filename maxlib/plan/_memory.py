@@ -250,5 +250,5 @@ def _loss(program: Program, rows: int) -> float:
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
-    gradient = 2 * 4 if job.lora is None else 0
+    gradient = (4 + (width if weight else 4)) if job.lora is None else 0
     return (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.more else 0)
