@@ -236,9 +236,9 @@ def _travelling(program: Program, rows: int) -> float:
 
 
 def _loss(program: Program, rows: int) -> float:
-    """Returns bytes of the loss: the head's weight, its float32 gradient twice unless it is frozen, a chunk's logits
-    and their gradient."""
-    # Plus the rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is
+    """Returns bytes of the loss: the head's weight, its gradient unless it is frozen, a chunk's logits and their
+    gradient."""
+    # The gradient is there twice: in float32, and cast to be summed over devices; on GPUs both are float32. Plus the rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is
     # transposed.
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
@@ -250,5 +250,5 @@ def _loss(program: Program, rows: int) -> float:
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
-    gradient = (4 + (width if weight else 4)) if job.lora is None else 0
+    gradient = 4 + (weight or 4) if job.lora is None else 0
     return (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.more else 0)

@@ -75,12 +75,12 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     [
         ("nemotron-3-super-120b-a12b", "v5p-128", 64, 1, 36.66),
         ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 67.89),
-        ("gemma4-31b", "v5p-64", 1, 4, 46.81),
+        ("gemma4-31b", "v5p-64", 1, 4, 32.25),
         ("gemma4-26b-a4b", "v5p-16", 8, 1, 54.51),
     ],
 )
 def test_the_memory_of_layers_in_long_periods_is_that_of_the_compiler(preset, target, expert, batch, peak):
-    """GiB as compiled by libtpu 0.0.51."""
+    """GiB as compiled by libtpu 0.0.51, of Gemma 4 31B by 0.0.48."""
     where = layout("ep", fsdp=-1, expert=expert)
     got = plan.estimated(plan.Job(preset, target, layout=where, sequence=4096, per_device_batch_size=batch))
     assert got.peak / 2**30 == pytest.approx(peak, rel=0.1)
