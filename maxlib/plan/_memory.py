@@ -238,8 +238,8 @@ def _travelling(program: Program, rows: int) -> float:
 def _loss(program: Program, rows: int) -> float:
     """Returns bytes of the loss: the head's weight, its gradient unless it is frozen, a chunk's logits and their
     gradient."""
-    # The gradient is there twice: in float32, and cast to be summed over devices; on GPUs both are float32. Plus the rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is
-    # transposed.
+    # The gradient is there twice: in float32, and cast to be summed over devices; on GPUs both are float32. Plus the
+    # rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is transposed.
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
