@@ -125,6 +125,11 @@ SETS = {
             "xla_tpu_scheduler_percent_shared_memory_limit": 90,
         },
     ),
+    "tpu-gather": FlagSet(
+        "tpu",
+        "gathers weights before their matmuls, not part by part within them: less traffic of memory, less overlap (v6e)",
+        {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1 << 20},
+    ),
     "tpu-vmem": FlagSet(
         "tpu",
         "larger tiles in fast memory for dense models on v6e, whose cores have 128 MiB of it",

@@ -10,7 +10,12 @@ import re
 from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
-_KERNEL = re.compile(r'operand_layout_constraints=\{(.*?\})\}, .*op_name="[^"]*jit\((t?)gmm\)/[^"]*pallas_call"')
+# The kernel by its operands: the number of tiles, each expert's first row, each tile's expert and its place, the first
+# expert, rows, and matrices or, in the transposed matmul, rows again. jax 0.11 loses the name of what it traced once.
+_NUMBERS = r"s32\[\], (?:s32\[\d+\]\{0\}, ){3}s32\[1\]\{0\}, "
+_KERNEL = re.compile(
+    rf'operand_layout_constraints=\{{({_NUMBERS}\w+\[\d+,\d+\]\S+ \w+\[\d+,\d+(,\d+)?\]\{{[\d,]+\}})\}}, .*pallas_call"'
+)
 
 
 def grouped_flops(one: Instruction, room: float = 1) -> float | None:
@@ -60,7 +65,7 @@ def _sizes(one: Instruction, room: float) -> Sizes | None:
         return None
     *_, (kind, left, _), (_, right, _) = shapes_of(found[1])
     out = next(shapes_of(one.type))[1]
-    transposed = found[2] == "t"
+    transposed = found[2] is None
     matrices = out if transposed else right
     widths = _width(kind), round(size_of(one.type) / math.prod(out))
     rows = math.ceil(left[0] / room)

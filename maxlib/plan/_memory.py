@@ -116,8 +116,9 @@ def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> floa
 
 
 # Layers of a period that a compiler recomputes at once, at most, where none waits for the gradients of another. On TPUs
-# they wait (`_xla_workarounds.after`).
+# they wait (`_xla_workarounds.after`): one runs, and the compiler gathers the weights of the next.
 _AT_ONCE = 6
+_GATHERED = {"tpu": 2}
 
 
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
@@ -180,13 +181,14 @@ def _layer_weights(program: Program) -> float:
             continue
         size = part_bytes(x.shape, width, spec(x.axes, gathered), mesh) / x.shape[0]
         slot = path.removeprefix(f"{found[0]}.").partition(".")[0]
-        layers.setdefault(found[0], []).append(_Gathered(size, x.trained, slot if "expert" in x.axes else None))
+        layers.setdefault(found[0], []).append(_Gathered(size, x.trained, slot, "expert" in x.axes))
     target = parse_target(program.job.target)
+    most = _GATHERED.get(target.platform, _AT_ONCE)
     turns = 2 if target.slices > 1 else 1
     last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
     return max(
         (
-            turns * _at_once(layer) + last([one.size for one in layer if one.trained] or [0.0])
+            turns * _at_once(layer, most) + last([one.size for one in layer if one.trained] or [0.0])
             for layer in layers.values()
         ),
         default=0,
@@ -194,21 +196,23 @@ def _layer_weights(program: Program) -> float:
 
 
 class _Gathered(NamedTuple):
-    """A weight of a layer of the running period: its bytes, whether it is trained, and the slot of its experts."""
+    """A weight of a layer of the running period: its bytes, whether it is trained, its slot, whether it is experts'."""
 
     size: float
     trained: bool
-    slot: str | None
+    slot: str
+    experts: bool
 
 
-def _at_once(weights: list[_Gathered]) -> float:
-    """Returns the gathered bytes of a period: all of its weights, but the experts of one layer only, the largest."""
-    # A layer gathers its experts' weights where it multiplies them; the compiler gathers the others ahead.
-    slots: dict[str, float] = {}
+def _at_once(weights: list[_Gathered], most: int) -> float:
+    """Returns the gathered bytes of a period: the largest `most` layers, of whose experts only one layer's.
+
+    A layer gathers its experts' weights where it multiplies them; the compiler gathers the others ahead.
+    """
+    sums: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for one in weights:
-        if one.slot is not None:
-            slots[one.slot] = slots.get(one.slot, 0.0) + one.size
-    return sum(one.size for one in weights if one.slot is None) + max(slots.values(), default=0.0)
+        sums[one.experts][one.slot] = sums[one.experts].get(one.slot, 0.0) + one.size
+    return max(sums[True].values(), default=0.0) + sum(sorted(sums[False].values())[-most:])
 
 
 def _whole_sequences(program: Program, rows: int) -> float:
@@ -232,10 +236,10 @@ def _travelling(program: Program, rows: int) -> float:
 
 
 def _loss(program: Program, rows: int) -> float:
-    """Returns bytes of the loss: the head's weight, its float32 gradient twice unless it is frozen, a chunk's logits
-    and their gradient."""
-    # Plus the rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is
-    # transposed.
+    """Returns bytes of the loss: the head's weight, its gradient unless it is frozen, a chunk's logits and their
+    gradient."""
+    # The gradient is there twice: in float32, and cast to be summed over devices; on GPUs both are float32. Plus the
+    # rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is transposed.
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
@@ -246,5 +250,5 @@ def _loss(program: Program, rows: int) -> float:
     tokens = rows * job.sequence * travel
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
-    gradient = 2 * 4 if job.lora is None else 0
+    gradient = 4 + (weight or 4) if job.lora is None else 0
     return (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.more else 0)

@@ -5,17 +5,20 @@
 
 Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. 4096 tokens (fewer if the model takes fewer), one sequence a chip,
 full remat, on the smallest slice on which the analytic model fits: FSDP or, for experts, the fastest of FSDP and the
-degrees of expert parallelism by the estimate. Presets of the same sizes are compiled once. --share i/n takes every n-th
+degrees of expert parallelism by the estimate. Where no slice is large enough, tensor parallelism is tried, and then
+FSDP or experts over several slices. Presets of the same sizes are compiled once. --share i/n takes every n-th
 preset from the i-th. --estimate compiles nothing. --save puts what was compiled into `sweep.json`, and --recorded shows
 what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
-does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `NARROW` and
-`SPARSE` give no reason.
+does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `NARROW` and `SPARSE` give no reason; with
+--recorded also if a preset has no row, and `MISSING` gives no reason.
 """
 
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -25,15 +28,17 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxlib import nn, plan, weights
+from maxlib import nn, plan, sharding, weights
 from maxlib.plan._search import _default_layouts as default_layouts
 from tests.benchmarks.plans import AGAIN, GIB
 
 SEQUENCE, LEAST_MFU, FULL_SLICE = 4096, 0.6, 0.9  # of a chip's memory
 STATE = 16  # bytes a parameter: itself, its gradient and two moments
 SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)], "v5e": [4 * 2**i for i in range(7)]}
+SEVERAL = {"v6e": ["256x2", "256x4"]}  # slices, for what one does not hold; parameters are split over all of them
+CHIPS = ["v5p", "v6e"]  # those that are saved
 RECORDED = Path(__file__).with_suffix(".json")
-# Why a preset's step is slower than 60% of the peak at the roofline.
+# Why a preset's step is slower than 60% of the peak at the roofline, on every slice or on one.
 SLOW = {
     "deepseek-v2-lite": "rows of experts 1408 wide pass through memory",
     "falcon-h1-0.5b": "the chunks of Mamba-2 pass through memory",
@@ -61,6 +66,8 @@ SLOW = {
     "qwen3-next-80b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
     "qwen3.5-27b": "the chunks of the gated delta rule pass through memory on v6e",
+    "seed-oss-36b, v6e-32": "the compiler gathers weights part by part within their matmuls, and adds the parts' products "
+    "in memory, 57% of its traffic; with the flag set tpu-gather it is 78.6%",
     "qwen3.5-35b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
 }
 # Models narrower than this pass more bytes through memory than the chip reads in the time of their matmuls. A matmul of
@@ -85,10 +92,27 @@ SPARSE = {
         "mixtral-8x22b-instruct",
         "qwen3-235b-a22b",
         "qwen3-235b-a22b-2507",
+        "qwen3-vl-235b-a22b",
     )
 }
+# Presets without a row, and why: the least GiB by the analytic model on 256 v6e, the largest slice, of 31.25 a chip.
+MISSING = {
+    ("kimi-k2", "v6e"): "60 on each for parameters and moments; latents of width 512 do not split over four slices",
+    (
+        "llama3.1-405b",
+        "v6e",
+    ): "45 with tensor parallelism over 4; one sequence keeps 16 and the loss takes up to 21 on any slice",
+    (
+        "llama4-17b-128e",
+        "v6e",
+    ): "32 with tensor parallelism over 8; the image tower's width of 1408 does not split over two slices",
+    (
+        "qwen3.5-397b-a17b",
+        "v6e",
+    ): "35 with tensor parallelism over 2; the image tower's width of 1152 does not split over two slices",
+}
 # Rows that fall short without a known reason. --check fails on them.
-OPEN = {("seed-oss-36b", "v6e-32")}
+OPEN = {("gemma4-26b-a4b", "v6e-16")}
 # And why one computes more than 1.45 times the model's FLOPs.
 COSTLY = {
     "deepseek-v2": "attention over latents is a large part, and masked tiles with it",
@@ -100,7 +124,7 @@ COSTLY = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--targets", nargs="+", default=["v5p", "v6e"], choices=SIZES)
+    parser.add_argument("--targets", nargs="+", default=CHIPS, choices=SIZES)
     parser.add_argument("--share", default="0/1", metavar="I/N")
     for option in ("--estimate", "--save", "--recorded", "--check"):
         parser.add_argument(option, action="store_true")
@@ -119,7 +143,9 @@ def main() -> None:
         print(shown(one), flush=True)
         if args.save and "error" not in one:
             save(one)
-    if wrong := [f"{one['preset']} on {one['target']}: {why}" for one in rows for why in faults(one)]:
+    wrong = [f"{one['preset']} on {one['target']}: {why}" for one in rows for why in faults(one)]
+    wrong += [f"{name} on {chip}: no row, and no reason" for name, chip in unrecorded()] if args.recorded else []
+    if wrong:
         print(*wrong, sep="\n")
         sys.exit(1 if args.check else 0)
 
@@ -139,6 +165,12 @@ def found(names: list[str], chips: list[str]) -> list[dict[str, Any]]:
     """Returns the saved rows of some presets (all if none is named) on some kinds of chip."""
     chosen = [one for one in recorded() if one["target"].split("-")[0] in chips]
     return [one for one in chosen if not names or one["preset"] in names]
+
+
+def unrecorded() -> list[tuple[str, str]]:
+    """Returns the presets, each with a kind of chip, that have neither a saved row nor a reason for having none."""
+    have = {(one["preset"], one["target"].split("-")[0]) for one in recorded()} | {*MISSING}
+    return [pair for pair in itertools.product(distinct(), CHIPS) if pair not in have]
 
 
 def save(one: dict[str, Any]) -> None:
@@ -178,6 +210,7 @@ def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan)
         "mfu_serial": round(got.estimate.mfu_serial, 3),
         "bound": got.estimate.bound,
         "compile_seconds": round(got.compile_seconds, 1),
+        "libtpu": importlib.metadata.version("libtpu"),
     }
 
 
@@ -186,24 +219,36 @@ def fitting(name: str, chip: str) -> plan.Job:
 
     Raises ValueError with the last reason if there is none.
     """
+    sequence = min(SEQUENCE, getattr(weights.presets()[name], "num_positions", SEQUENCE))
     why = "no slice is large enough"
-    for sequence in (SEQUENCE, SEQUENCE // 2, SEQUENCE // 4):  # as many tokens as the model has positions for
-        job = plan.Job(name, chip, sequence=sequence, remat="full")
-        for size in SIZES[chip]:
-            one = dataclasses.replace(job, target=f"{chip}-{size}")
-            target = plan.parse_target(one.target)
-            most = FULL_SLICE * target.chip.memory
-            if STATE * parameters(name) > most * target.devices:
-                continue
-            layouts = [layout for layout in default_layouts(one) if dict(layout.mesh.degrees).get("tensor", 1) == 1]
-            try:
-                found = plan.search(one, layouts=layouts, remats=["full"], batches=[1], compile=0)
-            except ValueError as error:
-                why = str(error)
-                break
-            if fast := [got for got in found.plans if got.peak < most]:
-                return fast[0].job
+    for size, tensor in slices(chip):
+        try:
+            if found := fastest(plan.Job(name, f"{chip}-{size}", sequence=sequence, remat="full"), tensor):
+                return found
+        except ValueError as error:
+            why = str(error)
     raise ValueError(why)
+
+
+def slices(chip: str) -> Iterator[tuple[Any, bool]]:
+    """Yields sizes and whether tensor parallelism is tried there: after all slices without, and before several."""
+    for tensor in (False, True):
+        yield from ((size, tensor) for size in SIZES[chip])
+    yield from ((several, False) for several in SEVERAL.get(chip, ()))
+
+
+def fastest(job: plan.Job, tensor: bool) -> plan.Job | None:
+    """Returns the job in the fastest of its layouts that fit by the analytic model, None if none does."""
+    target = plan.parse_target(job.target)
+    most = FULL_SLICE * target.chip.memory
+    if STATE * parameters(job.title) > most * target.devices:
+        return None
+    if target.slices > 1:
+        across = sharding.Layout({"fsdp": -1, "dcn": {"fsdp": target.slices}}, sharding.FSDP)
+        job = dataclasses.replace(job, layout=across)
+    layouts = [one for one in default_layouts(job) if (dict(one.mesh.degrees).get("tensor", 1) > 1) == tensor]
+    found = plan.search(job, layouts=layouts, remats=["full"], batches=[1], compile=0)
+    return next((got.job for got in found.plans if got.peak < most), None)
 
 
 @functools.cache
@@ -236,9 +281,13 @@ def faults(one: dict[str, Any]) -> list[str]:
     wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]
     if one["factor"] > 1 + AGAIN and one["preset"] not in COSTLY:
         wrong.append(f"{one['factor']:.2f} times the model's FLOPs")
-    if one["mfu"] < LEAST_MFU and not (one["preset"] in SLOW or is_narrow(one) or is_sparse(one)):
+    if one["mfu"] < LEAST_MFU and not (reason(one) or is_narrow(one) or is_sparse(one) or is_across(one)):
         wrong.append(f"{one['mfu']:.1%} MFU at the roofline")
     return wrong
+
+
+def reason(one: dict[str, Any]) -> str | None:
+    return SLOW.get(one["preset"]) or SLOW.get(f"{one['preset']}, {one['target']}")
 
 
 def is_narrow(one: dict[str, Any]) -> bool:
@@ -251,6 +300,11 @@ def is_sparse(one: dict[str, Any]) -> bool:
     """Returns True if memory bounds a mixture of experts on this chip and not on those with faster memory."""
     names = SPARSE.get(one["target"].split("-")[0], ())
     return one["bound"] == "memory" and one["preset"] in names
+
+
+def is_across(one: dict[str, Any]) -> bool:
+    """Returns True if the network bounds a model that is split over several slices: its weights travel between them."""
+    return one["bound"] == "network" and plan.parse_target(one["target"]).slices > 1
 
 
 if __name__ == "__main__":

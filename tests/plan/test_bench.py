@@ -64,6 +64,10 @@ ROW = {
         ({"preset": "gpt3-52k", "mfu": 0.1, "factor": 1.6}, []),
         ({"preset": "falcon-h1-0.5b", "mfu": 0.5, "factor": 1.46}, ["1.46 times the model's FLOPs"]),
         ({"preset": "gpt3-52k", "fits": False}, ["needs 1.00 GiB"]),
+        ({"preset": "seed-oss-36b", "target": "v6e-32", "mfu": 0.599}, []),
+        ({"preset": "seed-oss-36b", "target": "v6e-64", "mfu": 0.599}, ["59.9% MFU at the roofline"]),
+        ({"target": "v6e-256x2", "bound": "network", "mfu": 0.1}, []),
+        ({"target": "v6e-256", "bound": "network", "mfu": 0.1}, ["10.0% MFU at the roofline"]),
     ],
 )
 def test_the_sweep_names_what_a_step_falls_short_of(change, fault):
@@ -81,5 +85,34 @@ def test_a_saved_row_replaces_that_of_its_preset_on_the_same_kind_of_chip(tmp_pa
 
 def test_every_row_of_the_sweep_is_of_a_preset_and_those_that_fall_short_are_known():
     rows = sweep.recorded()
-    assert {one["preset"] for one in rows} | {*sweep.SLOW, *sweep.COSTLY, *sweep.SPARSE["v6e"]} <= {*weights.presets()}
+    slow = {name.partition(",")[0] for name in sweep.SLOW}
+    assert {one["preset"] for one in rows} | slow | {*sweep.COSTLY, *sweep.SPARSE["v6e"]} <= {*weights.presets()}
     assert {(one["preset"], one["target"]) for one in rows if sweep.faults(one)} == sweep.OPEN
+
+
+def test_the_sweep_names_presets_without_a_row_or_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "RECORDED", tmp_path / "sweep.json")
+    monkeypatch.setattr(sweep, "MISSING", {("llama2-7b", "v6e"): "why"})
+    sweep.RECORDED.write_text("[]")
+    everything = len(sweep.distinct()) * len(sweep.CHIPS)
+    assert len(sweep.unrecorded()) == everything - 1 and ("llama2-7b", "v5p") in sweep.unrecorded()
+    sweep.save(ROW)
+    assert len(sweep.unrecorded()) == everything - 2 and ("llama2-7b", "v5p") not in sweep.unrecorded()
+
+
+@pytest.mark.parametrize(
+    ("most", "size", "tensor"),
+    [(0, "8", False), (1, "16", False), (9, "8", True), (18, "256x2", False), (19, None, None)],
+)
+def test_a_preset_is_tried_on_slices_then_split_by_width_then_on_several_slices(most, size, tensor, monkeypatch):
+    tried = []
+    monkeypatch.setattr(sweep, "SIZES", {"v5p": [8 * 2**i for i in range(9)]})
+    monkeypatch.setattr(sweep, "SEVERAL", {"v5p": ["256x2"]})
+    fastest = lambda job, tensor: tried.append((job.target, tensor)) or (job if len(tried) > most else None)
+    monkeypatch.setattr(sweep, "fastest", fastest)
+    if size is None:
+        with pytest.raises(ValueError, match="no slice is large enough"):
+            sweep.fitting("gpt2", "v5p")
+        return
+    assert sweep.fitting("gpt2", "v5p").sequence == 1024
+    assert tried[-1] == (f"v5p-{size}", tensor)

@@ -387,7 +387,7 @@ HloModule jit_step
 ENTRY %main (rows: bf16[1024,256], weights: bf16[4,512,256]) -> bf16[1024,512] {
   %rows = bf16[1024,256]{1,0:T(8,128)(2,1)} parameter(0)
   %weights = bf16[4,512,256]{2,1,0:T(8,128)(2,1)} parameter(1)
-  ROOT %gmm.1 = bf16[1024,512]{1,0:T(8,128)(2,1)} custom-call(%rows, %weights), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[], bf16[1024,256]{1,0}, bf16[4,512,256]{2,1,0}}, metadata={op_name="jit(step)/jit(gmm)/pallas_call" id=1}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"999999999"}}}
+  ROOT %gmm.1 = bf16[1024,512]{1,0:T(8,128)(2,1)} custom-call(%rows, %weights), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[], s32[5]{0}, s32[5]{0}, s32[5]{0}, s32[1]{0}, bf16[1024,256]{1,0}, bf16[4,512,256]{2,1,0}}, metadata={op_name="jit(step)/jit(gmm)/pallas_call" id=1}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"999999999"}}}
 }
 """
 
