@@ -112,7 +112,10 @@ MISSING = {
     ): "35 with tensor parallelism over 2; the image tower's width of 1152 does not split over two slices",
 }
 # Rows that fall short without a known reason. --check fails on them.
-OPEN = {("gemma4-26b-a4b", "v6e-16")}
+OPEN: set[tuple[str, str]] = set()
+# Rows so close to the chip's memory that the compiler computes values again to fit: the instructions that it names
+# `.remat`, in the program that `maxlib plan ... --keep FOLDER` writes.
+TIGHT = {("gemma4-26b-a4b", "v6e-16"): "85 such instructions, at 94 % of the memory"}
 # And why one computes more than 1.45 times the model's FLOPs.
 COSTLY = {
     "deepseek-v2": "attention over latents is a large part, and masked tiles with it",
@@ -279,7 +282,8 @@ def faults(one: dict[str, Any]) -> list[str]:
     if "error" in one:
         return [one["error"]]
     wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]
-    if one["factor"] > 1 + AGAIN and one["preset"] not in COSTLY:
+    known = one["preset"] in COSTLY or (one["preset"], one["target"]) in TIGHT
+    if one["factor"] > 1 + AGAIN and not known:
         wrong.append(f"{one['factor']:.2f} times the model's FLOPs")
     if one["mfu"] < LEAST_MFU and not (reason(one) or is_narrow(one) or is_sparse(one) or is_across(one)):
         wrong.append(f"{one['mfu']:.1%} MFU at the roofline")
