@@ -79,8 +79,8 @@ def speculate(
         drafter: A model that drafts for this one (`nn.mtp.Drafter`), such as a
             `models.gemma4_assistant.Gemma4Assistant`; None uses the model's own module.
         num_drafts: Number of the drafter's drafts in each pass.
-        images: With a drafter, images as for `generator.stream`.
-        audio: With a drafter, clips as for `generator.stream`.
+        images: With a drafter, images as for `generator.stream`; `audio` likewise.
+        audio: Clips of sound.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         capacity: Maximum number of tokens in a row of the cache, by default as many as needed.
 
@@ -89,14 +89,12 @@ def speculate(
 
     Raises:
         ValueError: when the model does not draft, when the drafter is for another model, when a cache cannot be rewound
-            to remove a rejected draft, when images or audio do not fit the prompts or are given to a model that drafts
-            itself,
-            or when prompt and new tokens exceed the model's maximum length.
+            to remove a rejected draft, when images or audio do not fit the prompts or the model drafts itself, or when
+            prompt and new tokens exceed the model's maximum length.
     """
     model, dtype = generator.model, generator.dtype
     tokens, valid = right_padded(prompts, generator.vocab)
-    stop = check_stop(stop_token_ids, generator.vocab)
-    longest = max(map(len, prompts)) + max_new_tokens
+    stop, longest = check_stop(stop_token_ids, generator.vocab), max(map(len, prompts)) + max_new_tokens
     check_length(model, longest)
     _check_source(model, drafter, num_drafts, images if audio is None else audio)
     count = 1 if drafter is None else num_drafts
@@ -107,8 +105,7 @@ def speculate(
     seen = check_inputs(model, tokens, images, audio)  # an MTP module only reads text
     drafter = None if drafter is None else cast_matrices(nn.unstack(drafter), dtype)
     state = _start(model, drafter, tokens, valid, seen, made=made)
-    rows = [_Row(max_new_tokens, stop) for _ in prompts]
-    steps = 0
+    rows, steps = [_Row(max_new_tokens, stop) for _ in prompts], 0
     for row, first in zip(rows, np.asarray(state.token), strict=True):
         row.add([first])
     while any(row.running for row in rows):

@@ -92,8 +92,10 @@ class AudioDecoder(NativeVisionDecoder):
             waits = self.cfg.audio is not None and cache is None
             return (unseen(x, self.is_audio(tokens)) if waits else x), inputs
         audio, valid = audio.in_rows, inputs.get("valid")
+        # Padding may have any id, also that of a placeholder.
         is_audio = self.is_audio(tokens) if valid is None else self.is_audio(tokens) & valid
         vectors = self.audio_tower(audio, dtype=dtype, remat=remat).astype(x.dtype)
+        # [R, C] frames -> [R, C] vectors; the tower makes as many of padding too, which are not taken.
         counts = self.cfg.audio.num_tokens(jnp.asarray(audio.lengths))
         return jnp.where(is_audio[:, :, None], take_clips(is_audio, vectors, counts), x), inputs
 

@@ -68,11 +68,13 @@ def clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = None)
             f"{counts} and masks of {[len(own) for own in real]} for {[len(clip) for clip in found]} frames"
         )
     found = [clip[own] for clip, own in zip(found, real, strict=True)]
+    # Powers of two of clips, and frames by bucket: batches of similar sound share a program.
     shape = 1 << (max(1, *counts) - 1).bit_length(), bucket(max(map(len, found)))
     first = np.cumsum([0, *counts])
     rows = [padded_clips(found[a:b], *shape, found[0].shape[1]) for a, b in itertools.pairwise(first)]
     if len(rows) == 1:
         return rows[0]
+    # R rows of [C, F, M] -> [R, C, F, M]
     return Clips(np.stack([row.frames for row in rows]), np.stack([row.lengths for row in rows]))
 
 
@@ -104,6 +106,7 @@ def take_clips(
     place = clip * S + n - jnp.take_along_axis(ends - counts, clip, axis=1)
     # [R, C S, D] at [R, N, 1] -> [R, N, D]
     found = jnp.take_along_axis(vectors.reshape(R, C * S, D), place[:, :, None], axis=1, mode="clip")
+    # Inside jit no error can be raised: NaN shows that a row's placeholders and vectors differ in number.
     fits = is_audio.reshape(R, -1).sum(axis=1) == ends[:, -1]
     return jnp.where(fits[:, None, None], found, jnp.nan).reshape(*is_audio.shape, D)
 
