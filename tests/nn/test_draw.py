@@ -1,5 +1,6 @@
 """Diagrams of models: every parameter appears once, and equal layers are one block."""
 
+import dataclasses
 import xml.etree.ElementTree as ET
 
 import jax
@@ -81,7 +82,8 @@ def test_parts_stand_in_the_order_in_which_they_run():
 
 def test_a_long_model_has_a_short_picture():
     """Equal layers of neighbouring groups are one block; a matrix with limits is a line."""
-    model = jax.eval_shape(lambda: gemma4.Gemma4(gemma4.PRESETS["gemma4-e2b"], rngs=nnx.Rngs(0)))
+    cfg = dataclasses.replace(gemma4.PRESETS["gemma4-e2b"], audio=None)  # its encoder is not what repeats here
+    model = jax.eval_shape(lambda: gemma4.Gemma4(cfg, rngs=nnx.Rngs(0)))
     picture = ET.fromstring(nn.draw(model).svg)
     assert float(picture.get("height")) < 1750
     block = _block("", jax.eval_shape(lambda: qwen3_vl.Qwen3VL(qwen3_vl.PRESETS["qwen3-vl-2b"], rngs=nnx.Rngs(0))))
