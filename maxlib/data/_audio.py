@@ -171,7 +171,7 @@ class AudioProcessor:
         """Joins the clips of a document, `C F M` and `C`; there may be none."""
         from maxlib.nn.audio import padded_clips
 
-        found = [frames[:size] for one in clips for frames, size in zip(one.frames, one.lengths, strict=True)]
+        found = [clip for one in clips for clip in one.real]
         return padded_clips(found, len(found), max(map(len, found), default=0), self.frame_dim)
 
     def blank(self, clips: int, frames: int) -> "Clips":

@@ -6,6 +6,7 @@ import grain
 import numpy as np
 
 from maxlib._utils.choices import check_choice
+from maxlib.data._row_room import Room, lengths_of
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -81,25 +82,11 @@ def _fits(document: Row, length: int, images: "Patches | None", audio: "Clips | 
     """Returns True if a document and its nested documents fit a row."""
     nested = all(_fits(value, length, images, audio) for value in document.values() if isinstance(value, dict))
     short = nested and len(document.get("tokens", ())) <= length
-    return short and all(blank is None or _has_room(document, blank) for blank in (images, audio))
+    return short and Room(images, audio).holds(document)
 
 
 def _grids(document: Row) -> np.ndarray:
     return document["images"].grids if "images" in document else np.zeros((0, 3), np.int32)
-
-
-def lengths_of(document: Row) -> np.ndarray:
-    """Returns the numbers of frames of a document's clips."""
-    return document["audio"].lengths if "audio" in document else np.zeros(0, np.int32)
-
-
-def _has_room(document: Row, blank: Any) -> bool:
-    """Returns True if the images of a document, or its clips, fit a row of the size of `blank`."""
-    if hasattr(blank, "frames"):
-        lengths = lengths_of(document)
-        return len(lengths) <= len(blank.lengths) and int(lengths.max(initial=0)) <= blank.frames.shape[1]
-    grids = _grids(document)
-    return int(grids.prod(axis=1).sum()) <= len(blank.pixels) and len(grids) <= len(blank.grids)
 
 
 def _images(document: Row, blank: "Patches | None") -> Row:
@@ -108,7 +95,7 @@ def _images(document: Row, blank: "Patches | None") -> Row:
         if len(_grids(document)):
             raise ValueError("a document has images: pad it with images=, such as ImageProcessor.blank(patches)")
         return {}
-    if not _has_room(document, blank):
+    if not Room(blank, None).holds(document):
         found = document["images"]
         raise ValueError(
             f"a document with images must fit {len(blank.pixels)} patches and {len(blank.grids)} images of a row, got "
@@ -127,11 +114,10 @@ def _audio(document: Row, blank: "Clips | None") -> Row:
         return {}
     from maxlib.nn.audio import padded_clips
 
-    if not _has_room(document, blank):
+    if not Room(None, blank).holds(document):
         raise ValueError(
             f"a document with audio must fit {len(blank.lengths)} clips of {blank.frames.shape[1]} frames, got clips of "
             f'{lengths_of(document).tolist()}: give audio= more room, or overlong="drop"'
         )
     found = document.get("audio", blank)
-    frames = [clip[:size] for clip, size in zip(found.frames, found.lengths, strict=True) if size]
-    return {"audio": padded_clips(frames, *blank.frames.shape)}
+    return {"audio": padded_clips(found.real, *blank.frames.shape)}

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxlib.data._padding import lengths_of
 from maxlib.data._sources import Document
 
 if TYPE_CHECKING:
@@ -13,6 +12,11 @@ if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
 Row = dict[str, Any]
+
+
+def lengths_of(document: Document) -> np.ndarray:
+    """Returns the numbers of frames of a document's clips."""
+    return document["audio"].lengths if "audio" in document else np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,10 @@ class Room:
             found += [("clips", clips, len(lengths)), ("frames of a clip", frames, int(lengths.max(initial=0)))]
         return found
 
+    def holds(self, document: Document) -> bool:
+        """Returns True if a row has room for the document's images and clips."""
+        return all(has <= most for _, most, has in self.counts(document))
+
     def columns(self, document: Document) -> Row:
         """Returns the columns of a document besides its tokens: what is counted, and pixels and frames."""
         found: Row = {}
@@ -59,12 +67,12 @@ class Room:
                 "pixels": np.asarray(pixels),
             }
         if self.audio is not None:
+            from maxlib.nn.audio import padded_clips
+
             blank = self.audio
             clips = document.get("audio", type(blank)(blank.frames[:0], blank.lengths[:0]))
-            frames = np.zeros((len(clips.lengths), *blank.frames.shape[1:]), np.float32)
-            for to, clip, size in zip(frames, clips.frames, clips.lengths, strict=True):
-                to[:size] = clip[:size]
-            found |= {"clips": np.asarray(clips.lengths), "frames": frames}
+            row = padded_clips(clips.real, len(clips.lengths), *blank.frames.shape[1:])
+            found |= {"clips": row.lengths, "frames": row.frames}
         return found
 
     def fill(self, row: Row, packed: dict[str, Any]) -> Row:

@@ -79,8 +79,8 @@ def speculate(
         drafter: A model that drafts for this one (`nn.mtp.Drafter`), such as a
             `models.gemma4_assistant.Gemma4Assistant`; None uses the model's own module.
         num_drafts: Number of the drafter's drafts in each pass.
-        images: With a drafter, images as for `generator.stream`; `audio` likewise.
-        audio: Clips of sound.
+        images: With a drafter, images as for `generator.stream`.
+        audio: With a drafter, clips as for `generator.stream`.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         capacity: Maximum number of tokens in a row of the cache, by default as many as needed.
 

@@ -39,6 +39,11 @@ class Clips:
         """Returns the same clips with an axis of rows."""
         return self if self.frames.ndim == 4 else Clips(self.frames[None], self.lengths[None])
 
+    @property
+    def real(self) -> list[Any]:
+        """Returns the real frames of each clip, `n M`, without padding; for clips without an axis of rows."""
+        return [clip[:size] for clip, size in zip(self.frames, self.lengths, strict=True)]
+
 
 def clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = None) -> Clips:
     """Converts a processor's arrays to `Clips`, padded so that similar batches use the same compiled program.

@@ -163,7 +163,7 @@ def _activations(x: Any) -> Float[Array, "B T D"]:
 
 
 def _without_inputs(batch: Batch) -> Batch:
-    """Returns what microbatches get: images are used up before the pipeline, but a loss sees that there were some."""
+    """Returns what microbatches get: images and sound are used up before them, but a loss sees that there were some."""
     return batch | {name: None for name in ("images", "audio") if name in batch}
 
 
