@@ -6,10 +6,13 @@ them.
 
 import argparse
 import dataclasses
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+
+from maxlib.hardware import chip_of
 
 VARIABLES = {"cpu": "XLA_FLAGS", "gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
 # Without these environment variables, libtpu searches for a TPU and waits.
@@ -158,8 +161,46 @@ def apply(*names: str) -> None:
 
 
 def options(*names: str) -> dict[str, bool | int | str]:
-    """Returns sets as compiler options of one program: `lowered.compile(compiler_options=...)`, `plan(options=...)`."""
-    return _merged({name: _find(name) for name in names})
+    """Returns sets as compiler options of one program: `lowered.compile(compiler_options=...)`, `plan(options=...)`.
+
+    Leaves out flags that the installed jax accepts in the environment only, without effect.
+    """
+    flags = _merged({name: _find(name) for name in names})
+    return {flag: value for flag, value in flags.items() if not (flag in _ALWAYS and _always_pipelines())}
+
+
+# Since jax 0.11 XLA always pipelines collectives, and knows these flags no longer as options.
+_ALWAYS = {f"xla_gpu_enable_pipelined_{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+def _always_pipelines() -> bool:
+    import jax  # here, so that `apply` can run before jax is imported
+
+    return jax.__version_info__ >= (0, 11)
+
+
+def automatic(device: tuple[str, str], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the names of the sets that `training.jit_step` compiles a step with.
+
+    These are `gpu-overlap` on several GPUs, and `tpu-gather` on TPU v6e without tensor parallelism, whose matmuls hide
+    the exchange of activations by working part by part.
+
+    Args:
+      device: platform and kind, as `hardware.current_device` returns them.
+      mesh: devices along each axis of the mesh.
+    """
+    platform, kind = device
+    if platform == "gpu" and "NVIDIA" in kind and math.prod(mesh.values()) > 1:
+        return ("gpu-overlap",)
+    is_v6e = platform == "tpu" and (chip := chip_of(kind)) is not None and chip.kind == "TPU v6e"
+    return ("tpu-gather",) if is_v6e and mesh.get("tensor", 1) == 1 else ()
+
+
+def automatic_options(device: tuple[str, str], mesh: Mapping[str, int]) -> dict[str, bool | int | str]:
+    """Returns the sets of `automatic` as compiler options, without flags that the environment sets."""
+    words = " ".join(os.environ.get(name, "") for name in set(VARIABLES.values())).split()
+    taken = {word.lstrip("-").partition("=")[0] for word in words}
+    return {flag: value for flag, value in options(*automatic(device, mesh)).items() if flag not in taken}
 
 
 def check(name: str) -> str | None:

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from maxlib import nn, sharding
+from maxlib.distributed import xla_flags
+from maxlib.hardware import current_device
 from maxlib.training._expert_balance import with_moved_biases
 from maxlib.training._gradients import Accumulated, divisor, gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
@@ -145,10 +147,16 @@ def _without_noise(loss: Loss) -> Loss:
 def jit_step(step: Step) -> Step:
     """Compiles `step` with its state donated: after a call, only the returned state exists.
 
+    Adds the options of XLA that suit the device and the active layout (`xla_flags.automatic`), so call it inside
+    `sharding.use(layout)`. Flags in the environment win.
+
     Args:
       step: a step from `make_train_step`.
     """
-    return jax.jit(step, donate_argnums=0)
+    layout = sharding.current()
+    mesh = {} if layout is None else dict(layout.mesh.shape)
+    options = xla_flags.automatic_options(current_device(), mesh)
+    return jax.jit(step, donate_argnums=0, compiler_options=options or None)
 
 
 def means(stats: Stats) -> Metrics:

@@ -123,8 +123,8 @@ class Trainer:
             self.state = jax.block_until_ready(
                 make_state(materialize_model(model, layout), optimizer, filter=filter, key=key)
             )
+            self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
         self.step, self.batch, self._batch_before = 0, None, None
-        self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
         self._eval_step = jax.jit(make_eval_step(loss))
         self._meter, self._memory = Meter(), Sampled(memory_use)
         self._empty = 0  # consecutive steps without a target
