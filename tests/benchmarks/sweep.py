@@ -66,8 +66,6 @@ SLOW = {
     "qwen3-next-80b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
     "qwen3.5-27b": "the chunks of the gated delta rule pass through memory on v6e",
-    "seed-oss-36b, v6e-32": "the compiler gathers weights part by part within their matmuls, and adds the parts' products "
-    "in memory, 57% of its traffic; with the flag set tpu-gather it is 78.6%",
     "qwen3.5-35b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
 }
 # Models narrower than this pass more bytes through memory than the chip reads in the time of their matmuls. A matmul of

@@ -88,3 +88,39 @@ def test_libtpu_gets_its_own_variable(monkeypatch):
 def test_the_documentation_has_every_set():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "launch.md").read_text()
     assert [name for name, each in SETS.items() if f"| `{name}` | {each.goal} |" not in page] == []
+
+
+H100, V6E = ("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v6 lite")
+
+
+@pytest.mark.parametrize(
+    "device, mesh, names",
+    [
+        (H100, {"fsdp": 8}, ("gpu-overlap",)),
+        (H100, {"fsdp": 1}, ()),
+        (H100, {}, ()),
+        (V6E, {}, ("tpu-gather",)),
+        (V6E, {"fsdp": 8, "tensor": 1}, ("tpu-gather",)),
+        (V6E, {"fsdp": 4, "tensor": 2}, ()),
+        (("tpu", "TPU v5"), {"fsdp": 8}, ()),
+        (("cpu", "cpu"), {"fsdp": 8}, ()),
+    ],
+)
+def test_a_step_gets_the_sets_that_suit_its_device(device, mesh, names):
+    assert xla_flags.automatic(device, mesh) == names
+    assert xla_flags.automatic_options(device, mesh) == xla_flags.options(*names)
+
+
+def test_flags_in_the_environment_win_over_automatic_ones(monkeypatch):
+    flag = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+    assert xla_flags.automatic_options(V6E, {}) == {flag: 1 << 20}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_tpu_scoped_vmem_limit_kib=1024 --{flag}=256")
+    assert xla_flags.automatic_options(V6E, {}) == {}
+
+
+def test_the_installed_compiler_knows_the_automatic_options_of_gpus():
+    import jax
+
+    options = xla_flags.automatic_options(H100, {"fsdp": 8})
+    assert options["xla_gpu_enable_latency_hiding_scheduler"]
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1.0) == 2

@@ -314,3 +314,19 @@ def test_evaluation_refuses_what_every_device_would_compute():
         batch = {name: x[:6] for name, x in tiny.batch().items()}
         with pytest.raises(ValueError, match="its 6 rows must be a multiple of 8"):
             jax.jit(training.make_eval_step(tiny.loss))(state, batch)
+
+
+def test_a_compiled_step_gets_the_flags_of_its_device_and_mesh(monkeypatch):
+    """On a CPU there are none; here an unknown one shows that the compiler gets them."""
+    asked = []
+
+    def automatic_options(device, mesh):
+        asked.append((device, {axis: size for axis, size in mesh.items() if size > 1}))
+        return {"xla_no_such_flag": True}
+
+    monkeypatch.setattr("maxlib.distributed.xla_flags.automatic_options", automatic_options)
+    with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=-1))):
+        step = training.jit_step(lambda state, batch: (state, batch))
+    assert asked == [(("cpu", "cpu"), {"fsdp": 8})]
+    with pytest.raises(Exception, match="xla_no_such_flag"):
+        step({"x": jnp.ones(2)}, {})
