@@ -45,7 +45,7 @@ SETS = {
     ),
     "gpu-overlap": FlagSet(
         "gpu",
-        "collectives run at the same time as matmuls, and across the iterations of a scan over layers (FSDP, data parallelism)",
+        "collectives run at the same time as matmuls, and across the iterations of a scan over layers (FSDP, data parallelism); automatic on several GPUs",
         {
             "xla_gpu_enable_latency_hiding_scheduler": True,
             "xla_gpu_enable_pipelined_all_gather": True,
@@ -130,7 +130,7 @@ SETS = {
     ),
     "tpu-gather": FlagSet(
         "tpu",
-        "gathers weights before their matmuls, not part by part within them: less traffic of memory, less overlap (v6e)",
+        "gathers weights before their matmuls, not part by part within them: less traffic of memory, less overlap; automatic on v6e without tensor parallelism",
         {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1 << 20},
     ),
     "tpu-vmem": FlagSet(

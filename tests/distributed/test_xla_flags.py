@@ -94,7 +94,7 @@ H100, V6E = ("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v6 lite")
 
 
 @pytest.mark.parametrize(
-    "device, mesh, names",
+    ("device", "mesh", "names"),
     [
         (H100, {"fsdp": 8}, ("gpu-overlap",)),
         (H100, {"fsdp": 1}, ()),
