@@ -102,7 +102,7 @@ def test_beside_a_cache(kernel):
 def test_tiles_of_a_causal_mask_are_skipped_by_name():
     """Its backward kernels skip tiles of a causal mask by name, and none by intervals."""
     bounds = jnp.zeros((2, 256), jnp.int32), jnp.ones((2, 256), jnp.int32)
-    named = lambda static: tokamax_gpu._named(*bounds, static)
+    named = lambda static: tokamax_gpu.named(*bounds, static)
     assert named(ops.StaticMask("causal", aligned=True)) == {"is_causal": True}
     assert named(ops.StaticMask("full", aligned=True)) == {"is_causal": False}
     assert named(ops.StaticMask("causal", segmented=True, aligned=True)).keys() == {"is_causal", "k_start"}
