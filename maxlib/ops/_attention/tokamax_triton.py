@@ -9,7 +9,7 @@ imported when they are first called.
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,9 @@ def _by_kernel(static: Static, q, k, v, start, end, out, lse, d_out):
     def rows(q, k, v, start, end, out, lse, d_out):
         # The kernel weighs by exp(logit - peak) / total, and a log-sum-exp is a peak whose total is 1.
         peak = jnp.swapaxes(lse, 1, 2)
-        found = run((peak, jnp.ones_like(peak)), out, d_out, q, k, v, mask=Mask(**named(start, end, static.mask)), **how)
+        found = run(
+            (peak, jnp.ones_like(peak)), out, d_out, q, k, v, mask=Mask(**named(start, end, static.mask)), **how
+        )
         return found["q"], found["k"], found["v"]
 
     with jax.numpy_rank_promotion("allow"):

@@ -64,4 +64,6 @@ def triton_tiles(key_dim: int, value_dim: int, device_kind: str) -> TritonAttent
 
 def _has_large_shared_memory(device_kind: str) -> bool:
     """Returns True for the GPUs of data centers with 163 KiB and more per block of threads; others have 99."""
-    return is_hopper(device_kind) or is_blackwell(device_kind) or re.search(r"\bA(30|100|800)\b", device_kind) is not None
+    return (
+        is_hopper(device_kind) or is_blackwell(device_kind) or re.search(r"\bA(30|100|800)\b", device_kind) is not None
+    )
