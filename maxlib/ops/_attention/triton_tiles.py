@@ -43,7 +43,7 @@ class TritonAttentionTiles(TileSizes):
     """
 
     forward: TritonAttentionTile = TritonAttentionTile()
-    backward: TritonAttentionTile = TritonAttentionTile(stays=128, streams=32, warps=8)
+    backward: TritonAttentionTile = TritonAttentionTile(64, 32, 8)
 
     kernel: ClassVar[str] = "attention/tokamax_triton"
 
@@ -55,7 +55,7 @@ def triton_tiles(key_dim: int, value_dim: int, device_kind: str) -> TritonAttent
     """Chooses tiles by the width of heads, which the kernels pad to a power of two, and the device's shared memory."""
     width = max(key_dim, value_dim)
     if width <= 64:
-        return TritonAttentionTiles(forward=TritonAttentionTile(128, 64, 8, 3))
+        return TritonAttentionTiles(TritonAttentionTile(128, 64, 8, 3), TritonAttentionTile(128, 32, 8))
     if width <= 128:
         return TritonAttentionTiles()
     forward = TritonAttentionTile(64, 64 if _has_large_shared_memory(device_kind) else 32, 8)
