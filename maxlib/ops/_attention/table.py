@@ -2,8 +2,8 @@
 
 A call runs the first row that supports its platform, features and shapes. Rows with `by_name` only run by name. Kernels
 with the most production use come first (cuDNN and splash), then those that have been compared with them on hardware
-(maxlib's for Hopper, and tokamax's), then tokamax's for other GPUs, which its authors test, then plain XLA (`chunked`). maxlib's kernels for TPUs only run by name until they
-have been tested against splash on a TPU.
+(maxlib's for Hopper), then tokamax's, which maxlib has run on Hopper only, and then plain XLA (`chunked`). maxlib's
+kernels for TPUs only run by name until they have been tested against splash on a TPU.
 
 | device | one query, whole cache | few queries | whole rows, named mask, sinks | packed, intervals, soft-cap | bias |
 |---|---|---|---|---|---|
