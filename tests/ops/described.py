@@ -12,8 +12,8 @@ GPUS = {  # compute capability, bytes of shared memory that a block of threads m
     "H100": ("major: 9 feature_extension: ACCELERATED_FEATURES", 232_448, "NVIDIA H100 80GB HBM3"),
     "B200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 232_448, "NVIDIA B200"),
 }
-# A kernel that stores registers in memory is an error.
-STRICT = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+# A kernel that stores registers in memory is an error. Tests turn LLVM's optimizations off, users do not.
+STRICT = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True, "xla_backend_optimization_level": 3}
 _ABOUT = """
 gpu_device_info {{
   cuda_compute_capability {{ {capability} }}
