@@ -115,13 +115,20 @@ class Hopper:
     platform, compute_capability, device_kind, core_count, id = "gpu", "9.0", "NVIDIA H100", 132, 0
 
 
+class Blackwell(Hopper):
+    compute_capability, device_kind, core_count = "10.0", "NVIDIA B200", 148
+
+
+@pytest.mark.parametrize("device", [Hopper, Blackwell])
 @pytest.mark.parametrize("length", [1024, pytest.param(1000, marks=pytest.mark.full)])
-def test_a_hopper_program_calls_its_kernels(length, monkeypatch):
+def test_a_program_calls_its_kernels(length, device, monkeypatch):
     """Forward, dq, and dk with dv; soft-cap, packed documents and values of another width are in them."""
     pytest.importorskip("tokamax")
+    if device is Blackwell and not tokamax_gpu.is_installed(tokamax_gpu.BLACKWELL):
+        pytest.skip("needs tokamax 0.0.17")
     from jax.extend import backend
 
-    gpu = Hopper()
+    gpu = device()
     monkeypatch.setattr(backend, "get_default_device", lambda: gpu)
     array = lambda heads, width: jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16)
     ends = jax.ShapeDtypeStruct((1, length), jnp.int32)
