@@ -34,6 +34,7 @@ from maxlib.ops._attention.tokamax_triton import NEEDED, has_triton_attention, t
 from maxlib.ops._attention.triton_tiles import WIDEST, triton_tiles
 
 HALF = ("bfloat16", "float16")
+TRACKED = "does not say over which mesh axes its results vary: pass check_vma=False to jax.shard_map"
 
 
 def split_refuses(call: Call) -> str | None:
@@ -99,6 +100,8 @@ def tokamax_refuses(call: Call) -> str | None:
     for name, width, widest in (("Hk", call.key_dim, 192), ("Hv", call.value_dim, 128)):
         if width > (widest if blackwell else 256):
             return f"takes heads of at most {widest if blackwell else 256} here, not {name}={width}"
+    if call.tracked:
+        return TRACKED
     return None if is_installed(BLACKWELL if blackwell else ()) else _not_installed(BLACKWELL if blackwell else ())
 
 
@@ -111,7 +114,7 @@ def tokamax_triton_refuses(call: Call) -> str | None:
     if (width := max(call.key_dim, call.value_dim)) > WIDEST:
         return f"takes heads of at most {WIDEST}, what fits into registers, not {width}"
     if call.tracked:
-        return "does not say over which mesh axes its results vary: pass check_vma=False to jax.shard_map"
+        return TRACKED
     return None if has_triton_attention() else _not_installed(NEEDED)
 
 
