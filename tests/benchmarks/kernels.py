@@ -145,7 +145,8 @@ def _lacks(call: attention.Call) -> tuple[str, ...]:
         for one, change in alone.items()
         if attention.explain(dataclasses.replace(call, **plain | change)).chosen not in PROVEN
     ]
-    return tuple(found) or ("several of these at once",)
+    several = "few queries beside a cache" if call.queries < 256 and not mask.aligned else "several of these at once"
+    return tuple(found) or (several,)
 
 
 def _recurrence(device: tuple[str, str], operation: _recurrences.Operation, call: _recurrences.Call, *_: Any) -> Kernel:

@@ -62,8 +62,8 @@ def tokamax_triton(
     T, S = q.shape[1], k.shape[1]
     start, end, visible = intervals(k_start, k_end, S)
     static = Static(scale, softcap, whole_tiles(T, S, mask_hint), tiles or TritonAttentionTiles())
-    arrays = *(padded(x.astype(q.dtype), 0) for x in (q, k, v)), sinks, padded(start, 0), padded(end, 1)
-    out = _attend(static, *vary_alike(arrays))
+    q, k, v = (padded(x.astype(q.dtype), 0) for x in (q, k, v))
+    out = _attend(static, *vary_alike((q, k, v, sinks, padded(start, 0), padded(end, 1))))
     return jnp.where(visible[..., None, None], out[:, :T], 0), None
 
 
@@ -147,7 +147,8 @@ def _in_groups(run: Callable, q, k, *rest):
 
 def _by_blocks(static: Static, q, k, v, start, end, out, lse, d_out):
     """Returns the gradients of q, k and v in plain XLA, block by block."""
-    spec = chunked_tiles(*q.shape[1:3], k.shape[1], "gpu").spec(q.shape, k.shape[1], static.scale, static.softcap)
+    (_, T, N, _), S = q.shape, k.shape[1]
+    spec = chunked_tiles(T, N, S, "gpu").spec(q.shape, S, static.scale, static.softcap)
     return attend_backward(spec, (q, k, v, None, start, end), out, lse, d_out, jnp.zeros_like(lse))[:3]
 
 

@@ -255,5 +255,5 @@ def test_tiles_fit_the_devices():
 @pytest.mark.parametrize(("mask", "documents"), [("causal", "packed"), ("both sides", "padded")])
 def test_on_a_gpu_they_equal_the_definition(widths, softcap, mask, documents):
     case = cases.Case((4, 2), widths, (300, 300), softcap, True, None)
-    kind = jax.devices()[0].device_kind
-    compare(case, mask, documents, jnp.bfloat16, 0.02, tiles=triton_tiles(*widths, kind))
+    tiles = triton_tiles(max(widths), min(widths), jax.devices()[0].device_kind)
+    compare(case, mask, documents, jnp.bfloat16, 0.02, tiles=tiles)
