@@ -63,7 +63,7 @@ def tokamax_triton(
     start, end, visible = intervals(k_start, k_end, S)
     static = Static(scale, softcap, whole_tiles(T, S, mask_hint), tiles or TritonAttentionTiles())
     q, k, v = (padded(x.astype(q.dtype), 0) for x in (q, k, v))
-    out = _attend(static, *vary_alike((q, k, v, sinks, padded(start, 0), padded(end, 1))))
+    out: Array = _attend(static, *vary_alike((q, k, v, sinks, padded(start, 0), padded(end, 1))))
     return jnp.where(visible[..., None, None], out[:, :T], 0), None
 
 
