@@ -270,6 +270,7 @@ def kernels(session: nox.Session, jax: str) -> None:
         "-m",
         "",
         "tests/ops/attention/test_tokamax.py",
+        "tests/ops/attention/test_tokamax_triton.py",
         "tests/ops/test_jax_mosaic_gpu.py",
         "tests/ops/test_tokamax_triton.py",
     )

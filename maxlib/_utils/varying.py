@@ -14,3 +14,8 @@ def vary_alike(arrays: Any) -> Any:
     axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
     missing = lambda x: tuple(sorted(axes - varying(x)))
     return jax.tree.map(lambda x: jax.lax.pcast(x, missing(x), to="varying") if missing(x) else x, arrays)
+
+
+def is_tracked(*arrays: Any) -> bool:
+    """Returns True if JAX tracks the mesh axes over which one of the arrays varies."""
+    return any(isinstance(x, jax.Array) and bool(jax.typeof(x).manual_axis_type.varying) for x in arrays)

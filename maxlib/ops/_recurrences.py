@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops import _tuning
 from maxlib.ops._explanation import Explanation
@@ -52,11 +50,6 @@ class Call:
         named = dict(zip(("B", "T", *self.letters), sizes, strict=True))
         shape = " ".join(f"{letter}={size}" for letter, size in named.items())
         return f"{shape} {self.dtype} on {self.platform} ({self.device_kind})"
-
-
-def is_tracked(*arrays: Any) -> bool:
-    """Returns True if JAX tracks the mesh axes over which one of the arrays varies."""
-    return any(isinstance(x, jax.Array) and bool(jax.typeof(x).manual_axis_type.varying) for x in arrays)
 
 
 @dataclasses.dataclass(frozen=True)

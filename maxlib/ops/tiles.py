@@ -8,6 +8,7 @@ from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import ChunkedTiles
 from maxlib.ops._attention.splash import SplashTiles
 from maxlib.ops._attention.split_kv import SplitTiles
+from maxlib.ops._attention.triton_tiles import TritonAttentionTiles
 from maxlib.ops._gated_delta.chunked import DeltaTiles
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, TritonTiles
 from maxlib.ops._grouped_matmul.tiled import TiledTiles
@@ -29,5 +30,6 @@ __all__ = [
     "TPUAttentionTiles",
     "TileSizes",
     "TiledTiles",
+    "TritonAttentionTiles",
     "TritonTiles",
 ]

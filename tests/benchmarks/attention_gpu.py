@@ -286,7 +286,10 @@ def contenders(case: Case) -> dict:
         options = {"is_causal": not case.full, "local_window_size": window, "implementation": name}
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options)
 
-    named = {f"maxlib {name or 'default'}": ours(name) for name in (None, "mosaic_gpu", "tokamax", "chunked")}
+    named = {
+        f"maxlib {name or 'default'}": ours(name)
+        for name in (None, "mosaic_gpu", "tokamax", "tokamax_triton", "chunked")
+    }
     return named | {"cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
 
 

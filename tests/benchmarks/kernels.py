@@ -38,7 +38,16 @@ DEVICES = {
     "v6e": ("tpu", "TPU v6 lite"),
 }
 PHASES = ("train", "train packed", "prefill", "decode")
-PROVEN = ("cudnn", "mosaic_gpu", "tokamax", "splash", "megablox", "jax_mosaic_gpu", "jax_linear_attention")
+PROVEN = (
+    "cudnn",
+    "mosaic_gpu",
+    "tokamax",
+    "tokamax_triton",
+    "splash",
+    "megablox",
+    "jax_mosaic_gpu",
+    "jax_linear_attention",
+)
 RECURRENCES = {
     "gated_delta_rule": "the gated delta rule",
     "kimi_delta_attention": "Kimi delta attention",
@@ -99,16 +108,23 @@ def _recorded(phase: str) -> Iterator[dict[Any, Asked]]:
 
     shapes = lambda rows, weights, *rest: (rows.shape, rows.dtype, weights.shape)
     with (
-        note(attention, "explain", lambda call, *_: call, _attention),
+        note(
+            attention,
+            "explain",
+            lambda call, *_: call,
+            functools.partial(_attention, training=phase.startswith("train")),
+        ),
         note(_recurrences.Operation, "explain", lambda operation, call, *_: (operation.name, call), _recurrence),
         note(grouped, "refusals", shapes, functools.partial(_grouped, training=phase.startswith("train"))),
     ):
         yield found
 
 
-def _attention(device: tuple[str, str], call: attention.Call, *_: Any) -> Kernel:
+def _attention(device: tuple[str, str], call: attention.Call, *_: Any, training: bool) -> Kernel:
     call = dataclasses.replace(call, platform=device[0], device_kind=device[1])
     chosen = attention.explain(call).chosen
+    if training and chosen == "tokamax_triton" and "softcap" in call.features:
+        return Kernel("attention", "tokamax_triton and chunked", ("gradients of a softcap",))
     return Kernel("attention", str(chosen), () if chosen in PROVEN else _lacks(call))
 
 
@@ -129,7 +145,8 @@ def _lacks(call: attention.Call) -> tuple[str, ...]:
         for one, change in alone.items()
         if attention.explain(dataclasses.replace(call, **plain | change)).chosen not in PROVEN
     ]
-    return tuple(found) or ("several of these at once",)
+    several = "few queries beside a cache" if call.queries < 256 and not mask.aligned else "several of these at once"
+    return tuple(found) or (several,)
 
 
 def _recurrence(device: tuple[str, str], operation: _recurrences.Operation, call: _recurrences.Call, *_: Any) -> Kernel:
@@ -157,6 +174,7 @@ def _all_installed() -> Iterator[None]:
         stack.enter_context(version)
         for module, name in (
             (table, "is_installed"),
+            (table, "has_triton_attention"),
             (jax_mosaic_gpu, "has_triton"),
             (tokamax_triton, "has_triton"),
         ):

@@ -11,14 +11,14 @@ BUT_HOPPER = tuple(device for device in EVERY if device != "H100")
 LACKING = {
     "llama3.2-1b": {},
     "gpt2": {},
-    "gemma2-2b": {"softcap": ("A100", "B200"), "heads of 256": ("A100",)},
-    "gemma4-e2b": {"heads of 512": GPUS, "heads of 256": ("A100",)},
+    "gemma2-2b": {"gradients of a softcap": ("A100", "B200")},
+    "gemma4-e2b": {"heads of 512": GPUS},
     "gpt-oss-20b": {},
-    "mimo-v2-flash": {"heads of 192": ("A100",)},
-    "deepseek-v2-lite": {"heads of 192": ("A100",)},
-    "qwen3.5-0.8b": {"the gated delta rule": BUT_HOPPER, "heads of 256": ("A100",)},
+    "mimo-v2-flash": {},
+    "deepseek-v2-lite": {},
+    "qwen3.5-0.8b": {"the gated delta rule": BUT_HOPPER},
     "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": BUT_HOPPER},
-    "kimi-linear-48b-a3b": {"Kimi delta attention": BUT_HOPPER, "heads of 192": ("A100",)},
+    "kimi-linear-48b-a3b": {"Kimi delta attention": BUT_HOPPER},
     "lfm2-350m": {},
 }
 
@@ -39,10 +39,13 @@ def test_sinks_train_on_cudnn_on_every_gpu(preset):
         assert found == {"cudnn"}, device
 
 
-def test_packed_rows_have_a_proven_kernel_on_hopper_and_tpus():
-    rows = kernels.rows(["llama3.2-1b"], ["train packed"])
-    assert {row["device"] for row in rows if row["lacking"] == ["packed rows"]} == {"A100", "B200"}
-    assert {row["device"]: row["kernels"] for row in rows}["H100"] == ["mosaic_gpu"]
+@pytest.mark.parametrize("phase", ["train packed", "prefill"])
+def test_packed_rows_and_caches_have_a_proven_kernel_everywhere(phase):
+    found = {row["device"]: row["kernels"] for row in kernels.rows(["llama3.2-1b"], [phase])}
+    assert found.pop("A100") == ["tokamax_triton"]
+    assert found.pop("B200") == ["tokamax"]
+    assert found.pop("H100") == ["mosaic_gpu"]
+    assert all(kernels == ["splash"] for kernels in found.values())
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
+from maxlib.ops._attention import tokamax_gpu
 from maxlib.ops._grouped_matmul import dispatch, jax_mosaic_gpu, tokamax_triton
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, TritonTile, TritonTiles
 from maxlib.ops._grouped_matmul.tokamax_triton import has_triton, tokamax
@@ -145,10 +146,10 @@ def test_what_they_cannot_run_is_explained(change, reason, installed):
 def test_old_versions_do_not_count(version, enough, monkeypatch):
     def installed(name):
         if version is None:
-            raise tokamax_triton.importlib.metadata.PackageNotFoundError(name)
+            raise tokamax_gpu.importlib.metadata.PackageNotFoundError(name)
         return version if name == "tokamax" else "9.0"
 
-    monkeypatch.setattr(tokamax_triton.importlib.metadata, "version", installed)
+    monkeypatch.setattr(tokamax_gpu.importlib.metadata, "version", installed)
     assert tokamax_triton.has_triton.__wrapped__() == enough
 
 

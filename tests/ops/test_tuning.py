@@ -35,6 +35,7 @@ EVERY = [
     tiles.RaggedBlackwellTiles(),
     tiles.RaggedBlackwellTiles(d_weights=tiles.TritonTiles().d_weights),
     tiles.TritonTiles(),
+    tiles.TritonAttentionTiles(),
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),
     tiles.DeltaTPUTiles(),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
 from maxlib.ops._attention import dispatch
 from maxlib.ops._attention import table as table  # registers the implementations with `dispatch`
@@ -200,9 +201,9 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, d
         "float64": q.dtype == jnp.float64,
     }
     features = frozenset(name for name, is_used in used.items() if is_used)
-    return dispatch.Call(
-        B, T, S, N, K, Hk, Hv, str(q.dtype), features, *(device or current_device()), mask=hint and hint.static
-    )
+    platform, kind = device or current_device()
+    sizes, mask = (B, T, S, N, K, Hk, Hv), hint and hint.static
+    return dispatch.Call(*sizes, str(q.dtype), features, platform, kind, mask, tracked=is_tracked(q, k, v))
 
 
 def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:

@@ -161,15 +161,26 @@ def _attend_fwd(spec: Spec, *args):
     return (out, lse), (args, out, lse)
 
 
-def _attend_bwd(spec: Spec, residuals, cotangents):
-    args, out, lse = residuals
-    d_out, d_lse = cotangents
+def attend_backward(spec: Spec, args, out, lse, d_out, d_lse):
+    """Returns the gradients of q, k, v and the bias, from the results of any forward pass.
+
+    Args:
+      spec: the maths and the blocks.
+      args: `(q, k, v, bias, k_start, k_end)`.
+      out: the output.
+      lse: the log-sum-exp of each row's logits, a sink's included.
+      d_out: gradient of the output.
+      d_lse: gradient of the log-sum-exp.
+    """
     # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse. This one number per row replaces the
     # sum over all keys in the softmax's gradient, so tiles are independent of each other.
     delta = inner(d_out.astype(lse.dtype), out.astype(lse.dtype)) - d_lse
     delta = jnp.where(jnp.isfinite(lse), delta, 0.0)
-    dq, dk, dv, d_bias = _by_rows(spec, _backward, *args, jnp.where(jnp.isfinite(lse), lse, 0.0), delta, d_out)
-    return dq, dk, dv, d_bias, None, None
+    return _by_rows(spec, _backward, *args, jnp.where(jnp.isfinite(lse), lse, 0.0), delta, d_out)
+
+
+def _attend_bwd(spec: Spec, residuals, cotangents):
+    return *attend_backward(spec, *residuals, *cotangents), None, None
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))

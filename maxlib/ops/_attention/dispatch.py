@@ -14,7 +14,7 @@ OFFLINE = "offline"
 """Selects the best implementation that compiles without the device, for plans."""
 
 # For each platform, the extra that installs proven kernels, and their names in order of preference.
-FUSED = {"gpu": ("cuda", ("cudnn", "mosaic_gpu")), "tpu": ("tpu", ("splash",))}
+FUSED = {"gpu": ("cuda", ("cudnn", "mosaic_gpu", "tokamax_triton")), "tpu": ("tpu", ("splash",))}
 
 FEATURES = {
     "gqa": "fewer key than query heads",
@@ -29,7 +29,10 @@ FEATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The properties of an attention call that decide its implementation: shapes, dtype, features, mask, device."""
+    """The properties of an attention call that decide its implementation: shapes, dtype, features, mask, device.
+
+    `tracked` is True if JAX tracks the mesh axes that arrays vary over (`jax.shard_map` with `check_vma`).
+    """
 
     batch: int
     queries: int
@@ -43,6 +46,7 @@ class Call:
     platform: str
     device_kind: str
     mask: StaticMask | None = None
+    tracked: bool = False
 
     @property
     def key(self) -> str:
@@ -183,7 +187,7 @@ def choose(call: Call, name: str | None = None) -> Implementation:
 def _compiled_without_device(call: Call) -> Implementation:
     """Returns the implementation of a call, replaced by one of equal cost if it only compiles on a GPU."""
     best = choose(call)
-    stands_in = best if best.name not in ("cudnn", "tokamax") else by_name("mosaic_gpu")
+    stands_in = best if best.name not in ("cudnn", "tokamax", "tokamax_triton") else by_name("mosaic_gpu")
     return stands_in if stands_in.refusal(call) is None else by_name("chunked")
 
 

@@ -2,14 +2,15 @@
 
 A call runs the first row that supports its platform, features and shapes. Rows with `by_name` only run by name. Kernels
 with the most production use come first (cuDNN and splash), then those that have been compared with them on hardware
-(maxlib's for Hopper, and tokamax's), then plain XLA (`chunked`). maxlib's kernels for TPUs only run by name until they
-have been tested against splash on a TPU.
+(maxlib's for Hopper), then tokamax's, which maxlib has run on Hopper only, and then plain XLA (`chunked`). maxlib's
+kernels for TPUs only run by name until they have been tested against splash on a TPU.
 
 | device | one query, whole cache | few queries | whole rows, named mask, sinks | packed, intervals, soft-cap | bias |
 |---|---|---|---|---|---|
 | TPU v4, v5e, v5p, v6e, v7x | `split_kv` | `split_kv` | `splash` | `splash` | `chunked` |
 | NVIDIA H100, H200 | `cudnn` | `mosaic_gpu` | `cudnn` | `mosaic_gpu` | `chunked` |
-| NVIDIA A100, L40S, B200 | `cudnn` | `split_kv` | `cudnn` | `chunked` | `chunked` |
+| NVIDIA B200, B300 | `cudnn` | `split_kv` | `cudnn` | `tokamax`, `tokamax_triton` | `chunked` |
+| NVIDIA A100, L40S | `cudnn` | `split_kv` | `cudnn` | `tokamax_triton` | `chunked` |
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
 
 The log-sum-exp, which rings need, comes from `splash`, `mosaic_gpu` and `chunked`.
@@ -28,9 +29,12 @@ from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, regis
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
 from maxlib.ops._attention.split_kv import MAX_QUERIES, SplitTiles, split_kv
-from maxlib.ops._attention.tokamax_gpu import INSTALL, is_installed, tokamax
+from maxlib.ops._attention.tokamax_gpu import BLACKWELL, INSTALL, is_installed, tokamax
+from maxlib.ops._attention.tokamax_triton import NEEDED, has_triton_attention, tokamax_triton
+from maxlib.ops._attention.triton_tiles import WIDEST, triton_tiles
 
 HALF = ("bfloat16", "float16")
+TRACKED = "does not say over which mesh axes its results vary: pass check_vma=False to jax.shard_map"
 
 
 def split_refuses(call: Call) -> str | None:
@@ -87,15 +91,36 @@ def cudnn_refuses(call: Call) -> str | None:
 
 def tokamax_refuses(call: Call) -> str | None:
     """Returns the reason why tokamax cannot run `call`, or None."""
-    if is_blackwell(call.device_kind):
-        return "has backward kernels for Blackwell that do not fit into its shared memory (tokamax 0.0.12, jax 0.10.2)"
-    if not is_hopper(call.device_kind):
-        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
+    blackwell = is_blackwell(call.device_kind)
+    if not (blackwell or is_hopper(call.device_kind)):
+        return f"is for NVIDIA's Hopper and Blackwell (H100, H200, B200, B300 ...), not for {call.device_kind}"
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
-    if max(call.key_dim, call.value_dim) > 256:
-        return f"takes heads of at most 256, not {max(call.key_dim, call.value_dim)}"
-    return None if is_installed() else f"is not installed: {INSTALL}"
+    # On Blackwell wider heads do not fit into shared memory in the backward pass.
+    for name, width, widest in (("Hk", call.key_dim, 192), ("Hv", call.value_dim, 128)):
+        if width > (widest if blackwell else 256):
+            return f"takes heads of at most {widest if blackwell else 256} here, not {name}={width}"
+    if call.tracked:
+        return TRACKED
+    return None if is_installed(BLACKWELL if blackwell else ()) else _not_installed(BLACKWELL if blackwell else ())
+
+
+def tokamax_triton_refuses(call: Call) -> str | None:
+    """Returns the reason why tokamax's kernels in Triton cannot run `call`, or None."""
+    if not is_ampere_or_later(call.device_kind):
+        return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
+    if call.dtype not in HALF:
+        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    if (width := max(call.key_dim, call.value_dim)) > WIDEST:
+        return f"takes heads of at most {WIDEST}, what fits into registers, not {width}"
+    if call.tracked:
+        return TRACKED
+    return None if has_triton_attention() else _not_installed(NEEDED)
+
+
+def _not_installed(least: tuple[int, ...]) -> str:
+    version = ".".join(map(str, least))
+    return f"needs tokamax {version}: {INSTALL} on Python 3.12 or later" if least else f"is not installed: {INSTALL}"
 
 
 def mosaic_gpu_refuses(call: Call) -> str | None:
@@ -177,11 +202,22 @@ ROWS = (
     Implementation(
         "tokamax",
         tokamax,
-        "tokamax's kernels for Hopper",
+        "tokamax's kernels for Hopper and Blackwell",
         GPU,
         frozenset({"gqa", "value_dim", "softcap"}),
         tokamax_refuses,
         takes_mask_hint=True,
+    ),
+    # Behind the kernels for one generation; it skips fewer tiles in the backward pass.
+    Implementation(
+        "tokamax_triton",
+        tokamax_triton,
+        "tokamax's kernels in Triton, for GPUs since Ampere",
+        GPU,
+        frozenset({"gqa", "value_dim", "softcap", "sinks"}),
+        tokamax_triton_refuses,
+        takes_mask_hint=True,
+        tiles=lambda call: triton_tiles(call.key_dim, call.value_dim, call.device_kind),
     ),
     Implementation(
         "splash",

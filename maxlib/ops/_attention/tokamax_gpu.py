@@ -1,11 +1,13 @@
-"""tokamax's attention for Hopper GPUs (the extra `maxlib[cuda]`), imported when it is first called.
+"""tokamax's attention for Hopper and Blackwell GPUs (the extra `maxlib[cuda]`), imported when it is first called.
 
 Its kernels take an interval of keys for each query, but its public function does not, so this module calls the
-internals of tokamax 0.0.12.
+internals of tokamax 0.0.12 and 0.0.17.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +19,23 @@ INSTALL = "pip install 'maxlib[cuda]'"
 TILE = 256  # lengths are padded to multiples of it: two tiles of queries, the most that a kernel processes at once
 
 
+BLACKWELL = (0, 0, 17)  # the oldest version that was tried whose backward kernels fit into Blackwell's shared memory
+
+
 @functools.cache
-def is_installed() -> bool:
-    """Returns True if tokamax can be imported, without importing it."""
-    return importlib.util.find_spec("tokamax") is not None
+def is_installed(least: tuple[int, ...] = ()) -> bool:
+    """Returns True if this version of tokamax or a later one can be imported, without importing it."""
+    if importlib.util.find_spec("tokamax") is None:
+        return False
+    return not least or version("tokamax") >= least
+
+
+def version(name: str) -> tuple[int, ...]:
+    """Returns the first three numbers of an installed package's version; nothing where it is not installed."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(name))[:3]))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 def parse_no_flags() -> None:
@@ -57,21 +72,19 @@ def tokamax(
     except ImportError as error:
         raise ImportError(f"implementation='tokamax' needs the package tokamax: {INSTALL}") from error
     T, S = q.shape[1], k.shape[1]
-    start, end, visible = _intervals(k_start, k_end, S)
-    named = _named(
-        _padded(start, 0), _padded(end, 1), None if (T % TILE or S % TILE) else mask_hint and mask_hint.static
-    )
-    q, k, v = (_padded(x.astype(q.dtype), 0) for x in (q, k, v))
-    out = IMPLEMENTATIONS[kernel](q, k, v, mask=Mask(**named), logits_scale=scale, logits_soft_cap=softcap)
+    start, end, visible = intervals(k_start, k_end, S)
+    masks = named(padded(start, 0), padded(end, 1), whole_tiles(T, S, mask_hint))
+    q, k, v = (padded(x.astype(q.dtype), 0) for x in (q, k, v))
+    out = IMPLEMENTATIONS[kernel](q, k, v, mask=Mask(**masks), logits_scale=scale, logits_soft_cap=softcap)
     return jnp.where(visible[..., None, None], out[:, :T], 0), None
 
 
-def _padded(x: Array, value: int) -> Array:
+def padded(x: Array, value: int) -> Array:
     """Pads the second dimension to whole tiles."""
     return jnp.pad(x, [(0, -x.shape[1] % TILE if d == 1 else 0) for d in range(x.ndim)], constant_values=value)
 
 
-def _intervals(
+def intervals(
     k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], keys: int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Any]:
     """Returns bounds clipped so that each query attends to at least one key, and which queries really do."""
@@ -82,7 +95,12 @@ def _intervals(
     return start, jnp.maximum(end, start + 1), visible
 
 
-def _named(start: Int[Array, "B T"], end: Int[Array, "B T"], static: StaticMask | None) -> dict[str, Any]:
+def whole_tiles(T: int, S: int, mask_hint: MaskHint | None) -> StaticMask | None:
+    """Returns the named mask, where no padding adds keys to it."""
+    return None if T % TILE or S % TILE or mask_hint is None else mask_hint.static
+
+
+def named(start: Int[Array, "B T"], end: Int[Array, "B T"], static: StaticMask | None) -> dict[str, Any]:
     """Returns the arguments of tokamax's mask: intervals, or named bounds where it skips tiles by name."""
     causal = static is not None and static.aligned and static.kind == "causal"
     plain = static is not None and static.aligned and static.window is None and not static.segmented

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
 from maxlib.kernels.gated_delta import mosaic_tpu
 from maxlib.ops import _jax_linear_attention as jax_linear_attention
@@ -18,7 +19,7 @@ from maxlib.ops._gated_delta.dispatch import GATED_DELTA
 from maxlib.ops._gated_delta.inputs import grouped, widened
 from maxlib.ops._gated_delta.parallel import AxisName, across
 from maxlib.ops._gated_delta.sequential import sequential
-from maxlib.ops._recurrences import Call, is_tracked
+from maxlib.ops._recurrences import Call
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 

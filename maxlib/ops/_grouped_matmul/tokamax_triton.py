@@ -5,9 +5,6 @@ that rows of no expert may be anything. They are imported when they are first ca
 """
 
 import functools
-import importlib.metadata
-import importlib.util
-import re
 from typing import Any
 
 import jax
@@ -17,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_ampere_or_later
 from maxlib.kernels.grouped_matmul.rows import only_used
-from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags
+from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags, version
 from maxlib.ops._grouped_matmul.ragged_tiles import TritonTile, TritonTiles
 from maxlib.ops._grouped_matmul.unbatched import unbatched
 
@@ -30,14 +27,7 @@ OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ()
 @functools.cache
 def has_triton() -> bool:
     """Returns True if tokamax's kernels in Triton can be imported, without importing them."""
-    return all(_version(name) >= least for name, least in NEEDED.items())
-
-
-def _version(name: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(name))[:3]))
-    except importlib.metadata.PackageNotFoundError:
-        return ()
+    return all(version(name) >= least for name, least in NEEDED.items())
 
 
 def tokamax(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
 from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
@@ -16,7 +17,7 @@ from maxlib.ops._kda.chunked import CHUNK, chunked
 from maxlib.ops._kda.dispatch import KIMI_DELTA
 from maxlib.ops._kda.inputs import prepare
 from maxlib.ops._kda.sequential import sequential
-from maxlib.ops._recurrences import Call, is_tracked
+from maxlib.ops._recurrences import Call
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
 from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
-from maxlib.ops._recurrences import Call, is_tracked
+from maxlib.ops._recurrences import Call
 from maxlib.ops._ssd.chunked import SSDTiles, chunked
 from maxlib.ops._ssd.dispatch import SSD
 from maxlib.ops._ssd.inputs import prepare

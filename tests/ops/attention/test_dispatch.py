@@ -17,7 +17,8 @@ GPU = ("gpu", "NVIDIA H100")
 
 @pytest.fixture(autouse=True)
 def _tokamax_is_absent(monkeypatch):
-    monkeypatch.setattr(table, "is_installed", lambda: False)
+    monkeypatch.setattr(table, "is_installed", lambda least=(): False)
+    monkeypatch.setattr(table, "has_triton_attention", lambda: False)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_a_name_never_falls_back(fast):
     with pytest.raises(ValueError, match="fast was requested, but it runs on gpu, not on cpu; chunked can run it"):
         attention(q, k, k, implementation="fast")
     with pytest.raises(
-        ValueError, match=r"one of \['chunked', 'cudnn', 'fast', .*'split_kv', 'tokamax'\], got 'quick'"
+        ValueError, match=r"one of \['chunked', 'cudnn', 'fast', .*'tokamax', 'tokamax_triton'\], got 'quick'"
     ):
         attention(q, k, k, implementation="quick")
 
@@ -137,11 +138,12 @@ def test_the_table_has_every_implementation_and_feature(fast):
         "mosaic_tpu",
         "split_kv",
         "tokamax",
+        "tokamax_triton",
         "splash",
         "chunked",
         "reference",
     ]
-    assert rows[1].count("yes") == rows[7].count("yes") - 1
+    assert rows[1].count("yes") == rows[8].count("yes") - 1
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -208,8 +210,9 @@ def test_decoding_on_gpus(kind, mask, queries):
         ("cudnn", dict(softcap=5.0), "lacks softcap"),
         ("cudnn", dict(return_lse=True), "lacks lse"),
         ("tokamax", dict(kind="NVIDIA L40S"), "not for NVIDIA L40S"),
-        ("tokamax", dict(kind="NVIDIA B200"), "do not fit into its shared memory"),
-        ("tokamax", dict(width=512), "at most 256, not 512"),
+        ("tokamax", dict(kind="NVIDIA B200"), "needs tokamax 0.0.17: pip install 'maxlib[cuda]' on Python 3.12"),
+        ("tokamax", dict(kind="NVIDIA B200", width=256), "at most 192 here, not Hk=256"),
+        ("tokamax", dict(width=512), "at most 256 here, not Hk=512"),
         ("tokamax", dict(mask_hint=PACKED), "is not installed: pip install 'maxlib[cuda]'"),
         ("tokamax", dict(sinks=f32(4)), "lacks sinks"),
         ("splash", dict(platform="tpu", kind="TPU v5p", dtype=jnp.float16), "bfloat16 or float32, not in float16"),
@@ -250,6 +253,7 @@ def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeyp
     packed, bias = caplog.records
     assert "because cudnn takes packed documents only with a fixed number" in packed.message
     assert "and mosaic_gpu is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for NVIDIA B200" in packed.message
+    assert "and tokamax_triton needs tokamax 0.0.17" in packed.message
     assert "Fused kernels come with maxlib[cuda]." in packed.message
     assert "because cudnn lacks bias" in bias.message
 

@@ -102,7 +102,7 @@ def test_beside_a_cache(kernel):
 def test_tiles_of_a_causal_mask_are_skipped_by_name():
     """Its backward kernels skip tiles of a causal mask by name, and none by intervals."""
     bounds = jnp.zeros((2, 256), jnp.int32), jnp.ones((2, 256), jnp.int32)
-    named = lambda static: tokamax_gpu._named(*bounds, static)
+    named = lambda static: tokamax_gpu.named(*bounds, static)
     assert named(ops.StaticMask("causal", aligned=True)) == {"is_causal": True}
     assert named(ops.StaticMask("full", aligned=True)) == {"is_causal": False}
     assert named(ops.StaticMask("causal", segmented=True, aligned=True)).keys() == {"is_causal", "k_start"}
@@ -115,13 +115,20 @@ class Hopper:
     platform, compute_capability, device_kind, core_count, id = "gpu", "9.0", "NVIDIA H100", 132, 0
 
 
+class Blackwell(Hopper):
+    compute_capability, device_kind, core_count = "10.0", "NVIDIA B200", 148
+
+
+@pytest.mark.parametrize("device", [Hopper, Blackwell])
 @pytest.mark.parametrize("length", [1024, pytest.param(1000, marks=pytest.mark.full)])
-def test_a_hopper_program_calls_its_kernels(length, monkeypatch):
+def test_a_program_calls_its_kernels(length, device, monkeypatch):
     """Forward, dq, and dk with dv; soft-cap, packed documents and values of another width are in them."""
     pytest.importorskip("tokamax")
+    if device is Blackwell and not tokamax_gpu.is_installed(tokamax_gpu.BLACKWELL):
+        pytest.skip("needs tokamax 0.0.17")
     from jax.extend import backend
 
-    gpu = Hopper()
+    gpu = device()
     monkeypatch.setattr(backend, "get_default_device", lambda: gpu)
     array = lambda heads, width: jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16)
     ends = jax.ShapeDtypeStruct((1, length), jnp.int32)

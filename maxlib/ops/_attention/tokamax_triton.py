@@ -1,0 +1,159 @@
+"""tokamax's attention in Triton, for NVIDIA GPUs since Ampere (`maxlib[cuda]`, on Python 3.12 or later).
+
+The forward kernel takes an interval of keys for each query and skips tiles outside of it. The backward kernel takes a
+boolean mask, a byte for each query and key, and skips tiles of a causal mask only; it has no soft-cap. Where the mask
+would be too large, and for a soft-cap, `chunked` computes the gradients from the same log-sum-exp. Both kernels are
+imported when they are first called.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib._utils.varying import vary_alike
+from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.ops._attention.chunked import attend_backward, chunked_tiles
+from maxlib.ops._attention.masks import MaskHint, StaticMask
+from maxlib.ops._attention.tokamax_gpu import intervals, is_installed, named, padded, parse_no_flags, whole_tiles
+from maxlib.ops._attention.triton_tiles import TritonAttentionTiles
+
+NEEDED = (0, 0, 17)  # the oldest version of tokamax that was tried
+MOST_PAIRS = 2**30  # of a query and a key in one row of the batch: a mask of 1 GiB
+PAIRS_AT_ONCE = 2**28  # of several rows of the batch
+
+
+class Static(NamedTuple):
+    """Static parameters: the maths, the named mask and the tiles."""
+
+    scale: float
+    softcap: float | None
+    mask: StaticMask | None
+    tiles: TritonAttentionTiles
+
+
+@functools.cache
+def has_triton_attention() -> bool:
+    """Returns True if tokamax's kernels and JAX's compiler of them can be imported, without importing tokamax."""
+    return is_installed(NEEDED) and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def tokamax_triton(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B S K Hk"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    k_start: Int[Array, "B T"],
+    k_end: Int[Array, "B T"],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: None = None,
+    mask_hint: MaskHint | None = None,
+    tiles: TritonAttentionTiles | None = None,
+) -> tuple[Float[Array, "B T N Hv"], None]:
+    """Returns the output, differentiable in q, k, v and sinks, and None for the log-sum-exp."""
+    T, S = q.shape[1], k.shape[1]
+    start, end, visible = intervals(k_start, k_end, S)
+    static = Static(scale, softcap, whole_tiles(T, S, mask_hint), tiles or TritonAttentionTiles())
+    q, k, v = (padded(x.astype(q.dtype), 0) for x in (q, k, v))
+    out: Array = _attend(static, *vary_alike((q, k, v, sinks, padded(start, 0), padded(end, 1))))
+    return jnp.where(visible[..., None, None], out[:, :T], 0), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, q, k, v, sinks, start, end):
+    return _forward(static, q, k, v, sinks, start, end)[0]
+
+
+def _forward(static: Static, q, k, v, sinks, start, end):
+    with jax.named_scope("attention_forward"):
+        out, lse = _forward_kernel(static, q, k, v, start, end)
+    out, lse = (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, sinks, start, end, out, lse)
+
+
+def _backward(static: Static, kept, d_out):
+    q, k, v, sinks, start, end, out, lse = kept
+    masks = named(start, end, static.mask)
+    pairs = q.shape[1] * k.shape[1] if masks.keys() & {"k_start", "k_end"} else 0
+    run = _by_kernel if static.softcap is None and pairs <= MOST_PAIRS else _by_blocks
+    with jax.named_scope("attention_backward"):
+        dq, dk, dv = run(static, q, k, v, start, end, out, lse, d_out)
+    return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, out, lse, d_out), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _forward_kernel(static: Static, q, k, v, start, end):
+    """Returns the output and the log-sum-exp `B T N`."""
+    parse_no_flags()
+    from tokamax._src.ops.attention.base import Mask
+    from tokamax._src.ops.attention.pallas_triton import Config, PallasTritonFlashAttention
+
+    tile = static.tiles.forward
+    config = Config(block_q=tile.stays, block_k=tile.streams, num_warps=tile.warps, num_stages=tile.stages)
+    # The check asks the default device, which need not be the one that a program is compiled for. The softmax is
+    # relative to each row's maximum, as the log-sum-exp of large logits needs.
+    run = PallasTritonFlashAttention(config=config, bypass_device_check=True, use_stable_softmax=True)
+    how = {"logits_scale": static.scale, "logits_soft_cap": static.softcap, "return_residuals": True}
+    with jax.numpy_rank_promotion("allow"):
+        out, (peak, total) = run(q, k, v, mask=Mask(**named(start, end, static.mask)), **how)
+    return out, jnp.swapaxes(peak + jnp.log(total), 1, 2)
+
+
+def _by_kernel(static: Static, q, k, v, start, end, out, lse, d_out):
+    """Returns the gradients of q, k and v by the kernel, of as many rows of the batch at once as the masks allow."""
+    parse_no_flags()
+    from tokamax._src.ops.attention.base import Mask
+    from tokamax._src.ops.attention.pallas_triton_vjp import Config, PallasTritonFlashAttentionVjp
+
+    tile = static.tiles.backward
+    sides = {"block_m1": tile.streams, "block_n1": tile.stays, "block_m2": tile.stays, "block_n2": tile.streams}
+    config = Config(**sides, num_warps=tile.warps, num_stages=tile.stages)
+    run = PallasTritonFlashAttentionVjp(config=config, bypass_device_check=True)
+
+    unused = ("bias", "logits_soft_cap", "dropout_mask", "paging_info", "q_indices", "k_indices")
+    how = dict.fromkeys(unused) | {"precision": (jax.lax.DotAlgorithmPreset.DEFAULT,) * 2, "dropout_rate": 0.0}
+    how |= {"logits_dtype": jnp.dtype(jnp.float32), "logits_scale": static.scale, "normalize_output": True}
+
+    def rows(q, k, v, start, end, out, lse, d_out):
+        # The kernel weighs by exp(logit - peak) / total, and a log-sum-exp is a peak whose total is 1.
+        peak = jnp.swapaxes(lse, 1, 2)
+        found = run(
+            (peak, jnp.ones_like(peak)), out, d_out, q, k, v, mask=Mask(**named(start, end, static.mask)), **how
+        )
+        return found["q"], found["k"], found["v"]
+
+    with jax.numpy_rank_promotion("allow"):
+        return _in_groups(rows, q, k, v, start, end, out, lse, d_out)
+
+
+def _in_groups(run: Callable, q, k, *rest):
+    """Runs a function of all rows of the batch, or of one after the other where all masks would be too large."""
+    if q.shape[0] * q.shape[1] * k.shape[1] <= PAIRS_AT_ONCE:
+        return run(q, k, *rest)
+    split = jax.tree.map(lambda x: x[:, None], (q, k, *rest))
+    return jax.tree.map(lambda x: x[:, 0], lax.map(lambda row: run(*row), split))
+
+
+def _by_blocks(static: Static, q, k, v, start, end, out, lse, d_out):
+    """Returns the gradients of q, k and v in plain XLA, block by block."""
+    (_, T, N, _), S = q.shape, k.shape[1]
+    spec = chunked_tiles(T, N, S, "gpu").spec(q.shape, S, static.scale, static.softcap)
+    return attend_backward(spec, (q, k, v, None, start, end), out, lse, d_out, jnp.zeros_like(lse))[:3]
+
+
+def _sinks_gradient(sinks, out, lse, d_out):
+    """Returns the gradient of the sinks: a sink takes `exp(sink - lse)` of a row's weights, and has no value."""
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
+    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
+    return -jnp.sum(share * delta, axis=(0, 1)).astype(sinks.dtype)
