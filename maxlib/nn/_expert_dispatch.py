@@ -132,7 +132,8 @@ def _in_tiles(order, counts, tile: int):
     size, whole = order.size, rounded(counts, tile)
     index = jnp.arange(size, dtype=jnp.int32)
     # Every earlier expert moves a choice by its empty rows: [M * X, E] -> [M * X]
-    row = index + jnp.sum(jnp.where(index[:, None] >= jnp.cumsum(counts), whole - counts, 0), axis=1, dtype=jnp.int32)
+    is_earlier = index[:, None] >= jnp.cumsum(counts)[None]
+    row = index + jnp.sum(jnp.where(is_earlier, (whole - counts)[None], 0), axis=1, dtype=jnp.int32)
     # At most `tile - 1` empty rows for each expert.
     empty = jnp.full((size + len(counts) * (tile - 1)) // tile * tile, size, jnp.int32)
     source = empty.at[row].set(order, mode="drop", unique_indices=True)

@@ -76,8 +76,8 @@ def dropless(
     # Room for the choices of a round, and for the empty rows of tiles: half a tile for each expert on average.
     choices, empty = (lambda turns: experts.size * each // turns), num_experts * (tile - 1)
     share = -(-ROOM * choices(few) // devices) + ROOM * empty // 2
-    length = LENGTH if tile > 1 else 1
-    even = _whole(min(share, choices(few) + empty), length)
+    length = LENGTH if tile > 1 and share >= LENGTH else tile
+    even = round(min(share, choices(few) + empty) / length) * length
     usual = functools.partial(_turns, one, few, even)
     worst = functools.partial(_turns, one, many, _whole(choices(many) + empty, length))  # room for any choice
     busiest = _busiest(experts, valid, few, num_experts, devices, tile, axis if ragged else None)

@@ -131,7 +131,14 @@ def test_capacity_is_causal_and_keeps_rows_apart():
     assert (y[0, 20:] != y_changed[0, 20:]).any()
 
 
-@pytest.mark.parametrize("make", [dispatch.dropless, functools.partial(dispatch.padded, capacity=2)])
+DISPATCHES = [
+    dispatch.dropless,
+    functools.partial(dispatch.dropless, tile=4),
+    functools.partial(dispatch.padded, capacity=2),
+]
+
+
+@pytest.mark.parametrize("make", DISPATCHES)
 def test_dispatch_and_its_gradient_are_gathers(make):
     """A scatter of wide rows is slow on every backend."""
     plan = jax.jit(make, static_argnums=2)(np.array([[0, 1], [1, 2], [2, 1], [1, 0]]), np.ones(4, bool), 3)
@@ -141,6 +148,18 @@ def test_dispatch_and_its_gradient_are_gathers(make):
     np.testing.assert_array_equal(jax.jit(there_and_back)(x), x * kept)
     np.testing.assert_array_equal(jax.jit(pulled)(x), x * kept)
     assert "scatter" not in str(jax.make_jaxpr(pulled)(x))
+
+
+def test_experts_begin_at_whole_tiles():
+    """Five choices of expert 0, one of expert 2 and two of padding, in tiles of 4; 8 is the number of no choice."""
+    experts, valid = np.array([[0, 2], [0, 0], [1, 1], [0, 0]]), np.array([True, True, False, True])
+    plan = jax.device_get(jax.jit(dispatch.dropless, static_argnums=(2, 3))(experts, valid, 3, 4))
+    np.testing.assert_array_equal(plan.counts, [8, 0, 4])
+    np.testing.assert_array_equal(plan.source, [0, 2, 3, 6, 7, 8, 8, 8, 1, 8, 8, 8, 4, 5, 8, 8])
+    np.testing.assert_array_equal(plan.row_of_choice, [[0, 8], [1, 2], [16, 16], [3, 4]])
+    weights = np.arange(1.0, 9, dtype=np.float32).reshape(4, 2)
+    factors = np.ravel(jax.jit(dispatch.spread_choices)(weights, plan))
+    np.testing.assert_array_equal(factors[:12], [1, 3, 4, 7, 8, 0, 0, 0, 2, 0, 0, 0])
 
 
 # Losses and loads
