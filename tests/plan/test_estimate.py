@@ -60,11 +60,11 @@ def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
     [("", "all-to-all", ROOM), pytest.param("+exchange_ragged", "ragged-all-to-all", 1, marks=pytest.mark.full)],
 )
 def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
-    """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 12.000 GiB ragged, as its estimate says."""
+    """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 10 GiB ragged and 1.4 % in empty rows of tiles."""
     got = plan.estimated(plan.Job(MIXTRAL, "h100x8", layout=layout("ep" + how, expert=8), sequence=16))
     found, experts = moved(got), 4 * 8 * 3 * 32 * 48
-    # Out and back, in the forward pass, again, and backward, two bytes a number.
-    assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
+    # Out and back, out again, and backward, two bytes a number.
+    assert found[kind, "expert"] == 5 * 4 * room * 2 * (16 * 32 * 2)
     assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
     assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
 
@@ -109,9 +109,10 @@ def test_rows_of_experts_are_estimated_to_pass_through_memory():
 
 
 def test_tiles_with_rows_of_two_experts_are_estimated_to_be_computed_twice():
-    """libtpu's program of Qwen3-30B-A3B on v5p-32 has 22.6% more arithmetic for them, the estimate 23.8%."""
+    """libtpu's program of Qwen3-30B-A3B on v5p-32 has 21.5% more arithmetic for them, the estimate ESTIMATED."""
     repeated = lambda target: plan.estimated(plan.Job(MIXTRAL, target, sequence=16, remat="full")).costs.repeated
-    rows, matmuls = 16 * 2, 3 * (2 + 1 + 1)  # two forward passes, and the gradients of rows and weights
+    # Two forward passes, of down only one, and the gradients of rows and weights.
+    rows, matmuls = 16 * 2, 3 * (2 + 1 + 1) - 1
     # All rows are in one tile, which is computed once for each of the experts: seven times too often for eight.
     assert repeated("v5p-8") == 4 * matmuls * 7 * 2 * rows * 32 * 48
     assert repeated("h100x8") == 0
