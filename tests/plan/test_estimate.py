@@ -74,13 +74,13 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     ("preset", "target", "expert", "batch", "peak"),
     [
         ("nemotron-3-super-120b-a12b", "v5p-128", 64, 1, 36.66),
-        ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 67.89),
+        ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 63.39),
         ("gemma4-31b", "v5p-64", 1, 4, 32.25),
         ("gemma4-26b-a4b", "v5p-16", 8, 1, 54.51),
     ],
 )
 def test_the_memory_of_layers_in_long_periods_is_that_of_the_compiler(preset, target, expert, batch, peak):
-    """GiB as compiled by libtpu 0.0.51, of Gemma 4 31B by 0.0.48."""
+    """GiB as compiled by libtpu 0.0.51, of Gemma 4 31B and Qwen3.5 by 0.0.48."""
     where = layout("ep", fsdp=-1, expert=expert)
     got = plan.estimated(plan.Job(preset, target, layout=where, sequence=4096, per_device_batch_size=batch))
     assert got.peak / 2**30 == pytest.approx(peak, rel=0.1)
@@ -109,7 +109,7 @@ def test_rows_of_experts_are_estimated_to_pass_through_memory():
 
 
 def test_tiles_with_rows_of_two_experts_are_estimated_to_be_computed_twice():
-    """libtpu's program of Qwen3-30B-A3B on v5p-32 has 21.5% more arithmetic for them, the estimate ESTIMATED."""
+    """libtpu's program of Qwen3-30B-A3B on v5p-32 has 21.5% more arithmetic for them, the estimate 21.9%."""
     repeated = lambda target: plan.estimated(plan.Job(MIXTRAL, target, sequence=16, remat="full")).costs.repeated
     # Two forward passes, of down only one, and the gradients of rows and weights.
     rows, matmuls = 16 * 2, 3 * (2 + 1 + 1) - 1
