@@ -5,7 +5,6 @@ E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 
 `counts = [1, 2]`. Shapes: M tokens, X choices, E experts, C capacity, R rows, D width, I inputs and O outputs.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
@@ -96,7 +95,7 @@ def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int
     own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
 
     def here(rows, weights):
-        flat = (a.reshape(-1, a.shape[-1]) for a in (rows, weights))
+        flat = [a.reshape(-1, a.shape[-1]) for a in (rows, weights)]
         return apply(*flat, own).reshape(rows.shape)
 
     # [B, T, D] -> [B, E * capacity, D]; sent to the experts and back.

@@ -6,7 +6,7 @@ device, D width, R rows.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,7 @@ def _ragged_turn(
     # [M, D] -> [R, D], sorted by expert and hence by device.
     rows, factors = dispatch.weighted_rows(x, weights, input_weights, plan)
     out, back, counts = _routes(plan.counts // tile, axis)
-    there = (_travel_in_tiles(a, out, back, axis, capacity, tile) for a in (rows, factors))
+    there = tuple(_travel_in_tiles(a, out, back, axis, capacity, tile) for a in (rows, factors))
     made = apply(*there, dispatch.sorted_rows(counts * tile, capacity))
     return dispatch.combine(_travel_in_tiles(made, back, out, axis, len(rows), tile), plan)
 
@@ -193,7 +193,7 @@ def _travel_in_tiles(rows: Float[Array, "R D"], out: "Route", back: "Route", axi
     # [R, D] -> [R / tile, tile, D]. Numbers lie side by side: [R, 1] -> [R / tile, tile].
     width = rows.shape[1:] if rows.shape[1] > 1 or tile == 1 else ()
     tiles = rows.reshape(-1, *((tile,) if tile > 1 else ()), *width)
-    return _travel(tiles, out, back, axis, size // tile).reshape(size, -1)
+    return jnp.reshape(cast(Array, _travel(tiles, out, back, axis, size // tile)), (size, -1))
 
 
 def _swap(rows, axis: str):
