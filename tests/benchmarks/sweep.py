@@ -75,8 +75,8 @@ SLOW = {
 # gates and the rotation of queries and keys pass the same rows again.
 NARROW = {"v6e": 4096}
 # Mixtures of experts that only the slower memory of these chips bounds, with the rows of experts (docs/plans.md, "Rows
-# of experts", counts their passes for Qwen3-30B-A3B on v6e). Mixtral's wide matrices pass several times, as the tiles of
-# JAX's kernel are small for them. The others are not measured one by one.
+# of experts", counts their passes for Qwen3-30B-A3B on v6e). Mixtral's wide matrices pass several times, as the tiles
+# of JAX's kernel are small for them. The others are not measured one by one.
 SPARSE = {
     "v6e": (
         "deepseek-v2",
