@@ -5,9 +5,8 @@ E = 2, `experts = [1, 0, 1]`: the rows hold tokens 1, 0, 2, so `source = [1, 0, 
 `counts = [1, 2]`. Shapes: M tokens, X choices, E experts, C capacity, R rows, D width, I inputs and O outputs.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +28,16 @@ class Dropless:
     """Dispatch that computes all choices: rows are sorted by expert; padding comes last and belongs to no expert.
 
     Attributes:
-        source: The choice that each row holds.
-        row_of_choice: The row that holds each choice.
+        source: The choice that each row holds, `M * X` in an empty row.
+        row_of_choice: The row that holds each choice, `R` (no row) for a choice of padding.
         kept: True for choices that are computed.
         counts: Rows of each expert.
     """
 
     source: Int[Array, " R"]
-    """The choice that each row holds."""
+    """The choice that each row holds, `M * X` in an empty one."""
     row_of_choice: Int[Array, "M X"]
-    """The row that holds each choice."""
+    """The row that holds each choice, `R` for one of padding."""
     kept: Bool[Array, "M X"]
     """Which choices are computed."""
     counts: Int[Array, " E"]
@@ -110,17 +109,39 @@ def _gated(plan: Dispatch, rows, gate: Linear, up: Linear, activation: Callable,
     return activation(*map(checkpoint_name, (plan.linear(rows, linear, weight_order) for linear in (gate, up)), NAMES))
 
 
-def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int) -> Dropless:
+def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, tile: int = 1) -> Dropless:
     """Makes the plan that computes every choice of valid tokens.
 
     Args:
         experts: Ids of the chosen experts.
         valid: False for padding.
         num_experts: Number of experts.
+        tile: Each expert has a multiple of so many rows; the last ones may be empty. Rows are a multiple of it too.
     """
     order, row_of_choice, counts = _sort(experts, valid, num_experts)
     kept = jnp.broadcast_to(valid[:, None], experts.shape)
-    return Dropless(order, row_of_choice.reshape(experts.shape), kept, counts)
+    if tile > 1:
+        order, row_of_choice, counts = _in_tiles(order, counts, tile)
+    row_of_choice = jnp.where(kept, row_of_choice.reshape(experts.shape), len(order))
+    return Dropless(order, row_of_choice, kept, counts)
+
+
+def _in_tiles(order, counts, tile: int):
+    """Moves sorted choices apart so that each expert begins at a multiple of `tile` rows; results as of `_sort`."""
+    size, whole = order.size, rounded(counts, tile)
+    index = jnp.arange(size, dtype=jnp.int32)
+    # Every earlier expert moves a choice by its empty rows: [M * X, E] -> [M * X]
+    is_earlier = index[:, None] >= jnp.cumsum(counts)[None]
+    row = index + jnp.sum(jnp.where(is_earlier, (whole - counts)[None], 0), axis=1, dtype=jnp.int32)
+    # At most `tile - 1` empty rows for each expert.
+    empty = jnp.full((size + len(counts) * (tile - 1)) // tile * tile, size, jnp.int32)
+    source = empty.at[row].set(order, mode="drop", unique_indices=True)
+    return source, jnp.zeros_like(order).at[order].set(row, unique_indices=True), whole
+
+
+def rounded(counts: Int[Array, "..."], tile: int) -> Int[Array, "..."]:
+    """Rounds counts up to multiples of `tile`."""
+    return -(-counts // tile) * tile
 
 
 def sorted_rows(counts: Int[Array, " E"], size: int) -> Dropless:
@@ -172,48 +193,54 @@ def _sort(experts, valid, num_experts: int):
 
 
 def spread(x: Float[Array, "M D"], plan: Dispatch) -> Float[Array, "R D"]:
-    """Returns the token of each row of the plan."""
-    # choice // X is the token
-    return _pick(x, plan.source // plan.row_of_choice.shape[1], plan.row_of_choice, _mode(plan))
+    """Returns the token of each row of the plan; what an empty row holds must not matter."""
+    return _pick(x, _token(plan), plan.row_of_choice)
+
+
+def combine(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M D"]:
+    """Returns the sum of the rows of each token; a choice without a row counts as zeros. The transpose of `spread`."""
+    return _sum(rows, plan.row_of_choice, _token(plan))
 
 
 def spread_choices(x: Float[Array, "M X"], plan: Dispatch) -> Float[Array, "R 1"]:
-    """Returns the value of the choice of each row of the plan."""
-    return _pick(x.reshape(-1, 1), plan.source, plan.row_of_choice.reshape(-1, 1), _mode(plan))
+    """Returns the value of the choice of each row of the plan, 0 for an empty row."""
+    picked = _pick(x.reshape(-1, 1), plan.source, plan.row_of_choice.reshape(-1, 1))
+    return jnp.where((plan.source < x.size)[:, None], picked, 0)
 
 
-def collect(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M X D"]:
-    """Returns the row of each choice; zeros for a choice without one."""
-    z = _pick(rows, plan.row_of_choice.reshape(-1), plan.source[:, None], _mode(plan))
-    return jnp.reshape(cast(Array, z), (*plan.row_of_choice.shape, rows.shape[-1]))
+def weighted_rows(x, weights, input_weights, plan: Dispatch) -> tuple[Float[Array, "R D"], Float[Array, "R 1"]]:
+    """Returns the token of each row, scaled by the router's input weights if any, and the weight of its result."""
+    rows = spread(x, plan)
+    if input_weights is not None:
+        rows = (rows * spread_choices(input_weights, plan)).astype(x.dtype)
+    return rows, spread_choices(weights, plan)
 
 
-def _mode(plan: Dispatch) -> str:
-    """Returns the indexing mode of a plan: an empty row or dropped choice of `Padded` reads zeros.
-
-    `Dropless` has no index out of range, and "clip" saves a pass that masks the rows.
-    """
-    return "fill" if isinstance(plan, Padded) else "clip"
+def _token(plan: Dispatch) -> Int[Array, " R"]:
+    # choice // X is the token
+    return plan.source // plan.row_of_choice.shape[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"], mode: str) -> Float[Array, "R D"]:
-    """Returns `x[index]`; with the mode "fill" zeros where the index is out of range.
-
-    `back` has the rows of the result that hold each row of `x`. The gradient is then a gather and a sum over K, where
-    the transpose of a gather would be a scatter-add, which is slow on accelerators.
-    """
-    return x.at[index].get(mode=mode, fill_value=0)
+# A gather of rows and a sum of rows are each other's gradients. The transpose of a gather would be a scatter-add, which
+# is slow on accelerators. N inputs, R rows, K rows of an input.
+@jax.custom_vjp
+def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K"]) -> Float[Array, "R D"]:
+    """Returns `x[index]`, the last one where the index is out of range: a mask would be a pass over all rows."""
+    return x.at[index].get(mode="clip")
 
 
-def _pick_forward(x, index, back, mode):
-    return _pick(x, index, back, mode), back
+@jax.custom_vjp
+def _sum(rows: Float[Array, "R D"], back: Int[Array, "N K"], index: Int[Array, " R"]) -> Float[Array, "N D"]:
+    """Returns `rows[back].sum(axis=1)`, summed in float32, with zeros where `back` is out of range."""
+    found = rows.at[back].get(mode="fill", fill_value=0)
+    return found.sum(axis=1, dtype=jnp.promote_types(rows.dtype, jnp.float32)).astype(rows.dtype)
 
 
-def _pick_backward(mode, back, d):
-    # [R, D] -> [N, K, D] -> [N, D], summed in float32
-    rows = d.at[back].get(mode=mode, fill_value=0)
-    return rows.sum(axis=1, dtype=jnp.promote_types(d.dtype, jnp.float32)).astype(d.dtype), None, None
-
-
-_pick.defvjp(_pick_forward, _pick_backward)
+_pick.defvjp(
+    lambda x, index, back: (_pick(x, index, back), (index, back)),
+    lambda kept, d: (_sum(d, kept[1], kept[0]), None, None),
+)
+_sum.defvjp(
+    lambda rows, back, index: (_sum(rows, back, index), (index, back)),
+    lambda kept, d: (_pick(d, *kept), None, None),
+)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
@@ -95,38 +94,32 @@ def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int
     # The plan for this device's experts; a padded plan only needs their number.
     own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
 
-    def here(rows):
-        return apply(rows.reshape(-1, rows.shape[-1]), own).reshape(rows.shape)
+    def here(rows, weights):
+        flat = [a.reshape(-1, a.shape[-1]) for a in (rows, weights)]
+        return apply(*flat, own).reshape(rows.shape)
 
     # [B, T, D] -> [B, E * capacity, D]; sent to the experts and back.
-    rows = exchange.with_capacity(jax.vmap(_rows)(x, input_weights, plan), here, num_experts=num_experts, axis=axis)
-    return jax.vmap(_weighted)(rows, weights, plan, x)
+    rows = jax.vmap(dispatch.weighted_rows)(x, weights, input_weights, plan)
+    made = exchange.with_capacity(*rows, here, num_experts=num_experts, axis=axis)
+    return jax.vmap(dispatch.combine)(made, plan), plan.kept
 
 
 def _mixed(x, weights, input_weights, plan: dispatch.Dispatch, apply):
     """Sends tokens to their experts, applies them, and returns the weighted sum and the mask of kept choices."""
     # [M, D] -> [R, D] -> [R, D] -> [M, D]
-    return _weighted(apply(_rows(x, input_weights, plan), plan), weights, plan, x)
+    return dispatch.combine(apply(*dispatch.weighted_rows(x, weights, input_weights, plan), plan), plan), plan.kept
 
 
-def _rows(x, input_weights, plan: dispatch.Dispatch):
-    """Returns the rows of a plan, `R D`: the token of each choice, scaled by the router's input weights if any."""
-    rows = dispatch.spread(x, plan)
-    if input_weights is None:
-        return rows
-    return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
+def _apply(rows, weights, plan: dispatch.Dispatch, *, linears, activation, weight_orders):
+    """Applies the experts to the rows of a plan: `down(weights * activation(gate(rows), up(rows)))`, or without gate.
 
-
-def _apply(rows, plan: dispatch.Dispatch, *, linears, activation, weight_orders):
-    """Applies the experts to the rows of a plan: `down(activation(gate(rows), up(rows)))`, or without gate."""
+    Weights come before the last matmul, which is linear: rows of width F are fewer bytes than rows of width D, and the
+    gradient of the weights needs the former, which the backward pass computes anyhow. After it, the backward pass would
+    compute the last matmul again, and send its results back to their tokens again.
+    """
     (*gate, up, down), (into, out) = linears, weight_orders
     if gate:
-        return plan.linear(plan.gated(rows, gate[0], up, activation, into), down, out)
-    return plan.linear(activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1])), down, out)
-
-
-def _weighted(rows, weights, plan: dispatch.Dispatch, x):
-    """Returns `sum_x weights[m, x] * rows[row_of_choice[m, x]]` and the mask of kept choices."""
-    # [R, D] -> [M, X, D] -> [M, D]. A dropped choice has the weight 0.
-    y = jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
-    return y.astype(x.dtype), plan.kept
+        h = plan.gated(rows, gate[0], up, activation, into)
+    else:
+        h = activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1]))
+    return plan.linear((h * weights).astype(h.dtype), down, out)

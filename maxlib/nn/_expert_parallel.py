@@ -6,7 +6,7 @@ device, D width, R rows.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,12 @@ from maxlib.sharding.pipelining import stages
 
 # Platforms on which XLA has `ragged_all_to_all`.
 CAN_RAGGED = ("tpu", "gpu")
-Experts = Callable[[Float[Array, "R D"], dispatch.Dispatch], Float[Array, "R D"]]
+Experts = Callable[[Float[Array, "R D"], Float[Array, "R 1"], dispatch.Dispatch], Float[Array, "R D"]]
+# Rows that lie together in a TPU's memory. If they travel together, arrays keep their layout; single rows would have to
+# be copied into another layout before an exchange, and back behind it.
+TILE = 8
+# Buffers of many rows are as long as whole tiles of a grouped matmul (`MegabloxTiles`), which would pad them by a copy.
+LENGTH = 512
 
 
 def dropless(
@@ -43,8 +48,9 @@ def dropless(
     get more, there are as many rounds as devices, each with buffers for all choices of its tokens. Either way a buffer
     is at most as large as all choices of a device's own tokens. The backward pass recomputes each round.
 
-    `is_ragged` chooses the exchange. A ragged exchange sends only rows that exist, and a buffer has room for all rows
-    that a device receives; a dense exchange sends pieces of equal size to every device.
+    `is_ragged` chooses the exchange. A ragged exchange sends only rows that exist, if they are many for each expert in
+    whole tiles, and a buffer has room for all rows that a device receives; a dense exchange sends pieces of equal size
+    to every device.
 
     Args:
         x: Tokens.
@@ -52,7 +58,7 @@ def dropless(
         weights: Factors on results.
         input_weights: Factors on inputs, or None.
         valid: False for padding.
-        apply: This device's experts, applied to rows under a plan.
+        apply: This device's experts, applied to rows with factors on their results under a plan.
         num_experts: Number E of experts on all devices.
         axis: Mesh axis over which experts are split.
 
@@ -60,17 +66,21 @@ def dropless(
         The weighted sums, `M D`, and a mask of the choices that were computed, `M X`.
     """
     devices, tokens, ragged = lax.axis_size(axis), (x, experts, weights, input_weights, valid), is_ragged()
-    turn = _ragged_turn if ragged else _turn
-    one = functools.partial(turn, apply=apply, num_experts=num_experts, axis=axis)
     # Use one round if the tokens do not divide into equal parts.
     turns = lambda wanted: wanted if x.shape[0] % wanted == 0 else 1
     few, many = turns(2), turns(devices)
+    tile = _tile(experts.size // few, num_experts) if ragged else 1
+    one = functools.partial(_ragged_turn, tile=tile) if ragged else _turn
+    one = functools.partial(one, apply=apply, num_experts=num_experts, axis=axis)
     each = devices if ragged else 1  # the capacity counts rows from all devices, or from each device
-    # ceil(ROOM * an even share), at most all choices of a round.
-    even = min(-(-ROOM * experts.size * each // (few * devices)), experts.size * each // few)
+    # Room for the choices of a round, and for the empty rows of tiles: half a tile for each expert on average.
+    choices, empty = (lambda turns: experts.size * each // turns), num_experts * (tile - 1)
+    share = -(-ROOM * choices(few) // devices) + ROOM * empty // 2
+    length = LENGTH if tile > 1 and share >= LENGTH else tile
+    even = round(min(share, choices(few) + empty) / length) * length
     usual = functools.partial(_turns, one, few, even)
-    worst = functools.partial(_turns, one, many, experts.size * each // many)  # room for any choice
-    busiest = _busiest(experts // (num_experts // devices), valid, few, devices, axis if ragged else None)
+    worst = functools.partial(_turns, one, many, _whole(choices(many) + empty, length))  # room for any choice
+    busiest = _busiest(experts, valid, few, num_experts, devices, tile, axis if ragged else None)
     # All devices take the same branch (`_busiest` is a maximum over the mesh), because each branch has collectives.
     y = lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
     return y, jnp.broadcast_to(valid[:, None], experts.shape)
@@ -96,14 +106,30 @@ def is_ragged() -> bool:
     return exchange == "ragged"
 
 
+def _tile(choices: int, num_experts: int) -> int:
+    """Returns how many rows travel together: a tile if an expert's rows fill four, so that few of them are empty."""
+    return TILE if choices >= 4 * TILE * num_experts else 1
+
+
+def _whole(rows: int, tile: int) -> int:
+    return -(-rows // tile) * tile
+
+
 def _busiest(
-    device: Int[Array, "M X"], valid: Bool[Array, " M"], turns: int, devices: int, axis: str | None
+    experts: Int[Array, "M X"],
+    valid: Bool[Array, " M"],
+    turns: int,
+    num_experts: int,
+    devices: int,
+    tile: int,
+    axis: str | None,
 ) -> Int[Array, ""]:
-    """Returns the largest number of choices that a device sends to another in a round, or receives over `axis`."""
-    # [M, X] -> [turns, M * X / turns]; padding gets an id that no device has.
-    ids = jnp.where(valid[:, None], device, devices).reshape(turns, -1)
-    # [turns, devices]: choices for each device in each round.
-    counts = jnp.sum(ids[:, :, None] == jnp.arange(devices)[None, None], axis=1)
+    """Returns the largest number of rows that a device sends to another in a round, or receives over `axis`."""
+    # [M, X] -> [turns, M * X / turns]; padding gets an id that no expert has.
+    ids = jnp.where(valid[:, None], experts, num_experts).reshape(turns, -1)
+    # [turns, E]: choices for each expert in each round, and [turns, devices]: rows for each device.
+    chosen = jnp.sum(ids[:, :, None] == jnp.arange(num_experts)[None, None], axis=1)
+    counts = dispatch.rounded(chosen, tile).reshape(turns, devices, -1).sum(axis=2)
     # Received choices are the sum over senders.
     counts = counts if axis is None else lax.psum(counts, axis)
     return lax.pmax(counts.max(), jax.sharding.get_abstract_mesh().axis_names)
@@ -138,38 +164,36 @@ def _turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int,
     # The plan treats devices as experts: expert // here is the device that owns the expert.
     there = dispatch.padded(experts // here, valid, num_experts // here, capacity=capacity)
     # [M, D] -> [devices * capacity, D], sorted by device.
-    rows = _scaled(x, input_weights, there)
+    rows, factors = dispatch.weighted_rows(x, weights, input_weights, there)
     # Count experts from one: zero marks an empty row.
     numbers = (experts % here + 1).reshape(-1).at[there.source].get(mode="fill", fill_value=0)
-    rows, numbers = (_swap(a, axis) for a in (rows, numbers))
+    rows, factors, numbers = (_swap(a, axis) for a in (rows, factors, numbers))
     # Sort the received rows by this device's experts; every row is one choice.
     plan = dispatch.dropless(numbers[:, None] - 1, numbers > 0, here)
-    made = dispatch.collect(apply(dispatch.spread(rows, plan), plan), plan)[:, 0]
+    made = dispatch.combine(apply(*dispatch.weighted_rows(rows, factors, None, plan), plan), plan)
     # Send the results back to the devices and rows that they came from.
-    return _weighted(_swap(made, axis), weights, there).astype(x.dtype)
+    return dispatch.combine(_swap(made, axis), there)
 
 
-def _ragged_turn(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int):
+def _ragged_turn(
+    x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str, capacity: int, tile: int
+):
     """Runs one round of the ragged exchange: rows arrive sorted by expert in a buffer of `capacity` rows."""
-    plan = dispatch.dropless(experts, valid, num_experts)
-    # [M, D] -> [M * X, D], sorted by expert and hence by device.
-    rows = _scaled(x, input_weights, plan)
-    out, back, counts = _routes(plan.counts, axis)
-    made = apply(_travel(rows, out, back, axis, capacity), dispatch.sorted_rows(counts, capacity))
-    return _weighted(_travel(made, back, out, axis, rows.shape[0]), weights, plan).astype(x.dtype)
+    plan = dispatch.dropless(experts, valid, num_experts, tile)
+    # [M, D] -> [R, D], sorted by expert and hence by device.
+    rows, factors = dispatch.weighted_rows(x, weights, input_weights, plan)
+    out, back, counts = _routes(plan.counts // tile, axis)
+    there = tuple(_travel_in_tiles(a, out, back, axis, capacity, tile) for a in (rows, factors))
+    made = apply(*there, dispatch.sorted_rows(counts * tile, capacity))
+    return dispatch.combine(_travel_in_tiles(made, back, out, axis, len(rows), tile), plan)
 
 
-def _scaled(x, input_weights, plan: dispatch.Dispatch):
-    """Returns the rows of a plan: the token of each choice, scaled by the router's input weights if any."""
-    rows = dispatch.spread(x, plan)
-    if input_weights is None:
-        return rows
-    return (rows * dispatch.spread_choices(input_weights, plan)).astype(x.dtype)
-
-
-def _weighted(rows, weights, plan: dispatch.Dispatch):
-    """Returns `sum_x weights[m, x] * rows[row_of_choice[m, x]]`, `M D`."""
-    return jnp.einsum("MXD,MX->MD", dispatch.collect(rows, plan), jnp.where(plan.kept, weights, 0))
+def _travel_in_tiles(rows: Float[Array, "R D"], out: "Route", back: "Route", axis: str, size: int, tile: int):
+    """Sends tiles of rows along `out` into a buffer of `size` rows, `size D`."""
+    # [R, D] -> [R / tile, tile, D]. Numbers lie side by side: [R, 1] -> [R / tile, tile].
+    width = rows.shape[1:] if rows.shape[1] > 1 or tile == 1 else ()
+    tiles = rows.reshape(-1, *((tile,) if tile > 1 else ()), *width)
+    return jnp.reshape(cast(Array, _travel(tiles, out, back, axis, size // tile)), (size, -1))
 
 
 def _swap(rows, axis: str):
@@ -223,12 +247,12 @@ def _starts(sizes: Int[Array, "N S"]) -> Int[Array, "N S"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _travel(rows: Float[Array, "R D"], out: Route, back: Route, axis: str, size: int) -> Float[Array, "N D"]:
+def _travel(rows: Float[Array, "R ..."], out: Route, back: Route, axis: str, size: int) -> Float[Array, "N ..."]:
     """Sends `rows` along `out` into a buffer of `size` rows; rows that receive nothing are zero.
 
     The gradient is sent along `back`.
     """
-    room = jnp.zeros((size, rows.shape[1]), rows.dtype)
+    room = jnp.zeros((size, *rows.shape[1:]), rows.dtype)
     return lax.ragged_all_to_all(rows, room, out.start, out.size, out.there, back.size, axis_name=axis)
 
 
@@ -246,7 +270,8 @@ _travel.defvjp(_travel_forward, _travel_backward)
 
 def with_capacity(
     rows: Float[Array, "B R D"],
-    apply: Callable[[Float[Array, "E C D"]], Float[Array, "E C D"]],
+    weights: Float[Array, "B R 1"],
+    apply: Callable[[Float[Array, "E C D"], Float[Array, "E C 1"]], Float[Array, "E C D"]],
     *,
     num_experts: int,
     axis: str,
@@ -255,7 +280,8 @@ def with_capacity(
 
     Args:
         rows: Rows of all experts for this device's batch rows, `R = num_experts * capacity`.
-        apply: This device's experts, `[experts, capacity, D]` to the same shape.
+        weights: Factors on their results.
+        apply: This device's experts, `[experts, capacity, D]` and factors to the same shape.
         num_experts: Number of experts on all devices.
         axis: Mesh axis over which experts are split.
 
@@ -263,9 +289,9 @@ def with_capacity(
         The results, in the rows of their inputs.
     """
     B, R, D = rows.shape
-    rows = rows.reshape(B, num_experts, R // num_experts, D)
     # [B, E, C, D] -> [B * devices, E / devices, C, D]: all rows of the batch for this device's experts.
-    rows = lax.all_to_all(rows, axis, split_axis=1, concat_axis=0, tiled=True)
-    made = jax.vmap(apply)(rows)
+    by_expert = (a.reshape(B, num_experts, R // num_experts, -1) for a in (rows, weights))
+    here = (lax.all_to_all(a, axis, split_axis=1, concat_axis=0, tiled=True) for a in by_expert)
+    made = jax.vmap(apply)(*here)
     # Exchange back: [B * devices, E / devices, C, D] -> [B, E, C, D] -> [B, R, D]
     return lax.all_to_all(made, axis, split_axis=0, concat_axis=1, tiled=True).reshape(B, R, D)

@@ -77,7 +77,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
 # How often a step with full remat reads or writes an array in libtpu's programs of Qwen3-30B-A3B, Qwen3.5-397B-A17B and
 # Nemotron 3 Super: rows of the experts' width that stay on their device or travel, their inner arrays, and a
 # recurrence's values in float32.
-_STAYING, _TRAVELLING, _INNER, _VALUES = 46, 120, 34, 150
+_STAYING, _TRAVELLING, _INNER, _VALUES = 36, 74, 34, 150
 
 
 def _expert_bytes(program: Program, step: StepFacts) -> float:
@@ -108,9 +108,10 @@ def _grouped_matmuls(moe: nn.MoE, step: StepFacts) -> Iterator[Sizes]:
     inner, experts = size["mlp"] // step.parts(step.axes("mlp")), size["expert"] // step.parts(step.axes("act_expert"))
     rows, width = math.ceil(step.tokens * moe.router.top_k), step.width
     pairs = [(size["expert_embed"], inner)] * (2 if moe.gate else 1) + [(inner, size["expert_embed"])]
-    for summed, out in pairs:
+    for number, (summed, out) in enumerate(pairs, start=1):
         forward = Sizes(rows, summed, out, experts, width, width, False)
-        yield from [forward] * (step.passes - 1)
+        # No gradient needs what down returns, so it is not computed again.
+        yield from [forward] * (step.passes - 1 if number < len(pairs) else 1)
         yield dataclasses.replace(forward, summed=out, out=summed)
         yield dataclasses.replace(forward, transposed=True)
 

@@ -52,8 +52,8 @@ class ExpertParallel(Strategy):
         ragged = best if self.exchange is None else self.exchange == "ragged"
         for moe in step.experts:
             # Messages of equal size include their padding. Without a capacity the exchange is always recomputed in the
-            # backward pass.
+            # backward pass, but not the way back: no gradient needs the results.
             room = moe.capacity_factor or (1 if ragged else ROOM)
             passes = step.passes if moe.capacity_factor else 3
             kind = "ragged-all-to-all" if ragged and not moe.capacity_factor else "all-to-all"
-            yield kind, step.axes("act_expert"), 2 * passes * moe.top_k * room * step.hidden * moe.layers
+            yield kind, step.axes("act_expert"), (passes + 2) * moe.top_k * room * step.hidden * moe.layers

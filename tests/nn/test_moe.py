@@ -131,16 +131,35 @@ def test_capacity_is_causal_and_keeps_rows_apart():
     assert (y[0, 20:] != y_changed[0, 20:]).any()
 
 
-@pytest.mark.parametrize("make", [dispatch.dropless, functools.partial(dispatch.padded, capacity=2)])
+DISPATCHES = [
+    dispatch.dropless,
+    functools.partial(dispatch.dropless, tile=4),
+    functools.partial(dispatch.padded, capacity=2),
+]
+
+
+@pytest.mark.parametrize("make", DISPATCHES)
 def test_dispatch_and_its_gradient_are_gathers(make):
     """A scatter of wide rows is slow on every backend."""
     plan = jax.jit(make, static_argnums=2)(np.array([[0, 1], [1, 2], [2, 1], [1, 0]]), np.ones(4, bool), 3)
-    there_and_back = lambda x: dispatch.collect(dispatch.spread(x, plan), plan).sum(axis=1)
+    there_and_back = lambda x: dispatch.combine(dispatch.spread(x, plan), plan)
     pulled = lambda d: jax.vjp(there_and_back, d)[1](d)[0]
     x, kept = np.ones((4, 5), np.float32), plan.kept.sum(axis=1)[:, None]
     np.testing.assert_array_equal(jax.jit(there_and_back)(x), x * kept)
     np.testing.assert_array_equal(jax.jit(pulled)(x), x * kept)
     assert "scatter" not in str(jax.make_jaxpr(pulled)(x))
+
+
+def test_experts_begin_at_whole_tiles():
+    """Five choices of expert 0, one of expert 2 and two of padding, in tiles of 4; 8 is the number of no choice."""
+    experts, valid = np.array([[0, 2], [0, 0], [1, 1], [0, 0]]), np.array([True, True, False, True])
+    plan = jax.device_get(jax.jit(dispatch.dropless, static_argnums=(2, 3))(experts, valid, 3, 4))
+    np.testing.assert_array_equal(plan.counts, [8, 0, 4])
+    np.testing.assert_array_equal(plan.source, [0, 2, 3, 6, 7, 8, 8, 8, 1, 8, 8, 8, 4, 5, 8, 8])
+    np.testing.assert_array_equal(plan.row_of_choice, [[0, 8], [1, 2], [16, 16], [3, 4]])
+    weights = np.arange(1.0, 9, dtype=np.float32).reshape(4, 2)
+    factors = np.ravel(jax.jit(dispatch.spread_choices)(weights, plan))
+    np.testing.assert_array_equal(factors[:12], [1, 3, 4, 7, 8, 0, 0, 0, 2, 0, 0, 0])
 
 
 # Losses and loads
@@ -246,8 +265,7 @@ def test_correction_picks_but_does_not_weigh():
 
 def test_flops_are_those_of_the_chosen_experts():
     x, routed, gate = inputs(), 3 * 2 * X * DIM * MLP, 2 * DIM * E
-    combine = 2 * X * DIM
-    assert forward_flops(lambda m, x: m(x)[0], moe(), x) == x[..., 0].size * (routed + gate + combine)
+    assert forward_flops(lambda m, x: m(x)[0], moe(), x) == x[..., 0].size * (routed + gate)
 
 
 def test_a_router_with_an_input_and_factors_of_its_own_in_float64():

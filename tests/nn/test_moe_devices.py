@@ -85,12 +85,15 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return output.at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
-@pytest.fixture(params=["dense", pytest.param("ragged", marks=pytest.mark.full)])
+@pytest.fixture(params=["dense", "ragged in tiles", pytest.param("ragged", marks=pytest.mark.full)])
 def exchanging(request, monkeypatch):
-    """The rules of an exchange; a ragged one on CPUs."""
+    """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are."""
+    how, _, tiles = request.param.partition(" in ")
+    if tiles:
+        monkeypatch.setattr(exchange, "_tile", lambda choices, num_experts: exchange.TILE)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
-    return sharding.EP | sharding.ExpertParallel(exchange=request.param)
+    return sharding.EP | sharding.ExpertParallel(exchange=how)
 
 
 def differentiated(run):

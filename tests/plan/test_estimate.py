@@ -60,11 +60,11 @@ def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
     [("", "all-to-all", ROOM), pytest.param("+exchange_ragged", "ragged-all-to-all", 1, marks=pytest.mark.full)],
 )
 def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
-    """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moves 12.000 GiB ragged, as its estimate says."""
+    """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moved 12 GiB ragged before results travelled once."""
     got = plan.estimated(plan.Job(MIXTRAL, "h100x8", layout=layout("ep" + how, expert=8), sequence=16))
     found, experts = moved(got), 4 * 8 * 3 * 32 * 48
-    # Out and back, in the forward pass, again, and backward, two bytes a number.
-    assert found[kind, "expert"] == 6 * 4 * room * 2 * (16 * 32 * 2)
+    # Out and back, out again, and backward, two bytes a number.
+    assert found[kind, "expert"] == 5 * 4 * room * 2 * (16 * 32 * 2)
     assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
     assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
 
@@ -74,13 +74,13 @@ def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     ("preset", "target", "expert", "batch", "peak"),
     [
         ("nemotron-3-super-120b-a12b", "v5p-128", 64, 1, 36.66),
-        ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 67.89),
+        ("qwen3.5-397b-a17b", "v5p-256", 128, 4, 63.39),
         ("gemma4-31b", "v5p-64", 1, 4, 32.25),
         ("gemma4-26b-a4b", "v5p-16", 8, 1, 54.51),
     ],
 )
 def test_the_memory_of_layers_in_long_periods_is_that_of_the_compiler(preset, target, expert, batch, peak):
-    """GiB as compiled by libtpu 0.0.51, of Gemma 4 31B by 0.0.48."""
+    """GiB as compiled by libtpu 0.0.51, of Gemma 4 31B and Qwen3.5 by 0.0.48."""
     where = layout("ep", fsdp=-1, expert=expert)
     got = plan.estimated(plan.Job(preset, target, layout=where, sequence=4096, per_device_batch_size=batch))
     assert got.peak / 2**30 == pytest.approx(peak, rel=0.1)
@@ -109,9 +109,10 @@ def test_rows_of_experts_are_estimated_to_pass_through_memory():
 
 
 def test_tiles_with_rows_of_two_experts_are_estimated_to_be_computed_twice():
-    """libtpu's program of Qwen3-30B-A3B on v5p-32 has 22.6% more arithmetic for them, the estimate 23.8%."""
+    """libtpu's program of Qwen3-30B-A3B on v5p-32 has 21.5% more arithmetic for them, the estimate 21.9%."""
     repeated = lambda target: plan.estimated(plan.Job(MIXTRAL, target, sequence=16, remat="full")).costs.repeated
-    rows, matmuls = 16 * 2, 3 * (2 + 1 + 1)  # two forward passes, and the gradients of rows and weights
+    # Two forward passes, of down only one, and the gradients of rows and weights.
+    rows, matmuls = 16 * 2, 3 * (2 + 1 + 1) - 1
     # All rows are in one tile, which is computed once for each of the experts: seven times too often for eight.
     assert repeated("v5p-8") == 4 * matmuls * 7 * 2 * rows * 32 * 48
     assert repeated("h100x8") == 0
