@@ -59,6 +59,7 @@ SLOW = {
     "qwen3.5-122b-a10b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
     "qwen3.5-397b-a17b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
     "granite-4.0-h-1b": "the chunks of Mamba-2 pass through memory",
+    "granite-4.0-h-micro, v6e-4": "the chunks of Mamba-2 pass through memory",
     "granite-4.0-h-tiny": "the chunks of Mamba-2, and rows of experts 512 wide, pass through memory",
     "kimi-linear-48b-a3b": "rows of experts 1024 wide, and the chunks of Kimi delta attention, pass through memory",
     "nemotron-3-nano-30b-a3b": "the chunks of Mamba-2, and rows of experts, pass through memory",
@@ -71,7 +72,7 @@ SLOW = {
 # Models narrower than this pass more bytes through memory than the chip reads in the time of their matmuls. A matmul of
 # D x D reads and writes a row in 4 D bytes for 2 D^2 FLOPs, D / 2 a byte; v6e computes 560 in that time, and norms,
 # gates and the rotation of queries and keys pass the same rows again.
-NARROW = {"v6e": 4096}
+NARROW = {"v6e": 1600}
 # Mixtures of experts that only the slower memory of these chips bounds, with the rows of experts (docs/plans.md, "Rows
 # of experts", counts their passes for Qwen3-30B-A3B on v6e). Mixtral's wide matrices pass several times, as the tiles
 # of JAX's kernel are small for them. The others are not measured one by one.
