@@ -66,7 +66,6 @@ SLOW = {
     "qwen3-30b-a3b": "rows of experts 768 wide pass through memory",
     "qwen3-next-80b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
     "qwen3.5-0.8b": "the chunks of the gated delta rule pass through memory",
-    "qwen3.5-27b": "the chunks of the gated delta rule pass through memory on v6e",
     "qwen3.5-35b-a3b": "rows of experts 512 wide, and the chunks of the gated delta rule, pass through memory",
 }
 # Models narrower than this pass more bytes through memory than the chip reads in the time of their matmuls. A matmul of
@@ -83,7 +82,6 @@ SPARSE = {
         "glm-4.5-air",
         "glm-4.6",
         "hy3",
-        "llama4-17b-16e",
         "mimo-v2-flash",
         "minimax-m2",
         "mistral-small-4-119b",
@@ -118,8 +116,6 @@ OPEN: set[tuple[str, str]] = set()
 TIGHT = {("gemma4-26b-a4b", "v6e-16"): "85 such instructions, at 94 % of the memory"}
 # And why one computes more than 1.45 times the model's FLOPs.
 COSTLY = {
-    "deepseek-v2": "attention over latents is a large part, and masked tiles with it",
-    "glm-4.7-flash": "attention over latents is a large part, and masked tiles with it",
     "gpt3-52k": "a toy, narrower than a tile",
 }
 
