@@ -21,8 +21,10 @@ from maxlib.ops._chunks import ChunkTiles, count_starts, in_blocks, in_chunks, j
 from maxlib.ops._gated_delta.block import backward, forward
 from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._gated_delta.inverse import SMALL
+from maxlib.ops._recurrences import Call
 
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
+LARGE_VECTOR_MEMORY = ("TPU v5 lite", "TPU v6 lite")  # 128 MiB; other TPUs have half of it or less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,13 @@ class DeltaTiles(ChunkTiles):
         self.require(SMALL, "chunk")
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"DeltaTiles: chunk must be a power of two, got {self.chunk}")
+
+
+def delta_tiles(call: Call) -> DeltaTiles:
+    """Chooses tile sizes: on TPUs chunks as wide as their matmul units, in blocks that fit into vector memory."""
+    if call.platform != "tpu":
+        return DeltaTiles()
+    return DeltaTiles(128, 256 if call.device_kind in LARGE_VECTOR_MEMORY else 128)
 
 
 class _Static(NamedTuple):

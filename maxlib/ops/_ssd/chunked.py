@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from maxlib._utils.varying import vary_alike
 from maxlib.ops._chunks import ChunkTiles, count_starts, decays, for_each_head, in_blocks, in_chunks, joined
+from maxlib.ops._recurrences import Call
 from maxlib.ops._ssd.inputs import Inputs
 
 _HEADS = (2, 1, 1, 2, 2, 0)  # axes of heads in each of `Inputs`
@@ -33,6 +34,11 @@ class SSDTiles(ChunkTiles):
     """Tokens of a chunk and of a block of `chunked`."""
 
     kernel: ClassVar[str] = "ssd/chunked"
+
+
+def ssd_tiles(call: Call) -> SSDTiles:
+    """Chooses tile sizes: on TPUs one chunk a block, as wide as their matmul units, else the default."""
+    return SSDTiles(128, 128) if call.platform == "tpu" else SSDTiles()
 
 
 def chunked(
