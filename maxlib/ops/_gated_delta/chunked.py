@@ -41,10 +41,9 @@ class DeltaTiles(ChunkTiles):
 
 
 def delta_tiles(call: Call) -> DeltaTiles:
-    """Chooses tile sizes: on TPUs chunks as wide as their matmul units, in blocks that fit into vector memory."""
-    if call.platform != "tpu":
-        return DeltaTiles()
-    return DeltaTiles(128, 256 if call.device_kind in LARGE_VECTOR_MEMORY else 128)
+    """Chooses tile sizes: one wide chunk a block where the intermediates of more do not fit into vector memory."""
+    small = call.platform == "tpu" and call.device_kind not in LARGE_VECTOR_MEMORY
+    return DeltaTiles(128, 128) if small else DeltaTiles()
 
 
 class _Static(NamedTuple):
