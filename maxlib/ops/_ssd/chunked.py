@@ -47,7 +47,7 @@ def chunked(
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: inputs of each token, float32 or float64.
+      x: inputs of each token, rates in float32 or float64.
       state: state before the first token, `B G R P S`.
       precision: precision of the matmuls.
       tiles: tokens of a chunk and of a block.

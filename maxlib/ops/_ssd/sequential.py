@@ -12,7 +12,7 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
     """Applies the recurrence to one token after the other.
 
     Args:
-      x: inputs of each token, float32 or float64.
+      x: inputs of each token, rates in float32 or float64.
       state: state before the first token, `B G R P S`.
 
     Returns:
