@@ -1,4 +1,4 @@
-"""Helpers of chunked recurrences: splitting sequences into chunks, and decays between the tokens of a chunk.
+"""Helpers of chunked recurrences: cutting sequences into chunks, and decays between the tokens of a chunk.
 
 Shapes: B rows, n chunks, C tokens of a chunk, K key heads (groups), G heads of each.
 """
@@ -30,14 +30,6 @@ class ChunkTiles(TileSizes):
         count = -(-tokens // chunk)
         per_block = min(count, max(1, self.block // chunk))
         return -(-count // per_block), per_block
-
-
-def split(a: Array, heads: int, blocks: int, per_block: int, size: int) -> Array:
-    """Splits `B T heads ...` into chunks, `blocks n B heads C ...`.
-
-    The last chunk is padded with zeros, which have no effect.
-    """
-    return jax.vmap(lambda block: in_chunks(block, heads, size))(in_blocks(a, blocks, per_block * size))
 
 
 def in_blocks(a: Array, blocks: int, tokens: int) -> Array:

@@ -181,7 +181,7 @@ def ssd(x: Any, state: Array, run: Run) -> tuple[Array, Array]:
     """Applies state-space duality.
 
     Args:
-      x: inputs of SSD: x, times its steps, `B T G R P`, b and c `B T G S`, log_decay `B T G R`.
+      x: inputs of SSD: x `B T G R P`, b and c `B T G S`, dt and log_decay `B T G R`.
       state: state before the first token, `B G R P S`.
       run: how the call is run.
 
@@ -191,7 +191,7 @@ def ssd(x: Any, state: Array, run: Run) -> tuple[Array, Array]:
     from jla.ops.mosaic_gpu import scalar_gate
 
     # As linear attention: c are the queries, b the keys and x the values, `S <- exp(dt a) S + b (dt x)^T`.
-    c, b, v = (a.astype(run.dtype) for a in (x.c, x.b, _flat(x.x)))
+    c, b, v = (a.astype(run.dtype) for a in (x.c, x.b, _flat(x.stepped)))
     options = run.options(x.is_start, jnp.swapaxes(_flat(state, 1), -1, -2))
     options |= {"scale": 1.0, "output_final_state": True, "grouped_key_grads": True}
     out, last = scalar_gate.run(c, b, v, _flat(x.log_decay), None, delta=False, **options)

@@ -60,14 +60,14 @@ class Implementation:
       about: description in one line.
       platforms: platforms on which it runs; None for all.
       by_name: why it runs only by name; None if it may be chosen.
-      tiles: the tile sizes that it chooses; None if it has none.
+      tiles: function of a call that returns its tile sizes; None if it has none.
       accepts: function of a call and its tile sizes that returns why it cannot run the call, or None.
     """
 
     about: str
     platforms: frozenset[str] | None = None
     by_name: str | None = None
-    tiles: TileSizes | None = None
+    tiles: Callable[[Call], TileSizes] | None = None
     accepts: Callable[[Call, Any], str | None] | None = None
 
 
@@ -89,7 +89,7 @@ class Operation:
         """Returns the tile sizes that an implementation runs a call with; None if it has none."""
         if name is None or (default := self.table[name].tiles) is None:
             return None
-        return _tuning.choose(default, _tuning.key_of({"T": call.tokens}, self.widths(call)), call.device_kind)
+        return _tuning.choose(default(call), _tuning.key_of({"T": call.tokens}, self.widths(call)), call.device_kind)
 
     def refusals(self, call: Call) -> dict[str, str | None]:
         """Returns for each implementation why it cannot run a call, or None."""

@@ -13,6 +13,7 @@ from maxlib.ops._gated_delta.chunked import DeltaTiles
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, TritonTiles
 from maxlib.ops._grouped_matmul.tiled import TiledTiles
 from maxlib.ops._grouped_matmul.tiling import MegabloxTiles
+from maxlib.ops._kda.chunked import KimiTiles
 from maxlib.ops._ssd.chunked import SSDTiles
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "DeltaTiles",
     "HopperAttentionTiles",
     "HopperGroupedTiles",
+    "KimiTiles",
     "MegabloxTiles",
     "RaggedBlackwellTiles",
     "RaggedHopperTiles",

@@ -39,6 +39,7 @@ EVERY = [
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),
     tiles.DeltaTPUTiles(),
+    tiles.KimiTiles(),
     tiles.SSDTiles(),
 ]
 named = lambda one: type(one).__name__ if isinstance(one, tiles.TileSizes) else str(one)[:40]
@@ -75,6 +76,7 @@ def test_sizes_are_static_and_come_back_from_a_table(one):
         (lambda: dataclasses.replace(grouped.grouped_tiles(64, 64), glu=grouped.Tiles(256)), "at most 128 columns"),
         (lambda: tiles.TiledTiles((16, 64)), "sizes must fall"),
         (lambda: tiles.DeltaTiles(chunk=48), "chunk must be a power of two, got 48"),
+        (lambda: tiles.KimiTiles(chunk=48), "chunk must be a power of two, got 48"),
         (lambda: tiles.DeltaTPUTiles(chunk=8), "chunk must be a multiple of 16"),
     ],
 )
@@ -132,6 +134,11 @@ def delta(q, k, v, rates):
     return ops.gated_delta_rule(q, k, v, -jax.nn.softplus(rates), jax.nn.sigmoid(rates), implementation="chunked")[0]
 
 
+def kimi(q, k, v, rates, steps):
+    rates, steps = -jax.nn.softplus(rates), jax.nn.sigmoid(steps)
+    return ops.kimi_delta_attention(q, k, v, rates, steps, implementation="chunked")[0]
+
+
 def ssd(x, dt, a, b):
     return ops.ssd(x, jax.nn.softplus(dt), -jnp.exp(a), b, b)[0]
 
@@ -144,7 +151,11 @@ CALLS = {
         draw((1, 2, 2, 16), *[(1, 60, 2, 16)] * 2),
     ),
     tiles.DeltaTiles(16, 32): (delta, draw(*[(1, 70, 2, 16)] * 3, (1, 70, 2))),
+    tiles.DeltaTiles(128, 128): (delta, draw(*[(1, 300, 2, 16)] * 3, (1, 300, 2))),
+    tiles.KimiTiles(16, 32): (kimi, draw(*[(1, 70, 2, 16)] * 4, (1, 70, 2))),
+    tiles.KimiTiles(64, 64): (kimi, draw(*[(1, 150, 2, 16)] * 4, (1, 150, 2))),
     tiles.SSDTiles(16, 32): (ssd, draw((1, 70, 2, 16), (1, 70, 2), (2,), (1, 70, 1, 8))),
+    tiles.SSDTiles(128, 128): (ssd, draw((1, 300, 2, 16), (1, 300, 2), (2,), (1, 300, 1, 8))),
 }
 
 
@@ -169,6 +180,8 @@ def test_explanations_print_the_sizes_and_their_source():
     q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
     with ops.tuned(SPLASH):
         assert f"{SPLASH}, tuned" in str(ops.explain_attention(q, q, q, device=device))
+    assert "SSDTiles(chunk=128, block=128), default" in str(ops.explain_ssd(q, q, device=device))
+    assert "SSDTiles(chunk=64, block=256), default" in str(ops.explain_ssd(q, q, device=("cpu", "cpu")))
     delta = ops.explain_gated_delta_rule(q, q, device=device, implementation="mosaic_tpu")
     assert "DeltaTPUTiles(chunk=128, chunks=8), default" in str(delta)
     assert ops.explain_attention(q, q, q, device=("gpu", "NVIDIA H200")).tiles is None  # cuDNN has its own

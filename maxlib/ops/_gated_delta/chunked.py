@@ -21,8 +21,10 @@ from maxlib.ops._chunks import ChunkTiles, count_starts, in_blocks, in_chunks, j
 from maxlib.ops._gated_delta.block import backward, forward
 from maxlib.ops._gated_delta.inputs import Inputs, widened
 from maxlib.ops._gated_delta.inverse import SMALL
+from maxlib.ops._recurrences import Call
 
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `Inputs`
+LARGE_VECTOR_MEMORY = ("TPU v5 lite", "TPU v6 lite")  # 128 MiB; other TPUs have half of it or less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,12 @@ class DeltaTiles(ChunkTiles):
         self.require(SMALL, "chunk")
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"DeltaTiles: chunk must be a power of two, got {self.chunk}")
+
+
+def delta_tiles(call: Call) -> DeltaTiles:
+    """Chooses tile sizes: one wide chunk a block where the intermediates of more do not fit into vector memory."""
+    small = call.platform == "tpu" and call.device_kind not in LARGE_VECTOR_MEMORY
+    return DeltaTiles(128, 128) if small else DeltaTiles()
 
 
 class _Static(NamedTuple):

@@ -4,7 +4,7 @@ from typing import Any
 
 from maxlib.kernels.gated_delta import DeltaTPUTiles, refuses
 from maxlib.ops import _jax_linear_attention
-from maxlib.ops._gated_delta.chunked import DeltaTiles
+from maxlib.ops._gated_delta.chunked import delta_tiles
 from maxlib.ops._recurrences import SEQUENTIAL, Call, Implementation, Operation
 
 
@@ -23,11 +23,11 @@ TABLE = {
         "kernels for TPUs in both passes",
         frozenset({"tpu"}),
         "it has not run on a TPU yet",
-        DeltaTPUTiles(),
+        lambda call: DeltaTPUTiles(),
         _tpu_refuses,
     ),
     "jax_linear_attention": _jax_linear_attention.DELTA,
-    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=DeltaTiles()),
+    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=delta_tiles),
     "sequential": Implementation(SEQUENTIAL),
 }
 GATED_DELTA = Operation("gated_delta_rule", TABLE, _widths)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._gated_delta.parallel import AxisName, across
-from maxlib.ops._kda.chunked import CHUNK, chunked
+from maxlib.ops._kda.chunked import KimiTiles, chunked
 from maxlib.ops._kda.dispatch import KIMI_DELTA
-from maxlib.ops._kda.inputs import prepare
+from maxlib.ops._kda.inputs import prepare, widened
 from maxlib.ops._kda.sequential import sequential
 from maxlib.ops._recurrences import Call
 
@@ -67,7 +68,8 @@ def kimi_delta_attention(
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
     found = KIMI_DELTA.choose(_describe(q, v, axis_name), implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "implementation": found.chosen}
+    run = found.chosen, found.tiles and found.tiles.sizes
+    options = {"scale": scale, "l2_norm": l2_norm, "axis_name": axis_name, "run": run}
     return _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, **options)
 
 
@@ -109,34 +111,36 @@ def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> Call:
 def _flops(q, k, v, *_) -> float:
     """Counts the FLOPs of the chunked form, whichever runs: those of its matmuls, masked halves included."""
     (B, T, N, Hk), Hv = q.shape, v.shape[-1]
-    size = min(CHUNK, T)
+    size = min(KimiTiles().chunk, T)
     # Per token: products of keys and of queries; the solutions U and W, and outputs within the chunk; reads of the
     # state by W and by queries, and its update.
     return 2.0 * B * T * N * (2 * size * Hk + size * (Hk + 2 * Hv) + 3 * Hk * Hv)
 
 
-@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "implementation"))
-def _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, *, axis_name, implementation, **norm):
+@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "run"))
+def _kda(q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, run):
     (B, _, N, Hk), Hv = q.shape, v.shape[-1]
-    x = prepare(q, k, v, log_decay, beta, is_start, valid, **norm)
-    state = jnp.zeros((B, N, Hk, Hv), x.v.dtype) if initial_state is None else initial_state.astype(x.v.dtype)
+    x = prepare(q, k, v, log_decay, beta, is_start, valid)
+    shape, wide = (B, N, Hk, Hv), x.beta.dtype
+    state = jnp.zeros(shape, wide) if initial_state is None else initial_state.astype(wide)
     how = jax_linear_attention.Run(v.dtype, is_start is not None, initial_state is None and axis_name is None)
-    run = _run(implementation, how)
+    run = _run(*run, how, scale=scale, l2_norm=l2_norm)
     out, state = run(x, state) if axis_name is None else across(run, x, state, axis_name=axis_name)
     out = out.astype(v.dtype)
     return out if valid is None else jnp.where(valid[:, :, None, None], out, 0), state
 
 
-def _run(implementation: str, how: jax_linear_attention.Run) -> Callable:
+def _run(implementation: str, tiles: Any, how: jax_linear_attention.Run, **norm: Any) -> Callable:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     if implementation == "jax_linear_attention":
-        return lambda x, state: jax_linear_attention.kimi(x, state, how)
+        return lambda x, state: jax_linear_attention.kimi(widened(x, **norm), state, how)
     if implementation == "sequential":
-        return sequential
+        return lambda x, state: sequential(widened(x, **norm), state)
     # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more
     # than one.
     narrow = jnp.dtype(how.dtype).itemsize < 4
-    return functools.partial(chunked, precision=jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST)
+    precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
+    return functools.partial(chunked, precision=precision, tiles=tiles, **norm)
 
 
 def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:

@@ -16,50 +16,81 @@ delta rule.
 Shapes: B rows, n chunks of a block, C tokens of a chunk, N heads, Hk and Hv wide.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib._utils.varying import vary_alike
-from maxlib.ops._chunks import split
+from maxlib.ops._chunks import ChunkTiles, in_blocks, in_chunks, joined
 from maxlib.ops._gated_delta.inverse import unit_lower_inverse
-from maxlib.ops._kda.inputs import Inputs
+from maxlib.ops._kda.inputs import Inputs, widened
+from maxlib.ops._recurrences import Call
 
-CHUNK = 64
-BLOCK = 256  # tokens of a block, whose intermediates fit into the cache of a CPU
 _HEADS = (1, 1, 1, 1, 1, 0)  # axes of heads in each of `Inputs`
 
 
-def chunked(x: Inputs, state: Array, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True)
+class KimiTiles(ChunkTiles):
+    """Tokens of a chunk, a power of two as it is halved down to single tokens, and of a block of `chunked`."""
+
+    kernel: ClassVar[str] = "kimi_delta_attention/chunked"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chunk & (self.chunk - 1):
+            raise ValueError(f"KimiTiles: chunk must be a power of two, got {self.chunk}")
+
+
+def kimi_tiles(call: Call) -> KimiTiles:
+    """Chooses tile sizes: on TPUs one chunk a block, else the default."""
+    return KimiTiles(64, 64) if call.platform == "tpu" else KimiTiles()
+
+
+def chunked(
+    x: Inputs,
+    state: Array,
+    *,
+    scale: float,
+    l2_norm: bool,
+    precision: jax.lax.Precision,
+    tiles: ChunkTiles = KimiTiles(),
+) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: what each token brings, float32 or float64.
+      x: inputs of each token; queries and keys not yet scaled or normalized.
       state: state before the first token, `B N Hk Hv`.
+      scale: factor on the queries.
+      l2_norm: True if queries and keys are to have length one.
       precision: precision of the matmuls; the triangular system is solved in the highest one.
+      tiles: tokens of a chunk and of a block.
 
     Returns:
       The outputs, `B T N Hv`, and the state after the last token.
     """
     tokens = x.q.shape[1]
-    size = min(CHUNK, 1 << (tokens - 1).bit_length())  # a power of two
-    count = -(-tokens // size)
-    per_block = min(count, max(1, BLOCK // size))
-    blocks = -(-count // per_block)
-    xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
+    size = min(tiles.chunk, 1 << (tokens - 1).bit_length())  # a power of two
+    blocks, per_block = tiles.count(tokens, size)
+    xs: Inputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
     xs, state = vary_alike((xs, state))
-    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
-    state, out = jax.lax.scan(block, state, xs)
-    # [blocks, n, B, N, C, Hv] -> [B, blocks, n, C, N, Hv] -> [B, T, N, Hv]
-    out = jnp.moveaxis(out, (2, 4), (0, 3))
-    return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
+
+    def block(state, x):
+        cut = Inputs(*(in_chunks(a, heads, size) for a, heads in zip(x, _HEADS, strict=True)))
+        dot = functools.partial(jnp.einsum, precision=precision)
+        return _block(state, widened(cut, scale=scale, l2_norm=l2_norm), dot)
+
+    state, out = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), state, xs)
+    # [blocks, B, t, N, Hv] -> [B, T, N, Hv]
+    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
 
 
-def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
-    """Computes the state after one block and its outputs, `n B N C Hv`."""
-    dot = functools.partial(jnp.einsum, precision=precision)
+def _block(state: Array, x: Inputs, dot: Callable) -> tuple[Array, Array]:
+    """Computes the state after one block and its outputs, `B t N Hv`."""
     chunks, scores = _chunks(x, dot)
 
     def step(state, chunk):
@@ -71,7 +102,7 @@ def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Ar
 
     state, (values, out) = jax.lax.scan(step, state, chunks)
     # Outputs of all chunks: what the state before gave, and what the chunk itself adds.
-    return state, out + dot("cbnij,cbnjv->cbniv", scores, values)
+    return state, joined(out + dot("cbnij,cbnjv->cbniv", scores, values), 1)
 
 
 def _chunks(x: Inputs, dot) -> tuple[tuple[Array, Array, Array, Array], Array]:

@@ -1,11 +1,12 @@
 """The implementations of Kimi delta attention, in order of preference."""
 
 from maxlib.ops import _jax_linear_attention
+from maxlib.ops._kda.chunked import kimi_tiles
 from maxlib.ops._recurrences import SEQUENTIAL, Implementation, Operation
 
 TABLE = {
     "jax_linear_attention": _jax_linear_attention.KIMI,
-    "chunked": Implementation("chunks of tokens in matmuls, by XLA"),
+    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=kimi_tiles),
     "sequential": Implementation(SEQUENTIAL),
 }
 KIMI_DELTA = Operation("kimi_delta_attention", TABLE)

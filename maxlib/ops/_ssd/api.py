@@ -112,7 +112,7 @@ def _flops(x, b, *_) -> float:
 def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, run):
     (B, _, N, P), (G, S) = x.shape, b.shape[2:]
     inputs = prepare(x, b, c, dt, a, is_start, valid)
-    shape, wide = (B, G, N // G, P, S), inputs.x.dtype
+    shape, wide = (B, G, N // G, P, S), inputs.dt.dtype
     state = jnp.zeros(shape, wide) if initial_state is None else initial_state.reshape(shape).astype(wide)
     # A part of a split sequence also starts from zero; `across` adds what comes from the parts before it.
     how = jax_linear_attention.Run(x.dtype, is_start is not None, initial_state is None or axis_name is not None)

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib._utils.varying import vary_alike
-from maxlib.ops._chunks import ChunkTiles, count_starts, decays, for_each_head, split
+from maxlib.ops._chunks import ChunkTiles, count_starts, decays, for_each_head, in_blocks, in_chunks, joined
+from maxlib.ops._recurrences import Call
 from maxlib.ops._ssd.inputs import Inputs
 
-_HEADS = (2, 1, 1, 2, 0)  # axes of heads in each of `Inputs`
+_HEADS = (2, 1, 1, 2, 2, 0)  # axes of heads in each of `Inputs`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +36,18 @@ class SSDTiles(ChunkTiles):
     kernel: ClassVar[str] = "ssd/chunked"
 
 
+def ssd_tiles(call: Call) -> SSDTiles:
+    """Chooses tile sizes: on TPUs one chunk a block, as wide as their matmul units, else the default."""
+    return SSDTiles(128, 128) if call.platform == "tpu" else SSDTiles()
+
+
 def chunked(
     x: Inputs, state: Array, *, precision: jax.lax.Precision, tiles: ChunkTiles = SSDTiles()
 ) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
     Args:
-      x: inputs of each token, float32 or float64.
+      x: inputs of each token, rates in float32 or float64.
       state: state before the first token, `B G R P S`.
       precision: precision of the matmuls.
       tiles: tokens of a chunk and of a block.
@@ -52,26 +58,27 @@ def chunked(
     tokens = x.x.shape[1]
     size = min(tiles.chunk, tokens)
     blocks, per_block = tiles.count(tokens, size)
-    xs = Inputs(*(split(a, heads, blocks, per_block, size) for a, heads in zip(x, _HEADS, strict=True)))
+    xs: Inputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
     xs, state = vary_alike((xs._replace(is_start=count_starts(xs.is_start, size)), state))
-    block = jax.checkpoint(functools.partial(_block, precision=precision), prevent_cse=False)
+    block = jax.checkpoint(functools.partial(_block, size=size, precision=precision), prevent_cse=False)
     state, out = jax.lax.scan(block, state, xs)
-    # [blocks, n, B, G, R, C, P] -> [B, blocks, n, C, G, R, P] -> [B, T, G, R, P]
-    out = jnp.moveaxis(out, (2, 5), (0, 3))
-    return out.reshape(out.shape[0], -1, *out.shape[4:])[:, :tokens], state
+    # [blocks, B, t, G, R, P] -> [B, T, G, R, P]
+    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
 
 
-def _block(state: Array, x: Inputs, *, precision: jax.lax.Precision) -> tuple[Array, Array]:
-    """Computes the state after one block and its outputs, `n B G R C P`."""
+def _block(state: Array, x: Inputs, *, size: int, precision: jax.lax.Precision) -> tuple[Array, Array]:
+    """Computes the state after one block and its outputs, `B t G R P`."""
     dot = functools.partial(jnp.einsum, precision=precision)
+    x = Inputs(*(in_chunks(a, heads, size) for a, heads in zip(x, _HEADS, strict=True)))
+    b, c, u = x.b.astype(state.dtype), x.c.astype(state.dtype), x.stepped
     # u is `n B G R C P`, b and c are `n B G C S`, rates are `n B G R C`, `is_start` counts starts, `n B C`.
     decay, into, out_of, kept = decays(x.log_decay, x.is_start)
     # (exp(A[C] - A) u)^T b: what each chunk adds to the state, `n B G R P S`.
-    added = dot("nbgrip,nbgis->nbgrps", out_of[..., None] * x.x, x.b)
+    added = dot("nbgrip,nbgis->nbgrps", out_of[..., None] * u, b)
     state, before = jax.lax.scan(_pass_on, state, (kept, added))
-    scores = for_each_head(dot("nbgis,nbgjs->nbgij", x.c, x.b), x.x.shape[3])
-    within = dot("nbgrij,nbgrjp->nbgrip", scores * decay, x.x)
-    return state, within + into[..., None] * dot("nbgis,nbgrps->nbgrip", x.c, before)
+    scores = for_each_head(dot("nbgis,nbgjs->nbgij", c, b), u.shape[3])
+    within = dot("nbgrij,nbgrjp->nbgrip", scores * decay, u)
+    return state, joined(within + into[..., None] * dot("nbgis,nbgrps->nbgrip", c, before), 2)
 
 
 def _pass_on(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:

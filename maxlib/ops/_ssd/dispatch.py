@@ -2,7 +2,7 @@
 
 from maxlib.ops import _jax_linear_attention
 from maxlib.ops._recurrences import SEQUENTIAL, Call, Implementation, Operation
-from maxlib.ops._ssd.chunked import SSDTiles
+from maxlib.ops._ssd.chunked import ssd_tiles
 
 
 def _widths(call: Call) -> dict[str, int]:
@@ -11,7 +11,7 @@ def _widths(call: Call) -> dict[str, int]:
 
 TABLE = {
     "jax_linear_attention": _jax_linear_attention.SSD,
-    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=SSDTiles()),
+    "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=ssd_tiles),
     "sequential": Implementation(SEQUENTIAL),
 }
 SSD = Operation("ssd", TABLE, _widths)

@@ -37,7 +37,7 @@ def across(run: Callable, x: Inputs, state: Array, *, axis_name: AxisName) -> tu
 
     last, before = jax.lax.scan(join, state, parts)  # before: [devices, B, G, R, P, S]
     own = jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axis_name), keepdims=False)
-    read = jnp.einsum("btgs,bgrps->btgrp", x.c, own, precision="highest")
+    read = jnp.einsum("btgs,bgrps->btgrp", x.c.astype(own.dtype), own, precision="highest")
     return out + into[..., None] * read, last
 
 

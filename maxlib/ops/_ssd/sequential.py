@@ -12,7 +12,7 @@ def sequential(x: Inputs, state: Array) -> tuple[Array, Array]:
     """Applies the recurrence to one token after the other.
 
     Args:
-      x: inputs of each token, float32 or float64.
+      x: inputs of each token, rates in float32 or float64.
       state: state before the first token, `B G R P S`.
 
     Returns:
@@ -29,6 +29,7 @@ def _step(state: Array, x: Inputs) -> tuple[Array, Array]:
     # exp(dt a), or 0 at the start of a document. [B, G, R] -> [B, G, R, 1, 1]
     kept = jnp.where(x.is_start[:, None, None], 0.0, jnp.exp(x.log_decay))[..., None, None]
     # S <- exp(dt a) S + (dt x) b^T: [B, G, R, P, 1] [B, G, 1, 1, S]
-    state = kept * state + x.x[..., None] * x.b[:, :, None, None, :]
+    b, c = x.b.astype(state.dtype), x.c.astype(state.dtype)
+    state = kept * state + x.stepped[..., None] * b[:, :, None, None, :]
     # y = S c
-    return state, jnp.einsum("bgrps,bgs->bgrp", state, x.c, precision="highest")
+    return state, jnp.einsum("bgrps,bgs->bgrp", state, c, precision="highest")
