@@ -184,6 +184,54 @@ def test_the_command_says_what_is_wrong(capsys, workers):
     assert "unknown implementations ['splash ']" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("order", ["check", "tune"])
+def test_a_machine_where_jax_does_not_start_is_an_error(order, capsys, workers):
+    workers('print("no GPU found", file=sys.stderr)\nsys.exit(1)')
+    assert command.main([order]) == 2
+    assert "error: JAX does not start here: ended with status 1: no GPU found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--rounds 0", "--rounds -1", "--deadline 0", "--rounds two"])
+@pytest.mark.parametrize("order", ["check", "tune"])
+def test_numbers_that_make_no_sense_are_refused(order, words, capsys):
+    with pytest.raises(SystemExit):
+        command.main([order, *words.split()])
+    want = "invalid int value: 'two'" if "two" in words else "must be above 0"
+    assert want in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_the_first_case(tmp_path, capsys, workers):
+    workers("raise AssertionError")
+    assert command.main(["check", "--json", str(tmp_path / "no" / "such.jsonl")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_the_help_lists_what_people_call(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    text = capsys.readouterr().out
+    assert "{check,tune}" in text and "worker" not in text
+
+
+def test_what_was_found_before_an_interrupt_counts(tables, workers, monkeypatch):
+    workers(DESCRIBED + 'say(begins="a")\nsay(case="a", status="wrong", why="off", error=1.0, of="out")\n')
+    monkeypatch.setattr(parent, "_table", interrupted := Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        parent.check(deadline=30)
+    assert interrupted.calls == 2 and _findings.refused("attention", "cudnn", H100[1])
+
+
+class Interrupted:
+    """Is interrupted at the second call."""
+
+    calls = 0
+
+    def __call__(self, rows):
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+
+
 def test_without_an_accelerator_tune_writes_nothing(tables, workers, capsys):
     workers(
         DESCRIBED.replace('"gpu"', '"cpu"').replace("NVIDIA H100 80GB HBM3", "cpu")
