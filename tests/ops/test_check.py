@@ -5,6 +5,7 @@ the findings.
 import dataclasses
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,20 @@ def test_one_that_passes_again_may_run_again(tables, workers):
     assert _findings.refused("attention", "tokamax", H100[1])
 
 
-def test_findings_of_another_compiler_do_not_count(tables):
-    path = _findings.write(H100[1], refused={"attention/cudnn": "wrong"})
-    path.write_text(path.read_text().replace(_findings.versions()["jaxlib"], "0.0.1"))
+@pytest.mark.parametrize("package", ["jaxlib", "tokamax"])
+def test_findings_with_other_versions_do_not_count(package, tables, monkeypatch):
+    """Of the compiler, or of a package of kernels, which may be upgraded because of what was found."""
+    now = {"jax": "1", "jaxlib": "1", "tokamax": "1"}
+    monkeypatch.setattr(_findings, "version", lambda name: now[name] if name in now else absent(name))
+    _findings.write(H100[1], refused={"attention/tokamax": "wrong"})
+    assert _findings.refused("attention", "tokamax", H100[1])
+    now[package] = "2"
     _findings.findings.cache_clear()
-    assert _findings.refused("attention", "cudnn", H100[1]) is None
+    assert _findings.refused("attention", "tokamax", H100[1]) is None
+
+
+def absent(name: str):
+    raise PackageNotFoundError(name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tiles": 3}', '{"refused": {"attention/cudnn"'])
