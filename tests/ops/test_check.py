@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxlib import ops
@@ -250,6 +251,30 @@ def test_without_an_accelerator_tune_writes_nothing(tables, workers, capsys):
     assert parent.tune(deadline=30) == {}
     assert "tiles are checked, not timed" in capsys.readouterr().out
     assert not _findings.file_of("cpu").exists()
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill in parts", "decode, half full", "decode, window"])
+def test_calls_with_a_cache_are_those_of_a_layer(name):
+    """Queries come after the cached keys, and no query sees the empty slots behind them."""
+    case = cases.CASES[name]
+    assert isinstance(case, cases.Attention)
+    for one in (case, case.small()):
+        start, end, hint = one.intervals()
+        index = one.cache + np.arange(one.tokens)
+        assert (np.asarray(end) == index + 1).all() and int(end.max()) == one.keys - one.room
+        assert (np.asarray(start) == (0 if one.window is None else jnp.maximum(index + 1 - one.window, 0))).all()
+        assert hint is not None and hint.static == ops.StaticMask("causal", one.window)
+    assert (case.room > 0) == (case.small().room > 0)
+
+
+def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
+    small = dataclasses.replace(cases.CASES["prefill"].small(), tokens=40, room=20)
+    monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
+    right = worker.functions
+    off = lambda q, k, v, *, k_end, **more: right("attention", "chunked")(q, k, v, k_end=k_end + 1, **more)
+    assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
+    monkeypatch.setattr(worker, "functions", lambda op, one: off if one == "chunked" else right(op, one))
+    assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["wrong"]
 
 
 @pytest.mark.full
