@@ -153,9 +153,10 @@ def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
     Raises:
         ValueError: The named implementation does not exist, or cannot run the call.
     """
-    found = dispatch.explain(
-        op, dispatch.refusals(rows, weights, weight_order, out_dtype, current_device()), implementation
-    )
+    device = current_device()
+    found = dispatch.explain(op, dispatch.refusals(rows, weights, weight_order, out_dtype, device), implementation)
+    if implementation is None and weights is not None:
+        dispatch.say_why(found, device)
     if found.chosen is None:
         raise ValueError(f"{op}: {found.reason}. Pass implementation=None for the best one that can.")
     return found.chosen

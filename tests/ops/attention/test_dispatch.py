@@ -6,6 +6,7 @@ import pytest
 
 from maxlib import ops
 from maxlib.hardware import current_device, is_ampere_or_later, is_hopper
+from maxlib.ops import _explanation
 from maxlib.ops._attention import attention, capabilities, dispatch, explain_attention, table
 from maxlib.ops._attention.reference import reference
 
@@ -280,7 +281,7 @@ def test_refusals_have_reasons(name, change, reason):
 
 
 def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(_explanation, "_said", set())
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
         | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA B200", mask=PACKED)
