@@ -99,6 +99,8 @@ class Context:
         return MaskHint(found, None if ids is None else (ids, ids))
 
     def _hint_with_cache(self, mask: Mask, found: StaticMask, cache: Any) -> MaskHint | None:
+        if cache.is_unordered(self):
+            return MaskHint(StaticMask("causal"))
         # The description assumes that keys are in the order of tokens.
         if (index := cache.key_index(self)) is None:
             return None

@@ -93,6 +93,10 @@ class LayerCache:
         """
         return None
 
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns True if keys are in no order, and the one new token attends to those from the first to its last."""
+        return False
+
 
 def layer_caches(layers: Any) -> list[Any]:
     """Lists the caches in the result of a stack's `init_cache`; arrays outside any `LayerCache` are listed
@@ -200,7 +204,11 @@ class RingCache(LayerCache):
     def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
         """Returns the index of the token that each key of `extend` belongs to; None for the ring itself."""
         W, T = self.k.shape[1], ctx.index.shape[1]
-        return None if T == 1 and not self.spare else _count_keys(W + T, ctx.length - W)
+        return None if self.is_unordered(ctx) else _count_keys(W + T, ctx.length - W)
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns True for the ring itself: until a window, or a chunk, is full, it fills the slots from 0."""
+        return ctx.index.shape[1] == 1 and not self.spare
 
     def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values from the oldest to the newest, which ends at `length`, and the offset from a token's
@@ -261,6 +269,10 @@ class QuantizedCache(LayerCache):
     def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
         """Returns the index of the token that each key belongs to, as the cache of the rounded values does."""
         return self.values.key_index(ctx)
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns True if keys are in no order, as the cache of the rounded values does."""
+        return self.values.is_unordered(ctx)
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the rounded new tokens, and returns keys and values multiplied by their scales."""
@@ -428,6 +440,10 @@ class SharedKV:
         if self.kind == "ring" and T > 1:  # the ring in order, and the new tokens
             return _count_keys(S, ctx.length - (S - T))
         return _count_keys(S, jnp.zeros_like(ctx.length)) if self.kind == "full" else None
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns False: a ring may have spare slots, which hides where its keys begin."""
+        return False
 
 
 def kv_cache(
