@@ -93,9 +93,13 @@ def is_blackwell(device_kind: str) -> bool:
     return re.search(r"\bG?B(100|200|300)\b", device_kind) is not None
 
 
+# Names of GPUs up to Turing. Later workstation GPUs dropped "Quadro" and "TITAN"; the GeForce RTX 2050 is Ampere.
+_BEFORE_AMPERE = re.compile(r"\b(GTX|MX\d+|RTX 20[678]0|TITAN|Quadro|GV100|[PV]100\w*|P40?|T4G?|T\d{3,4})\b")
+
+
 def is_ampere_or_later(device_kind: str) -> bool:
     """Returns True if a device is an NVIDIA GPU of the generations since Ampere, which multiply bfloat16."""
-    return "NVIDIA" in device_kind and not re.search(r"\b(V100|P100|P40|P4|T4)\b", device_kind)
+    return "NVIDIA" in device_kind and not _BEFORE_AMPERE.search(device_kind)
 
 
 def current_device() -> tuple[str, str]:
@@ -111,7 +115,7 @@ def current_device() -> tuple[str, str]:
     return (device, device) if isinstance(device, str) else (device.platform, device.device_kind)
 
 
-_GPUS = ("NVIDIA ", "Tesla ")  # with which jax's names of NVIDIA's GPUs begin
+_GPUS = ("NVIDIA ", "Tesla ", "Quadro ")  # with which jax's names of NVIDIA's GPUs begin
 
 
 def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
@@ -134,8 +138,8 @@ def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
             name for name, chip in CHIPS.items() if chip.prefixes and _platform(chip.kind) == of
         )
         raise ValueError(
-            f"no device is known as {device!r}; known are gpu: {names('gpu')}; tpu: {names('tpu')}; cpu; and jax's "
-            "device_kind of any of them"
+            f"no device is known as {device!r}; known are gpu: {names('gpu')}; tpu: {names('tpu')}; cpu; and "
+            "jax's device_kind of any of them and of other GPUs, such as 'NVIDIA GeForce RTX 4090'"
         )
     return platform, full
 

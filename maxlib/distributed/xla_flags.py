@@ -179,6 +179,11 @@ def _always_pipelines() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
+# Axes of `sharding.make_mesh` over which no matmul is split by its summed or its output width. Any other axis, such as
+# "model" or "tp" of a mesh that was made elsewhere, may be one of tensor parallelism.
+_NO_TENSOR = {"stage", "data", "fsdp", "expert", "context"}
+
+
 def automatic(device: tuple[str, str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the names of the sets that `training.jit_step` compiles a step with.
 
@@ -193,7 +198,8 @@ def automatic(device: tuple[str, str], mesh: Mapping[str, int]) -> tuple[str, ..
     if platform == "gpu" and "NVIDIA" in kind and math.prod(mesh.values()) > 1:
         return ("gpu-overlap",)
     is_v6e = platform == "tpu" and (chip := chip_of(kind)) is not None and chip.kind == "TPU v6e"
-    return ("tpu-gather",) if is_v6e and mesh.get("tensor", 1) == 1 else ()
+    split = {axis for axis, size in mesh.items() if size > 1}
+    return ("tpu-gather",) if is_v6e and split <= _NO_TENSOR else ()
 
 
 def automatic_options(device: tuple[str, str], mesh: Mapping[str, int]) -> dict[str, bool | int | str]:

@@ -164,7 +164,6 @@ class Attention(SequenceMixer):
         """Like `__call__`, but also returns the keys and values, for `SharedKVAttention` in later layers."""
         ctx = context(*x.shape[:2]) if ctx is None else ctx
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
-        kind = None if cache is None else cache.kind or type(cache).__name__
         # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
         (k_start, k_end), mask_hint = ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
         # The cache returns all stored keys, [B, T, K, H] -> [B, S, K, H], and the bounds as indices into them.
@@ -177,7 +176,7 @@ class Attention(SequenceMixer):
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
         if self.gate is not None and self.out_gate_act is not None:
             out = out * self.out_gate_act(self.gate(x))
-        return self.o(out), cache, SharedKV(k, v, k_start, k_end, kind)
+        return self.o(out), cache, SharedKV.of(cache, k, v, k_start, k_end)
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.ops._attention import Mask, MaskHint, Tokens, key_intervals
+from maxlib.ops._attention import Mask, MaskHint, StaticMask, Tokens, key_intervals
 from maxlib.ops._axes_rope import AxialRope, MRope
 from maxlib.ops._grid_rope import GridRope
 from maxlib.ops._rope import Rope
@@ -88,17 +88,30 @@ class Context:
     def mask_hint(self, mask: Mask, cache: Any = None) -> MaskHint | None:
         """Returns the static description of `mask` for `attend`; with a cache, for queries against its keys."""
         # Without blocks in this batch, the part of the mask that allows them has no effect.
-        found = (mask if self.bidirectional_blocks is not None else mask.without_blocks).static
-        if found is None:
+        mask = mask if self.bidirectional_blocks is not None else mask.without_blocks
+        if (found := mask.static) is None:
             return None
-        # Only caches in which token i is in slot i keep the order that the description assumes.
-        if cache is not None and (found.segmented or cache.kind not in ("full", "latent")):
-            return None
-        # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
-        segmented = cache is None and (found.segmented or self.packed)
-        found = dataclasses.replace(found, segmented=segmented, aligned=cache is None and not self.zigzag)
+        if cache is not None:
+            return self._hint_with_cache(mask, found, cache)
+        segmented = found.segmented or self.packed
+        found = dataclasses.replace(found, segmented=segmented, aligned=not self.zigzag)
         ids = mask.segments(self._tokens) if segmented else None
         return MaskHint(found, None if ids is None else (ids, ids))
+
+    def _hint_with_cache(self, mask: Mask, found: StaticMask, cache: Any) -> MaskHint | None:
+        if cache.is_unordered(self):
+            return MaskHint(StaticMask("causal"))
+        # The description assumes that keys are in the order of tokens.
+        if (index := cache.key_index(self)) is None:
+            return None
+        # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
+        found = dataclasses.replace(found, segmented=found.segmented or cache.has_gap, aligned=False)
+        if not found.segmented:
+            return MaskHint(found)
+        # Slots in front of the first token are segments of no query.
+        start = jnp.where(index < 0, -1, 0)
+        keys = Tokens(index, start, jnp.maximum(index + 1, start))
+        return MaskHint(found, (mask.segments(self._tokens), mask.segments(keys)))
 
     @property
     def _tokens(self) -> Tokens:

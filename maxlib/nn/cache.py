@@ -74,15 +74,28 @@ class LayerCache:
         can_rewind: True if a smaller `ctx.length` is enough to forget tokens, because slots after it are overwritten
             before they are read. Speculative decoding needs this to take back a rejected draft.
         kind: Name in tables; None means the name of the class.
+        has_gap: True if the first keys that attention gets may belong to slots without a token.
     """
 
     can_rewind: ClassVar[bool] = False
     kind: ClassVar[str | None] = None
+    has_gap: ClassVar[bool] = False
 
     @property
     def capacity(self) -> int | None:
         """Maximum number of tokens that a row can hold; None without a limit."""
         return None
+
+    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
+        """Returns the index of the token that each key belongs to, for keys in the order of tokens, else None.
+
+        Keys are those that attention gets in the call of `ctx`. Slots before the first token have negative indices.
+        """
+        return None
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns True if keys are in no order, and the one new token attends to those from the first to its last."""
+        return False
 
 
 def layer_caches(layers: Any) -> list[Any]:
@@ -130,6 +143,10 @@ class KVCache(LayerCache):
         """Maximum number of tokens that a row can hold."""
         return self.k.shape[-3]  # a stack's caches have a leading axis of layers
 
+    def key_index(self, ctx: Context) -> Int[Array, "B S"]:
+        """Returns the index of the token in each slot."""
+        return _count_keys(self.k.shape[1], jnp.zeros_like(ctx.length))
+
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
 
@@ -157,6 +174,7 @@ class RingCache(LayerCache):
     """
 
     kind: ClassVar[str | None] = "ring"
+    has_gap: ClassVar[bool] = True
 
     k: Num[Array, "B W K Hk"]
     v: Num[Array, "B W K Hv"]
@@ -182,6 +200,15 @@ class RingCache(LayerCache):
         old_k, old_v, shift = self.unrolled(ctx.length)
         keys, values = (jnp.concatenate([old, x.astype(old.dtype)], axis=1) for old, x in ((old_k, k), (old_v, v)))
         return new, keys, values, k_start + shift[:, None], k_end + shift[:, None]
+
+    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
+        """Returns the index of the token that each key of `extend` belongs to; None for the ring itself."""
+        W, T = self.k.shape[1], ctx.index.shape[1]
+        return None if self.is_unordered(ctx) else _count_keys(W + T, ctx.length - W)
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns True for the ring itself: until a window, or a chunk, is full, it fills the slots from 0."""
+        return ctx.index.shape[1] == 1 and not self.spare
 
     def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values from the oldest to the newest, which ends at `length`, and the offset from a token's
@@ -234,6 +261,19 @@ class QuantizedCache(LayerCache):
         """Returns True if the cache of the rounded values can be rewound."""
         return self.values.can_rewind
 
+    @property
+    def has_gap(self) -> bool:
+        """Returns True if the first keys may belong to slots without a token."""
+        return self.values.has_gap
+
+    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
+        """Returns the index of the token that each key belongs to, as the cache of the rounded values does."""
+        return self.values.key_index(ctx)
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns True if keys are in no order, as the cache of the rounded values does."""
+        return self.values.is_unordered(ctx)
+
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the rounded new tokens, and returns keys and values multiplied by their scales."""
         # channelwise_axes 0 to 2: one scale for each [B, T, K], shared by the width of the head.
@@ -271,6 +311,10 @@ class LatentCache(LayerCache):
         """Maximum number of tokens that a row can hold."""
         return self.latent.shape[-2]
 
+    def key_index(self, ctx: Context) -> Int[Array, "B S"]:
+        """Returns the index of the token in each slot."""
+        return _count_keys(self.latent.shape[1], jnp.zeros_like(ctx.length))
+
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
         """Stores the latents of the new tokens."""
         return LatentCache(put_rows(self.latent, latent, ctx))
@@ -296,6 +340,10 @@ class QuantizedLatentCache(LayerCache):
         """Maximum number of tokens that a row can hold."""
         return self.values.shape[-2]
 
+    def key_index(self, ctx: Context) -> Int[Array, "B S"]:
+        """Returns the index of the token in each slot."""
+        return _count_keys(self.values.shape[1], jnp.zeros_like(ctx.length))
+
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
         """Stores the rounded latents of the new tokens."""
         # [B, T, R] -> [B, T, kv_rank] and [B, T, R - kv_rank], with one scale per token each.
@@ -315,6 +363,11 @@ class QuantizedLatentCache(LayerCache):
         # [B, S, 2] -> [B, S, R]
         scales = jnp.repeat(self.scales, sizes, axis=-1, total_repeat_length=self.values.shape[-1])
         return self.values.astype(jnp.float32) * scales
+
+
+def _count_keys(keys: int, first: Int[Array, " B"]) -> Int[Array, "B S"]:
+    """Counts the keys of each row from the index of its first one."""
+    return first[:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
 
 
 def put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context) -> Num[Array, "B S *R"]:
@@ -369,6 +422,28 @@ class SharedKV:
     k_start: Int[Array, "B T"]
     k_end: Int[Array, "B T"]
     kind: str | None = static(default=None)
+
+    @classmethod
+    def of(cls, cache: Any, k: Array, v: Array, k_start: Array, k_end: Array) -> "SharedKV":
+        """Makes it of keys, values and bounds that a cache (or None) has returned."""
+        inner = cache.values if isinstance(cache, QuantizedCache) else cache
+        return cls(k, v, k_start, k_end, None if inner is None else inner.kind or type(inner).__name__)
+
+    @property
+    def has_gap(self) -> bool:
+        """Returns True if the first keys may belong to slots without a token."""
+        return self.kind == "ring"
+
+    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
+        """Returns the index of the token that each key belongs to, for keys in the order of tokens, else None."""
+        S, T = self.k.shape[1], ctx.index.shape[1]
+        if self.kind == "ring" and T > 1:  # the ring in order, and the new tokens
+            return _count_keys(S, ctx.length - (S - T))
+        return _count_keys(S, jnp.zeros_like(ctx.length)) if self.kind == "full" else None
+
+    def is_unordered(self, ctx: Context) -> bool:
+        """Returns False: a ring may have spare slots, which hides where its keys begin."""
+        return False
 
 
 def kv_cache(

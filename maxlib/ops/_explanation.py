@@ -1,6 +1,7 @@
 """The result of `explain_attention` and `explain_grouped_matmul`."""
 
 import dataclasses
+import logging
 from typing import Any
 
 from maxlib.ops._tuning import Tuned
@@ -30,3 +31,23 @@ class Explanation:
         lines = [f"{self.op} {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
         lines += [] if self.tiles is None else [f"   tiles: {self.tiles}"]
         return "\n".join(lines + [f"   {name}: {why}" for name, why in self.refused.items()])
+
+
+_said: set[tuple[str, str, str]] = set()
+
+
+def say_once(answer: Explanation, device: tuple[str, str], why: str, advice: str) -> None:
+    """Logs that an accelerator runs plain XLA, once per process, operation, platform and reason.
+
+    Args:
+      answer: the answer for the call.
+      device: platform and kind.
+      why: the reason.
+      advice: what would help.
+    """
+    if (key := (answer.op, device[0], why)) not in _said:
+        _said.add(key)
+        logging.getLogger("maxlib.ops").warning(
+            f"{answer.op} runs {answer.chosen!r} on {device[1]}, plain XLA and slower than a fused kernel, because {why}. "
+            f"{advice}. ops.explain_{answer.op} lists all reasons."
+        )

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import re
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,12 @@ def file_of(device_kind: str, folder: Path | None = None) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a result depends on: another compiler may fix or break a kernel."""
-    return {name: version(name) for name in ("jax", "jaxlib")}
+    """Returns the versions that a result depends on: another compiler, or package of kernels, may fix or break one."""
+    found = {}
+    for name in ("jax", "jaxlib", "tokamax", "jax-linear-attention"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @functools.cache

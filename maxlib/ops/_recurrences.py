@@ -6,7 +6,7 @@ from typing import Any
 
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops import _tuning
-from maxlib.ops._explanation import Explanation
+from maxlib.ops._explanation import Explanation, say_once
 from maxlib.ops._findings import refused as failed_check
 
 FEW = 8  # tokens up to which the recurrence is faster than a chunk
@@ -139,4 +139,8 @@ class Operation:
         found = self.explain(call, name)
         if found.chosen is None:
             raise ValueError(f"{self.name}: {found.reason}. Pass implementation=None for the best one that can.")
+        if name is None and found.chosen == "chunked":
+            for package, why in found.refused.items():
+                if why.startswith("is not installed"):  # this package has kernels for the call
+                    say_once(found, (call.platform, call.device_kind), f"{package} {why}", "Its kernels are faster")
         return found

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.distributed import xla_flags
-from maxlib.hardware import current_device
+from maxlib.training._compiled_step import CompiledStep
 from maxlib.training._expert_balance import with_moved_biases
 from maxlib.training._gradients import Accumulated, divisor, gradients_of
 from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
@@ -144,19 +143,20 @@ def _without_noise(loss: Loss) -> Loss:
     return functools.partial(_without_noise(inner), *loss.args, **options)
 
 
-def jit_step(step: Step) -> Step:
+def jit_step(step: Step) -> CompiledStep:
     """Compiles `step` with its state donated: after a call, only the returned state exists.
 
-    Adds the options of XLA that suit the device and the active layout (`xla_flags.automatic`), so call it inside
-    `sharding.use(layout)`. Flags in the environment win.
+    Adds the options of XLA that suit the device and the mesh (`xla_flags.automatic`). The mesh is that of the layout
+    (or of `jax.set_mesh`) in which the step is called, else that over which its arguments are placed. Flags in the
+    environment win.
 
     Args:
       step: a step from `make_train_step`.
+
+    Returns:
+      A function of a state and a batch; like that of `jax.jit`, it has the methods `lower` and `trace`.
     """
-    layout = sharding.current()
-    mesh = {} if layout is None else dict(layout.mesh.shape)
-    options = xla_flags.automatic_options(current_device(), mesh)
-    return jax.jit(step, donate_argnums=0, compiler_options=options or None)
+    return CompiledStep(step)
 
 
 def means(stats: Stats) -> Metrics:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxlib import sharding
 from maxlib.distributed import xla_flags
 from maxlib.distributed.xla_flags import SETS, FlagSet
 
@@ -102,6 +103,8 @@ H100, V6E = ("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v6 lite")
         (V6E, {}, ("tpu-gather",)),
         (V6E, {"fsdp": 8, "tensor": 1}, ("tpu-gather",)),
         (V6E, {"fsdp": 4, "tensor": 2}, ()),
+        (V6E, {"data": 4, "model": 2}, ()),  # a mesh that was made elsewhere
+        (V6E, {"data": 4, "model": 1}, ("tpu-gather",)),
         (("tpu", "TPU v5"), {"fsdp": 8}, ()),
         (("cpu", "cpu"), {"fsdp": 8}, ()),
     ],
@@ -109,6 +112,10 @@ H100, V6E = ("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v6 lite")
 def test_a_step_gets_the_sets_that_suit_its_device(device, mesh, names):
     assert xla_flags.automatic(device, mesh) == names
     assert xla_flags.automatic_options(device, mesh) == xla_flags.options(*names)
+
+
+def test_every_other_axis_of_a_mesh_is_known_to_be_none_of_tensor_parallelism():
+    assert {*sharding.MESH_AXES} - {"tensor"} == xla_flags._NO_TENSOR
 
 
 def test_flags_in_the_environment_win_over_automatic_ones(monkeypatch):

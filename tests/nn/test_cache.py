@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import nn
-from maxlib.nn.cache import LatentCache, QuantizedCache, kv_cache, put_rows
+from maxlib import nn, ops
+from maxlib.nn.cache import LatentCache, QuantizedCache, SharedKV, kv_cache, put_rows, with_spare_slots
+from maxlib.ops._attention import splash
+from maxlib.ops._attention.reference import reference
 
 B, T, K, H = 2, 3, 2, 4
 # By how much a number differs once rounded, as a part of the largest beside it.
@@ -135,3 +137,58 @@ def test_padding_on_the_left_is_refused_with_a_cache():
     with pytest.raises(ValueError, match="with a cache, padding must come after a row's tokens"):
         nn.context(B, T, cache=nn.cache.Cache(None, jnp.zeros(B, jnp.int32)), valid=left)
     nn.context(B, T, valid=left)
+
+
+WINDOW, CHUNK = ops.Causal() & ops.SlidingWindow(5), ops.Causal() & ops.Chunked(5)
+
+
+def with_cache(mask, tokens, dtype="float32", spare=0):
+    """Keys, values and bounds of `tokens` new tokens (the last of row 1 is padding) after 0, 2 and 7 cached ones in a
+    cache of 12, and the mask's description, for the layer and for one that shares its keys.
+    """
+    ring = mask.ring if mask.ring and mask.ring < 12 else None
+    cache = kv_cache(3, 12, num_kv_heads=1, k_dim=8, v_dim=8, ring=ring, dtype=jnp.dtype(dtype))
+    cache = with_spare_slots(cache, spare)
+    before = jnp.asarray(np.arange(7) < np.array([[0], [2], [7]]))
+    ctx = nn.context(3, 7, cache=nn.cache.Cache(None, jnp.zeros(3, jnp.int32)), valid=before)
+    new = lambda key, size: jax.random.normal(jax.random.key(key), (3, size, 1, 8))
+    cache, *_ = cache.extend(new(0, 7), new(1, 7), ctx, *ctx.key_intervals(mask))
+    valid = jnp.ones((3, tokens), bool).at[1, -1].set(tokens == 1)
+    ctx = nn.context(3, tokens, cache=nn.cache.Cache(None, jnp.array([0, 2, 7])), valid=valid)
+    hint = ctx.mask_hint(mask, cache)
+    cache, *found = cache.extend(new(2, tokens), new(3, tokens), ctx, *ctx.key_intervals(mask))
+    return found, hint, ctx.mask_hint(mask, SharedKV.of(cache, *found))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("mask", [ops.Causal(), WINDOW, CHUNK, CHUNK | ops.BidirectionalBlocks()], ids=str)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_the_description_of_a_mask_agrees_with_its_intervals_in_every_cache(mask, dtype, tokens, spare):
+    """Empty slots and other chunks are other segments; one token attends to the slots of a ring from 0. Only a layer
+    that shares such a ring does not know.
+    """
+    (keys, _, *bounds), *hints = with_cache(mask, tokens, dtype, spare)
+    one = mask.ring is not None and tokens == 1
+    assert [hint is None for hint in hints] == [False, one]
+    key, (start, end) = np.arange(keys.shape[1]), (np.asarray(x)[..., None] for x in bounds)
+    want = (start <= key) & (key < end)
+    has_keys = want.any(axis=-1, keepdims=True)
+    assert has_keys.sum() == 3 * tokens - (tokens > 1)
+    for static, ids in filter(None, hints):
+        assert static.kind == "causal" and not static.aligned
+        assert static.segmented == (mask.ring is not None and not (one and not spare)) == (ids is not None)
+        seen = (key < end) & (key >= end - (static.window or 99))
+        if ids is not None:
+            queries, of_keys = map(np.asarray, ids)
+            seen &= queries[:, :, None] == of_keys[:, None]
+        np.testing.assert_array_equal(seen & has_keys, want)
+
+
+@pytest.mark.parametrize("mask", [WINDOW, CHUNK], ids=str)
+def test_the_kernel_of_tpus_prefills_a_ring(mask):
+    (keys, values, start, end), hint, _ = with_cache(mask, 5)
+    q = jax.random.normal(jax.random.key(4), (3, 5, 2, 8))
+    options = {"k_start": start, "k_end": end, "scale": 0.5}
+    got, _ = splash.splash(q, keys, values, mask_hint=hint, interpret=True, **options)
+    np.testing.assert_allclose(got, reference(q, keys, values, **options)[0], atol=1e-5)

@@ -5,9 +5,11 @@ the findings.
 import dataclasses
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxlib import ops
@@ -92,11 +94,20 @@ def test_one_that_passes_again_may_run_again(tables, workers):
     assert _findings.refused("attention", "tokamax", H100[1])
 
 
-def test_findings_of_another_compiler_do_not_count(tables):
-    path = _findings.write(H100[1], refused={"attention/cudnn": "wrong"})
-    path.write_text(path.read_text().replace(_findings.versions()["jaxlib"], "0.0.1"))
+@pytest.mark.parametrize("package", ["jaxlib", "tokamax"])
+def test_findings_with_other_versions_do_not_count(package, tables, monkeypatch):
+    """Of the compiler, or of a package of kernels, which may be upgraded because of what was found."""
+    now = {"jax": "1", "jaxlib": "1", "tokamax": "1"}
+    monkeypatch.setattr(_findings, "version", lambda name: now[name] if name in now else absent(name))
+    _findings.write(H100[1], refused={"attention/tokamax": "wrong"})
+    assert _findings.refused("attention", "tokamax", H100[1])
+    now[package] = "2"
     _findings.findings.cache_clear()
-    assert _findings.refused("attention", "cudnn", H100[1]) is None
+    assert _findings.refused("attention", "tokamax", H100[1]) is None
+
+
+def absent(name: str):
+    raise PackageNotFoundError(name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tiles": 3}', '{"refused": {"attention/cudnn"'])
@@ -184,6 +195,54 @@ def test_the_command_says_what_is_wrong(capsys, workers):
     assert "unknown implementations ['splash ']" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("order", ["check", "tune"])
+def test_a_machine_where_jax_does_not_start_is_an_error(order, capsys, workers):
+    workers('print("no GPU found", file=sys.stderr)\nsys.exit(1)')
+    assert command.main([order]) == 2
+    assert "error: JAX does not start here: ended with status 1: no GPU found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--rounds 0", "--rounds -1", "--deadline 0", "--rounds two"])
+@pytest.mark.parametrize("order", ["check", "tune"])
+def test_numbers_that_make_no_sense_are_refused(order, words, capsys):
+    with pytest.raises(SystemExit):
+        command.main([order, *words.split()])
+    want = "invalid int value: 'two'" if "two" in words else "must be above 0"
+    assert want in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_the_first_case(tmp_path, capsys, workers):
+    workers("raise AssertionError")
+    assert command.main(["check", "--json", str(tmp_path / "no" / "such.jsonl")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_the_help_lists_what_people_call(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    text = capsys.readouterr().out
+    assert "{check,tune}" in text and "worker" not in text
+
+
+def test_what_was_found_before_an_interrupt_counts(tables, workers, monkeypatch):
+    workers(DESCRIBED + 'say(begins="a")\nsay(case="a", status="wrong", why="off", error=1.0, of="out")\n')
+    monkeypatch.setattr(parent, "_table", interrupted := Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        parent.check(deadline=30)
+    assert interrupted.calls == 2 and _findings.refused("attention", "cudnn", H100[1])
+
+
+class Interrupted:
+    """Is interrupted at the second call."""
+
+    calls = 0
+
+    def __call__(self, rows):
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+
+
 def test_without_an_accelerator_tune_writes_nothing(tables, workers, capsys):
     workers(
         DESCRIBED.replace('"gpu"', '"cpu"').replace("NVIDIA H100 80GB HBM3", "cpu")
@@ -192,6 +251,30 @@ def test_without_an_accelerator_tune_writes_nothing(tables, workers, capsys):
     assert parent.tune(deadline=30) == {}
     assert "tiles are checked, not timed" in capsys.readouterr().out
     assert not _findings.file_of("cpu").exists()
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill in parts", "decode, half full", "decode, window"])
+def test_calls_with_a_cache_are_those_of_a_layer(name):
+    """Queries come after the cached keys, and no query sees the empty slots behind them."""
+    case = cases.CASES[name]
+    assert isinstance(case, cases.Attention)
+    for one in (case, case.small()):
+        start, end, hint = one.intervals()
+        index = one.cache + np.arange(one.tokens)
+        assert (np.asarray(end) == index + 1).all() and int(end.max()) == one.keys - one.room
+        assert (np.asarray(start) == (0 if one.window is None else jnp.maximum(index + 1 - one.window, 0))).all()
+        assert hint is not None and hint.static == ops.StaticMask("causal", one.window)
+    assert (case.room > 0) == (case.small().room > 0)
+
+
+def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
+    small = dataclasses.replace(cases.CASES["prefill"].small(), tokens=40, room=20)
+    monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
+    right = worker.functions
+    off = lambda q, k, v, *, k_end, **more: right("attention", "chunked")(q, k, v, k_end=k_end + 1, **more)
+    assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
+    monkeypatch.setattr(worker, "functions", lambda op, one: off if one == "chunked" else right(op, one))
+    assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["wrong"]
 
 
 @pytest.mark.full

@@ -15,7 +15,8 @@ from jax import export
 from maxlib import nn, ops
 from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from maxlib.observability._flops import forward_flops
-from maxlib.ops._grouped_matmul import dispatch
+from maxlib.ops._grouped_matmul import api, dispatch
+from maxlib.ops._grouped_matmul import glu as glu_module
 from tests.ops.attention import emulator
 from tests.ops.hopper import gpu, no_gpu
 from tests.ops.test_grouped_matmul import close, loop
@@ -164,6 +165,28 @@ def test_remat_decides_what_is_kept(policy, runs):
     loss = lambda *given: (run(*given).astype(jnp.float32) ** 2).sum()
     text = lowered(jax.grad(loss, argnums=(0, 1, 2)), *shapes()[:4])
     assert text.count("@mosaic_gpu_v2(") == runs + 3  # the gradients of rows, gate and up
+
+
+def exact(gate, up):
+    return nn.vision.exact_gelu(gate) * up
+
+
+@no_gpu
+def test_an_activation_that_the_kernel_cannot_apply_runs_outside_of_it(monkeypatch):
+    """On Hopper, where the fused kernel is the default: another kernel multiplies, and XLA applies the activation."""
+    device = ("gpu", "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(api, "current_device", lambda: device)
+    counts = jnp.array([500, 0, 300, 100])
+    fused, run = [], glu_module._grouped_glu
+    monkeypatch.setattr(
+        glu_module, "_grouped_glu", lambda *args, **how: fused.append(how["activation"]) or run(*args, **how)
+    )
+    given = shapes()[:4]
+    for activation in (ops.swiglu, ops.geglu, COMBINES["clamped"], exact):
+        assert "@mosaic_gpu_v2(" in lowered(by_op(counts, activation=activation), *given)
+    assert fused == [ops.swiglu, ops.geglu, COMBINES["clamped"]]
+    with pytest.raises(NotImplementedError, match="erfc"):
+        lowered(by_kernel(counts, "EOI", exact), *given)
 
 
 def test_a_name_never_falls_back():

@@ -15,10 +15,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
+from maxlib.ops import _explanation
 from maxlib.ops import _jax_linear_attention as module
 from maxlib.ops._gated_delta import api as gated_delta
 from maxlib.ops._jax_linear_attention import installed_version
 from maxlib.ops._kda import api as kda
+from maxlib.ops._recurrences import Call
 from maxlib.ops._ssd import api as ssd
 from maxlib.plan._targets import devices_of, has_gpu_compiler, parse_target
 from tests.ops import linear_attention_package as package
@@ -87,6 +89,17 @@ def test_where_they_are_not_installed_the_reason_says_how(rule, monkeypatch):
     assert "pip install 'maxlib[linear-attention]' on Python 3.12" in explained(rule).refused[NAME]
     monkeypatch.setattr(module, "installed_version", lambda: (0, 2, 1))
     assert "needs version 0.1 of jax-linear-attention, not 0.2.1" in explained(rule).refused[NAME]
+
+
+def test_a_gpu_that_they_are_for_says_once_how_to_install_them(monkeypatch, caplog):
+    monkeypatch.setattr(_explanation, "_said", set())
+    monkeypatch.setattr(module, "installed_version", lambda: None)
+    call = lambda device: Call(1, 64, 2, 4, 128, 128, "bfloat16", *device)
+    for device in (A100, H100, H100):
+        assert gated_delta.GATED_DELTA.choose(call(device), None).chosen == "chunked"
+    (said,) = caplog.records
+    assert said.message.startswith(f"gated_delta_rule runs 'chunked' on {H100[1]}")
+    assert "jax_linear_attention is not installed: pip install 'maxlib[linear-attention]'" in said.message
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,13 @@ def test_narrow_operands_multiply_as_they_are():
     np.testing.assert_array_equal(got, loop(rows, weights, counts, np.zeros((40, 7)))[0])
 
 
+@pytest.mark.parametrize(("dtype", "out", "theirs"), [("bfloat16", None, True), ("int8", "float32", False)])
+def test_the_explanation_says_where_another_kernel_multiplies(dtype, out, theirs):
+    rows, weights = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((512, 256), (4, 128, 256)))
+    found = ops.explain_grouped_matmul(rows, weights, out_dtype=out and jnp.dtype(out), device=("tpu", "v5p"))
+    assert found.chosen == "megablox" and ("ragged_dot" in found.reason) != theirs
+
+
 @pytest.mark.full
 def test_stages_of_a_pipeline(interpreted):
     """Under `jax.vmap` each runs by itself, with its own gradient."""

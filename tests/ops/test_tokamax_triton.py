@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
+from maxlib.ops import _explanation
 from maxlib.ops._attention import tokamax_gpu
-from maxlib.ops._grouped_matmul import dispatch, jax_mosaic_gpu, tokamax_triton
+from maxlib.ops._grouped_matmul import api, dispatch, jax_mosaic_gpu, tokamax_triton
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, TritonTile, TritonTiles
 from maxlib.ops._grouped_matmul.tokamax_triton import has_triton, tokamax
 from tests.ops.hopper import no_gpu, on_a_gpu
@@ -121,6 +122,21 @@ def test_where_they_are_not_installed_the_reason_says_how(monkeypatch):
     assert found.chosen == "tiled"
     assert "pip install 'maxlib[cuda]' on Python 3.12 or later" in found.refused["tokamax"]
     assert explained(("gpu", B200)).tiles.sizes == RaggedBlackwellTiles(d_weights=None)
+
+
+def test_a_gpu_says_once_why_experts_run_in_plain_xla(monkeypatch, caplog):
+    monkeypatch.setattr(_explanation, "_said", set())
+    monkeypatch.setattr(tokamax_triton, "has_triton", lambda: False)
+    monkeypatch.setattr(api, "current_device", lambda: ("gpu", A100))
+    rows, weights = jax.ShapeDtypeStruct((1000, I), jnp.bfloat16), jax.ShapeDtypeStruct((4, O, I), jnp.bfloat16)
+    choose = lambda name=None: api.choose("grouped_matmul", rows, weights, "EOI", None, name)
+    assert choose("tiled") == "tiled" and not caplog.records  # asked for
+    assert [choose(), choose()] == ["tiled", "tiled"]
+    (said,) = caplog.records
+    assert said.message.startswith(f"grouped_matmul runs 'tiled' on {A100}, plain XLA and slower")
+    assert "tokamax needs tokamax 0.0.17" in said.message
+    monkeypatch.setattr(api, "current_device", lambda: ("cpu", "cpu"))
+    assert choose() == "tiled" and len(caplog.records) == 1
 
 
 def test_tiles_name_the_gradient_of_the_weights(installed):

@@ -316,8 +316,9 @@ def test_evaluation_refuses_what_every_device_would_compute():
             jax.jit(training.make_eval_step(tiny.loss))(state, batch)
 
 
-def test_a_compiled_step_gets_the_flags_of_its_device_and_mesh(monkeypatch):
-    """On a CPU there are none; here an unknown one shows that the compiler gets them."""
+@pytest.fixture
+def asked(monkeypatch):
+    """The devices and meshes for which flags are asked, and one that no compiler knows: on a CPU there are none."""
     asked = []
 
     def automatic_options(device, mesh):
@@ -325,8 +326,34 @@ def test_a_compiled_step_gets_the_flags_of_its_device_and_mesh(monkeypatch):
         return {"xla_no_such_flag": True}
 
     monkeypatch.setattr("maxlib.distributed.xla_flags.automatic_options", automatic_options)
+    return asked
+
+
+CPU = ("cpu", "cpu")
+
+
+def test_a_compiled_step_gets_the_flags_of_its_device_and_mesh(asked):
+    step = training.jit_step(lambda state, batch: (state, batch))  # made outside of the layout that runs it
     with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=-1))):
-        step = training.jit_step(lambda state, batch: (state, batch))
-    assert asked == [(("cpu", "cpu"), {"fsdp": 8})]
+        with pytest.raises(Exception, match="xla_no_such_flag"):
+            step({"x": jnp.ones(2)}, {})
+        assert asked == [(CPU, {"fsdp": 8})]
+        step.lower({"x": jnp.ones(2)}, {})
+    assert asked == [(CPU, {"fsdp": 8})]  # the same mesh
     with pytest.raises(Exception, match="xla_no_such_flag"):
         step({"x": jnp.ones(2)}, {})
+    assert asked[1:] == [(CPU, {})]
+
+
+@pytest.mark.parametrize("placed", [0, 1])
+def test_without_a_layout_the_mesh_is_that_of_the_arguments(placed, asked):
+    """Of a state or a batch that other code has placed, in arrays or in their shapes."""
+    place = jax.sharding.NamedSharding(jax.make_mesh((2, 4), ("data", "model")), jax.sharding.PartitionSpec("data"))
+    arguments = [{"step": 3, "x": jnp.ones(2)}, {"tokens": jnp.ones(2)}]
+    arguments[placed]["y"] = jax.device_put(jnp.ones(4), place)
+    step = training.jit_step(lambda state, batch: (state, batch))
+    with pytest.raises(Exception, match="xla_no_such_flag"):
+        step(*arguments)
+    arguments[placed]["y"] = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=place)
+    step.lower(*arguments)
+    assert asked == [(CPU, {"data": 2, "model": 4})]

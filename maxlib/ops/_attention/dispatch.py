@@ -1,13 +1,12 @@
 """Choice of an attention implementation from the registered ones; `table` registers them."""
 
 import dataclasses
-import logging
 from collections.abc import Callable
 
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops import _tuning
 from maxlib.ops._attention.masks import StaticMask
-from maxlib.ops._explanation import Explanation
+from maxlib.ops._explanation import Explanation, say_once
 from maxlib.ops._findings import refused as failed_check
 
 OFFLINE = "offline"
@@ -176,7 +175,7 @@ def choose(call: Call, name: str | None = None) -> Implementation:
         return _compiled_without_device(call)
     answer = explain(call, name)
     if name is None and answer.chosen == "chunked" and call.platform in FUSED:
-        _say_once(answer)
+        _say_why(answer)
     if answer.chosen is None:
         raise ValueError(
             f"attention cannot run as requested: {answer.reason}. Pass implementation=None for the best one."
@@ -191,24 +190,14 @@ def _compiled_without_device(call: Call) -> Implementation:
     return stands_in if stands_in.refusal(call) is None else by_name("chunked")
 
 
-_said: set[tuple[str, str]] = set()
-
-
-def _say_once(answer: Explanation) -> None:
-    """Logs why an accelerator runs plain XLA, once per process and reason."""
+def _say_why(answer: Explanation) -> None:
+    """Logs why an accelerator runs plain XLA."""
     call: Call = answer.call
     extra, proven = FUSED[call.platform]
     why = ", and ".join(f"{name} {answer.refused.get(name, 'is not registered')}" for name in proven)
-    if (call.platform, why) in _said:
-        return
-    _said.add((call.platform, why))
     asked = [one.name for one in _implementations if one.by_name is not None and one.refusal(call) is None]
-    logging.getLogger(__name__).warning(
-        f"attention runs 'chunked' on {call.device_kind}, plain XLA and slower than a fused kernel, because {why}. "
-        f"Fused kernels come with maxlib[{extra}]"
-        + (f"; by name this call could run {' or '.join(asked)}" if asked else "")
-        + ". ops.explain_attention lists all reasons."
-    )
+    by_name = f"; by name this call could run {' or '.join(asked)}" if asked else ""
+    say_once(answer, (call.platform, call.device_kind), why, f"Fused kernels come with maxlib[{extra}]{by_name}")
 
 
 def by_name(name: str) -> Implementation:

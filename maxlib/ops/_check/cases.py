@@ -19,7 +19,7 @@ SMALL_ENOUGH = 4096  # tokens for which the reference can store its scores or st
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of attention: `batch` rows of `tokens` queries after `cache` cached keys."""
+    """One call of attention: `batch` rows of `tokens` queries after `cache` cached keys, `room` slots left empty."""
 
     tokens: int = 4096
     batch: int = 1
@@ -31,23 +31,30 @@ class Attention:
     window: int | None = None
     documents: int = 1
     cache: int = 0
+    room: int = 0
     softcap: float | None = None
     sinks: bool = False
     gradients: bool = True
 
     op = "attention"
 
+    @property
+    def keys(self) -> int:
+        """Returns the number of keys, those of empty slots included."""
+        return self.cache + self.tokens + self.room
+
     def small(self) -> "Attention":
         """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
         window = None if self.window is None else 50
-        few = {"tokens": min(self.tokens, 200), "cache": min(self.cache, 150), "documents": min(self.documents, 2)}
+        most = {"tokens": 200, "cache": 150, "room": 100, "documents": 2}
+        few = {name: min(getattr(self, name), size) for name, size in most.items()}
         heads = {"heads": max(2, 2 * self.heads // self.kv_heads), "kv_heads": 2}
         return dataclasses.replace(self, window=window, **few, **heads)
 
     @property
     def truth(self) -> str:
         """Names the implementation to compare with: where scores do not fit into memory, one that was compared."""
-        return "chunked" if self.tokens + self.cache > SMALL_ENOUGH else "reference"
+        return "chunked" if self.keys > SMALL_ENOUGH else "reference"
 
     @property
     def mask(self) -> Mask:
@@ -56,18 +63,17 @@ class Attention:
 
     def intervals(self) -> tuple[jax.Array, jax.Array, MaskHint | None]:
         """Returns the key interval of every query and the mask's static description."""
-        T, S = self.tokens, self.tokens + self.cache
+        T, S, filled = self.tokens, self.keys, self.cache + self.tokens
         index = np.arange(T) + self.cache  # [T]: queries come after the cache
-        length = -(-S // self.documents)
+        length = -(-filled // self.documents)
         start = index // length * length
-        rows = (
-            np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, np.minimum(start + length, S))
-        )
+        stop = np.minimum(start + length, filled)
+        rows = (np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, stop))
         tokens = Tokens(*map(jnp.asarray, rows))
         # Kernels for named masks get the hint that `nn.Attention` would pass.
         hint = self.mask.static
         if hint is not None:
-            aligned = self.cache == 0
+            aligned = T == S
             ids = (tokens.start, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) // length * length, (self.batch, S)))
             segmented = hint.segmented or self.documents > 1
             hint = MaskHint(dataclasses.replace(hint, aligned=aligned, segmented=segmented), ids if segmented else None)
@@ -75,7 +81,7 @@ class Attention:
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns q, k, v, the output's cotangent, and sinks if there are any."""
-        B, T, S = self.batch, self.tokens, self.tokens + self.cache
+        B, T, S = self.batch, self.tokens, self.keys
         shapes = {"q": (B, T, self.heads, self.key_dim), "k": (B, S, self.kv_heads, self.key_dim)}
         shapes |= {"v": (B, S, self.kv_heads, self.value_dim), "d": (B, T, self.heads, self.value_dim)}
         keys = jax.random.split(jax.random.key(0), 5)
@@ -222,7 +228,13 @@ CASES: dict[str, Case] = {
     "soft-cap": Attention(4096, softcap=50.0),
     "sinks": Attention(4096, sinks=True),
     "sinks, window": Attention(4096, heads=64, kv_heads=8, key_dim=64, value_dim=64, window=128, sinks=True),
+    "prefill": Attention(2048, heads=32, kv_heads=8, room=2048, gradients=False),
+    "prefill in parts": Attention(2048, heads=32, kv_heads=8, cache=6144, room=8192, gradients=False),
     "decode": Attention(1, batch=8, heads=32, kv_heads=8, cache=32767, gradients=False),
+    "decode, half full": Attention(1, batch=8, heads=32, kv_heads=8, cache=16383, room=16384, gradients=False),
+    "decode, window": Attention(1, batch=8, heads=32, kv_heads=8, cache=32767, window=4096, gradients=False),
+    "four new tokens": Attention(4, batch=8, heads=32, kv_heads=8, cache=32764, gradients=False),
+    "decode latents": Attention(1, 8, 128, 1, 576, 512, cache=8191, gradients=False),
     "experts": GroupedMatmul(),
     "many experts": GroupedMatmul(65536, 128, 2048, 768),
     "delta-2k": GatedDelta(2048),

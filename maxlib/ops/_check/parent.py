@@ -39,19 +39,21 @@ def check(
 
     Raises:
       ValueError: when no implementation has one of the names.
+      RuntimeError: when JAX does not start.
     """
-    (about,) = _lines(["--describe"], deadline)
-    _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
+    about = _described(deadline)
     if about["platform"] == "cpu":
         _say("No accelerator: sizes are small, TPU kernels run in an interpreter, GPU kernels are skipped, no times.")
-    rows = []
+    rows, writes, path = [], write and about["platform"] != "cpu", None
     for op, name in _known(about, implementations):
         if implementations is None or name in implementations:
             found = [{"op": op, "implementation": name} | row for row in _cases([op, name], deadline, rounds)]
             rows += found
             _table(found)
-    if write and about["platform"] != "cpu":
-        _say(f"written to {machine.write(about['device'], refused=_verdicts(rows))}")
+            # At once, so that what was found counts if the command is interrupted.
+            path = machine.write(about["device"], refused=_verdicts(found)) if writes else None
+    if path is not None:
+        _say(f"written to {path}")
     return rows
 
 
@@ -73,9 +75,9 @@ def tune(
 
     Raises:
       ValueError: when a name is not that of an implementation.
+      RuntimeError: when JAX does not start.
     """
-    (about,) = _lines(["--describe"], deadline)
-    _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
+    about = _described(deadline)
     _known(about, implementations)
     timed = about["platform"] != "cpu"
     if not timed:
@@ -91,6 +93,15 @@ def tune(
     if timed:
         _say(f"written to {machine.write(about['device'], tiles=found)}")
     return found
+
+
+def _described(deadline: float) -> dict[str, Any]:
+    """Returns the device and the implementations that a worker finds, and prints the device."""
+    (about,) = _lines(["--describe"], deadline)
+    if "ended" in about:
+        raise RuntimeError(f"JAX does not start here: {about['why']}")
+    _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
+    return about
 
 
 def _known(about: dict[str, Any], wanted: list[str] | None) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
 from maxlib.ops._grouped_matmul import dispatch
 from maxlib.ops._grouped_matmul.jax_mosaic_gpu import jax_mosaic_gpu
-from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
+from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer, takes
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot, ragged_outer
 from maxlib.ops._grouped_matmul.reference import reference, reference_outer
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
@@ -143,6 +143,8 @@ def explain_grouped_matmul(
     shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {weight_order}"
     reasons = dispatch.refusals(rows, weights, weight_order, out_dtype, device)
     found = dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)
+    if found.chosen == "megablox" and not takes(rows, out_dtype):
+        found = dataclasses.replace(found, reason=f"{found.reason}; for these operands it calls XLA's own, ragged_dot")
     sizes = dispatch.sizes(found.chosen, rows, weights, weight_order, device)
     return dataclasses.replace(found, tiles=sizes)
 
@@ -153,9 +155,10 @@ def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, 
     Raises:
         ValueError: The named implementation does not exist, or cannot run the call.
     """
-    found = dispatch.explain(
-        op, dispatch.refusals(rows, weights, weight_order, out_dtype, current_device()), implementation
-    )
+    device = current_device()
+    found = dispatch.explain(op, dispatch.refusals(rows, weights, weight_order, out_dtype, device), implementation)
+    if implementation is None and weights is not None:
+        dispatch.say_why(found, device)
     if found.chosen is None:
         raise ValueError(f"{op}: {found.reason}. Pass implementation=None for the best one that can.")
     return found.chosen

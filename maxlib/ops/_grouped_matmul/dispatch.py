@@ -8,7 +8,7 @@ import jax
 from maxlib.hardware import is_hopper
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
 from maxlib.ops import _tuning
-from maxlib.ops._explanation import Explanation
+from maxlib.ops._explanation import Explanation, say_once
 from maxlib.ops._findings import refused as failed_check
 from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
 from maxlib.ops._grouped_matmul.megablox import DTYPES, matmuls
@@ -126,3 +126,10 @@ def explain(call: str, reasons: dict[str, str | None], name: str | None = None) 
     if name in refused:
         return Explanation("grouped_matmul", call, None, f"{name} {refused[name]}", refused)
     return Explanation("grouped_matmul", call, name, "requested by name", refused)
+
+
+def say_why(answer: Explanation, device: tuple[str, str]) -> None:
+    """Logs why a GPU runs plain XLA, if it does."""
+    if device[0] == "gpu" and answer.chosen == "tiled":
+        why = ", and ".join(f"{one} {answer.refused[one]}" for one in ("mosaic_gpu", "jax_mosaic_gpu", "tokamax"))
+        say_once(answer, device, why, "Kernels for more GPUs come with maxlib[cuda] on Python 3.12 or later")

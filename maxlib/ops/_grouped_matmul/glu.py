@@ -1,5 +1,6 @@
 """The gated linear unit of experts: the gate and up projections of each row's expert, and their activation."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,8 @@ def grouped_glu(
       weight_order: dimensions of `gate` and `up`, as in `grouped_matmul`.
       implementation: as in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
           `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and applies
-          the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the activation.
+          the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the activation. By
+          default it runs only activations of arithmetic, min, max, exp, tanh and the logistic function.
 
     Returns:
       One row of outputs for each row.
@@ -55,13 +57,31 @@ def grouped_glu(
     """
     _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), weight_order)
     biases = () if gate_bias is None else (gate_bias, up_bias)
-    if choose("grouped_glu", rows, gate, weight_order, None, implementation) != "mosaic_gpu":
+    chosen = choose("grouped_glu", rows, gate, weight_order, None, implementation)
+    if chosen != "mosaic_gpu" or (implementation is None and not _lowers(activation)):
         how = {"weight_order": weight_order, "implementation": implementation}
         return _unfused(rows, gate, up, rows_per_expert, biases, activation=activation, **how)
     gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
     counts = rows_per_expert.astype(jnp.int32)
     how = {"weight_order": weight_order, "tiles": tiles_of("mosaic_gpu", rows, gate, weight_order)}
     return _grouped_glu(rows, gate, up, counts, *biases, activation=activation, **how)
+
+
+# What the kernel is compiled with for Hopper by every version of jax, of what activations are made of.
+ARITHMETIC = {"add", "sub", "mul", "div", "neg", "min", "max", "integer_pow", "square"}
+LOWERED = ARITHMETIC | {"exp", "exp2", "tanh", "logistic", "convert_element_type", "jit", "pjit"}
+
+
+@functools.cache
+def _lowers(activation: Callable[[Array, Array], Array]) -> bool:
+    """Returns True if the kernel can apply an activation, so that it runs where nobody has asked for it."""
+    block = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    return _primitives(jax.make_jaxpr(activation)(block, block).jaxpr) <= LOWERED
+
+
+def _primitives(program: Any) -> set[str]:
+    inner = [x.jaxpr for one in program.eqns for x in one.params.values() if hasattr(x, "jaxpr")]
+    return {one.primitive.name for one in program.eqns}.union(*map(_primitives, inner))
 
 
 def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):

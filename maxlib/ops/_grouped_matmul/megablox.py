@@ -35,10 +35,15 @@ def megablox(
 
     Tiles are shrunk to the call; by default they are `Matmuls.tiles`.
     """
-    if out_dtype is not None or str(rows.dtype) not in DTYPES:
+    if not takes(rows, out_dtype):
         return ragged_dot(rows, weights, rows_per_expert, weight_order, out_dtype)
     of = matmuls(rows, weights, weight_order)
     return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of))
+
+
+def takes(rows: Any, out_dtype: Any) -> bool:
+    """Returns True if JAX's kernel multiplies these rows, and not XLA's."""
+    return out_dtype is None and str(rows.dtype) in DTYPES
 
 
 def matmuls(rows: Any, weights: Any, weight_order: str) -> Matmuls:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxlib import ops
-from maxlib.hardware import current_device, is_hopper
+from maxlib.hardware import current_device, is_ampere_or_later, is_hopper
+from maxlib.ops import _explanation
 from maxlib.ops._attention import attention, capabilities, dispatch, explain_attention, table
 from maxlib.ops._attention.reference import reference
 
@@ -108,6 +109,47 @@ def test_a_device_may_have_its_short_name(short, kind):
     answer = explain_attention(q, q, q, k_start=bounds, k_end=bounds, mask_hint=CAUSAL, device=short)
     assert answer.chosen == ("splash" if short[0] == "tpu" else "cudnn")
     assert answer.call.device_kind == kind
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Tesla T4",
+        "NVIDIA T4",
+        "Tesla V100-SXM2-16GB",
+        "Quadro RTX 6000",
+        "NVIDIA TITAN RTX",
+        "NVIDIA GeForce RTX 2080 Ti",
+        "NVIDIA GeForce GTX 1660 SUPER",
+        "NVIDIA T1000 8GB",
+        "AMD Instinct MI300X",
+    ],
+)
+def test_kernels_for_ampere_do_not_run_on_older_gpus(kind):
+    q = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    assert not is_ampere_or_later(kind)
+    if "AMD" not in kind:
+        assert explain_attention(q, q, q, device=("gpu", kind)).chosen == "chunked"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A10G",
+        "NVIDIA L4",
+        "NVIDIA RTX A6000",
+        "NVIDIA GeForce RTX 2050",
+        "NVIDIA GeForce RTX 3090",
+        "NVIDIA RTX 2000 Ada Generation",
+        "NVIDIA GeForce RTX 5090",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "NVIDIA GB10",
+    ],
+)
+def test_kernels_for_ampere_run_on_later_gpus(kind):
+    q = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    assert explain_attention(q, q, q, device=("gpu", kind)).chosen == "cudnn"
 
 
 @pytest.mark.parametrize("device", [("gpu", "H1000"), ("tpu", "H100"), ("gpu", "v5p"), ("cuda", "H100"), ("tpu", "v9")])
@@ -239,7 +281,7 @@ def test_refusals_have_reasons(name, change, reason):
 
 
 def test_an_accelerator_says_each_reason_once_why_it_has_no_fused_kernel(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(_explanation, "_said", set())
     call = lambda **change: dispatch.Call(
         **dict(batch=1, queries=64, keys=64, heads=4, kv_heads=4, key_dim=64, value_dim=64, dtype="bfloat16")
         | dict(features=frozenset(), platform="gpu", device_kind="NVIDIA B200", mask=PACKED)
