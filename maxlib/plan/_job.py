@@ -1,7 +1,6 @@
 """The `Job` to plan, and its JSON serialization for another process."""
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -123,9 +122,7 @@ class Job:
         if isinstance(self.model, str):
             known = weights.presets()
             if self.model not in known:
-                near = difflib.get_close_matches(self.model, known, n=1)
-                meant = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"no preset is called {self.model!r}{meant}; there are {', '.join(sorted(known))}")
+                raise ValueError(known.unknown(self.model))
             return _from_config(known[self.model])
         return self.model() if callable(self.model) else _from_config(self.model)
 

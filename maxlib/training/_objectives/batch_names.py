@@ -27,7 +27,8 @@ _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "
 
 
 def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
-    """Raises ValueError for a token mask, and for another library's name of an input that the loss reads.
+    """Raises ValueError for a token mask, for another library's name of an input that the loss reads, and for tokens
+    without targets.
 
     Args:
         loss: Name of the loss.
@@ -44,6 +45,11 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
             )
         if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
             raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
+    if "tokens" in batch and "targets" not in batch:
+        raise ValueError(
+            f"{loss} reads batch['targets'], the token that follows each of batch['tokens'], or -1 where nothing is "
+            "learned: for rows of ids, tokens are ids[:, :-1] and targets ids[:, 1:]"
+        )
 
 
 def warn_of_unread(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:

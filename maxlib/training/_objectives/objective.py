@@ -95,7 +95,7 @@ class Objective:
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
 
     def check_names(self, batch: Batch) -> None:
-        """Raises ValueError for other libraries' names of inputs that the loss reads."""
+        """Raises ValueError for another library's name of an input that the loss reads, and without targets."""
         if self.reads is not None:
             check_batch_names(self.__name__, batch, self.reads)
 
