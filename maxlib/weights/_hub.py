@@ -138,4 +138,5 @@ def explained_errors(name: str, revision: str | None) -> Iterator[None]:
 def _why_no_download(constants: Any, error: Exception) -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE=1 forbids downloads"
-    return f"the hub ({constants.ENDPOINT}) cannot be reached" + (f" ({error.__cause__!r})" if error.__cause__ else "")
+    cause = str(error.__cause__ or "").partition("\n")[0]
+    return f"the hub ({constants.ENDPOINT}) cannot be reached" + (f" ({cause})" if cause else "")
