@@ -3,6 +3,7 @@
 They run in a process of their own, where no checker of annotations answers first.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax import nnx
+
+from maxlib import nn
+from maxlib.models import llama
 
 ROOT = Path(__file__).parents[1]
 MISTAKES = {
@@ -110,6 +115,19 @@ def said(tmp_path_factory) -> dict[str, str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_notebooks_show_the_arguments_of_layers():
+    """As `nn.MLP?` does; flax alone shows (*args, **kwargs)."""
+
+    class Mine(nn.MLP):
+        def __init__(self, width: int, *, rngs: nnx.Rngs):
+            super().__init__(width, 4 * width, rngs=rngs)
+
+    of = lambda what: list(inspect.signature(what).parameters)
+    assert of(nn.MLP) == ["dim", "mlp_dim", "act", "bias", "rngs"] and of(Mine) == ["width", "rngs"]
+    assert of(llama.Llama) == ["cfg", "rngs"] and of(nn.Attention)[:2] == ["dim", "num_heads"]
+    assert of(Mine(4, rngs=nnx.Rngs(0))) == ["x"]
 
 
 @pytest.mark.parametrize("call", MISTAKES)
