@@ -46,7 +46,7 @@ class Job:
         or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
-      lora: a `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
+      lora: an `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
       base: storage format of the frozen base: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
           such as "int8" or "nf4" (QLoRA).
       quantization: rules of `quantization.for_training`, such as "fp8_block".
