@@ -27,8 +27,7 @@ _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "
 
 
 def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
-    """Raises ValueError for a token mask, for another library's name of an input that the loss reads, and for tokens
-    without targets.
+    """Raises ValueError for a token mask, and for another library's name of an input that the loss reads.
 
     Args:
         loss: Name of the loss.
@@ -45,6 +44,10 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
             )
         if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
             raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
+
+
+def check_has_targets(loss: str, batch: dict[str, Any]) -> None:
+    """Raises ValueError for tokens without targets."""
     if "tokens" in batch and "targets" not in batch:
         raise ValueError(
             f"{loss} reads batch['targets'], the token that follows each of batch['tokens'], or -1 where nothing is "
