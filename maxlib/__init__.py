@@ -8,6 +8,8 @@ The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`,
 import importlib
 from typing import TYPE_CHECKING
 
+from maxlib._names import no_attribute
+
 if TYPE_CHECKING:
     from maxlib import adapters as adapters
     from maxlib import checkpoint as checkpoint
@@ -60,7 +62,7 @@ def __getattr__(name: str):
         return importlib.import_module("maxlib._command.doctor").show_versions
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("maxlib.weights"), name)
-    raise AttributeError(f"module 'maxlib' has no attribute {name!r}; it has {', '.join(_SUBPACKAGES + _FUNCTIONS)}")
+    raise no_attribute(__name__, name, _SUBPACKAGES + _FUNCTIONS)
 
 
 def __dir__() -> list[str]:

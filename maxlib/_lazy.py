@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxlib._names import no_attribute
+
 
 def lazy(package: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__getattr__` and `__dir__` of a package that imports its names when they are first used.
@@ -19,7 +21,7 @@ def lazy(package: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[Callable
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(listed())}")
+            raise no_attribute(package, name, listed())
         return getattr(importlib.import_module(home[name]), name)
 
     def listed() -> list[str]:

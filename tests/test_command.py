@@ -2,19 +2,22 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import checkpoint, inference, nn, ops, quantization, tokenization
+from maxlib import adapters, checkpoint, inference, nn, ops, quantization, tokenization
 from maxlib._command import COMMANDS, main
 from maxlib._command.doctor import EXTRAS
 from tests.nn.tiny import filled_llama
@@ -50,6 +53,23 @@ def test_inspect_counts_every_number(capsys, model, directory):
     queries = next(row for row in found["arrays"] if "q_proj" in row["name"])
     assert (queries["count"], queries["name"]) == (2, "model.layers.*.self_attn.q_proj.weight")
     assert "numbers, 0.000 GB" in printed(capsys, "inspect", directory, "--all")[1]
+
+
+def test_inspect_lists_an_adapter(capsys, model, tmp_path):
+    adapters.save(adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0)), tmp_path / "adapter", base="my/base")
+    found = json.loads(printed(capsys, "inspect", tmp_path / "adapter", "--json")[1])
+    rows = {row["name"]: row for row in found["arrays"]}
+    assert rows["base_model.model.model.layers.*.self_attn.q_proj.lora_A.weight"]["shape"] == [2, model.cfg.dim]
+
+
+def test_a_reader_that_stops_early_is_no_error(directory):
+    """As in `maxlib inspect DIR | head -1`."""
+    words = [sys.executable, "-m", "maxlib", "inspect", str(directory), "--all"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_inspect_finds_what_differs(capsys, model, directory, tmp_path):
@@ -152,6 +172,15 @@ def test_a_chat_remembers(directory):
         chat.send("w5")
 
 
+def test_an_answer_ends_at_the_last_position_of_the_model(directory):
+    chat = inference.Chat.from_pretrained(directory, dtype=jnp.float32)
+    chat.stop_token_ids = []  # 64 positions, of which the prompts take 3 and 2
+    assert len(chat.send("w5", max_new_tokens=512).split()) == 61
+    assert len("".join(chat.complete("w5 w6", max_new_tokens=512)).split()) == 62
+    with pytest.raises(ValueError, match="must fit the 64 positions of the model"):
+        chat.send("w5", max_new_tokens=512)
+
+
 def test_a_conversation_in_the_terminal(capsys, monkeypatch, directory):
     (directory / "generation_config.json").write_text('{"eos_token_id": []}')
     monkeypatch.setattr("sys.stdin", io.StringIO("w5\n\nw7\n/new\nw5\n/exit\nw9\n"))
@@ -206,7 +235,7 @@ def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
     compile(target.read_text(), str(target), "exec")
     assert "Finetune a Hugging Face model" in target.read_text()
     assert main(["new-trainer", str(target)]) == 2
-    assert "mine.py" in capsys.readouterr().err
+    assert "mine.py exists already and is kept: give another name" in capsys.readouterr().err
 
 
 def test_doctor_looks_for_every_extra_that_is_for_users():

@@ -3,6 +3,7 @@
 They run in a process of their own, where no checker of annotations answers first.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax import nnx
+
+from maxlib import nn
+from maxlib.models import llama
 
 ROOT = Path(__file__).parents[1]
 MISTAKES = {
@@ -28,6 +33,24 @@ MISTAKES = {
     "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.SlidingWindow(8), rngs=rngs)": "write Causal.. & SlidingWindow.window=8.",
     "model.layers[:2]": "a layer's number must be a whole number, got slice",
     "model([[1, 2]])": "tokens must be an array of integers, .*got list",
+    "model(jnp.array([[1, 32]]))": r"tokens must be in \[0, 32\), got 32: is this the model's tokenizer",
+    "model(jnp.array([[1, -100]]))": r"tokens must be in \[0, 32\), got -100",
+    "model(jnp.array([[1, 2]])).logits": r"an Output has no logits: call model.logits\(output.hidden\)",
+    "model.layers[1]": "there is no layer 1: the stack has 1, numbered from 0",
+    "nn.MLP(8, 8, act='gelu', rngs=rngs)": "act must be a function, such as jax.nn.gelu, got 'gelu'",
+    "nn.GatedMLP(8, 8, act='silu', rngs=rngs)": "act must be a function, .*got 'silu'",
+    "llama.Config(vocab_size=32)": r"models.llama.Config has no field 'vocab_size'; did you mean 'vocab'\?",
+    "llama.Config(hidden_size=16)": "no field 'hidden_size'; did you mean 'dim'",
+    "llama.Config(num_kv_head=1)": "no field 'num_kv_head'; did you mean 'num_kv_heads'",
+    "nn.with_attention(model, 'flash')": "implementation must be None or one of chunked, .*got 'flash'",
+    "training.trainer": "no attribute 'trainer'; did you mean 'Trainer'",
+    "maxlib.from_pretrain": "no attribute 'from_pretrain'; did you mean 'from_pretrained'",
+    "maxlib.models.llama5x": "did you mean 'llama",
+    "weights.presets()['llama3.1_8B']": "no preset is called 'llama3.1_8B'; did you mean 'llama3.1-8b'",
+    "adapters.add(model, 'lora', rngs=rngs)": r"rules must be a LoRA, such as LoRA\(16, alpha=32\), or Rules, got 'lora'",
+    "train(functools.partial(post_training.preference_loss, kind='dpo'))": "kind must be a preference loss, .*got 'dpo'",
+    "training.next_token_loss(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
+    "training.Trainer(build, optimizer=adam, loader=loader, loss='ce')": "loss must be a function .*got 'ce'",
     "training.adamw('1e-3')": "learning_rate must be a number or a schedule .*got '1e-3'",
     "training.adamw(1e-3, mask=True)": "mask must be None, a dictionary or a function .*got True",
     "training.adamw(1e-3, clip=-1.0)": "clip must be positive, or None for no clipping, got -1.0",
@@ -53,10 +76,10 @@ MISTAKES = {
     "inference.generate(model, ['hi'], max_new_tokens=2)": "must consist of integer ids, .*encode text first",
 }  # fmt: skip
 PROGRAM = """if True:
-    import json, sys
-    import jax, jax.numpy as jnp
+    import functools, json, sys
+    import jax, jax.numpy as jnp, maxlib
     from flax import nnx
-    from maxlib import data, inference, nn, ops, save_pretrained, sharding, training
+    from maxlib import adapters, data, inference, nn, ops, post_training, save_pretrained, sharding, training, weights
     from maxlib.models import llama
 
     rope = ops.Rope(8, max_length=16)
@@ -76,7 +99,7 @@ PROGRAM = """if True:
     for call in json.loads(sys.stdin.read()):
         try:
             said[call] = f"no error, but {eval(call)}"
-        except (TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             said[call] = str(error)
     loader.close()
     print(json.dumps(said))
@@ -95,6 +118,19 @@ def said(tmp_path_factory) -> dict[str, str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_notebooks_show_the_arguments_of_layers():
+    """As `nn.MLP?` does; flax alone shows (*args, **kwargs)."""
+
+    class Mine(nn.MLP):
+        def __init__(self, width: int, *, rngs: nnx.Rngs):
+            super().__init__(width, 4 * width, rngs=rngs)
+
+    of = lambda what: list(inspect.signature(what).parameters)
+    assert of(nn.MLP) == ["dim", "mlp_dim", "act", "bias", "rngs"] and of(Mine) == ["width", "rngs"]
+    assert of(llama.Llama) == ["cfg", "rngs"] and of(nn.Attention)[:2] == ["dim", "num_heads"]
+    assert of(Mine(4, rngs=nnx.Rngs(0))) == ["x"]
 
 
 @pytest.mark.parametrize("call", MISTAKES)

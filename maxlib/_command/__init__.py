@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 # Each module has `add(parser)` for its options and `run(args)`, which returns the exit status.
@@ -34,7 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         return _plan(argv[1:])
     args = parser(argv[0] if argv else None).parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"maxlib {args.command}: {error}", file=sys.stderr)
         return 2

@@ -31,7 +31,7 @@ class Array:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", metavar="PATH", help="a Hugging Face directory, a hub name, or a step of a checkpointer"
+        "path", metavar="PATH", help="a Hugging Face directory, a PEFT adapter, a hub name, or a step of a checkpointer"
     )
     parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this; exit with 1 if they differ")
     parser.add_argument("--all", action="store_true", help="one line for each layer instead of one for all")
@@ -55,15 +55,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: str) -> dict[str, Array]:
-    """Finds the arrays of a checkpoint's step or a model directory without reading values."""
+    """Finds the arrays of a checkpoint's step, a model directory or a PEFT adapter without reading values."""
     from maxlib import weights
-    from maxlib.weights._files import find_tensors
+    from maxlib.weights._files import find_tensors, read_header
 
     if manifest := _manifest(Path(path)):
         return {
             f"{item}/{name}".rstrip("/"): _entry(e) for item, leaves in manifest.items() for name, e in leaves.items()
         }
-    tensors = find_tensors(weights.model_directory(path))
+    directory = Path(weights.model_directory(path))
+    adapter = directory / "adapter_model.safetensors"
+    tensors = read_header(adapter) if adapter.exists() else find_tensors(directory)
     size = lambda t: math.prod(t.shape) * t.dtype.itemsize
     return {name: Array(t.shape, str(t.dtype), size(t), t.view) for name, t in tensors.items()}
 

@@ -14,8 +14,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = args.name.with_suffix(".py")
     text = example(args.example).read_text()
-    with open(target, "x") as file:  # an error where the file exists
-        file.write(text)
+    if target.exists():
+        raise FileExistsError(f"{target} exists already and is kept: give another name, or remove it")
+    target.write_text(text)
     print(f"{target} is a copy of examples/{args.example}.py. Try it: python {target} --help")
     return 0
 

@@ -67,7 +67,9 @@ def as_rules(rules: Rules) -> tuple[Rule, ...]:
     """Returns rules; a single adapter applies to all dense and expert matrices."""
     if isinstance(rules, LoRA):
         return (Rule(rules),)
-    rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
+    rules = (rules,) if isinstance(rules, Rule | str) else tuple(rules)
+    if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
+        raise TypeError(f"rules must be a LoRA, such as LoRA(16, alpha=32), or Rules, got {wrong[0]!r:.80}")
     if not any(rule.adapter for rule in rules):
         raise ValueError(f"rules must assign an adapter to something, as LoRA(16, alpha=32) alone does, got {rules}")
     return rules

@@ -12,7 +12,7 @@ from maxlib._utils.deprecation import deprecated
 from maxlib._utils.files import read_json_object
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
-from maxlib.inference._text import stream_text
+from maxlib.inference._text import encode, stream_text
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import from_pretrained, model_directory
 from maxlib.weights._files import QUANTIZED
@@ -109,7 +109,7 @@ class Chat:
 
         Args:
             message: The user's message.
-            max_new_tokens: Maximum number of tokens in the answer.
+            max_new_tokens: Maximum number of tokens in the answer, which also ends at the model's last position.
             key: Random key for sampling; None uses a new key for each call.
 
         Raises:
@@ -128,13 +128,17 @@ class Chat:
 
     def complete(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
         """Yields the continuation of a text piece by piece, without the template."""
-        yield from self._pieces(text, max_new_tokens, key)
+        yield from self._pieces(encode(self.tokenizer, text), max_new_tokens, key)
 
     @deprecated("Chat.complete", since="0.1", removed="0.3")
     def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
         """Yields the pieces of `complete`."""
         return self.complete(text, max_new_tokens=max_new_tokens, key=key)
 
-    def _pieces(self, prompt: Any, max_new_tokens: int, key: Any) -> Iterator[str]:
+    def _pieces(self, prompt: list[int], max_new_tokens: int, key: Any) -> Iterator[str]:
         options = {"sampler": self.sampler, "stop_token_ids": self.stop_token_ids, "key": key}
+        # An answer ends where the model's positions do. A prompt that fills them is an error of the generator.
+        limit = getattr(self.generator.model, "max_length", None)
+        if limit is not None and len(prompt) < limit:
+            max_new_tokens = min(max_new_tokens, limit - len(prompt))
         return stream_text(self.generator, self.tokenizer, prompt, max_new_tokens=max_new_tokens, **options)

@@ -8,6 +8,8 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING
 
+from maxlib._names import no_attribute
+
 if TYPE_CHECKING:
     from maxlib.weights import families as families
     from maxlib.weights import presets as presets
@@ -21,7 +23,7 @@ def __getattr__(name: str):
         return getattr(importlib.import_module("maxlib.weights"), name)
     if name in _FAMILIES:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_LISTS + _FAMILIES)}")
+    raise no_attribute(__name__, name, _LISTS + _FAMILIES)
 
 
 def __dir__() -> list[str]:

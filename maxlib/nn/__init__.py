@@ -4,6 +4,7 @@ Helpers live in submodules: `audio`, `cache`, `describe`, `distillation`, `matmu
 `quantized`, `remat`, `router`, `stack`, `tree` and `vision`.
 """
 
+from maxlib.nn import _signature
 from maxlib.nn import audio as audio
 from maxlib.nn import cache as cache
 from maxlib.nn import describe as describe
@@ -63,3 +64,5 @@ from maxlib.nn.tree import combine as combine
 from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import variables as variables
+
+_signature.show_signatures()

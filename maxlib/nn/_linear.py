@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import for_each_token, gradient_as_stored
@@ -161,6 +163,18 @@ def _weight_letters(spec: str, shape: tuple[int, ...], axes: tuple[str, ...]) ->
     return letters, out
 
 
+def check_ids(tokens: Any, vocab: int) -> None:
+    """Raises ValueError for an id that is not in `[0, vocab)`, if the ids are concrete and all on this host."""
+    if isinstance(tokens, Tracer) or not getattr(tokens, "is_fully_addressable", True):
+        return
+    ids = np.asarray(tokens)
+    if (bad := ids[(ids < 0) | (ids >= vocab)]).size:
+        raise ValueError(
+            f"tokens must be in [0, {vocab}), got {bad[0]}: is this the model's tokenizer? Padding takes any id in that "
+            "range, such as 0"
+        )
+
+
 class Embed(nnx.Module):
     """Table of token vectors. `logits` multiplies by the same table, so a model with tied embeddings needs only one.
 
@@ -178,8 +192,13 @@ class Embed(nnx.Module):
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
         """Returns the vectors of token ids in `dtype`.
 
-        Ids must be in `[0, vocab)`. This is not checked, because values are not known inside jit.
+        Ids must be in `[0, vocab)`. Inside jit their values are unknown: there an id that is too large gives NaN, and
+        a negative one counts from the table's end.
+
+        Raises:
+          ValueError: outside of jit, for an id that is not in the table.
         """
+        check_ids(tokens, len(self.w))
         if tokens.ndim != 2:
             return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
         # Devices that hold different parts of the width look up rows for each other, then exchange rows for width. So

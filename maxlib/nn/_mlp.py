@@ -1,6 +1,7 @@
 """Feed-forward layers. Shapes: D width of the residual stream, F width of the MLP."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,6 +17,13 @@ def _constrain_hidden(h: Float[Array, "... F"]) -> Float[Array, "... F"]:
     return constrain(h, "batch", "seq", "act_mlp") if h.ndim == 3 else h
 
 
+def check_act(act: Any) -> Callable:
+    """Returns the activation; raises TypeError for one that is not a function, such as its name."""
+    if not callable(act):
+        raise TypeError(f"act must be a function, such as jax.nn.gelu, got {act!r:.80}")
+    return act
+
+
 class GatedMLP(nnx.Module):
     """Gated MLP `down(act(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202): SwiGLU with silu, GeGLU with gelu.
 
@@ -25,16 +33,19 @@ class GatedMLP(nnx.Module):
     Args:
         dim: Width D of input and output.
         mlp_dim: Hidden width F.
-        act: Activation of the gate.
+        act: Activation of the gate, such as `jax.nn.gelu`.
         bias: True adds biases to all three projections.
         rngs: Source of initial values.
+
+    Raises:
+        TypeError: when `act` is not a function.
     """
 
     def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.silu, bias: bool = False, rngs: nnx.Rngs):
         self.gate = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.up = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.down = Einsum("...F,DF->...D", (dim, mlp_dim), ("embed", "mlp"), bias=bias, rngs=rngs)
-        self.act = act
+        self.act = check_act(act)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Applies the layer to each token."""
@@ -59,15 +70,18 @@ class MLP(nnx.Module):
     Args:
         dim: Width D of input and output.
         mlp_dim: Hidden width F.
-        act: Activation.
+        act: Activation, such as `jax.nn.silu`.
         bias: True adds biases to both projections.
         rngs: Source of initial values.
+
+    Raises:
+        TypeError: when `act` is not a function.
     """
 
     def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.gelu, bias: bool = True, rngs: nnx.Rngs):
         self.up = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.down = Einsum("...F,DF->...D", (dim, mlp_dim), ("embed", "mlp"), bias=bias, rngs=rngs)
-        self.act = act
+        self.act = check_act(act)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Applies the layer to each token."""

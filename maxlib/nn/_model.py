@@ -1,6 +1,6 @@
 """Protocols of models: the output of a forward pass, and the methods that trainers and generators call."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -24,6 +24,12 @@ class Output:
     hidden: Float[Array, "B T D"]
     cache: Cache | None
     aux: dict[str, Any]
+
+    if not TYPE_CHECKING:  # a type checker still reports unknown attributes
+
+        def __getattr__(self, name: str):
+            hint = ": call model.logits(output.hidden)" if name == "logits" else ""
+            raise AttributeError(f"an Output has no {name}{hint}")
 
 
 @runtime_checkable

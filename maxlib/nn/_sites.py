@@ -95,8 +95,8 @@ class Decisions:
             near = difflib.get_close_matches(idle[0].match, self._seen, n=3, cutoff=0.4)
             raise ValueError(
                 f"these rules match no matmul that an earlier rule has not matched: {idle}. "
-                f"The nearest names are {', '.join(near) or 'none'}; the matmuls are "
-                f"{', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
+                + (f"The nearest names are {', '.join(near)}. " if near else "")
+                + f"The matmuls are {', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
             )
         for rule in self.rules:
             if absent := [i for i in rule.layers or () if not -self._most <= i < self._most]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib.nn._context import Context
 from maxlib.nn.cache import is_quantized
+from maxlib.ops._attention.dispatch import implementations
 from maxlib.sharding.strategies import SplitSequence
 
 Traffic = dict[str, float]
@@ -142,6 +143,9 @@ def with_attention(model: Any, implementation: str | None) -> Any:
         implementation: Name of an implementation; None chooses the best one.
 
     Raises:
-        ValueError: when no layer of the model uses attention.
+        ValueError: when no layer of the model uses attention, or no implementation has this name.
     """
+    names = [one.name for one in implementations()]
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"implementation must be None or one of {', '.join(sorted(names))}, got {implementation!r}")
     return with_implementation(model, implementation, op="attention")

@@ -170,6 +170,8 @@ class Stack(StackedLayers):
     def _index(self, i: int) -> int:
         if not hasattr(i, "__index__"):
             raise TypeError(f"a layer's number must be a whole number, got {i!r}; slices of a stack are not layers")
+        if not -self.num_layers <= i < self.num_layers:
+            raise IndexError(f"there is no layer {i}: the stack has {self.num_layers}, numbered from 0")
         return range(self.num_layers)[i]
 
     def __len__(self) -> int:

@@ -1,7 +1,6 @@
 """The `Job` to plan, and its JSON serialization for another process."""
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -47,7 +46,7 @@ class Job:
         or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
-      lora: a `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
+      lora: an `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
       base: storage format of the frozen base: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
           such as "int8" or "nf4" (QLoRA).
       quantization: rules of `quantization.for_training`, such as "fp8_block".
@@ -123,9 +122,7 @@ class Job:
         if isinstance(self.model, str):
             known = weights.presets()
             if self.model not in known:
-                near = difflib.get_close_matches(self.model, known, n=1)
-                meant = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"no preset is called {self.model!r}{meant}; there are {', '.join(sorted(known))}")
+                raise ValueError(known.unknown(self.model))
             return _from_config(known[self.model])
         return self.model() if callable(self.model) else _from_config(self.model)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -125,12 +125,15 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     """Returns bytes kept on the device for the backward pass, made when a layer is recomputed, and kept on the host."""
     job, plain = program.job, lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     shapes, rest = plain(program.state.trainable), plain(program.state.rest)
-    tokens = jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
-    kept = lambda remat: jax.eval_shape(
-        functools.partial(_backward, dtype=job.dtype, remat=_hashable(remat)), shapes, rest, tokens
-    )
+    tokens = lambda rows: jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
     weights = {x.shape for x in jax.tree.leaves((shapes, rest))}
-    count = lambda leaves: sum(_kept_bytes(x, weights, program) for x in leaves if x.shape not in weights)
+
+    def kept(remat: nn.remat.Policy) -> list[Any]:
+        backward = functools.partial(_backward, dtype=job.dtype, remat=_hashable(remat))
+        residuals = lambda rows: jax.eval_shape(backward, shapes, rest, tokens(rows))
+        return _activations(residuals, rows, job.sequence, weights)
+
+    count = lambda leaves: sum(_kept_bytes(x, program) for x in leaves)
     remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
@@ -159,7 +162,32 @@ def _backward(params: Any, rest: Any, tokens: Any, *, dtype: str, remat: Any) ->
     return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
 
-def _kept_bytes(x: Any, weights: Any, program: Program) -> float:
+def _activations(
+    residuals: Callable[[int], list[Any]], rows: int, sequence: int, weights: set[tuple[int, ...]]
+) -> list[Any]:
+    """Returns the residuals that are not weights.
+
+    An activation may have the shape of a weight by chance: two rows of 4096 tokens in a model of width 8192. Then only
+    a trace with another number of rows tells them apart.
+
+    Args:
+      residuals: returns the residuals of a number of rows, always in the same order.
+      rows: number of rows.
+      sequence: tokens of a row.
+      weights: the shapes of all weights.
+    """
+    found = residuals(rows)
+    by_rows = lambda shape: rows * sequence in shape or {rows, sequence} <= set(shape)
+    ambiguous = any(x.shape in weights and by_rows(x.shape) for x in found)
+    others = residuals(rows + 1) if ambiguous else found
+    return [
+        x
+        for x, other in zip(found, others, strict=True)
+        if x.shape not in weights or (ambiguous and x.shape != other.shape)
+    ]
+
+
+def _kept_bytes(x: Any, program: Program) -> float:
     """Returns one device's bytes of a residual: "seq" splits hidden states, "act_heads" the rest."""
     split = "seq" if x.ndim and x.shape[-1] == program.head[1] else "act_heads"
     return x.size * x.dtype.itemsize / program.layout.axis_size(split)

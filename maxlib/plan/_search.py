@@ -25,11 +25,13 @@ from maxlib.sharding._presets import preset_name
 
 # The analytic model errs: a layout that it puts this far over the capacity may still fit.
 SLACK = 1.1
+# A printed search shows so many layouts that fit.
+ROWS = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The layouts that a search tried; prints as a table.
+    """The layouts that a search tried; prints as a table of the fastest that fit, and of all that were compiled.
 
     Args:
       plans: compiled plans, the best first, then those that were only estimated.
@@ -61,19 +63,31 @@ class Search:
         )
 
     def __str__(self) -> str:
-        table = Table(box=box.SIMPLE)
+        table, shown = Table(box=box.SIMPLE), self._shown()
         for name in ("mesh", "strategy", "remat"):
-            table.add_column(name)
-        for name in ("batch/chip", "peak GiB", "analytic GiB", "tokens/s", "MFU", ""):
+            table.add_column(name, no_wrap=name == "mesh")
+        for name in ("batch/chip", "peak GiB", "analytic GiB", "tokens/s", "MFU"):
             table.add_column(name, justify="right")
-        for plan in self.plans:
+        table.add_column("")
+        for plan in shown:
             table.add_row(*_row(plan))
         tried = (
             f"{len(self.plans)} layouts in {self.seconds:.0f} s, {sum(plan.compiled for plan in self.plans)} compiled"
         )
-        return f"{tried}; {len(self.refused)} refused\n{to_text(table, width=118)}\n{self._reasons()}"
+        rest = [plan for plan in self.plans if not any(plan is one for one in shown)]
+        large = sum(not plan.fits for plan in rest)
+        left = (
+            f"not shown: {large} that do not fit, {len(rest) - large} slower ones (`.plans` has all)\n" if rest else ""
+        )
+        return f"{tried}; {len(self.refused)} refused\n{to_text(table, width=118)}\n{left}{self._reasons()}"
 
     __repr__ = __str__
+
+    def _shown(self) -> list[Plan]:
+        """Returns the fastest plans that fit and all compiled ones; if none fits, the smallest."""
+        fitting = [plan for plan in self.plans if plan.fits][:ROWS]
+        compiled = [plan for plan in self.plans if plan.compiled and not plan.fits]
+        return [*fitting, *compiled] or sorted(self.plans, key=lambda plan: plan.peak)[:ROWS]
 
     def _reasons(self) -> str:
         """Returns a line for each reason, with the first layout that was refused for it."""
@@ -193,7 +207,7 @@ def _words(plan: Plan) -> str:
 def _row(plan: Plan) -> list[str]:
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
     mfu = f"{plan.estimate.mfu_serial:.1%}" if plan.estimate else "-"
-    state = ("compiled" if plan.compiled else "estimated") + ("" if plan.fits else ", does not fit")
+    state = ("compiled" if plan.compiled else "estimated") + ("" if plan.fits else ", too large")
     sizes = [f"{size / GIB:.2f}" for size in (plan.peak, plan.analytic.total)]
     return [
         mesh,

@@ -84,8 +84,11 @@ def preference_loss(
         temperature: Divisor of the logits.
 
     Raises:
+        TypeError: when `kind` is no preference loss.
         ValueError: when `kind` needs a reference and there is none, or the batch does not define pairs.
     """
+    if not isinstance(kind, Preference | Mixture):
+        raise TypeError(f"kind must be a preference loss, such as post_training.DPO(beta=0.1), got {kind!r:.80}")
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
     if "interleaved" not in batch and "segment_ids" not in batch:

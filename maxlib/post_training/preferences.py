@@ -104,6 +104,11 @@ _LOSSES: dict[str, Callable[[Answers, float, float], Pairs]] = {
 class DPO(Preference):
     """DPO (arXiv:2305.18290) and its relatives, with Δ = β (c - r).
 
+    c and r are sums over the n_c and n_r tokens of the chosen and the rejected answer of `log p - log p_reference`,
+    sp(x) = log(1 + e^x), and σ is the logistic function.
+
+        loss = functools.partial(post_training.preference_loss, kind=post_training.DPO(beta=0.1))
+
     | `loss_type` | loss of a pair |
     |---|---|
     | "sigmoid" | (1-ε) sp(-Δ) + ε sp(Δ); with ε > 0 it is cDPO |
@@ -118,8 +123,12 @@ class DPO(Preference):
     | "bco_pair" (2404.04656) | sp(-βc) + sp(βr) |
 
     Args:
+        beta: β, the strength of the pull to the reference.
         loss_type: One of the above, with TRL's names.
         label_smoothing: ε, the share of wrong labels, for "sigmoid" and "robust".
+
+    Raises:
+        ValueError: when `beta` is not positive, `label_smoothing` is not in [0, 0.5), or `loss_type` is unknown.
     """
 
     loss_type: str = "sigmoid"

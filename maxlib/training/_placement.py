@@ -54,11 +54,12 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
         shape = x.shape and (x.shape[0] * count // len(here), *x.shape[1:])
         try:
             return jax.make_array_from_process_local_data(sharding_of_batch, x, shape)
-        except ValueError as error:
+        except ValueError:
+            degrees = {axis: size for axis, size in mesh.shape.items() if size > 1}
             raise ValueError(
-                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {dict(mesh.shape)} as "
+                f"the batch's {name} ({x.shape} on this host) must divide over the mesh {degrees} as "
                 f"{sharding_of_batch.spec} says: choose a batch size that is a multiple of those degrees, or another mesh"
-            ) from error
+            ) from None
 
     return jax.tree_util.tree_map_with_path(put, batch)
 

@@ -30,7 +30,7 @@ from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
-from maxlib.training._trainer_arguments import check_arguments, check_layout, check_step_options
+from maxlib.training._trainer_arguments import check_arguments, check_layout, check_loss, check_step_options
 
 MOST_EMPTY = 10  # batches in a row without a target
 
@@ -101,6 +101,7 @@ class Trainer:
         **step_options: Any,
     ):
         check_arguments(model, loader, evaluation, checkpointer, callbacks)
+        check_loss(loss)
         check_step_options(step_options)
         check_layout(layout)
         for one in (loader, evaluation and evaluation.loader):

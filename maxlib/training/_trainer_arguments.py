@@ -26,6 +26,14 @@ def check_layout(layout: Any) -> None:
         )
 
 
+def check_loss(loss: Any) -> None:
+    """Raises TypeError unless the loss is a function."""
+    if not callable(loss):
+        raise TypeError(
+            f"loss must be a function loss(model, batch, key), such as training.next_token_loss, got {loss!r:.80}"
+        )
+
+
 def check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Iterable[Any]) -> None:
     """Raises TypeError for an argument of a wrong type, and ValueError for a loader that is used twice."""
     if not callable(model) and not nn.variables(model):

@@ -19,6 +19,7 @@ import jax
 from flax import nnx
 
 from maxlib import distributed, nn, sharding
+from maxlib._names import Presets
 from maxlib.weights._card import ModelCard, write_card
 from maxlib.weights._companions import write_companions
 from maxlib.weights._files import QUANTIZED
@@ -81,9 +82,12 @@ def _others() -> list[Family]:
     return found
 
 
-def presets() -> dict[str, Any]:
-    """Returns the published configurations of all families by name."""
-    return {name: cfg for family in families() for name, cfg in family.presets.items()}
+def presets() -> Presets:
+    """Returns the published configurations of all families by name, a dictionary such as `{"llama3.1-8b": cfg}`.
+
+    The KeyError for an unknown name suggests the closest.
+    """
+    return Presets({name: cfg for family in families() for name, cfg in family.presets.items()})
 
 
 def _the(matching: list[Family], what: str, known: str) -> Family:

@@ -279,6 +279,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         found += 'Write a name on the hub as "org/name".'
         if path.parent.exists():
             found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
+        if (path.parent / "adapter_config.json").exists():
+            found = "This is a PEFT adapter: load its base model, then `maxlib.adapters.load(model, directory)`."
         raise FileNotFoundError(
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
         )

@@ -40,12 +40,14 @@ class FieldCodec:
         write: `write(value, cfg)` returns config.json's fields by dotted name.
         required: Names that config.json must have.
         check: `check(value, cfg)` raises ValueError for an invalid configuration.
+        name: Its name in config.json, if it is stored under one name.
     """
 
     read: Callable[[HFConfig, Any, Any], Any]
     write: Callable[[Any, Any], Mapping[str, Any]]
     required: tuple[str, ...] = ()
     check: Callable[[Any, Any], None] = lambda value, cfg: None
+    name: str = ""
 
 
 class ModelConfig:
@@ -58,7 +60,8 @@ class ModelConfig:
         fixed_if_present: The same for fields that transformers may omit; never written.
         ignored: Names of fields without effect in this family. Say why in a comment.
 
-    Raises TypeError where a subclass assigns another name without an annotation, since nothing would read it.
+    Raises TypeError where a subclass assigns another name without an annotation, since nothing would read it, and for
+    an argument that is not a field.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -70,6 +73,13 @@ class ModelConfig:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         _refuse_unknown(cls)
+
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        known = [field.name for field in dataclasses.fields(typing.cast(Any, cls))]
+        if unknown := [name for name in fields if name not in known]:
+            meant = _meant(unknown[0], cls, known)
+            raise TypeError(f"{cls.__module__}.{cls.__name__} has no field {unknown[0]!r}; {meant}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         for name, codec in _codecs(type(self)).items():
@@ -122,6 +132,13 @@ def _refuse_unknown(cls: type) -> None:
         near = difflib.get_close_matches(name, readable, n=1)
         meant = f"did you mean {near[0]}?" if near else f"a field needs an annotation, `{name}: int = ...`"
         raise TypeError(f"{cls.__name__}.{name} has no effect: {meant}")
+
+
+def _meant(name: str, cls: type, known: list[str]) -> str:
+    """Suggests the field that `name` means: by config.json's name of it, or the closest."""
+    near = [own for own, codec in _codecs(cls).items() if codec.name.split(".")[-1] == name]
+    near = near or difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
 
 
 def _codecs(cls: type) -> dict[str, FieldCodec]:
@@ -196,7 +213,7 @@ def hf(
     def write(value: Any, cfg: Any) -> dict[str, Any]:
         return dict.fromkeys((name, *same), list(value) if isinstance(value, tuple) else value)
 
-    return declare(FieldCodec(read, write, (name,) if absent is REQUIRED else ()), default)
+    return declare(FieldCodec(read, write, (name,) if absent is REQUIRED else (), name=name), default)
 
 
 def default_value(default: Default, c: Any) -> Any:

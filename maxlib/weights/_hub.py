@@ -108,34 +108,35 @@ def import_hub(name: str) -> Any:
 
 @contextmanager
 def explained_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turns errors of huggingface_hub into built-in exceptions with advice."""
+    """Turns errors of huggingface_hub into built-in exceptions with advice, without its hundred lines of traceback."""
     from huggingface_hub import constants, errors
 
     where = f"{name} on the hub ({constants.ENDPOINT})"
     try:
         yield
-    except errors.GatedRepoError as error:
+    except errors.GatedRepoError:
         raise PermissionError(
             f"{where} is gated: accept its terms on its page, then run `hf auth login` or pass token=."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
+        ) from None
+    except errors.RepositoryNotFoundError:
         raise FileNotFoundError(
             f"There is no directory {name!r} here, and no model of that name on the hub ({constants.ENDPOINT}) that this "
             "token may see. Check the spelling; a private model needs `hf auth login` or token=."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise FileNotFoundError(f"{where} has no revision {revision!r}: branches, tags and commits are.") from error
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise FileNotFoundError(f"{where} has no revision {revision!r}: branches, tags and commits are.") from None
     except errors.LocalEntryNotFoundError as error:
         raise FileNotFoundError(
             f"There is no directory {name!r} here, the cache ({constants.HF_HUB_CACHE}) does not hold all of the model, and "
-            f"{_why_no_download(constants)}. `hf download {name}` fills the cache on a machine with access to the hub."
-        ) from error
+            f"{_why_no_download(constants, error)}. `hf download {name}` fills the cache on a machine with access to the hub."
+        ) from None
     except errors.HfHubHTTPError as error:
         kind = PermissionError if error.response.status_code in (401, 403) else ConnectionError
-        raise kind(f"{where} answered: {error}") from error
+        raise kind(f"{where} answered: {error}") from None
 
 
-def _why_no_download(constants: Any) -> str:
+def _why_no_download(constants: Any, error: Exception) -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE=1 forbids downloads"
-    return f"the hub ({constants.ENDPOINT}) cannot be reached"
+    cause = str(error.__cause__ or "").partition("\n")[0]
+    return f"the hub ({constants.ENDPOINT}) cannot be reached" + (f" ({cause})" if cause else "")

@@ -12,6 +12,18 @@ from maxlib.plan._memory import _at_once, _Gathered
 from tests.plan.jobs import CONFIG, MIXTRAL, layout, moved
 
 
+def test_activations_of_a_weights_shape_are_counted():
+    """With two rows, as many tokens as the model's width: the MLP's activations then look like its weights."""
+    cfg = dataclasses.replace(CONFIG, dim=64, mlp_dim=96, num_heads=4, num_kv_heads=4, head_dim=16)
+    kept = [
+        plan.estimated(
+            plan.Job(cfg, "h100", sequence=32, per_device_batch_size=rows, remat="dots")
+        ).analytic.activations
+        for rows in (1, 2, 4)
+    ]
+    assert kept[1] == pytest.approx(2 * kept[0], rel=0.02) and kept[2] == pytest.approx(4 * kept[0], rel=0.02)
+
+
 def test_a_model_that_does_not_fit_says_by_how_much():
     text = str(plan.estimated(plan.Job(model="llama3-70b", target="h100x8", sequence=8192, remat=None)))
     assert "does not fit" in text and "GiB too much" in text and "remat='full'" in text

@@ -414,6 +414,10 @@ def test_damaged_files_are_refused(tmp_path, content, message):
 
 
 def test_missing_files_are_named(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"This is a PEFT adapter: load its base model, then"):
+        read_config(tmp_path / "adapter")
     with pytest.raises(FileNotFoundError, match=r"config.json must exist.*The directory has none"):
         read_config(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such directory.*has that run finished"):

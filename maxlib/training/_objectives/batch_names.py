@@ -46,6 +46,15 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
             raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
 
 
+def check_has_targets(loss: str, batch: dict[str, Any]) -> None:
+    """Raises ValueError for tokens without targets."""
+    if "tokens" in batch and "targets" not in batch:
+        raise ValueError(
+            f"{loss} reads batch['targets'], the token that follows each of batch['tokens'], or -1 where nothing is "
+            "learned: for rows of ids, tokens are ids[:, :-1] and targets ids[:, 1:]"
+        )
+
+
 def warn_of_unread(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
     """Warns about other names that the loss does not read; takes the arguments of `check_batch_names`."""
     for name in batch.keys() - {"tokens", "targets", *INPUTS, *reads, *_MADE}:

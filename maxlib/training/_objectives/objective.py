@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, warn_of_unread
+from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, check_has_targets, warn_of_unread
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
@@ -95,9 +95,10 @@ class Objective:
         return loss + stats.num_targets * own_losses(out.aux), with_reports(stats, out.aux)
 
     def check_names(self, batch: Batch) -> None:
-        """Raises ValueError for other libraries' names of inputs that the loss reads."""
+        """Raises ValueError for another library's name of an input that the loss reads, and without targets."""
         if self.reads is not None:
             check_batch_names(self.__name__, batch, self.reads)
+            check_has_targets(self.__name__, batch)
 
     def __repr__(self) -> str:
         return f"<objective {self.__module__}.{self.__qualname__}>"
