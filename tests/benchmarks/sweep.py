@@ -57,7 +57,6 @@ SLOW = {
     "qwen3-30b-a3b-2507": "rows of experts 768 wide pass through memory",
     "qwen3-vl-30b-a3b": "rows of experts 768 wide pass through memory",
     "qwen3.5-122b-a10b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
-    "qwen3.5-397b-a17b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
     "granite-4.0-h-1b": "the chunks of Mamba-2 pass through memory",
     "granite-4.0-h-micro, v6e-4": "the chunks of Mamba-2 pass through memory",
     "granite-4.0-h-tiny": "the chunks of Mamba-2, and rows of experts 512 wide, pass through memory",
