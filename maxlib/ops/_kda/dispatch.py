@@ -1,10 +1,12 @@
 """The implementations of Kimi delta attention, in order of preference."""
 
 from maxlib.ops import _jax_linear_attention
+from maxlib.ops._fla import choice as fla
 from maxlib.ops._recurrences import SEQUENTIAL, Implementation, Operation
 
 TABLE = {
     "jax_linear_attention": _jax_linear_attention.KIMI,
+    "fla": fla.OTHER,
     "chunked": Implementation("chunks of tokens in matmuls, by XLA"),
     "sequential": Implementation(SEQUENTIAL),
 }
