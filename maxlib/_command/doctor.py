@@ -23,6 +23,7 @@ EXTRAS = {
     "cuda": "jax-cuda13-plugin",
     "eval": "lm-eval",
     "examples": "matplotlib",
+    "fla": "fla-core",
     "gcs": "gcsfs",
     "gguf": "gguf",
     "hf": "datasets",

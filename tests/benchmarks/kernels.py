@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.kernels [NAME ...] [--write] [--json out.json]
 
-Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax and
-jax-linear-attention as if they were installed. `--write` replaces the tables of docs/kernels.md; `--json` keeps a line
-for each preset, phase and device.
+Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax,
+jax-linear-attention and flash-linear-attention as if they were installed. `--write` replaces the tables of
+docs/kernels.md; `--json` keeps a line for each preset, phase and device.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from maxlib import nn, ops, weights
 from maxlib.ops import _jax_linear_attention, _recurrences
 from maxlib.ops._attention import dispatch as attention
 from maxlib.ops._attention import table
+from maxlib.ops._fla import choice as fla
 from maxlib.ops._grouped_matmul import dispatch as grouped
 from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
 
@@ -47,6 +48,7 @@ PROVEN = (
     "megablox",
     "jax_mosaic_gpu",
     "jax_linear_attention",
+    "fla",
 )
 RECURRENCES = {
     "gated_delta_rule": "the gated delta rule",
@@ -172,6 +174,7 @@ def _all_installed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         version = mock.patch.object(_jax_linear_attention, "installed_version", return_value=(0, 1, 0))
         stack.enter_context(version)
+        stack.enter_context(mock.patch.object(fla, "lacking", return_value=()))
         for module, name in (
             (table, "is_installed"),
             (table, "has_triton_attention"),

@@ -95,7 +95,7 @@ def test_bad_input():
     x = jax.tree.map(jnp.asarray, GATED_DELTA.inputs(tokens=3))
     with pytest.raises(ValueError, match="value heads must be a multiple"):
         ops.gated_delta_rule(**x | {"q": x["q"].repeat(3, 2), "k": x["k"].repeat(3, 2)})
-    with pytest.raises(ValueError, match="one of mosaic_tpu, jax_linear_attention, chunked, sequential"):
+    with pytest.raises(ValueError, match="one of mosaic_tpu, jax_linear_attention, fla, chunked, sequential"):
         ops.gated_delta_rule(**x, implementation="fast")
     with pytest.raises(ValueError, match="K=0"):
         ops.gated_delta_rule(**x | {"q": x["q"][:, :, :0], "k": x["k"][:, :, :0]})

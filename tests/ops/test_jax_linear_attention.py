@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import ops, sharding
 from maxlib.ops import _explanation
 from maxlib.ops import _jax_linear_attention as module
+from maxlib.ops._fla import choice as fla
 from maxlib.ops._gated_delta import api as gated_delta
 from maxlib.ops._jax_linear_attention import installed_version
 from maxlib.ops._kda import api as kda
@@ -47,6 +48,7 @@ def ranks_promoted():
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr(module, "installed_version", lambda: (0, 1, 0))
+    monkeypatch.setattr(fla, "lacking", lambda: ("fla-core 0.6",))
 
 
 # ------------------------------------------------------------------------------------------------ the choice

@@ -65,5 +65,5 @@ def test_bad_input():
     x = jax.tree.map(jnp.asarray, KDA.inputs(tokens=3))
     with pytest.raises(ValueError, match="there must be at least one token"):
         ops.kimi_delta_attention(**{name: a[:, :0] for name, a in x.items()})
-    with pytest.raises(ValueError, match="one of jax_linear_attention, chunked, sequential"):
+    with pytest.raises(ValueError, match="one of jax_linear_attention, fla, chunked, sequential"):
         ops.kimi_delta_attention(**x, implementation="fast")

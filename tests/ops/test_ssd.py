@@ -41,5 +41,5 @@ def test_bad_input():
     x = jax.tree.map(jnp.asarray, SSD.inputs(tokens=3))
     with pytest.raises(ValueError, match="heads must be a multiple of the G groups"):
         ops.ssd(**x | {"b": x["b"].repeat(2, 2), "c": x["c"].repeat(2, 2)})
-    with pytest.raises(ValueError, match="one of jax_linear_attention, chunked, sequential"):
+    with pytest.raises(ValueError, match="one of jax_linear_attention, fla, chunked, sequential"):
         ops.ssd(**x, implementation="fast")

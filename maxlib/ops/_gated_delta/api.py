@@ -14,6 +14,7 @@ from maxlib.kernels.gated_delta import mosaic_tpu
 from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
+from maxlib.ops._fla import gated_delta as fla
 from maxlib.ops._gated_delta.chunked import DeltaTiles, chunked
 from maxlib.ops._gated_delta.dispatch import GATED_DELTA
 from maxlib.ops._gated_delta.inputs import grouped, widened
@@ -58,8 +59,9 @@ def gated_delta_rule(
       l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
       implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-          GPUs of that package; "mosaic_tpu", TPU kernels, by name only because no TPU has run them yet. None chooses
-          the fastest; `explain_gated_delta_rule` shows which one and why.
+          GPUs of that package; "fla", those of flash-linear-attention for other NVIDIA GPUs; "mosaic_tpu", TPU
+          kernels, by name only because no TPU has run them yet. None chooses the fastest;
+          `explain_gated_delta_rule` shows which one and why.
 
     Returns:
       The output, in the dtype of `v`, and the state after the last real token, for the next call.
@@ -149,6 +151,8 @@ def _run(implementation: str, tiles: Any, how: jax_linear_attention.Run, **norm:
         )
     if implementation == "jax_linear_attention":
         return lambda x, state: jax_linear_attention.gated_delta(widened(x, **norm), state, how)
+    if implementation == "fla":
+        return lambda x, state: fla.gated_delta(widened(x, **norm), state, how)
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document

@@ -4,6 +4,7 @@ from typing import Any
 
 from maxlib.kernels.gated_delta import DeltaTPUTiles, refuses
 from maxlib.ops import _jax_linear_attention
+from maxlib.ops._fla import choice as fla
 from maxlib.ops._gated_delta.chunked import delta_tiles
 from maxlib.ops._recurrences import SEQUENTIAL, Call, Implementation, Operation
 
@@ -27,6 +28,7 @@ TABLE = {
         _tpu_refuses,
     ),
     "jax_linear_attention": _jax_linear_attention.DELTA,
+    "fla": fla.DELTA,
     "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=delta_tiles),
     "sequential": Implementation(SEQUENTIAL),
 }

@@ -13,6 +13,7 @@ from maxlib.hardware import current_device, explained_device
 from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
+from maxlib.ops._fla import kimi as fla
 from maxlib.ops._gated_delta.parallel import AxisName, across
 from maxlib.ops._kda.chunked import KimiTiles, chunked
 from maxlib.ops._kda.dispatch import KIMI_DELTA
@@ -57,7 +58,8 @@ def kimi_delta_attention(
       l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
       implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-          GPUs of that package. None chooses the fastest; `explain_kimi_delta_attention` shows which one and why.
+          GPUs of that package; "fla", those of flash-linear-attention for other NVIDIA GPUs. None chooses the
+          fastest; `explain_kimi_delta_attention` shows which one and why.
 
     Returns:
       The output, in the dtype of `v`, and the state after the last real token, for the next call.
@@ -134,6 +136,8 @@ def _run(implementation: str, tiles: Any, how: jax_linear_attention.Run, **norm:
     """Returns a function of `Inputs` and a state that runs an implementation."""
     if implementation == "jax_linear_attention":
         return lambda x, state: jax_linear_attention.kimi(widened(x, **norm), state, how)
+    if implementation == "fla":
+        return lambda x, state: fla.kimi(widened(x, **norm), state, how)
     if implementation == "sequential":
         return lambda x, state: sequential(widened(x, **norm), state)
     # Narrow inputs do not deserve six passes of a TPU's matmul unit, but their sums over a document do deserve more

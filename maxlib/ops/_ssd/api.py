@@ -13,6 +13,7 @@ from maxlib.hardware import current_device, explained_device
 from maxlib.ops import _jax_linear_attention as jax_linear_attention
 from maxlib.ops._cost import register_flops
 from maxlib.ops._explanation import Explanation
+from maxlib.ops._fla import ssd as fla
 from maxlib.ops._recurrences import Call
 from maxlib.ops._ssd.chunked import SSDTiles, chunked
 from maxlib.ops._ssd.dispatch import SSD
@@ -55,7 +56,8 @@ def ssd(
       initial_state: state before the first token; None for zero.
       axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
       implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-          GPUs of that package. None chooses the fastest; `explain_ssd` shows which one and why.
+          GPUs of that package; "fla", those of flash-linear-attention for other NVIDIA GPUs. None chooses the
+          fastest; `explain_ssd` shows which one and why.
 
     Returns:
       The output, in the dtype of `x`, and the state after the last real token, for the next call.
@@ -130,6 +132,8 @@ def _run(implementation: str, tiles: Any, how: jax_linear_attention.Run) -> Call
     """Returns a function of `Inputs` and a state that runs an implementation."""
     if implementation == "jax_linear_attention":
         return lambda x, state: jax_linear_attention.ssd(x, state, how)
+    if implementation == "fla":
+        return lambda x, state: fla.ssd(x, state, how)
     if implementation == "sequential":
         return sequential
     # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a document
