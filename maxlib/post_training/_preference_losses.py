@@ -54,6 +54,11 @@ def interleaved(batch: Batch) -> Batch:
     return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
 
 
+def _check_kind(kind: Any) -> None:
+    if not isinstance(kind, Preference | Mixture):
+        raise TypeError(f"kind must be a preference loss, such as post_training.DPO(beta=0.1), got {kind!r:.80}")
+
+
 @referenced(reads=("chosen", "rejected", "interleaved", "reference_log_probs"))
 def preference_loss(
     head: Any,
@@ -87,8 +92,7 @@ def preference_loss(
         TypeError: when `kind` is no preference loss.
         ValueError: when `kind` needs a reference and there is none, or the batch does not define pairs.
     """
-    if not isinstance(kind, Preference | Mixture):
-        raise TypeError(f"kind must be a preference loss, such as post_training.DPO(beta=0.1), got {kind!r:.80}")
+    _check_kind(kind)
     if kind.needs_reference and "reference_log_probs" not in batch:
         raise ValueError(no_reference(type(kind).__name__))
     if "interleaved" not in batch and "segment_ids" not in batch:
