@@ -61,8 +61,10 @@ def test_families_are_reached_by_name():
     assert maxlib.models.llama is importlib.import_module("maxlib.models.llama")
     assert "llama3-8b" in maxlib.models.presets()
     assert {"families", "gpt2", "llama", "presets"} <= set(dir(maxlib.models))
-    with pytest.raises(AttributeError, match=r"'gpt5'; it has families, presets, apertus, "):
+    with pytest.raises(AttributeError, match=r"'gpt5'; did you mean 'gpt2'\?"):
         maxlib.models.gpt5
+    with pytest.raises(AttributeError, match=r"'nonsense'; it has families, presets, apertus, "):
+        maxlib.models.nonsense
 
 
 def test_typed_marker_is_packaged():
