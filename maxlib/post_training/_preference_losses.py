@@ -83,8 +83,7 @@ def preference_loss(
     Args:
         head: The model.
         hidden: Its last hidden states.
-        batch: Pairs in one of the forms above: `tokens`, `targets` (-1 outside of completions), and
-            `reference_log_probs`, unless there is a reference model.
+        batch: Pairs in one of the forms above, with `reference_log_probs` unless there is a reference model.
         kind: The loss of pairs.
         temperature: Divisor of the logits.
 
