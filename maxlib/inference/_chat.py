@@ -128,14 +128,15 @@ class Chat:
 
     def complete(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
         """Yields the continuation of a text piece by piece, without the template."""
-        yield from self._pieces(encode(self.tokenizer, text), max_new_tokens, key)
+        yield from self._pieces(text, max_new_tokens, key)
 
     @deprecated("Chat.complete", since="0.1", removed="0.3")
     def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
         """Yields the pieces of `complete`."""
         return self.complete(text, max_new_tokens=max_new_tokens, key=key)
 
-    def _pieces(self, prompt: list[int], max_new_tokens: int, key: Any) -> Iterator[str]:
+    def _pieces(self, prompt: str | list[int], max_new_tokens: int, key: Any) -> Iterator[str]:
+        prompt = encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         options = {"sampler": self.sampler, "stop_token_ids": self.stop_token_ids, "key": key}
         # An answer ends where the model's positions do. A prompt that fills them is an error of the generator.
         limit = getattr(self.generator.model, "max_length", None)

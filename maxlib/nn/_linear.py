@@ -198,7 +198,7 @@ class Embed(nnx.Module):
         Raises:
           ValueError: outside of jit, for an id that is not in the table.
         """
-        check_ids(tokens, len(self.w))
+        check_ids(tokens, self.w.shape[0])
         if tokens.ndim != 2:
             return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
         # Devices that hold different parts of the width look up rows for each other, then exchange rows for width. So

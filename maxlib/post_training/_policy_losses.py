@@ -1,7 +1,6 @@
 """The training loss of policies, for models, and the published methods as options of it."""
 
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -113,44 +112,20 @@ def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Arra
     return jnp.where(several, jnp.nan, wide)
 
 
-def _variant(said: str, **options: Any) -> functools.partial:
-    """Returns `policy_loss` with these options. `help`, and `?` in a notebook, show what is `said`."""
-    loss = functools.partial(policy_loss, **options)
-    loss.__doc__ = inspect.cleandoc(
-        f"{said}\n\n    Call it as `policy_loss`, which describes the batch and all options."
-    )
-    return loss
+grpo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), mean="sequence")
+"""GRPO (arXiv:2402.03300). Its mean favors long answers among wrong ones.
 
-
-grpo = _variant(
-    """GRPO (arXiv:2402.03300). Its mean favors long answers among wrong ones.
-
-        loss = functools.partial(post_training.grpo, temperature=1.0)
-        trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
-    """,
-    surrogate=Clip(0.2, 0.2),
-    mean="sequence",
-)
-dapo = _variant(
-    "DAPO (arXiv:2503.14476): a higher upper clip, and an average over all tokens of the batch.",
-    surrogate=Clip(0.2, 0.28),
-    mean="token",
-)
-gspo = _variant(
-    "GSPO (arXiv:2507.18071): one ratio for each sequence.",
-    surrogate=Clip(3e-4, 4e-4),
-    ratio="sequence",
-    mean="sequence",
-)
-cispo = _variant(
-    "CISPO (arXiv:2506.13585): limits the weight of a token, not its gradient.", surrogate=CISPO(5.0), mean="token"
-)
-rloo = _variant(
-    "RLOO (arXiv:2402.14740), with the advantages of `leave_one_out`.",
-    surrogate=Clip(0.2, 0.2),
-    ratio="sequence_sum",
-    mean="sequence",
-)
+    loss = functools.partial(post_training.grpo, temperature=1.0)
+    trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
+"""
+dapo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.28), mean="token")
+"""DAPO (arXiv:2503.14476): a higher upper clip, and an average over all tokens of the batch."""
+gspo = functools.partial(policy_loss, surrogate=Clip(3e-4, 4e-4), ratio="sequence", mean="sequence")
+"""GSPO (arXiv:2507.18071): one ratio for each sequence."""
+cispo = functools.partial(policy_loss, surrogate=CISPO(5.0), mean="token")
+"""CISPO (arXiv:2506.13585): limits the weight of a token, not its gradient."""
+rloo = functools.partial(policy_loss, surrogate=Clip(0.2, 0.2), ratio="sequence_sum", mean="sequence")
+"""RLOO (arXiv:2402.14740), with the advantages of `leave_one_out`."""
 
 
 def dr_grpo(length: int) -> functools.partial:
