@@ -30,7 +30,7 @@ def file_of(device_kind: str, folder: Path | None = None) -> Path:
 def versions() -> dict[str, str]:
     """Returns the versions that a result depends on: another compiler, or package of kernels, may fix or break one."""
     found = {}
-    for name in ("jax", "jaxlib", "tokamax", "jax-linear-attention"):
+    for name in ("jax", "jaxlib", "tokamax", "jax-linear-attention", "fla-core", "jax-triton", "triton"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

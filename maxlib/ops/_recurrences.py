@@ -141,6 +141,6 @@ class Operation:
             raise ValueError(f"{self.name}: {found.reason}. Pass implementation=None for the best one that can.")
         if name is None and found.chosen == "chunked":
             for package, why in found.refused.items():
-                if why.startswith("is not installed"):  # this package has kernels for the call
+                if "pip install" in why:  # this package has kernels for the call
                     say_once(found, (call.platform, call.device_kind), f"{package} {why}", "Its kernels are faster")
         return found

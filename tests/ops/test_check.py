@@ -94,10 +94,10 @@ def test_one_that_passes_again_may_run_again(tables, workers):
     assert _findings.refused("attention", "tokamax", H100[1])
 
 
-@pytest.mark.parametrize("package", ["jaxlib", "tokamax"])
+@pytest.mark.parametrize("package", ["jaxlib", "tokamax", "fla-core", "triton"])
 def test_findings_with_other_versions_do_not_count(package, tables, monkeypatch):
     """Of the compiler, or of a package of kernels, which may be upgraded because of what was found."""
-    now = {"jax": "1", "jaxlib": "1", "tokamax": "1"}
+    now = {"jax": "1", "jaxlib": "1", "tokamax": "1", "fla-core": "1", "triton": "1"}
     monkeypatch.setattr(_findings, "version", lambda name: now[name] if name in now else absent(name))
     _findings.write(H100[1], refused={"attention/tokamax": "wrong"})
     assert _findings.refused("attention", "tokamax", H100[1])

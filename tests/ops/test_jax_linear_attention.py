@@ -93,15 +93,24 @@ def test_where_they_are_not_installed_the_reason_says_how(rule, monkeypatch):
     assert "needs version 0.1 of jax-linear-attention, not 0.2.1" in explained(rule).refused[NAME]
 
 
-def test_a_gpu_that_they_are_for_says_once_how_to_install_them(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        (H100, "jax_linear_attention is not installed: pip install 'maxlib[linear-attention]'"),
+        (A100, "fla needs fla-core 0.6: pip install 'maxlib[fla]'"),
+        (B200, "fla needs fla-core 0.6: pip install 'maxlib[fla]'"),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_there_are_kernels_for_says_once_how_to_install_them(device, says, monkeypatch, caplog):
     monkeypatch.setattr(_explanation, "_said", set())
     monkeypatch.setattr(module, "installed_version", lambda: None)
-    call = lambda device: Call(1, 64, 2, 4, 128, 128, "bfloat16", *device)
-    for device in (A100, H100, H100):
-        assert gated_delta.GATED_DELTA.choose(call(device), None).chosen == "chunked"
+    monkeypatch.setattr(fla, "lacking", lambda: ("fla-core 0.6",))
+    call = Call(1, 64, 2, 4, 128, 128, "bfloat16", *device)
+    for _ in range(2):
+        assert gated_delta.GATED_DELTA.choose(call, None).chosen == "chunked"
     (said,) = caplog.records
-    assert said.message.startswith(f"gated_delta_rule runs 'chunked' on {H100[1]}")
-    assert "jax_linear_attention is not installed: pip install 'maxlib[linear-attention]'" in said.message
+    assert said.message.startswith(f"gated_delta_rule runs 'chunked' on {device[1]}") and says in said.message
 
 
 @pytest.mark.parametrize(
