@@ -1,4 +1,4 @@
-"""Few queries against a long cache, with the forward kernel: one block of threads per part of the keys and key head.
+"""Few queries against a long cache: one block of threads per part of the keys and key head.
 
 One query per head would leave most processors idle and most of each tile empty. Therefore the query heads that share a
 key head become the queries of one tile, and the visited blocks of keys are distributed in turn over several blocks of
@@ -13,6 +13,7 @@ from maxlib.kernels.attention.logits import LOG2_E, Logits
 from maxlib.kernels.attention.merge import merge_parts
 from maxlib.kernels.attention.mosaic_gpu import config
 from maxlib.kernels.attention.mosaic_gpu.forward import forward
+from maxlib.kernels.attention.mosaic_gpu.latents import latents
 
 
 def decode(
@@ -25,7 +26,7 @@ def decode(
     logits: Logits,
     tiles: config.Tiles,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Computes the output and the log-sum-exp of every row, without sinks."""
+    """Computes the output and the log-sum-exp of every row, without sinks, with the forward kernel."""
     (B, T, N, _), (S, K) = q.shape, v.shape[1:3]
     P = config.decode_parts(B * K, S)
     # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B, R, K, Hk] with R = T * G.
@@ -40,3 +41,26 @@ def decode(
     out, lse = merge_parts(out, lse)  # [P, B, R, K, Hv] -> [B, R, K, Hv]
     by_head = lambda x: einops.rearrange(x, "B (T G) K H -> B T (K G) H", T=T)
     return by_head(out).astype(q.dtype), by_head(lse[..., None])[..., 0]
+
+
+def decode_latents(
+    q: Float[Array, "B T N Hk"],
+    keys: Float[Array, "B S Hk"],
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    *,
+    value_dim: int,
+    logits: Logits,
+    tiles: config.LatentTiles,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Computes the same for latents (MLA): one key head, whose first `value_dim` channels are the values."""
+    B, T, N, _ = q.shape
+    R = T * N
+    rows = jnp.pad(einops.rearrange(q, "B T N H -> B (T N) H"), ((0, 0), (0, -R % 8), (0, 0)))
+    to_rows = lambda ends: jnp.pad(jnp.repeat(ends, N, axis=1), ((0, 0), (0, -R % config.ROWS)), mode="edge")
+    P = config.latent_parts(B * -(-R // config.ROWS), keys.shape[1])
+    bounds = to_rows(start), to_rows(end)
+    out, lse = latents(rows, keys, *bounds, value_dim=value_dim, logits=logits, tiles=tiles, parts=P)
+    parts = lambda x: einops.rearrange(x[:, :R], "(B P) R ... -> P B R ...", P=P)
+    out, lse = merge_parts(parts(out).astype(jnp.float32), parts(lse) / LOG2_E)  # [P, B, R, Hv] -> [B, R, Hv]
+    return out.reshape(B, T, N, value_dim).astype(q.dtype), lse.reshape(B, T, N)

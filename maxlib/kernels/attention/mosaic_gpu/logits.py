@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxlib.kernels.attention.logits import Logits
+from maxlib.kernels.attention.mosaic_gpu.config import ROWS
 
 
 def probabilities(logits: Logits, bent, hide, lse, axis: int):
@@ -43,3 +44,17 @@ def hide(logits, ends, first_key, axis: int):
     # One bound after the other, so that only one of them is in registers at a time.
     logits = jnp.where(start() <= keys, logits, -jnp.inf)
     return jnp.where(keys < end(), logits, -jnp.inf)
+
+
+def per_row(value: float):
+    """Returns one number per query, in registers."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def online_softmax(bent, peak, total, factor: float):
+    """Returns the tile's exponentials, the new peak and total, and the factor by which sums so far shrink."""
+    # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
+    new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * factor)
+    shrink = jnp.exp2(peak - new_peak)
+    probs = jnp.exp2(bent * factor - spread(new_peak, bent))
+    return probs, new_peak, total * shrink + jnp.sum(probs, axis=1), shrink
