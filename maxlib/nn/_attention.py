@@ -340,7 +340,15 @@ def attend(
     if static is not None and axis_size("q_seq") > 1:
         static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
     of_bias = ("batch", None, "q_seq", None)
-    names = [queries, keys, None if v is None else keys, queries[:2], queries[:2], ("attn_heads",), None if bias is None else of_bias]
+    names = [
+        queries,
+        keys,
+        None if v is None else keys,
+        queries[:2],
+        queries[:2],
+        ("attn_heads",),
+        None if bias is None else of_bias,
+    ]
     if segments is not None:
         names += [queries[:2], keys[:2]]  # of queries [B, T] and of keys [B, S]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}

@@ -85,11 +85,14 @@ def query_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> Tiles:
 def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tuple[str, ...], Tiles]:
     """Chooses the kernels for dk and dv, and their tiles: keys and values stay, queries and output gradients stream.
 
-    If both gradients need too many registers, two kernels compute one each, which costs one more matmul.
+    If both gradients need too many registers, a block of queries is half as long, or two kernels compute one gradient
+    each, which costs one more matmul.
     """
-    two = Tiles(warpgroups=2, columns=64)
     if not _is_wide(key_dim, value_dim, softcap):
-        return {("dk", "dv"): two}
+        return {("dk", "dv"): Tiles(warpgroups=2, columns=64)}
+    if key_dim + value_dim <= 320 and not softcap:
+        return {("dk", "dv"): Tiles(warpgroups=2, columns=32)}
+    two = Tiles(warpgroups=2, columns=64)
     return {("dk",): two if key_dim + value_dim <= 384 else Tiles(warpgroups=1, columns=64), ("dv",): two}
 
 

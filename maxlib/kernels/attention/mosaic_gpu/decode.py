@@ -54,13 +54,31 @@ def decode_latents(
     tiles: config.LatentTiles,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes the same for latents (MLA): one key head, whose first `value_dim` channels are the values."""
-    B, T, N, _ = q.shape
+    (B, T, N, _), S = q.shape, keys.shape[1]
     R = T * N
     rows = jnp.pad(einops.rearrange(q, "B T N H -> B (T N) H"), ((0, 0), (0, -R % 8), (0, 0)))
-    to_rows = lambda ends: jnp.pad(jnp.repeat(ends, N, axis=1), ((0, 0), (0, -R % config.ROWS)), mode="edge")
-    P = config.latent_parts(B * -(-R // config.ROWS), keys.shape[1])
-    bounds = to_rows(start), to_rows(end)
-    out, lse = latents(rows, keys, *bounds, value_dim=value_dim, logits=logits, tiles=tiles, parts=P)
+    # [2, B, T] -> [2, B, R], a multiple of 64 rows
+    bounds = jnp.repeat(jnp.stack([start, end]), N, axis=2)
+    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, -R % config.ROWS)), mode="edge")
+    P = config.latent_parts(B * bounds.shape[2] // config.ROWS, S)
+    visits = _visits(start, end, tiles.columns)
+    out, lse = latents(rows, keys, bounds, visits, value_dim=value_dim, logits=logits, tiles=tiles, parts=P)
     parts = lambda x: einops.rearrange(x[:, :R], "(B P) R ... -> P B R ...", P=P)
     out, lse = merge_parts(parts(out).astype(jnp.float32), parts(lse) / LOG2_E)  # [P, B, R, Hv] -> [B, R, Hv]
     return out.reshape(B, T, N, value_dim).astype(q.dtype), lse.reshape(B, T, N)
+
+
+def _visits(start: Int[Array, "B T"], end: Int[Array, "B T"], columns: int) -> Int[Array, "B 4"]:
+    """Describes the blocks of keys that any query of a row visits, as `intervals.walk` does.
+
+    All tiles of a row visit the same ones. Without queries' blocks to compare, this is one small program for XLA.
+    """
+    seen, none = start < end, jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(seen, start, none), axis=1) // columns
+    stop = -(-jnp.max(jnp.where(seen, end, 0), axis=1) // columns)
+    # A block is full if every query sees all of it.
+    full_first, full_stop = -(-jnp.max(start, axis=1) // columns), jnp.min(end, axis=1) // columns
+    # A row that sees nothing processes one masked block.
+    some = jnp.any(seen, axis=1)
+    counts = jnp.where(some, stop - first, 1), jnp.maximum(full_stop - full_first, 0)
+    return jnp.stack([jnp.where(some, first, 0), counts[0], full_first, counts[1]], axis=1)

@@ -110,7 +110,7 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
         memory.load(scratch.loaded.at[warpgroup], (q.at[batch, rows, head], own.q_out[0]))
         by_row = plgpu.Layout.WGMMA.reduce(1)
         ends = [lambda x=_compat.load(x.at[batch, rows], by_row): x for x in (start, end)]
-        turns = _Turns(scratch.turn, warpgroup, tiles.warpgroups)
+        turns = memory.Turns(scratch.turn, warpgroup, tiles.warpgroups)
         result = _attend(own, turns, block, visited, full, ends, logits=logits, tiles=tiles)
         _store(result, own, sinks[head], out.at[index, rows, head], lse.at[index, head, rows])
 
@@ -125,23 +125,7 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
 
 
-class _Turns:
-    """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
-
-    def __init__(self, barrier, warpgroup, count: int):
-        self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
-        pl.when(warpgroup == count - 1)(self.give)
-
-    def take(self):
-        """Waits for this warpgroup's turn."""
-        plgpu.barrier_wait(self.own)
-
-    def give(self):
-        """Passes the turn to the next warpgroup."""
-        plgpu.barrier_arrive(self.next)
-
-
-def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
+def _attend(own: Scratch, turns: memory.Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
     """Runs the online softmax over all visited blocks; step i issues q k(i) and p(i-1) v(i-1) together."""
     columns, slot = tiles.columns, lambda step: lax.rem(step, jnp.int32(tiles.stages))
     (k,), (v,), queries = own.k.buffers, own.v.buffers, own.q_out[0]

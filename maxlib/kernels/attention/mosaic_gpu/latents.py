@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
-from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, LatentTiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, online_softmax, per_row, spread
 
@@ -28,7 +28,7 @@ HALVES = 2  # warpgroups that compute
 
 
 class Scratch(NamedTuple):
-    """Shared memory and the barriers that guard it."""
+    """Shared memory and the barriers that guard it. `turn` lets one warpgroup at a time compute scores."""
 
     q: Any  # half r Hw: queries, which the output overwrites
     q_rest: Any  # r (Hk - Hv)
@@ -36,6 +36,7 @@ class Scratch(NamedTuple):
     rest: Any  # stage c (Hk - Hv)
     lse: Any  # r
     loaded: Any
+    turn: Any
     ready: Any
     free: Any
     finished: Any
@@ -44,8 +45,8 @@ class Scratch(NamedTuple):
 def latents(
     q: Float[Array, "B R Hk"],
     keys: Float[Array, "B S Hk"],
-    start: Int[Array, "B P"],
-    end: Int[Array, "B P"],
+    bounds: Int[Array, "2 B P"],
+    visits: Int[Array, "B 4"],
     *,
     value_dim: int,
     logits: Logits,
@@ -55,10 +56,18 @@ def latents(
     """Computes the output and the log-sum-exp (base 2) of every row; `keys[..., :value_dim]` are the values.
 
     As in `forward`, the visited blocks are distributed over `parts` blocks of threads (Bp = B * parts).
+
+    Args:
+      q: queries, rows after rows.
+      keys: latents.
+      bounds: first key of every row, and one past its last.
+      visits: first visited block, number visited (at least 1), first full one, number full (`intervals.walk`).
+      value_dim: channels that are values.
+      logits: the maths.
+      tiles: latents of a block, and blocks in flight.
+      parts: blocks of threads that share a row's keys.
     """
-    (B, R, Hk), S, padded = q.shape, keys.shape[1], start.shape[1]
-    visits = intervals.walk(*intervals.tiles(start, end, S, ROWS, tiles.columns))
-    visits = visits.at[..., 1].max(1)  # an empty tile processes one masked block
+    (B, R, Hk), S, padded = q.shape, keys.shape[1], bounds.shape[2]
     call = _compat.kernel(
         functools.partial(_kernel, logits=logits, tiles=tiles),
         out_type=(
@@ -76,7 +85,7 @@ def latents(
         flops=2 * B * padded * S * (Hk + value_dim),
         exps=B * padded * S,
     )
-    return call(q, keys, start, end, visits)
+    return call(q, keys, bounds, visits)
 
 
 def _scratch(key_dim: int, value_dim: int, dtype, tiles: LatentTiles) -> Scratch:
@@ -89,25 +98,27 @@ def _scratch(key_dim: int, value_dim: int, dtype, tiles: LatentTiles) -> Scratch
         rest=shared(tiles.stages, tiles.columns, rest),
         lse=plgpu.SMEM((ROWS,), jnp.float32),
         loaded=memory.barrier(1, HALVES + 1),
+        turn=memory.barrier(HALVES),
         ready=memory.barrier(tiles.stages, HALVES + 1),  # a copy for each half and one for the rest
         free=memory.barrier(tiles.stages, HALVES),
         finished=memory.barrier(1, HALVES),
     )
 
 
-def _kernel(q, keys, start, end, visits, out, lse, scratch, *, logits: Logits, tiles: LatentTiles):
+def _kernel(q, keys, bounds, visits, out, lse, scratch, *, logits: Logits, tiles: LatentTiles):
     row, part, tile, warpgroup = (lax.axis_index(name) for name in ("row", "part", "tile", "warpgroup"))
     parts = out.shape[0] // q.shape[0]  # of a row's keys
     index, rows = row * parts + part, pl.ds(tile * ROWS, ROWS)
-    visited, full, block = memory.deal(*(visits[row, tile, i] for i in range(4)), part=part, parts=parts)
+    visited, full, block = memory.deal(*(visits[row, i] for i in range(4)), part=part, parts=parts)
 
     @pl.when(warpgroup < HALVES)
     def _compute():
         plgpu.set_max_registers(tiles.registers[0], action="increase")
         by_row = plgpu.Layout.WGMMA.reduce(1)
-        ends = [lambda x=_compat.load(x.at[row, rows], by_row): x for x in (start, end)]
+        ends = [lambda x=_compat.load(bounds.at[i, row, rows], by_row): x for i in range(2)]
         plgpu.barrier_wait(scratch.loaded.at[0])
-        result = _attend(scratch, warpgroup, block, visited, full, ends, logits=logits, tiles=tiles)
+        turns = memory.Turns(scratch.turn, warpgroup, HALVES)
+        result = _attend(scratch, turns, warpgroup, block, visited, full, ends, logits=logits, tiles=tiles)
         half = out.shape[2] // HALVES
         channels = pl.ds(warpgroup * half, half)
         _store(result, scratch, warpgroup, out.at[index, rows, channels], lse.at[index, rows])
@@ -135,7 +146,9 @@ def _copy(source, place, halves, rest, arrived):
     plgpu.copy_gmem_to_smem(source.at[*place, pl.ds(HALVES * width, rest.shape[1])], rest, arrived)
 
 
-def _attend(scratch: Scratch, warpgroup, block, visited, full, ends, *, logits: Logits, tiles: LatentTiles):
+def _attend(
+    scratch: Scratch, turns: memory.Turns, warpgroup, block, visited, full, ends, *, logits: Logits, tiles: LatentTiles
+):
     """Runs the online softmax over all visited blocks, for one half of the channels."""
     values, rest = scratch.values, scratch.rest
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, values.shape[3]), jnp.float32), plgpu.Layout.WGMMA)
@@ -152,9 +165,11 @@ def _attend(scratch: Scratch, warpgroup, block, visited, full, ends, *, logits: 
                 keys = values.at[_anew(half), slot]
                 plgpu.wgmma(ref, scratch.q.at[_anew(half)], _compat.transpose(keys))
             plgpu.wgmma(ref, scratch.q_rest, _compat.transpose(rest.at[slot]))
+            turns.give()
             return ref[...]
 
         plgpu.barrier_wait(scratch.ready.at[slot])
+        turns.take()
         bent = logits.bend(pl.run_scoped(scores, scores_ref))
         if masked:
             bent = hide(bent, ends, block(i) * tiles.columns, axis=1)

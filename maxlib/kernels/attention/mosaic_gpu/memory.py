@@ -87,6 +87,22 @@ def deal(first, visited, full_first, full, *, part, parts: int):
     return jnp.maximum(share(visited), 1), share(full), block
 
 
+class Turns:
+    """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
+
+    def __init__(self, barrier, warpgroup, count: int):
+        self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
+        pl.when(warpgroup == count - 1)(self.give)
+
+    def take(self):
+        """Waits for this warpgroup's turn."""
+        plgpu.barrier_wait(self.own)
+
+    def give(self):
+        """Passes the turn to the next warpgroup."""
+        plgpu.barrier_arrive(self.next)
+
+
 def feed(step, stages: int, streams: list[tuple[Stream, tuple]]):
     """Starts the copies of one step: waits until each slot is free, then fills it."""
     slot = lax.rem(step, jnp.int32(stages))
