@@ -42,6 +42,7 @@ PHASES = ("train", "train packed", "prefill", "decode")
 PROVEN = (
     "cudnn",
     "mosaic_gpu",
+    "mosaic_gpu_mla",
     "tokamax",
     "tokamax_triton",
     "splash",

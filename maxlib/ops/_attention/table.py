@@ -13,7 +13,8 @@ kernels for TPUs only run by name until they have been tested against splash on 
 | NVIDIA A100, L40S | `cudnn` | `split_kv` | `cudnn` | `tokamax_triton` | `chunked` |
 | CPU and others | `chunked` | `chunked` | `chunked` | `chunked` | `chunked` |
 
-The log-sum-exp, which rings need, comes from `splash`, `mosaic_gpu` and `chunked`.
+On Hopper a cache of latents (MLA) is decoded by `mosaic_gpu_mla`, and heads of 192 with values of 128 run `mosaic_gpu`,
+where cuDNN would pad values. The log-sum-exp, which rings need, comes from `splash`, `mosaic_gpu` and `chunked`.
 """
 
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
@@ -87,6 +88,8 @@ def cudnn_refuses(call: Call) -> str | None:
     width = head_width(call.key_dim, call.value_dim, call.device_kind)
     if width % 8 or width > widest:
         return f"takes heads whose width is a multiple of 8, at most {widest} here, not {width}"
+    if is_hopper(call.device_kind) and call.key_dim != call.value_dim and width > 128:
+        return f"pads keys and values to a width of {width}, which took 1.4 to 1.6 times as long as mosaic_gpu on an H100"
     return _names_no_mask(call) or (refuses_sinks() if "sinks" in call.features else None)
 
 

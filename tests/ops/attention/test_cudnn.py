@@ -61,7 +61,8 @@ def test_heads_of_two_widths_are_padded_and_nothing_changes(kind, widths, padded
     q, k, v = (jax.ShapeDtypeStruct((2, 4096, *x.shape[2:]), jnp.bfloat16) for x in given)
     ends = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     options = dict(k_start=ends, k_end=ends, mask_hint=about.static, device=("gpu", kind))
-    assert ops.explain_attention(q, k, v, **options).chosen == "cudnn"
+    # On Hopper mosaic_gpu takes wide heads of two widths as they are, and is faster.
+    assert ops.explain_attention(q, k, v, **options).chosen == ("mosaic_gpu" if padded == 192 else "cudnn")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ def test_the_table_has_every_implementation_and_feature(fast):
         "cudnn",
         "fast",
         "mosaic_gpu",
+        "mosaic_gpu_mla",
         "mosaic_tpu",
         "split_kv",
         "tokamax",
