@@ -19,27 +19,33 @@ import numpy as np
 from maxlib.hardware import chip_of
 from maxlib.kernels.attention.mosaic_tpu import mosaic_tpu
 from maxlib.kernels.gated_delta import DeltaTPUTiles
-from maxlib.ops import _attention, _gated_delta, _grouped_matmul, _tuning
-from maxlib.ops._attention import dispatch, splash
-from maxlib.ops._check.cases import CASES, TOLERANCE, Attention, Case, GatedDelta, functions
-from maxlib.ops._explanation import Explanation
+from maxlib.ops import _tuning
+from maxlib.ops._attention import dispatch as attention
+from maxlib.ops._attention import splash
+from maxlib.ops._check.cases import CASES, TOLERANCE, Case, functions
 from maxlib.ops._gated_delta import dispatch as gated_delta
 from maxlib.ops._gated_delta.api import _gated_delta_rule
-from maxlib.ops._grouped_matmul.dispatch import TABLE
+from maxlib.ops._grouped_matmul import dispatch as grouped_matmul
+from maxlib.ops._kda import dispatch as kda
+from maxlib.ops._ssd import dispatch as ssd
 
 REPEATS = 10  # runs that must agree bit for bit
 # Those that add up some gradients in an order that varies: their runs differ in bits, and each of them must be right.
 VARY = {("attention", "cudnn"), ("attention", "tokamax")}
-OPS = ("attention", "grouped_matmul", "gated_delta_rule")
+DEFINITIONS = ("reference", "sequential")
+OPS = ("attention", "grouped_matmul", "gated_delta_rule", "kimi_delta_attention", "ssd")
 
 
 def names(op: str) -> list[str]:
-    """Returns the implementations of an operation to check: all but the reference."""
-    if op == "attention":
-        return [one.name for one in dispatch.implementations() if one.name != "reference"]
-    if op == "gated_delta_rule":
-        return [name for name in gated_delta.TABLE if name != "sequential"]
-    return [name for name in TABLE if name != "reference"]
+    """Returns the implementations of an operation to check: all but its definition."""
+    tables = {
+        "grouped_matmul": grouped_matmul,
+        "gated_delta_rule": gated_delta,
+        "kimi_delta_attention": kda,
+        "ssd": ssd,
+    }
+    known = tables[op].TABLE if op in tables else [one.name for one in attention.implementations()]
+    return [name for name in known if name not in DEFINITIONS]
 
 
 def describe() -> dict[str, Any]:
@@ -99,23 +105,8 @@ def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tup
 
 
 def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> str | None:
-    answer = _explained(case, implementation, given)
+    answer = case.explain(given, implementation=implementation)
     return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
-
-
-def _explained(
-    case: Case, implementation: str, given: dict[str, jax.Array], device: tuple[str, str] | None = None
-) -> Explanation:
-    options: dict[str, Any] = {"implementation": implementation, "device": device}
-    if isinstance(case, Attention):
-        hint = case.intervals()[2]
-        options |= {"mask_hint": hint and hint.static, "softcap": case.softcap, "sinks": given.get("sinks")}
-        args = [given[name] for name in "qkv"]
-        # Pass the same arguments as a layer: interval ends and the mask hint.
-        return _attention.explain_attention(*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
-    if isinstance(case, GatedDelta):
-        return _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
-    return _grouped_matmul.explain_grouped_matmul(given["rows"], given["weights"], **options)
 
 
 def _splash(q, k, v, *, mask_hint, softcap, **more):
@@ -149,15 +140,20 @@ def _interpreter(implementation: str, how: str) -> contextlib.AbstractContextMan
     return pltpu.force_tpu_interpret_mode()
 
 
+def _inputs(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the arrays without the output's cotangent."""
+    return {name: x for name, x in given.items() if name != "d_out"}
+
+
 def _results(case: Case, run: Callable, **compiler_options: Any) -> Callable:
     """Returns a compiled function from the arrays to the output and the gradients."""
 
     def results(given):
-        inputs = {name: x for name, x in given.items() if name != "d"}
+        inputs = _inputs(given)
         if not case.gradients:
             return {"out": case.call(run, inputs)}
         out, vjp = jax.vjp(lambda x: case.call(run, x), inputs)
-        return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d"])[0].items()}
+        return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d_out"])[0].items()}
 
     return jax.jit(results, compiler_options=compiler_options)
 
@@ -179,7 +175,7 @@ def _compared(
     """
     compiled = _results(case, run)
     got = jax.device_get(compiled(given))
-    bound = TOLERANCE[str(given["d"].dtype)]
+    bound = TOLERANCE[str(given["d_out"].dtype)]
     row = _worst(got, truth, bound)
     if row["status"] == "wrong" or jax.default_backend() == "cpu":
         return row
@@ -211,7 +207,7 @@ def _error(got: Any, want: Any) -> float:
 
 def _timed(case: Case, run: Callable, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
     """Measures the median time of a forward pass, and of both passes together, in seconds."""
-    inputs = {name: x for name, x in given.items() if name != "d"}
+    inputs = _inputs(given)
     forward, both = case.flops()
     # Time both passes together, as in training: the backward pass profits from caches that the forward pass filled.
     found = {"forward_s": seconds(jax.jit(lambda x: case.call(run, x)), inputs, rounds)}
@@ -256,7 +252,8 @@ def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: 
     given = case.arrays(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     run, how = _runner(case, implementation, given)
     # Sizes that an interpreted kernel would have where it is not interpreted.
-    tiles = _explained(case, implementation, given, ("tpu", "TPU v5p") if how == "interpreted" else None).tiles
+    device = ("tpu", "TPU v5p") if how == "interpreted" else None
+    tiles = case.explain(given, implementation=implementation, device=device).tiles
     if run is None or tiles is None:
         return
     truth = None  # computed once, and only if something is left to try
