@@ -17,7 +17,7 @@ from maxlib.ops import __main__ as command
 from maxlib.ops import _findings
 from maxlib.ops._attention import dispatch
 from maxlib.ops._attention.splash import Blocks, SplashTiles
-from maxlib.ops._check import cases, parent, worker
+from maxlib.ops._check import cases, parent, recurrences, worker
 
 H100 = ("gpu", "NVIDIA H100 80GB HBM3")
 Q = jax.ShapeDtypeStruct((1, 256, 8, 64), jnp.bfloat16)
@@ -275,6 +275,88 @@ def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
     monkeypatch.setattr(worker, "functions", lambda op, one: off if one == "chunked" else right(op, one))
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["wrong"]
+
+
+RECURRENCES = {
+    "delta": recurrences.GatedDelta(300, key_heads=2, heads=4, key_dim=32, value_dim=64),
+    "kimi": recurrences.KimiDelta(300, key_heads=2, heads=2, key_dim=32, value_dim=32),
+    "ssd": recurrences.StateSpace(300, key_heads=2, heads=8, key_dim=32, value_dim=32),
+}
+
+
+@pytest.fixture
+def rounded_operands(monkeypatch):
+    """Makes `chunked` round the operands of its matmuls to bfloat16, as kernels do."""
+    einsum = jnp.einsum
+
+    def rounded(spec, *operands, precision=None):
+        narrow = precision == jax.lax.Precision.HIGH  # of inputs in bfloat16; definitions ask for the highest
+        return einsum(
+            spec, *(x.astype(jnp.bfloat16).astype(x.dtype) if narrow else x for x in operands), precision=precision
+        )
+
+    jax.clear_caches()
+    monkeypatch.setattr(jnp, "einsum", rounded)
+    yield
+    jax.clear_caches()
+
+
+def compare(case, run):
+    given = case.arrays(jnp.bfloat16)
+    return worker._compared(case, run, given, worker._truth(case, given))
+
+
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
+def test_roundings_of_a_recurrence_are_right(case, rounded_operands):
+    row = compare(case, cases.functions(case.op, "chunked"))
+    assert row["status"] == "right" and 2e-3 < row["error"] < cases.tolerance(case, row["of"], "bfloat16")
+
+
+def test_roundings_count_twice_in_gradients_of_recurrences_only():
+    bound = lambda case, name, dtype="bfloat16": cases.tolerance(case, name, dtype)
+    assert bound(cases.Attention(), "out") == bound(cases.Attention(), "d_q") == 0.01
+    assert bound(cases.GroupedMatmul(), "d_rows") == 0.01
+    for case in RECURRENCES.values():
+        assert (bound(case, "out"), bound(case, "d_v"), bound(case, "d_v", "float32")) == (0.01, 0.02, 1e-4)
+
+
+def steeper(x):
+    """Returns `x`, and of its gradient 3 % too much."""
+    wide = x.astype(jnp.float32)
+    return (wide + 0.03 * (wide - jax.lax.stop_gradient(wide))).astype(x.dtype)
+
+
+WRONG = {"delta": ("k", "log_decay"), "kimi": ("log_decay",), "ssd": ("b", "a")}
+
+
+@pytest.mark.parametrize(("name", "of"), [(name, of) for name, some in WRONG.items() for of in some])
+def test_a_gradient_of_a_recurrence_that_is_3_percent_off_is_found(name, of):
+    case = RECURRENCES[name]
+    right = cases.functions(case.op, "chunked")
+    row = compare(case, lambda **given: right(**given | {of: steeper(given[of])}))
+    assert (row["status"], row["of"]) == ("wrong", f"d_{of}") and row["error"] == pytest.approx(0.03, rel=0.02)
+
+
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
+def test_an_output_of_a_recurrence_that_is_2_percent_off_is_found(case):
+    right = cases.functions(case.op, "chunked")
+    row = compare(case, lambda **given: (lambda out, state: ((1.02 * out).astype(out.dtype), state))(*right(**given)))
+    assert row["status"] == "wrong" and "more than 1e-02" in row["why"]
+
+
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
+def test_a_state_that_is_not_passed_on_is_found(case):
+    """A recurrence runs in two parts, which meet within a chunk."""
+    right = cases.functions(case.op, "chunked")
+    row = compare(case, lambda initial_state=None, **given: right(**given))
+    assert row["status"] == "wrong"
+
+
+def test_every_operation_of_a_recurrence_has_an_ordinary_and_an_odd_case():
+    for op in ("gated_delta_rule", "kimi_delta_attention", "ssd"):
+        sizes = [case.tokens for case in cases.CASES.values() if case.op == op]
+        assert any(size % 64 for size in sizes) and any(size % 64 == 0 for size in sizes)
+        assert {"jax_linear_attention", "fla", "chunked"} <= set(worker.names(op)) and op in worker.OPS
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from maxlib.ops._check.recurrences import SMALL_ENOUGH, GatedDelta, KimiDelta, R
 from maxlib.ops._explanation import Explanation
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
-"""Largest error of an array relative to its norm. Rounding to bfloat16 alone gives 0.002."""
+"""Largest error of an array relative to its norm, by dtype. Rounding to bfloat16 alone gives 0.002."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +197,17 @@ CASES: dict[str, Case] = {
     "ssd-8k": StateSpace(8192, heads=128, value_dim=64),
     "ssd, odd sizes": StateSpace(3001, batch=2, key_heads=3, heads=6, key_dim=64, value_dim=128, documents=3),
 }
+
+
+def tolerance(case: Case, name: str, dtype: str) -> float:
+    """Returns the largest error of one result of a case, relative to its norm: of the output, `out`, or a gradient."""
+    # Kernels of recurrences round the operands of every matmul to bfloat16, states too. The backward pass multiplies
+    # what the forward pass computed from such operands by gradients that have come through as many matmuls again: twice
+    # as many roundings in a row, so twice the bound. `chunked` with operands rounded like that is off by up to 0.6% in
+    # outputs and 0.7% in gradients here. Where states are large, most of the gradient of a key of unit norm cancels,
+    # and 1.4% of what is left was the error of right kernels (tests/ops/test_fla.py).
+    twice = isinstance(case, Recurrence) and dtype == "bfloat16" and name != "out"
+    return (2 if twice else 1) * TOLERANCE[dtype]
 
 
 def functions(op: str, implementation: str):
