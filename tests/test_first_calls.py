@@ -42,6 +42,8 @@ MISTAKES = {
     "llama.Config(vocab_size=32)": r"models.llama.Config has no field 'vocab_size'; did you mean 'vocab'\?",
     "llama.Config(hidden_size=16)": "no field 'hidden_size'; did you mean 'dim'",
     "llama.Config(num_kv_head=1)": "no field 'num_kv_head'; did you mean 'num_kv_heads'",
+    "dataclasses.replace(cfg, num_heads=6, num_kv_heads=4)": r"num_heads .* a multiple of num_kv_heads .*got 6 and 4",
+    "dataclasses.replace(cfg, num_kv_heads=0)": r"num_heads .* a multiple of num_kv_heads .* at least 1; got \d+ and 0",
     "nn.with_attention(model, 'flash')": "implementation must be None or one of chunked, .*got 'flash'",
     "training.trainer": "no attribute 'trainer'; did you mean 'Trainer'",
     "maxlib.from_pretrain": "no attribute 'from_pretrain'; did you mean 'from_pretrained'",
@@ -76,7 +78,7 @@ MISTAKES = {
     "inference.generate(model, ['hi'], max_new_tokens=2)": "must consist of integer ids, .*encode text first",
 }  # fmt: skip
 PROGRAM = """if True:
-    import functools, json, sys
+    import dataclasses, functools, json, sys
     import jax, jax.numpy as jnp, maxlib
     from flax import nnx
     from maxlib import adapters, data, inference, nn, ops, post_training, save_pretrained, sharding, training, weights
