@@ -50,6 +50,8 @@ MISTAKES = {
     "maxlib.models.llama5x": "did you mean 'llama",
     "weights.presets()['llama3.1_8B']": "no preset is called 'llama3.1_8B'; did you mean 'llama3.1-8b'",
     "adapters.add(model, 'lora', rngs=rngs)": r"rules must be a LoRA, such as LoRA\(16, alpha=32\), or Rules, got 'lora'",
+    "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), '*.q_proj'), rngs=rngs)": "Did you mean layers.attn.q\\?",
+    "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), ['q', 'v']), rngs=rngs)": "match must be one pattern, .*got ..q., .v..",
     "train(functools.partial(post_training.preference_loss, kind='dpo'))": "kind must be a preference loss, .*got 'dpo'",
     "training.next_token_loss(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
     "training.Trainer(build, optimizer=adam, loader=loader, loss='ce')": "loss must be a function .*got 'ce'",
