@@ -242,7 +242,7 @@ def test_experts_equal_their_merged_loop(capacity):
 
 
 def test_bad_rules():
-    base = jax.eval_shape(lambda: model("both"))
+    base = jax.eval_shape(lambda model: model, model("both"))
     put_on = lambda base, rules=LORA: adapters.add(base, rules, rngs=nnx.Rngs(0))
     for match in ("layers.attn.qq", "*.q_proj", "model.layers.0.self_attn.q_proj", "q"):
         with pytest.raises(ValueError, match=rf"match no matmul.*{re.escape(match)}.*Did you mean layers\.attn\.q\b"):

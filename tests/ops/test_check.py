@@ -114,6 +114,18 @@ def absent(name: str):
 def test_a_damaged_table_counts_as_none(tables, text):
     _findings.file_of(H100[1]).write_text(text)
     assert _findings.findings(H100[1]) == {"refused": {}, "tiles": {}}
+    _findings.write(H100[1], refused={"attention/cudnn": "hangs", "attention/tokamax": None})
+    assert _findings.findings(H100[1]) == {"refused": {"attention/cudnn": "hangs"}, "tiles": {}}
+
+
+def test_what_the_package_ships_gives_way_to_what_was_measured_here(tables, tmp_path_factory, monkeypatch):
+    """Of tiles; that an implementation failed elsewhere counts for nothing."""
+    shipped = tmp_path_factory.mktemp("shipped")
+    monkeypatch.setattr(_findings, "SHIPPED", shipped)
+    table = {"versions": _findings.versions(), "refused": {"attention/cudnn": "hangs"}, "tiles": {"a": 1, "b": 2}}
+    _findings.file_of(H100[1], shipped).write_text(json.dumps(table))
+    _findings.write(H100[1], tiles={"b": 3})
+    assert _findings.findings(H100[1]) == {"refused": {}, "tiles": {"a": 1, "b": 3}}
 
 
 def test_measured_tiles_are_taken_where_they_were_measured(tables):
@@ -134,7 +146,6 @@ def splash_tiles(T: int, device):
 def test_tune_tries_every_kernel_that_runs_here(name, monkeypatch):
     """On a CPU in an interpreter; what ended a process before is left out."""
     monkeypatch.setattr(worker, "_tried", lambda case, run, given, truth, rounds: {"status": "right"})
-    monkeypatch.setattr(worker, "_truth", lambda case, given: {})
     every = [line["begins"] for line in worker.tune([name], [], 1) if "begins" in line]
     here = {"splash", "mosaic_tpu", "chunked", "tiled"}
     assert bool(every) == (name in here)
@@ -193,6 +204,30 @@ def test_the_command_says_what_is_wrong(capsys, workers):
     assert "unknown implementations ['cudnnn']" in capsys.readouterr().err
     assert command.main(["tune", "splash "]) == 2
     assert "unknown implementations ['splash ']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ('say(prepares="a")\nif "a" in skip: sys.exit()\nos._exit(3)', "failed"),
+        ('say(prepares="a")\nsay(begins="a")\nos._exit(3)', "crashed"),
+        ('say(prepares="a")\nsay(case="a", status="right")\nsay(finished=True)\nos._exit(3)', "right"),
+        ('print("{not json}")\nprint("[]")\nsay(case="a", status="right")\nprint("1")', "right"),
+    ],
+    ids=["before it ran", "while it ran", "after all", "noise"],
+)
+def test_who_is_to_blame(script, status, tables, workers):
+    """An implementation only for what happens while it runs."""
+    workers(DESCRIBED + 'if "a" in skip: sys.exit()\n' + script)
+    (row,) = parent.check(["cudnn"], deadline=30)
+    assert (row["case"], row["status"]) == ("a", status) and row.get("why", "no message").endswith("no message")
+    assert bool(_findings.refused("attention", "cudnn", H100[1])) == (status == "crashed")
+
+
+def test_a_process_that_ends_between_cases_is_an_error(workers, capsys):
+    workers(DESCRIBED + "os._exit(3)")
+    assert command.main(["check", "--dry"]) == 2
+    assert "ended while no case was running: ended with status 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("order", ["check", "tune"])

@@ -56,11 +56,10 @@ def describe() -> dict[str, Any]:
 
 
 def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Runs every case of an operation. Prints a line before each, to identify a case that hangs, and one after it."""
+    """Runs every case of an operation. Yields a line before each, to identify a case that hangs, and one after it."""
     for name, case in cases(op).items():
         if name not in skip:
-            yield {"begins": name}
-            yield {"case": name} | _checked(case, implementation, rounds)
+            yield from _checked(name, case, implementation, rounds)
 
 
 def cases(op: str) -> dict[str, Case]:
@@ -72,20 +71,23 @@ def cases(op: str) -> dict[str, Case]:
     return {name: case for case, name in reversed(small.items())}
 
 
-def _checked(case: Case, implementation: str, rounds: int) -> dict[str, Any]:
+def _checked(name: str, case: Case, implementation: str, rounds: int) -> Iterator[dict[str, Any]]:
     on_a_cpu = jax.default_backend() == "cpu"
-    dtype = jnp.float32 if on_a_cpu else jnp.bfloat16
-    given = case.arrays(dtype)
-    run, how = _runner(case, implementation, given)
-    if run is None:
-        return {"status": "refused", "why": how}
+    yield {"prepares": name}  # what fails from here on is not the implementation's fault
     try:
+        given = case.arrays(jnp.float32 if on_a_cpu else jnp.bfloat16)
+        run, how = _runner(case, implementation, given)
+        if run is None:
+            yield {"case": name, "status": "refused", "why": how}
+            return
         with _interpreter(implementation, how):
             truth = _truth(case, given)
+            yield {"begins": name}
             row = _compared(case, run, given, truth, REPEATS, same=(case.op, implementation) not in VARY)
-            return {"how": how} | row | ({} if on_a_cpu else _timed(case, run, given, rounds))
+            times = {} if on_a_cpu else _timed(case, run, given, rounds)
+            yield {"case": name, "how": how} | row | times
     except Exception as error:  # any error: a failing kernel is a result, and the other cases continue
-        return _failed(error)
+        yield {"case": name} | _failed(error)
 
 
 def _failed(error: Exception) -> dict[str, str]:
@@ -259,12 +261,11 @@ def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: 
     tiles = case.explain(given, implementation=implementation, device=device).tiles
     if run is None or tiles is None:
         return
-    truth = None  # computed once, and only if something is left to try
+    truth = functools.cache(lambda: _truth(case, given))  # computed once, and only if something is left to try
     for sizes in tiles.sizes.neighbours():
         label = f"{case.op}/{implementation} {name} {sizes}"
         if label not in skip:
             yield {"begins": label}
-            truth = _truth(case, given) if truth is None else truth
             own = functools.partial(run, tiles=sizes) if how == "interpreted" else run
             with _tuning.tuned(sizes), _interpreter(implementation, how):
                 row = _tried(case, own, given, truth, rounds)
@@ -272,11 +273,11 @@ def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: 
 
 
 def _tried(
-    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], rounds: int
+    case: Case, run: Callable, given: dict[str, jax.Array], truth: Callable[[], dict[str, Any]], rounds: int
 ) -> dict[str, Any]:
     try:
         # First right, then fast: a tile that leaves something out is faster than one that does not.
-        row = _compared(case, run, given, truth)
+        row = _compared(case, run, given, truth())
         if row["status"] != "right" or jax.default_backend() == "cpu":
             return row
         return row | {"seconds": seconds(_results(case, run), given, rounds)}
@@ -285,6 +286,6 @@ def _tried(
 
 
 def say(lines: Iterator[dict[str, Any]]) -> None:
-    """Prints each line immediately."""
-    for line in lines:
+    """Prints each line immediately, and at last that there are no more: a process may still fail as it ends."""
+    for line in itertools.chain(lines, [{"finished": True}]):
         print(json.dumps(line), flush=True)
