@@ -162,7 +162,7 @@ class GroupedMatmul:
         return once, 2 * once
 
 
-Case = Attention | GroupedMatmul | Recurrence
+Case = Attention | GroupedMatmul | GatedDelta | KimiDelta | StateSpace
 
 CASES: dict[str, Case] = {
     "causal-2k": Attention(2048),

@@ -1,17 +1,19 @@
 """Test cases of recurrences: the gated delta rule, Kimi delta attention and state-space duality."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
-from maxlib.ops import _gated_delta, _kda, _ssd
 from maxlib.ops._explanation import Explanation
+from maxlib.ops._gated_delta import api as gated_delta
+from maxlib.ops._kda import api as kda
+from maxlib.ops._ssd import api as ssd
 
 SMALL_ENOUGH = 4096  # tokens for which the definition can keep a state of each
-CHUNK = 64  # tokens of a chunk, in which every implementation but the definition multiplies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Recurrence:
     op: ClassVar[str]
     gradients: ClassVar[bool] = True
 
-    def small(self) -> "Recurrence":
+    def small(self) -> Self:
         """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
         few = {"tokens": min(self.tokens, 150), "documents": min(self.documents, 2), "batch": 1}
         heads = {"key_heads": 2, "heads": 2 * self.heads // self.key_heads}
@@ -54,15 +56,18 @@ class Recurrence:
     def call(self, run: Callable, given: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like that of the operation in `ops`, on both parts."""
         third = self.tokens // 3  # not the border of a chunk
-        length = -(-self.tokens // self.documents)
-        index = jnp.arange(self.tokens)[None]
-        starts = jnp.broadcast_to((index % length == 0) & (index > 0), (self.batch, self.tokens))
-        # Arrays of one axis belong to heads, not to tokens.
-        part = lambda at: {name: a if a.ndim == 1 else a[:, at] for name, a in (given | {"is_start": starts}).items()}
+        # As layers do: rows of one document have no starts. Arrays of one axis belong to heads, not to tokens.
+        x = given if self.documents == 1 else given | {"is_start": self._starts()}
+        part = lambda at: {name: a if a.ndim == 1 else a[:, at] for name, a in x.items()}
         # Like prefill in two calls: the output and gradients of the second depend on the state in between.
         first, state = run(**part(slice(third)))
         last, _ = run(**part(slice(third, None)), initial_state=state)
         return jnp.concatenate([first, last], axis=1)
+
+    def _starts(self) -> jax.Array:
+        """Returns True for the first token of each document but the first, `B T`."""
+        index, length = jnp.arange(self.tokens), -(-self.tokens // self.documents)
+        return jnp.broadcast_to((index % length == 0) & (index > 0), (self.batch, self.tokens))
 
     def _normal(self, *shapes: tuple[int, ...]) -> list[jax.Array]:
         """Draws an array of normal numbers in float32 for each shape behind rows and tokens."""
@@ -89,14 +94,11 @@ class GatedDelta(Recurrence):
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
+        return gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
 
     def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes in chunks of 64 tokens."""
-        S, V = self.key_dim, self.value_dim
-        token = self.key_heads * 2 * CHUNK * S + self.heads * (CHUNK * (S + 2 * V) + 3 * S * V)
-        once = 2.0 * self.batch * self.tokens * token
-        return once, 2 * once
+        """Returns the FLOPs of both passes, of the chunked form."""
+        return _both(gated_delta._flops, self.arrays, "q", "k", "v")
 
 
 class KimiDelta(Recurrence):
@@ -113,17 +115,19 @@ class KimiDelta(Recurrence):
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return _kda.explain_kimi_delta_attention(given["q"], given["v"], **options)
+        return kda.explain_kimi_delta_attention(given["q"], given["v"], **options)
 
     def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes in chunks of 64 tokens."""
-        S, V = self.key_dim, self.value_dim
-        once = 2.0 * self.batch * self.tokens * self.heads * (CHUNK * (3 * S + 2 * V) + 3 * S * V)
-        return once, 2 * once
+        """Returns the FLOPs of both passes, of the chunked form."""
+        return _both(kda._flops, self.arrays, "q", "k", "v")
 
 
 class StateSpace(Recurrence):
-    """One call of state-space duality in two parts."""
+    """One call of state-space duality in two parts.
+
+    The gradient of `a` has one number for each head, a sum over tokens that partly cancels. Only several heads together
+    say something: of two, over 600 tokens, right kernels in bfloat16 were off by 1.9%; of six or more, by 0.4%.
+    """
 
     op = "ssd"
 
@@ -137,14 +141,19 @@ class StateSpace(Recurrence):
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return _ssd.explain_ssd(given["x"], given["b"], **options)
+        return ssd.explain_ssd(given["x"], given["b"], **options)
 
     def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes in chunks of 64 tokens."""
-        S, P = self.key_dim, self.value_dim
-        once = 2.0 * self.batch * self.tokens * (self.key_heads * CHUNK * S + self.heads * (CHUNK * P + 2 * P * S))
-        return once, 2 * once
+        """Returns the FLOPs of both passes, of the chunked form."""
+        return _both(ssd._flops, self.arrays, "x", "b")
 
 
 def _narrow(dtype: Any, **arrays: jax.Array) -> dict[str, jax.Array]:
     return {name: x.astype(dtype) for name, x in arrays.items()}
+
+
+def _both(formula: Callable, arrays: Callable, *names: str) -> tuple[float, float]:
+    """Returns the FLOPs of both passes, by an operation's formula of the forward pass and some of a case's arrays."""
+    shapes = jax.eval_shape(functools.partial(arrays, jnp.bfloat16))
+    once = float(formula(*(shapes[name] for name in names)))
+    return once, 2 * once

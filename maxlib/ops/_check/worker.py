@@ -121,7 +121,7 @@ def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
 
 
 # Call the kernel directly, because the public function refuses to run it on a CPU.
-def _delta_tpu(q, k, v, log_decay, beta, *, is_start, initial_state=None, tiles=DeltaTPUTiles()):
+def _delta_tpu(q, k, v, log_decay, beta, *, is_start=None, initial_state=None, tiles=DeltaTPUTiles()):
     options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "run": ("mosaic_tpu", tiles)}
     return _gated_delta_rule(q, k, v, log_decay, beta, is_start, None, initial_state, **options)
 
