@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from maxlib.ops._gated_delta import api as gated_delta
 from maxlib.ops._kda import api as kda
 from maxlib.ops._ssd import api as ssd
 
+R = TypeVar("R", bound="Recurrence")
 SMALL_ENOUGH = 4096  # tokens for which the definition can keep a state of each
 
 
@@ -42,7 +43,7 @@ class Recurrence:
     op: ClassVar[str]
     gradients: ClassVar[bool] = True
 
-    def small(self) -> Self:
+    def small(self: R) -> R:
         """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
         few = {"tokens": min(self.tokens, 150), "documents": min(self.documents, 2), "batch": 1}
         heads = {"key_heads": 2, "heads": 2 * self.heads // self.key_heads}
