@@ -146,41 +146,50 @@ class Decoding:
     kv_heads: int = 8
     key_dim: int = 128
     value_dim: int = 128
+    latents: bool = False
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of q, k and v."""
+        """Returns the shapes of q, k and v; latents are keys and values."""
         B, S, K = self.rows, self.capacity, self.kv_heads
-        return (B, 1, self.heads, self.key_dim), (B, S, K, self.key_dim), (B, S, K, self.value_dim)
+        values = () if self.latents else ((B, S, K, self.value_dim),)
+        return (B, 1, self.heads, self.key_dim), (B, S, K, self.key_dim), *values
 
     def tiny(self) -> "Decoding":
         """Returns the same case at a size for a CPU."""
         return dataclasses.replace(self, rows=2, capacity=512, filled=512 * self.filled // self.capacity)
 
     def bytes(self) -> int:
-        return 2 * self.rows * self.filled * self.kv_heads * (self.key_dim + self.value_dim)
+        return 2 * self.rows * self.filled * self.kv_heads * (self.key_dim + (0 if self.latents else self.value_dim))
 
     def contenders(self) -> dict:
-        """Functions of q, k, v."""
+        """Functions of q, k and v; of q and latents."""
         length = jnp.full(self.rows, self.filled, jnp.int32)
-        ours = lambda name: lambda q, k, v: attention(q, k, v, k_end=length[:, None], implementation=name)
+        width = {"value_dim": self.value_dim} if self.latents else {}
+        ours = lambda name: lambda *qkv: attention(*qkv, **width, k_end=length[:, None], implementation=name)
         options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
         theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
         hint = ops.MaskHint(ops.StaticMask("causal"))
-        return {
-            "maxlib default": lambda q, k, v: attention(q, k, v, k_end=length[:, None], mask_hint=hint),
+        own = {
+            "maxlib default": lambda *qkv: attention(*qkv, **width, k_end=length[:, None], mask_hint=hint),
             "maxlib split_kv": ours("split_kv"),
             "maxlib chunked": ours("chunked"),
-            "maxlib mosaic_gpu": ours("mosaic_gpu"),
-            "cuDNN": theirs("cudnn"),
-            "XLA": theirs("xla"),
         }
+        if self.latents:
+            return own | {"maxlib mosaic_gpu_mla": ours("mosaic_gpu_mla")}
+        return own | {"maxlib mosaic_gpu": ours("mosaic_gpu"), "cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
 
 
 DECODING = {
     "decode": Decoding("the bar: 80% of the memory's bandwidth, 4.8 TB/s on an H200"),
     "decode-half": Decoding("a cache half filled: half the time of decode", filled=16384),
     "decode-one-row": Decoding("one row, which leaves the most idle", rows=1),
+}
+LATENTS = {"kv_heads": 1, "key_dim": 576, "value_dim": 512, "latents": True}
+DECODING |= {
+    "latents-16": Decoding("the latents of DeepSeek-V2-Lite", heads=16, **LATENTS),
+    "latents-128": Decoding("the latents of DeepSeek-V3", heads=128, **LATENTS),
+    "latents-64-rows": Decoding("the latents of DeepSeek-V3, 64 rows of 4k", 64, 4096, 4096, 128, **LATENTS),
 }
 
 

@@ -302,6 +302,14 @@ def test_calls_with_a_cache_are_those_of_a_layer(name):
     assert (case.room > 0) == (case.small().room > 0)
 
 
+@pytest.mark.parametrize("name", ["chunked", "mosaic_tpu"])
+def test_values_may_be_channels_of_the_keys(name, monkeypatch):
+    small = cases.CASES["decode latents"].small()
+    monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
+    (row,) = [row for row in worker.check("attention", name, [], 1) if "case" in row]
+    assert row["status"] == "right" and "v" not in small.arrays(jnp.float32)
+
+
 def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
     small = dataclasses.replace(cases.CASES["prefill"].small(), tokens=40, room=20)
     monkeypatch.setattr(worker, "cases", lambda op: {"small": small})

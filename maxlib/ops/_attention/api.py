@@ -22,8 +22,9 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 def attention(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
+    v: Float[Array, "B S K Hv"] | None = None,
     *,
+    value_dim: int | None = None,
     k_start: Int[Array, "B T"] | None = None,
     k_end: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -40,8 +41,9 @@ def attention(
 def attention(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
+    v: Float[Array, "B S K Hv"] | None = None,
     *,
+    value_dim: int | None = None,
     k_start: Int[Array, "B T"] | None = None,
     k_end: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -57,8 +59,9 @@ def attention(
 def attention(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
+    v: Float[Array, "B S K Hv"] | None = None,
     *,
+    value_dim: int | None = None,
     k_start: Int[Array, "B T"] | None = None,
     k_end: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -80,7 +83,9 @@ def attention(
     Args:
       q: queries, N heads.
       k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
-      v: values, K heads, of any width.
+      v: values, K heads, of any width; None if they are the first channels of the keys (latent attention), which some
+          kernels read only once.
+      value_dim: without `v`, the number Hv of channels that are the values; default: all.
       k_start: index of the first key that each query attends to; default 0.
       k_end: one past the index of the last key that each query attends to; default S. Bounds may be out of range. An
           empty interval gives zeros.
@@ -101,8 +106,9 @@ def attention(
     Raises:
       ValueError: when shapes do not agree, or the named implementation cannot run the call.
     """
-    hint = _hint(mask_hint, k_start, k_end)
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint)
+    hint, shared = _hint(mask_hint, k_start, k_end), v is None
+    v = _values(k, v, value_dim)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, shared=shared)
     start = jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start
     end = jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -145,8 +151,9 @@ def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, sca
 def explain_attention(
     q: Shaped,
     k: Shaped,
-    v: Shaped,
+    v: Shaped | None = None,
     *,
+    value_dim: int | None = None,
     k_start: Shaped | None = None,
     k_end: Shaped | None = None,
     softcap: float | None = None,
@@ -163,6 +170,7 @@ def explain_attention(
       q: queries; this and every other array may be a `jax.ShapeDtypeStruct`.
       k: keys.
       v: values.
+      value_dim: as in `attention`.
       k_start: as in `attention`.
       k_end: as in `attention`.
       softcap: as in `attention`.
@@ -180,12 +188,24 @@ def explain_attention(
     Raises:
       ValueError: when shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
     """
-    hint = _hint(mask_hint, k_start, k_end)
-    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, explained_device(device))
+    hint, shared, device = _hint(mask_hint, k_start, k_end), v is None, explained_device(device)
+    v = jax.eval_shape(lambda k, v: _values(k, v, value_dim), k, v)
+    call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device, shared=shared)
     return dispatch.explain(call, implementation)
 
 
-def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device=None) -> dispatch.Call:
+def _values(k, v, value_dim: int | None):
+    """Returns the values: `v`, or the first `value_dim` channels of the keys."""
+    if v is not None:
+        _require(value_dim is None, "value_dim is for calls without v", f"both, {value_dim}")
+        return v
+    most = k.shape[-1] if len(k.shape) == 4 else 0
+    Hv = most if value_dim is None else value_dim
+    _require(0 < Hv <= most, f"value_dim must be from 1 to Hk={most} for keys B S K Hk", f"{value_dim}")
+    return k[..., :Hv]
+
+
+def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device=None, *, shared) -> dispatch.Call:
     _check(q, k, v, k_start, k_end, softcap, sinks, bias)
     if hint is not None and hint.segment_ids is not None:
         shapes, found = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in hint.segment_ids)
@@ -203,7 +223,7 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, d
     features = frozenset(name for name, is_used in used.items() if is_used)
     platform, kind = device or current_device()
     sizes, mask = (B, T, S, N, K, Hk, Hv), hint and hint.static
-    return dispatch.Call(*sizes, str(q.dtype), features, platform, kind, mask, tracked=is_tracked(q, k, v))
+    return dispatch.Call(*sizes, str(q.dtype), features, platform, kind, mask, is_tracked(q, k, v), shared)
 
 
 def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:

@@ -30,7 +30,8 @@ FEATURES = {
 class Call:
     """The properties of an attention call that decide its implementation: shapes, dtype, features, mask, device.
 
-    `tracked` is True if JAX tracks the mesh axes that arrays vary over (`jax.shard_map` with `check_vma`).
+    `tracked` is True if JAX tracks the mesh axes that arrays vary over (`jax.shard_map` with `check_vma`), and `shared`
+    if the values are the first channels of the keys (a cache of latents).
     """
 
     batch: int
@@ -46,6 +47,7 @@ class Call:
     device_kind: str
     mask: StaticMask | None = None
     tracked: bool = False
+    shared: bool = False
 
     @property
     def key(self) -> str:
@@ -56,7 +58,7 @@ class Call:
 
     def __str__(self) -> str:
         uses = ", ".join(sorted(self.features)) or "no extra features"
-        uses = f"{uses}; mask: {self.mask or 'intervals'}"
+        uses = f"{uses}; mask: {self.mask or 'intervals'}{'; values are channels of the keys' if self.shared else ''}"
         return (
             f"B={self.batch} T={self.queries} S={self.keys} N={self.heads} K={self.kv_heads} "
             f"Hk={self.key_dim} Hv={self.value_dim} {self.dtype} ({uses}) on {self.platform} ({self.device_kind})"

@@ -26,6 +26,7 @@ from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
 from maxlib.ops._attention.cudnn_sinks import refuses_sinks
 from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
+from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
 from maxlib.ops._attention.split_kv import MAX_QUERIES, SplitTiles, split_kv
@@ -135,6 +136,17 @@ def mosaic_gpu_refuses(call: Call) -> str | None:
     return None
 
 
+def mosaic_gpu_mla_refuses(call: Call) -> str | None:
+    """Returns the reason why maxlib's kernel for latents on Hopper cannot run `call`, or None."""
+    if not is_hopper(call.device_kind):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
+    if call.dtype not in HALF:
+        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    if not call.shared or call.kv_heads > 1:
+        return "takes one key head whose first channels are the values: pass value_dim= and no v"
+    return split_refuses(call) or gpu.latents_refuse(call.key_dim, call.value_dim)
+
+
 def mosaic_tpu_refuses(call: Call) -> str | None:
     """Returns the reason why maxlib's kernels for TPUs cannot run `call`, or None."""
     if call.dtype not in ("bfloat16", "float32"):
@@ -176,6 +188,16 @@ ROWS = (
         ALL - {"bias", "float64"},
         mosaic_gpu_refuses,
         tiles=lambda call: gpu.attention_tiles(call.key_dim, call.value_dim, "softcap" in call.features),
+    ),
+    # Decoding with latent attention, for which no package has kernels in JAX.
+    Implementation(
+        "mosaic_gpu_mla",
+        mosaic_gpu_mla,
+        "few queries against a cache of latents on Hopper, each read once",
+        GPU,
+        ALL - {"bias", "float64"},
+        mosaic_gpu_mla_refuses,
+        tiles=lambda call: gpu.latent_tiles(call.key_dim),
     ),
     # Runs by name only, until it has been tested on hardware.
     Implementation(

@@ -19,7 +19,10 @@ TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of attention: `batch` rows of `tokens` queries after `cache` cached keys, `room` slots left empty."""
+    """One call of attention: `batch` rows of `tokens` queries after `cache` cached keys, `room` slots left empty.
+
+    The values of `latents` are the first channels of the keys.
+    """
 
     tokens: int = 4096
     batch: int = 1
@@ -34,6 +37,7 @@ class Attention:
     room: int = 0
     softcap: float | None = None
     sinks: bool = False
+    latents: bool = False
     gradients: bool = True
 
     op = "attention"
@@ -49,6 +53,8 @@ class Attention:
         most = {"tokens": 200, "cache": 150, "room": 100, "documents": 2}
         few = {name: min(getattr(self, name), size) for name, size in most.items()}
         heads = {"heads": max(2, 2 * self.heads // self.kv_heads), "kv_heads": 2}
+        if self.latents:
+            heads = {"heads": 2, "key_dim": 144, "value_dim": 128}
         return dataclasses.replace(self, window=window, **few, **heads)
 
     @property
@@ -83,7 +89,8 @@ class Attention:
         """Returns q, k, v, the output's cotangent, and sinks if there are any."""
         B, T, S = self.batch, self.tokens, self.keys
         shapes = {"q": (B, T, self.heads, self.key_dim), "k": (B, S, self.kv_heads, self.key_dim)}
-        shapes |= {"v": (B, S, self.kv_heads, self.value_dim), "d_out": (B, T, self.heads, self.value_dim)}
+        shapes |= {} if self.latents else {"v": (B, S, self.kv_heads, self.value_dim)}
+        shapes["d_out"] = B, T, self.heads, self.value_dim
         keys = jax.random.split(jax.random.key(0), 5)
         found = {
             name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=False)
@@ -93,16 +100,18 @@ class Attention:
     def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like `ops.attention`, on the arrays and the case's mask."""
         start, end, hint = self.intervals()
-        return run(**given, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
+        values = {"value_dim": self.value_dim} if self.latents else {}
+        return run(**given, **values, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays, for the same arguments as a layer's: interval ends and
         the mask hint.
         """
         hint = self.intervals()[2]
+        options |= {"value_dim": self.value_dim} if self.latents else {}
         options |= {"mask_hint": hint and hint.static, "softcap": self.softcap, "sinks": given.get("sinks")}
-        ends = jnp.zeros(given["q"].shape[:2], jnp.int32)
-        return _attention.explain_attention(*(given[name] for name in "qkv"), k_end=ends, **options)
+        arrays, ends = (given["q"], given["k"], given.get("v")), jnp.zeros(given["q"].shape[:2], jnp.int32)
+        return _attention.explain_attention(*arrays, k_end=ends, **options)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes over the visible pairs."""
@@ -185,7 +194,7 @@ CASES: dict[str, Case] = {
     "decode, half full": Attention(1, batch=8, heads=32, kv_heads=8, cache=16383, room=16384, gradients=False),
     "decode, window": Attention(1, batch=8, heads=32, kv_heads=8, cache=32767, window=4096, gradients=False),
     "four new tokens": Attention(4, batch=8, heads=32, kv_heads=8, cache=32764, gradients=False),
-    "decode latents": Attention(1, 8, 128, 1, 576, 512, cache=8191, gradients=False),
+    "decode latents": Attention(1, 8, 128, 1, 576, 512, cache=8191, latents=True, gradients=False),
     "experts": GroupedMatmul(),
     "many experts": GroupedMatmul(65536, 128, 2048, 768),
     "delta-2k": GatedDelta(2048),

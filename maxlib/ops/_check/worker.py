@@ -111,6 +111,11 @@ def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> st
     return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
 
 
+def _with_values(run: Callable) -> Callable:
+    """Takes the first channels of keys for values where there are none, as `ops.attention` does."""
+    return lambda q, k, v=None, *, value_dim=None, **more: run(q, k, k[..., :value_dim] if v is None else v, **more)
+
+
 def _splash(q, k, v, *, mask_hint, softcap, **more):
     options = {"scale": q.shape[-1] ** -0.5, "mask_hint": mask_hint, "softcap": softcap, "interpret": True}
     return splash.splash(q, k, v, **options, **more)[0]
@@ -127,8 +132,8 @@ def _delta_tpu(q, k, v, log_decay, beta, *, is_start=None, initial_state=None, t
 
 
 INTERPRETED = {
-    ("attention", "splash"): _splash,
-    ("attention", "mosaic_tpu"): _mosaic_tpu,
+    ("attention", "splash"): _with_values(_splash),
+    ("attention", "mosaic_tpu"): _with_values(_mosaic_tpu),
     ("gated_delta_rule", "mosaic_tpu"): _delta_tpu,
 }
 

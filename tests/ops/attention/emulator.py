@@ -21,7 +21,7 @@ import scipy.special
 from jax.extend.core import Literal
 
 from maxlib.kernels.attention import logits as any_logits
-from maxlib.kernels.attention.mosaic_gpu import backward, forward, logits, memory
+from maxlib.kernels.attention.mosaic_gpu import backward, forward, latents, logits, memory
 
 # ---------------------------------------------------------------------------------------------- warpgroups
 
@@ -436,7 +436,7 @@ COMPAT = types.SimpleNamespace(
 
 def install(monkeypatch, *modules):
     """Puts the stand-ins where the kernels of attention, or of these modules, look for the primitives."""
-    for module in (any_logits, memory, *(modules or (forward, backward, logits))):
+    for module in (any_logits, memory, *(modules or (forward, backward, latents, logits))):
         for name, stand_in in {"plgpu": PLGPU, "pl": PL, "lax": LAX, "_compat": COMPAT, "jnp": np}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

@@ -40,11 +40,11 @@ def compiled(fn):
     return jax.jit(fn, compiler_options={"xla_backend_optimization_level": "0"} if on_a_cpu else {})
 
 
-def check(run, case, masks, dtype, tol, scale=0.125, results=everything):
+def check(run, case, masks, dtype, tol, scale=0.125, results=everything, truth=reference):
     """Compares with the reference in float64, as norms: errors are those of the whole array."""
     given, ours = cases.arrays(case, dtype), results(run, case, scale)
     with jax.enable_x64(True):
-        truth = results(reference, case, scale)
+        truth = results(truth, case, scale)
         as_float64 = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), given)
     for mask in masks:
         bounds = cases.bounds(*mask, case.lengths)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
 from maxlib.ops._attention import attention, explain_attention
+from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases, emulator
 from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
@@ -122,6 +123,51 @@ def test_decoding_equals_the_reference_with_every_mask(case, emulated):
     check(mosaic_gpu, case, MASKS, jnp.float32, 1e-5, results=values)
 
 
+LATENTS = [  # rows of one tile and of two, several queries among them; empty keys, few and many
+    cases.Case((5, 1), (144, 128), (1, 330), None, False, None),
+    cases.Case((40, 1), (320, 256), (2, 1536), 2.0, True, None),
+    cases.Case((16, 1), (576, 512), (3, 1611), None, True, None),
+]
+
+
+def check_latents(case, masks, dtype, tol, results=values):
+    """The values are channels of the keys."""
+    Hv = case.widths[1]
+    shared = lambda run: lambda q, k, v, **options: run(q, k, k[..., :Hv], **options)
+    check(shared(mosaic_gpu_mla), case, masks, dtype, tol, results=results, truth=shared(reference))
+
+
+@no_gpu
+@pytest.mark.parametrize("case", [LATENTS[0], *(slow_if(True, case) for case in LATENTS[1:])], ids=str)
+def test_decoding_latents_equals_the_reference(case, emulated, monkeypatch):
+    monkeypatch.setattr(config, "processors", lambda: 12)
+    check_latents(case, some_masks(case, 2), jnp.float32, 1e-5)
+
+
+@no_gpu
+@pytest.mark.parametrize("filled", [0, 1, 129])
+def test_a_cache_of_latents_of_which_little_is_filled(filled, emulated):
+    case = cases.Case((3, 1), (144, 128), (1, 2560), None, False, None)
+    given, bounds = cases.arrays(case, jnp.float32), (jnp.zeros((2, 1), jnp.int32), jnp.full((2, 1), filled))
+    assert config.latent_parts(2, 2560) == 5
+    q, k, v = given["q"], given["k"], given["k"][..., :128]
+    options = {"k_start": bounds[0], "k_end": bounds[1], "scale": 0.1}
+    for got, want in zip(mosaic_gpu_mla(q, k, v, **options), reference(q, k, v, **options), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@no_gpu
+def test_gradients_of_latents_are_those_of_keys_and_values(emulated):
+    case = LATENTS[0]
+    check_latents(case, some_masks(case, 1), jnp.float32, 1e-5, results=everything)
+
+
+def test_parts_of_latents_fill_the_processors():
+    """By rounds of 132 blocks of threads; short caches are not cut."""
+    assert [config.latent_parts(blocks, 32768) for blocks in (8, 16, 128, 132)] == [16, 8, 1, 1]
+    assert config.latent_parts(8, 800) == 1 and config.latent_parts(70, 32768) > 1
+
+
 @no_gpu
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
@@ -182,6 +228,17 @@ def test_decoding_lowers(widths):
     given = jax.eval_shape(lambda: cases.arrays(case, jnp.bfloat16))
     bounds = [jax.ShapeDtypeStruct((2, 4), jnp.int32)] * 2
     lowered = export.export(values(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(given, *bounds)
+    assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
+
+
+@no_gpu
+@pytest.mark.parametrize("widths", [(576, 512), slow_if(True, (320, 256)), slow_if(True, (144, 128))], ids=str)
+def test_decoding_latents_lowers(widths):
+    shapes = {"q": (2, 2, 128, widths[0]), "k": (2, 4096, 1, widths[0]), "v": (2, 4096, 1, widths[1])}
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    bounds = {name: jax.ShapeDtypeStruct((2, 2), jnp.int32) for name in ("k_start", "k_end")}
+    run = jax.jit(functools.partial(mosaic_gpu_mla, scale=0.1))
+    lowered = export.export(run, platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(**given, **bounds)
     assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
 
 
@@ -305,6 +362,12 @@ def test_on_a_gpu_the_kernels_equal_the_reference(case, dtype):
 @pytest.mark.parametrize("case", DECODING, ids=str)
 def test_on_a_gpu_decoding_equals_the_reference(case):
     check(mosaic_gpu, case, MASKS, jnp.bfloat16, 4 * jnp.finfo(jnp.bfloat16).eps, results=values)
+
+
+@gpu
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_on_a_gpu_decoding_latents_equals_the_reference(case):
+    check_latents(case, MASKS, jnp.bfloat16, 4 * jnp.finfo(jnp.bfloat16).eps)
 
 
 @gpu

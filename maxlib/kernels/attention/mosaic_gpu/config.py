@@ -85,11 +85,14 @@ def query_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> Tiles:
 def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tuple[str, ...], Tiles]:
     """Chooses the kernels for dk and dv, and their tiles: keys and values stay, queries and output gradients stream.
 
-    If both gradients need too many registers, two kernels compute one each, which costs one more matmul.
+    If both gradients need too many registers, a block of queries is half as long, or two kernels compute one gradient
+    each, which costs one more matmul.
     """
-    two = Tiles(warpgroups=2, columns=64)
     if not _is_wide(key_dim, value_dim, softcap):
-        return {("dk", "dv"): two}
+        return {("dk", "dv"): Tiles(warpgroups=2, columns=64)}
+    if key_dim + value_dim <= 320 and not softcap:
+        return {("dk", "dv"): Tiles(warpgroups=2, columns=32)}
+    two = Tiles(warpgroups=2, columns=64)
     return {("dk",): two if key_dim + value_dim <= 384 else Tiles(warpgroups=1, columns=64), ("dv",): two}
 
 
@@ -151,3 +154,46 @@ def attention_tiles(key_dim: int, value_dim: int, softcap: bool) -> HopperAttent
     dk, *dv = key_gradient_tiles(*sizes).values()
     forward, decode = forward_tiles(key_dim, value_dim), decode_tiles(key_dim, value_dim)
     return HopperAttentionTiles(forward, decode, query_gradient_tiles(*sizes), dk, *dv)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentTiles(TileSizes):
+    """Sizes of the kernel for latents: `columns` of them stream through `stages` buffers past 64 rows of queries."""
+
+    columns: int = 64
+    stages: int = 2
+
+    kernel: ClassVar[str] = "attention/mosaic_gpu_mla"
+
+    def __post_init__(self):
+        self.require(16, "columns")
+        self.require(1, "stages", least=2)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Returns the registers per thread of the two compute warpgroups and of the memory warpgroup."""
+        return Tiles(2, self.columns).registers
+
+
+def latent_tiles(key_dim: int) -> LatentTiles:
+    """Chooses tiles of the kernel for latents: as many blocks in flight as fit beside the queries."""
+    block = 2 * ROWS * key_dim  # bytes of 64 queries, and of 64 latents
+    return LatentTiles(64, min(4, 220 * 2**10 // block - 1))
+
+
+def latents_refuse(key_dim: int, value_dim: int) -> str | None:
+    """Returns the reason why the kernel for latents cannot take heads of these widths, or None."""
+    if value_dim % 128 or not 128 <= value_dim <= 512:
+        return f"takes values whose width is 128, 256, 384 or 512, not Hv={value_dim}"
+    if (rest := key_dim - value_dim) % 16 or not 16 <= rest <= 64:
+        return f"takes keys that are 16, 32, 48 or 64 channels wider than values, not Hk={key_dim} and Hv={value_dim}"
+    return None
+
+
+def latent_parts(num_blocks: int, num_keys: int) -> int:
+    """Returns the number of parts that a row's keys are distributed over, for the shortest time of a full cache.
+
+    Each processor has one block of threads at a time, which first costs as much as some 256 keys.
+    """
+    rounds = lambda parts: -(-num_blocks * parts // processors())
+    return min(range(1, max(num_keys // 512, 1) + 1), key=lambda parts: rounds(parts) * (num_keys / parts + 256))

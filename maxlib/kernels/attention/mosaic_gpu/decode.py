@@ -1,4 +1,4 @@
-"""Few queries against a long cache, with the forward kernel: one block of threads per part of the keys and key head.
+"""Few queries against a long cache: one block of threads per part of the keys and key head.
 
 One query per head would leave most processors idle and most of each tile empty. Therefore the query heads that share a
 key head become the queries of one tile, and the visited blocks of keys are distributed in turn over several blocks of
@@ -13,6 +13,7 @@ from maxlib.kernels.attention.logits import LOG2_E, Logits
 from maxlib.kernels.attention.merge import merge_parts
 from maxlib.kernels.attention.mosaic_gpu import config
 from maxlib.kernels.attention.mosaic_gpu.forward import forward
+from maxlib.kernels.attention.mosaic_gpu.latents import latents
 
 
 def decode(
@@ -25,7 +26,7 @@ def decode(
     logits: Logits,
     tiles: config.Tiles,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Computes the output and the log-sum-exp of every row, without sinks."""
+    """Computes the output and the log-sum-exp of every row, without sinks, with the forward kernel."""
     (B, T, N, _), (S, K) = q.shape, v.shape[1:3]
     P = config.decode_parts(B * K, S)
     # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B, R, K, Hk] with R = T * G.
@@ -40,3 +41,44 @@ def decode(
     out, lse = merge_parts(out, lse)  # [P, B, R, K, Hv] -> [B, R, K, Hv]
     by_head = lambda x: einops.rearrange(x, "B (T G) K H -> B T (K G) H", T=T)
     return by_head(out).astype(q.dtype), by_head(lse[..., None])[..., 0]
+
+
+def decode_latents(
+    q: Float[Array, "B T N Hk"],
+    keys: Float[Array, "B S Hk"],
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    *,
+    value_dim: int,
+    logits: Logits,
+    tiles: config.LatentTiles,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Computes the same for latents (MLA): one key head, whose first `value_dim` channels are the values."""
+    (B, T, N, _), S = q.shape, keys.shape[1]
+    R = T * N
+    rows = jnp.pad(einops.rearrange(q, "B T N H -> B (T N) H"), ((0, 0), (0, -R % 8), (0, 0)))
+    # [2, B, T] -> [2, B, R], a multiple of 64 rows
+    bounds = jnp.repeat(jnp.stack([start, end]), N, axis=2)
+    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, -R % config.ROWS)), mode="edge")
+    P = config.latent_parts(B * bounds.shape[2] // config.ROWS, S)
+    visits = _visits(start, end, tiles.columns)
+    out, lse = latents(rows, keys, bounds, visits, value_dim=value_dim, logits=logits, tiles=tiles, parts=P)
+    parts = lambda x: einops.rearrange(x[:, :R], "(B P) R ... -> P B R ...", P=P)
+    out, lse = merge_parts(parts(out).astype(jnp.float32), parts(lse) / LOG2_E)  # [P, B, R, Hv] -> [B, R, Hv]
+    return out.reshape(B, T, N, value_dim).astype(q.dtype), lse.reshape(B, T, N)
+
+
+def _visits(start: Int[Array, "B T"], end: Int[Array, "B T"], columns: int) -> Int[Array, "B 4"]:
+    """Describes the blocks of keys that any query of a row visits, as `intervals.walk` does.
+
+    All tiles of a row visit the same ones. Without queries' blocks to compare, this is one small program for XLA.
+    """
+    seen, none = start < end, jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(seen, start, none), axis=1) // columns
+    stop = -(-jnp.max(jnp.where(seen, end, 0), axis=1) // columns)
+    # A block is full if every query sees all of it.
+    full_first, full_stop = -(-jnp.max(start, axis=1) // columns), jnp.min(end, axis=1) // columns
+    # A row that sees nothing processes one masked block.
+    some = jnp.any(seen, axis=1)
+    counts = jnp.where(some, stop - first, 1), jnp.maximum(full_stop - full_first, 0)
+    return jnp.stack([jnp.where(some, first, 0), counts[0], full_first, counts[1]], axis=1)

@@ -20,7 +20,7 @@ from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
 from maxlib.kernels.attention.mosaic_gpu import intervals, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
-from maxlib.kernels.attention.mosaic_gpu.logits import hide, settle, spread
+from maxlib.kernels.attention.mosaic_gpu.logits import hide, online_softmax, per_row, settle, spread
 from maxlib.kernels.attention.tiles import causal_tiles
 
 
@@ -100,7 +100,7 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
     # Later queries attend to more keys under a causal mask. The longest tiles start first, so that no processor is left
     # with one of them at the end.
     tile = visits.shape[1] - 1 - lax.axis_index("tile")
-    visited, full, block = _deal(*(visits[batch, tile, i] for i in range(4)), part=part, parts=parts)
+    visited, full, block = memory.deal(*(visits[batch, tile, i] for i in range(4)), part=part, parts=parts)
 
     @pl.when(warpgroup < tiles.warpgroups)
     def _compute():
@@ -110,7 +110,7 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
         memory.load(scratch.loaded.at[warpgroup], (q.at[batch, rows, head], own.q_out[0]))
         by_row = plgpu.Layout.WGMMA.reduce(1)
         ends = [lambda x=_compat.load(x.at[batch, rows], by_row): x for x in (start, end)]
-        turns = _Turns(scratch.turn, warpgroup, tiles.warpgroups)
+        turns = memory.Turns(scratch.turn, warpgroup, tiles.warpgroups)
         result = _attend(own, turns, block, visited, full, ends, logits=logits, tiles=tiles)
         _store(result, own, sinks[head], out.at[index, rows, head], lse.at[index, head, rows])
 
@@ -125,34 +125,7 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
 
 
-def _deal(first, visited, full_first, full, *, part, parts: int):
-    """Returns the steps of one part, how many of them have full tiles, and the block of keys in each step."""
-    if parts == 1:
-        return visited, full, lambda step: memory.column(step, first, full_first, full)
-    # A part takes the steps part, part + P, part + 2P, ... of the walk, so that the full tiles still come first.
-    share = lambda steps: lax.div(jnp.maximum(steps - part + parts - 1, 0), jnp.int32(parts))
-    # A part without steps processes one masked tile after the visited ones, which no query attends to.
-    block = lambda step: memory.column(part + step * parts, first, full_first, full)
-    return jnp.maximum(share(visited), 1), share(full), block
-
-
-class _Turns:
-    """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
-
-    def __init__(self, barrier, warpgroup, count: int):
-        self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
-        pl.when(warpgroup == count - 1)(self.give)
-
-    def take(self):
-        """Waits for this warpgroup's turn."""
-        plgpu.barrier_wait(self.own)
-
-    def give(self):
-        """Passes the turn to the next warpgroup."""
-        plgpu.barrier_arrive(self.next)
-
-
-def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
+def _attend(own: Scratch, turns: memory.Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
     """Runs the online softmax over all visited blocks; step i issues q k(i) and p(i-1) v(i-1) together."""
     columns, slot = tiles.columns, lambda step: lax.rem(step, jnp.int32(tiles.stages))
     (k,), (v,), queries = own.k.buffers, own.v.buffers, own.q_out[0]
@@ -162,7 +135,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
         bent = logits.bend(products)
         if masked:
             bent = hide(bent, ends, block(step) * columns, axis=1)
-        return _online_softmax(bent, peak, total, logits.factor)
+        return online_softmax(bent, peak, total, logits.factor)
 
     def first_scores(scores):
         turns.take()
@@ -202,7 +175,7 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
     plgpu.barrier_wait(own.k.ready.at[0])
     products = pl.run_scoped(first_scores, scores_ref)
     plgpu.barrier_arrive(own.k.free.at[0])
-    probs, peak, total, _ = softmax(products, jnp.int32(0), _row(LOWEST), _row(0.0), masked=True)
+    probs, peak, total, _ = softmax(products, jnp.int32(0), per_row(LOWEST), per_row(0.0), masked=True)
     memory.ahead(own.k, jnp.int32(1), visited, tiles.stages)
     carry = zeros, probs.astype(v.dtype), peak, total
     # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
@@ -210,20 +183,6 @@ def _attend(own: Scratch, turns: _Turns, block, visited, full, ends, *, logits: 
     acc, probs, peak, total = lax.fori_loop(jnp.maximum(full, 1), visited, functools.partial(step, masked=True), carry)
     plgpu.barrier_wait(own.v.ready.at[slot(visited - 1)])
     return pl.run_scoped(last_values, acc_ref), peak, total
-
-
-def _row(value: float):
-    """Returns one number per query, in registers."""
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-
-
-def _online_softmax(bent, peak, total, factor: float):
-    """Returns the tile's exponentials, the new peak and total, and the factor by which sums so far shrink."""
-    # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
-    new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * factor)
-    shrink = jnp.exp2(peak - new_peak)
-    probs = jnp.exp2(bent * factor - spread(new_peak, bent))
-    return probs, new_peak, total * shrink + jnp.sum(probs, axis=1), shrink
 
 
 def _store(result, own: Scratch, sink, out, lse):

@@ -7,15 +7,17 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxlib.kernels.attention.logits import Logits
+from maxlib.kernels.attention.mosaic_gpu.config import ROWS
 
 
 def probabilities(logits: Logits, bent, hide, lse, axis: int):
     """Computes a tile's probabilities, exp2(logit - lse), both in base 2.
 
-    `hide` masks; `lse` loads one number per query, and queries run along `axis`. It is a function, so that the numbers
-    are loaded only when they are needed: registers are scarce.
+    `hide` masks with zeros, after the exponentials, which therefore need not wait for it; those of hidden keys may be
+    infinite. `lse` loads one number per query, and queries run along `axis`. It is a function, so that the numbers are
+    loaded only when they are needed: registers are scarce.
     """
-    return jnp.exp2(hide(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
+    return hide(jnp.exp2(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
 
 
 def settle(ready, pending, between: Callable[[], None]):
@@ -36,10 +38,24 @@ def spread(x, like, axis: int = 0):
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
-def hide(logits, ends, first_key, axis: int):
-    """Masks a tile with `-inf`, where keys run along `axis` and the queries' intervals along the other axis."""
+def hide(logits, ends, first_key, axis: int, fill: float = -jnp.inf):
+    """Masks a tile with `fill`, where keys run along `axis` and the queries' intervals along the other axis."""
     keys = first_key + plgpu.broadcasted_iota(jnp.int32, logits.shape, axis, layout=plgpu.Layout.WGMMA)
     start, end = (lambda x=x: lax.broadcast_in_dim(x(), logits.shape, [1 - axis]) for x in ends)
     # One bound after the other, so that only one of them is in registers at a time.
-    logits = jnp.where(start() <= keys, logits, -jnp.inf)
-    return jnp.where(keys < end(), logits, -jnp.inf)
+    logits = jnp.where(start() <= keys, logits, fill)
+    return jnp.where(keys < end(), logits, fill)
+
+
+def per_row(value: float):
+    """Returns one number per query, in registers."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def online_softmax(bent, peak, total, factor: float):
+    """Returns the tile's exponentials, the new peak and total, and the factor by which sums so far shrink."""
+    # m' = max(m, max x); p = 2^(x - m'); total' = total * 2^(m - m') + sum p
+    new_peak = jnp.maximum(peak, jnp.max(bent, axis=1) * factor)
+    shrink = jnp.exp2(peak - new_peak)
+    probs = jnp.exp2(bent * factor - spread(new_peak, bent))
+    return probs, new_peak, total * shrink + jnp.sum(probs, axis=1), shrink

@@ -76,6 +76,33 @@ def column(step, first, full_first, full):
     return jnp.where(step < full, full_first + step, jnp.where(rest >= full_first, rest + full, rest))
 
 
+def deal(first, visited, full_first, full, *, part, parts: int):
+    """Returns the steps of one part, how many of them have full tiles, and the block of keys in each step."""
+    if parts == 1:
+        return visited, full, lambda step: column(step, first, full_first, full)
+    # A part takes the steps part, part + P, part + 2P, ... of the walk, so that the full tiles still come first.
+    share = lambda steps: lax.div(jnp.maximum(steps - part + parts - 1, 0), jnp.int32(parts))
+    # A part without steps processes one masked tile after the visited ones, which no query attends to.
+    block = lambda step: column(part + step * parts, first, full_first, full)
+    return jnp.maximum(share(visited), 1), share(full), block
+
+
+class Turns:
+    """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
+
+    def __init__(self, barrier, warpgroup, count: int):
+        self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
+        pl.when(warpgroup == count - 1)(self.give)
+
+    def take(self):
+        """Waits for this warpgroup's turn."""
+        plgpu.barrier_wait(self.own)
+
+    def give(self):
+        """Passes the turn to the next warpgroup."""
+        plgpu.barrier_arrive(self.next)
+
+
 def feed(step, stages: int, streams: list[tuple[Stream, tuple]]):
     """Starts the copies of one step: waits until each slot is free, then fills it."""
     slot = lax.rem(step, jnp.int32(stages))
