@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import maxlib
 from maxlib import adapters, checkpoint, inference, nn, ops, quantization, tokenization
 from maxlib._command import COMMANDS, main
-from maxlib._command.doctor import EXTRAS
+from maxlib._command.doctor import EXTRAS, data_sheet
 from tests.nn.tiny import filled_llama
 
 
@@ -253,9 +253,16 @@ def test_doctor(capsys):
     found = json.loads(text)
     assert status == 0 and found["devices"]["platform"] == "cpu" and found["versions"]["numpy"] == np.__version__
     usual = ("causal", "packed rows", "soft-cap", "decoding")
+    usual += ("gated delta rule", "Kimi delta", "Mamba-2")
     assert found["kernels"] == dict.fromkeys(usual, "chunked") | {"grouped matmul": "tiled"}
+    assert found["devices"]["number"] == "8 in 1 process" and "none for CPUs" in found["devices"]["data sheet"]
     maxlib.show_versions()
     assert f"maxlib            {maxlib.__version__}" in capsys.readouterr().out
+
+
+def test_doctor_says_what_it_knows_of_a_device():
+    assert data_sheet("gpu", "NVIDIA H100 80GB HBM3") == "989 bfloat16 TFLOP/s, 79.1 GiB a device"
+    assert "unknown here, so no MFU is shown" in data_sheet("gpu", "NVIDIA GeForce RTX 4090")
 
 
 def test_every_command_has_help(capsys):

@@ -42,12 +42,16 @@ MISTAKES = {
     "llama.Config(vocab_size=32)": r"models.llama.Config has no field 'vocab_size'; did you mean 'vocab'\?",
     "llama.Config(hidden_size=16)": "no field 'hidden_size'; did you mean 'dim'",
     "llama.Config(num_kv_head=1)": "no field 'num_kv_head'; did you mean 'num_kv_heads'",
+    "dataclasses.replace(cfg, num_heads=6, num_kv_heads=4)": r"num_heads .* a multiple of num_kv_heads .*got 6 and 4",
+    "dataclasses.replace(cfg, num_kv_heads=0)": r"num_heads .* a multiple of num_kv_heads .* at least 1; got \d+ and 0",
     "nn.with_attention(model, 'flash')": "implementation must be None or one of chunked, .*got 'flash'",
     "training.trainer": "no attribute 'trainer'; did you mean 'Trainer'",
     "maxlib.from_pretrain": "no attribute 'from_pretrain'; did you mean 'from_pretrained'",
     "maxlib.models.llama5x": "did you mean 'llama",
     "weights.presets()['llama3.1_8B']": "no preset is called 'llama3.1_8B'; did you mean 'llama3.1-8b'",
     "adapters.add(model, 'lora', rngs=rngs)": r"rules must be a LoRA, such as LoRA\(16, alpha=32\), or Rules, got 'lora'",
+    "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), '*.q_proj'), rngs=rngs)": "Did you mean layers.attn.q\\?",
+    "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), ['q', 'v']), rngs=rngs)": "match must be one pattern, .*got ..q., .v..",
     "train(functools.partial(post_training.preference_loss, kind='dpo'))": "kind must be a preference loss, .*got 'dpo'",
     "training.next_token_loss(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
     "training.Trainer(build, optimizer=adam, loader=loader, loss='ce')": "loss must be a function .*got 'ce'",
@@ -76,7 +80,7 @@ MISTAKES = {
     "inference.generate(model, ['hi'], max_new_tokens=2)": "must consist of integer ids, .*encode text first",
 }  # fmt: skip
 PROGRAM = """if True:
-    import functools, json, sys
+    import dataclasses, functools, json, sys
     import jax, jax.numpy as jnp, maxlib
     from flax import nnx
     from maxlib import adapters, data, inference, nn, ops, post_training, save_pretrained, sharding, training, weights

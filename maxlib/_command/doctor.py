@@ -90,13 +90,21 @@ def _version(package: str) -> str | None:
 def devices() -> dict[str, str]:
     import jax
 
+    device, processes = jax.devices()[0], jax.process_count()
+    count = f"{jax.device_count()} in {processes} process{'es' if processes > 1 else ''}"
+    about = {"platform": device.platform, "kind": device.device_kind, "number": count}
+    return about | {"data sheet": data_sheet(device.platform, device.device_kind)}
+
+
+def data_sheet(platform: str, kind: str) -> str:
+    """Says what the maker's data sheet promises of one device, by which MFU and plans are computed."""
     from maxlib.hardware import GIB, chip_of
 
-    device = jax.devices()[0]
-    chip = chip_of(device.device_kind)
-    sheet = f"{chip.flops / 1e12:,.0f} bfloat16 TFLOP/s, {chip.memory / GIB:.1f} GiB" if chip else "not in the table"
-    count = f"{jax.device_count()} in {jax.process_count()} process(es)"
-    return {"platform": device.platform, "kind": device.device_kind, "number": count, "data sheet": sheet}
+    if platform == "cpu":
+        return "none for CPUs: MFU is relative to a matmul that is timed"
+    if (chip := chip_of(kind)) is None:
+        return "unknown here, so no MFU is shown; maxlib.hardware.CHIPS has those that are known"
+    return f"{chip.flops / 1e12:,.0f} bfloat16 TFLOP/s, {chip.memory / GIB:.1f} GiB a device"
 
 
 def kernels() -> dict[str, str]:
@@ -119,8 +127,14 @@ def kernels() -> dict[str, str]:
         bounds = shape(4, length, dtype=jnp.int32)
         more |= {"k_start": bounds, "k_end": bounds, "mask_hint": mask}
         found[name] = str(ops.explain_attention(shape(4, length, 32, 128), keys, keys, **more).chosen)
-    grouped = ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048))
-    return found | {"grouped matmul": str(grouped.chosen)}
+    heads = shape(4, 2048, 8, 128)
+    others = {
+        "grouped matmul": ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048)),
+        "gated delta rule": ops.explain_gated_delta_rule(heads, heads),
+        "Kimi delta": ops.explain_kimi_delta_attention(heads, heads),
+        "Mamba-2": ops.explain_ssd(heads, heads),
+    }
+    return found | {name: str(answer.chosen) for name, answer in others.items()}
 
 
 def matmul(width: int = 2048, seconds: float = 0.5) -> dict[str, str]:

@@ -35,6 +35,12 @@ class TileSizes:
                     least = max(least, multiple)
                     raise ValueError(f"{type(self).__name__}: {name} must be {must} of at least {least}, got {size!r}")
 
+    def require_powers_of_two(self, *names: str) -> None:
+        """Raises ValueError for a field that is no power of two; the fields are whole numbers of at least 1."""
+        for name in names:
+            if (size := getattr(self, name)) & (size - 1):
+                raise ValueError(f"{type(self).__name__}: {name} must be a power of two, got {size}")
+
     def neighbours(self: T) -> list[T]:
         """Returns these sizes and the valid ones half or twice as large. Of several passes one changes at a time: all
         pairs would take hours, and the passes do not meet.

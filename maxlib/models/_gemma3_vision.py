@@ -41,6 +41,7 @@ class Vision(ModelConfig):
     end_token: int = hf("eoi_token_index", 256_000)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_tokens * (self.pool * self.patch_size) ** 2 != self.image_size**2:
             raise ValueError(
                 f"num_tokens must be a square whose root divides the {self.image_size} / {self.patch_size} patches of a "

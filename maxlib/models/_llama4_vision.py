@@ -59,6 +59,7 @@ class Vision(ModelConfig):
     end_token: int = hf("eoi_token_index", 200_081)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.image_size % (SHUFFLE * self.patch_size):
             raise ValueError(f"image_size must be a multiple of {SHUFFLE * self.patch_size}, got {self.image_size}")
 

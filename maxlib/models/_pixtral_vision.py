@@ -69,6 +69,7 @@ class Vision(ModelConfig):
     image_token: int = hf("image_token_index", 10, absent=lambda c: 10 if c.kind == MERGING else 32_000)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.kind not in (MERGING, PLAIN) or self.act not in ACTS:
             raise ValueError(
                 f"kind must be {MERGING} or {PLAIN}, and act (hidden_act) {' or '.join(ACTS)}, got {self.kind} and "

@@ -74,6 +74,7 @@ class Vision(ModelConfig):
     end_token: int = hf("vision_end_token_id", absent=REQUIRED)
 
     def __post_init__(self):
+        super().__post_init__()
         if math.isqrt(self.num_positions) ** 2 != self.num_positions:
             raise ValueError(f"num_positions (num_position_embeddings) must be a square, got {self.num_positions}")
         if self.dim % (4 * self.num_heads):

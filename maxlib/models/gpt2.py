@@ -45,6 +45,7 @@ class Config(ModelConfig):
     scaled_by_layer: bool = hf("scale_attn_by_inverse_layer_idx", False)  # and those of layer i by i + 1
 
     def __post_init__(self):
+        super().__post_init__()
         if self.dim % self.num_heads:
             raise ValueError(
                 f"dim (n_embd) must be a multiple of num_heads (n_head), got {self.dim} and {self.num_heads}"

@@ -24,8 +24,9 @@ MASK = ops.Causal()
 class Config(ModelConfig):
     """Sizes of a Llama; `PRESETS` has the published ones.
 
-    `hf(name, default)` reads and writes a field of Hugging Face's config.json. `absent` is the value for a file without
-    the field, if it differs from the default. `fixed` are fields with the only value that this file supports.
+    Every field also says where Hugging Face's config.json has it: `hf(name, default)`. `absent` is the value for a file
+    that lacks it, if that is not the default. `model_types` and `architecture` are what a file calls the model, and
+    `fixed` has values that a file must have, because no others are supported here.
     """
 
     model_types = ("llama",)

@@ -115,6 +115,7 @@ class Config(ModelConfig):
     vision: Vision | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if (found := len(self.layers)) != self.num_layers:
             raise ValueError(
                 f"kinds (no_rope_layers) must say what each of the {self.num_layers} layers is, got {found}"

@@ -87,6 +87,7 @@ class Config(ModelConfig):
     attention_bias: bool = hf("attention_bias", False)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.layer_types is not None and len(self.layer_types) != self.num_layers:
             raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
         if self.layer_types is not None and self.window is None:

@@ -42,6 +42,7 @@ class Config(ModelConfig):
     tied: bool = hf("tie_word_embeddings", False)
 
     def __post_init__(self):
+        super().__post_init__()
         if not isinstance(self.rope.scaling, LongRope | None) or self.rope.interleaved:
             raise ValueError(
                 f"Phi-3's rope must have the scaling LongRope (config.json: rope_type longrope) or none, and not be "

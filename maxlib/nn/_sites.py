@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -75,6 +76,8 @@ class Decisions:
     """
 
     def __init__(self, rules: Sequence[Any], treatment: Callable[[Any], Hashable]):
+        if wrong := [rule.match for rule in rules if not isinstance(rule.match, str)]:
+            raise TypeError(f"a rule's match must be one pattern, such as '*.attn.q', got {wrong[0]!r:.80}")
         self.rules, self.treatment = rules, treatment
         self._used: set[int] = set()
         self._seen: dict[str, Kind] = {}
@@ -90,19 +93,38 @@ class Decisions:
 
     def check(self) -> None:
         """Raises ValueError if a rule was never used, or names a layer that does not exist."""
-        idle = [rule for n, rule in enumerate(self.rules) if n not in self._used]
-        if idle:
-            near = difflib.get_close_matches(idle[0].match, self._seen, n=3, cutoff=0.4)
+        if idle := [rule for n, rule in enumerate(self.rules) if n not in self._used]:
             raise ValueError(
-                f"these rules match no matmul that an earlier rule has not matched: {idle}. "
-                + (f"The nearest names are {', '.join(near)}. " if near else "")
+                f"these rules match no matmul, or only matmuls of earlier rules: {', '.join(map(_short, idle))}. "
+                + self._hint(idle[0])
                 + f"The matmuls are {', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
             )
         for rule in self.rules:
             if absent := [i for i in rule.layers or () if not -self._most <= i < self._most]:
                 raise ValueError(
-                    f"{rule} names the layers {absent}, but the largest stack has {self._most}, numbered from 0"
+                    f"{_short(rule)} names the layers {absent}, but the largest stack has {self._most}, numbered from 0"
                 )
+
+    def _hint(self, rule: Selector) -> str:
+        """Says what an unused rule may have meant."""
+        named = [path for path in self._seen if fnmatch.fnmatchcase(path, rule.match)]
+        if named and not any(self._seen[path] in rule.kinds for path in named):
+            return f"{named[0]} is of the kind {self._seen[named[0]]!r}, which is not one of the rule's kinds. "
+        near = [] if named else _nearest(rule.match, list(self._seen))
+        return f"Did you mean {' or '.join(near)}? " if near else ""
+
+
+def _short(rule: Selector) -> str:
+    """Describes what a rule selects."""
+    layers = "" if rule.layers is None else f", layers={rule.layers}"
+    return f"{type(rule).__name__}(match={rule.match!r}{layers}, kinds={rule.kinds})"
+
+
+def _nearest(match: str, names: list[str]) -> list[str]:
+    """Returns names that a pattern without a match may mean: `layers.attn.q` for transformers' `*.q_proj`."""
+    words = re.findall("[a-z0-9]+", match.rpartition(".")[2].lower())
+    same = [name for name in names if name.rpartition(".")[2] in words]
+    return same[:3] or difflib.get_close_matches(match, names, n=3, cutoff=0.4)
 
 
 def kind_of(site: Any) -> Kind:

@@ -43,7 +43,7 @@ class Fact(NamedTuple):
     trained: bool = False
 
 
-def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, trained: Any = None) -> float:
+def training_flops(loss: Callable[..., Any], model: Any, batch: Any, *, trained: Any = None) -> float:
     """Counts the model FLOPs of one training step: each matmul of the loss, and once more for every operand of it that
     has a gradient.
 
@@ -54,7 +54,7 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, train
     pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, and visible pairs of a query and a key.
 
     Args:
-      loss_fn: `(model, batch, key) -> anything`.
+      loss: `(model, batch, key) -> anything`.
       model: arrays or shapes.
       batch: arrays or shapes.
       trained: a boolean for each array of the model, in the model's structure; None means that all are trained.
@@ -62,7 +62,7 @@ def training_flops(loss_fn: Callable[..., Any], model: Any, batch: Any, *, train
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     flags = jax.tree.leaves(jax.tree.map(lambda _: True, model) if trained is None else trained)
     key = jax.eval_shape(jax.random.key, 0)
-    return sum(flops for _, flops in _counted(loss_fn, (model, batch, key), follow=True, trained=flags))
+    return sum(flops for _, flops in _counted(loss, (model, batch, key), follow=True, trained=flags))
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> float:

@@ -1,7 +1,7 @@
 """Tables of measurements per device kind: implementations that failed `check`, and the best tiles of `tune`.
 
-The package ships tables of some device kinds. The user's own tables are in a cache directory (`MAXLIB_CACHE`, or
-`maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`) and take precedence. Each table is read once per process.
+The user's tables are in a cache directory (`MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`).
+The package may ship tables of tiles, over which the user's take precedence. Each table is read once per process.
 """
 
 import contextlib
@@ -40,19 +40,23 @@ def versions() -> dict[str, str]:
 def findings(device_kind: str) -> dict[str, Any]:
     """Returns `{"refused": {name: reason}, "tiles": {key: sizes}}` of a device kind; empty if nothing was measured.
 
-    Failures only apply to the versions with which they were found. Unreadable files are ignored.
+    Failures only apply to this machine, and to the versions with which they were found. Unreadable files are ignored.
     """
-    # Read the user's table last, so that it overrides the shipped one.
-    found: dict[str, Any] = {"refused": {}, "tiles": {}}
-    for path in (file_of(device_kind, SHIPPED), file_of(device_kind)):
-        try:
-            table = json.loads(path.read_text())
-            found["tiles"] |= dict(table.get("tiles", {}))
-            if table.get("versions") == versions():
-                found["refused"] |= dict(table.get("refused", {}))
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
-    return found
+    shipped, own = _read(file_of(device_kind, SHIPPED)), _read(file_of(device_kind))
+    return {"refused": own["refused"], "tiles": shipped["tiles"] | own["tiles"]}
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Reads a table; what is damaged, or failed with other versions, is left out."""
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError):
+        table = None
+    table = table if isinstance(table, dict) else {}
+    found = {name: table.get(name) for name in ("refused", "tiles")}
+    found = {name: dict(part) if isinstance(part, dict) else {} for name, part in found.items()}
+    # Tiles tuned with another compiler are still a good choice, but its failures do not apply.
+    return found | ({} if table.get("versions") == versions() else {"refused": {}})
 
 
 def refused(op: str, implementation: str, device_kind: str) -> str | None:
@@ -74,19 +78,14 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
     Returns:
       The path of the table.
     """
-    path, old = file_of(device_kind), {}
-    with contextlib.suppress(OSError, ValueError):
-        old = json.loads(path.read_text())
-    # Tiles tuned with another compiler are still a good choice, but its failures do not apply.
-    if old.get("versions") != versions():
-        old.pop("refused", None)
+    path = file_of(device_kind)
+    table: dict[str, Any] = {"device": device_kind, **_read(path), "versions": versions()}
     for name, entries in changes.items():
-        merged = dict(old.get(name, {})) | entries
-        old[name] = {key: value for key, value in merged.items() if value is not None}
+        table[name] = {key: value for key, value in (table[name] | entries).items() if value is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     # Write atomically, because other processes may be reading.
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"device": device_kind, **old, "versions": versions()}, indent=1) + "\n")
+    partial.write_text(json.dumps(table, indent=1) + "\n")
     partial.replace(path)
     findings.cache_clear()
     return path

@@ -83,7 +83,7 @@ class Operation:
 
     name: str
     table: dict[str, Implementation]
-    widths: Callable[[Call], dict[str, int]] = lambda call: {}
+    widths: Callable[[Call], dict[str, int]]
 
     def sizes(self, call: Call, name: str | None) -> _tuning.Tuned | None:
         """Returns the tile sizes that an implementation runs a call with; None if it has none."""

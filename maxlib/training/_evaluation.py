@@ -49,7 +49,7 @@ def evaluate(
     Every target has the same weight, no matter how targets are divided into batches.
 
     Args:
-      eval_step: `jax.jit(make_eval_step(loss_fn))`.
+      eval_step: `jax.jit(make_eval_step(loss))`.
       state: the state with the parameters to evaluate.
       batches: the batches to evaluate.
 

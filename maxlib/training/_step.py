@@ -28,7 +28,7 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
-    loss_fn: Loss,
+    loss: Loss,
     optimizer: optax.GradientTransformation,
     *,
     log_schedule: optax.Schedule | None = None,
@@ -44,7 +44,7 @@ def make_train_step(
         state, metrics = step(training.make_state(model, optimizer), batch)
 
     Args:
-      loss_fn: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
+      loss: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
           the gradient of the mean. It is computed by autodiff, unless the loss has a method `gradients`, as
           `accumulate(loss, 4)` and `one_f_one_b(loss)` do.
       optimizer: of `{path: array}`.
@@ -57,23 +57,23 @@ def make_train_step(
       ValueError: in a step, for a metric of the loss that has one of these names; for a batch whose rows (of a
         microbatch) or sequence the layout does not divide; or for a name in `remat` that no layer marks.
     """
-    optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss_fn)
+    optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        check_read(loss_fn, batch)
+        check_read(loss, batch)
         for x in jax.tree.leaves(batch):
-            _check_divides(x, getattr(loss_fn, "microbatches", 1))
+            _check_divides(x, getattr(loss, "microbatches", 1))
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
-        check_remat_names(unwrap(loss_fn)[1].get("remat"), state.trainable, state.rest, batch)
-        grads, loss, stats = gradients(state.trainable, state.rest, batch, key)
+        check_remat_names(unwrap(loss)[1].get("remat"), state.trainable, state.rest, batch)
+        grads, value, stats = gradients(state.trainable, state.rest, batch, key)
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        trainable, opt_state = _updated(optimizer, state, grads, loss)
+        trainable, opt_state = _updated(optimizer, state, grads, value)
         skipped = optax.tree.get(opt_state, "skipped")  # None without `skip_spikes`
-        metrics = {"loss": loss, "grad_norm": norm, "num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
-        metrics |= _health(loss, norm, skipped) | means(stats)
+        metrics = {"loss": value, "grad_norm": norm, "num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
+        metrics |= _health(value, norm, skipped) | means(stats)
         if log_schedule is not None:
             metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
         rest, rate = state.rest, cast(Any, router_bias_update_rate)
@@ -102,23 +102,23 @@ def _health(loss: Array, norm: Array, skipped: Array | None) -> Metrics:
     return {"finite": finite | skipped, "skipped": skipped.astype(jnp.float32)}
 
 
-def make_eval_step(loss_fn: Loss) -> Callable[[TrainState, Batch], Stats]:
+def make_eval_step(loss: Loss) -> Callable[[TrainState, Batch], Stats]:
     """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
 
     Args:
-      loss_fn: as for `make_train_step`. Embedding noise is left out.
+      loss: as for `make_train_step`. Embedding noise is left out.
 
     Raises:
       ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout.
     """
-    silent = _without_noise(loss_fn)
+    silent = _without_noise(loss)
 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        loss, stats = silent(state.model, jax.tree.map(_by_rows, batch), state.key)
+        value, stats = silent(state.model, jax.tree.map(_by_rows, batch), state.key)
         _check_metric_names(stats)
-        return _everywhere(Stats(stats.num_targets, {"loss": loss} | stats.sums))
+        return _everywhere(Stats(stats.num_targets, {"loss": value} | stats.sums))
 
     return step
 

@@ -61,7 +61,8 @@ class ModelConfig:
         ignored: Names of fields without effect in this family. Say why in a comment.
 
     Raises TypeError where a subclass assigns another name without an annotation, since nothing would read it, and for
-    an argument that is not a field.
+    an argument that is not a field; ValueError where `num_kv_heads` does not divide `num_heads`, and for what a field
+    or the family refuses.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -82,6 +83,7 @@ class ModelConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
+        _check_heads(self)
         for name, codec in _codecs(type(self)).items():
             codec.check(getattr(self, name), self)
 
@@ -119,6 +121,16 @@ class ModelConfig:
     def required(cls) -> list[str]:
         """Returns the names of the fields that config.json must have."""
         return [name for codec in _codecs(cls).values() for name in codec.required]
+
+
+def _check_heads(cfg: Any) -> None:
+    """Raises ValueError if query heads cannot share key heads evenly, before a layer does from deep inside a trace."""
+    heads, kv_heads = (getattr(cfg, name, None) for name in ("num_heads", "num_kv_heads"))
+    if heads is not None and kv_heads is not None and (min(heads, kv_heads) < 1 or heads % kv_heads):
+        raise ValueError(
+            f"num_heads (num_attention_heads) must be a multiple of num_kv_heads (num_key_value_heads), and both at "
+            f"least 1; got {heads} and {kv_heads}"
+        )
 
 
 def _refuse_unknown(cls: type) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -241,10 +242,13 @@ def test_experts_equal_their_merged_loop(capacity):
 
 
 def test_bad_rules():
-    base = jax.eval_shape(lambda: model("both"))
+    base = jax.eval_shape(lambda model: model, model("both"))
     put_on = lambda base, rules=LORA: adapters.add(base, rules, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"match no matmul.*layers\.attn\.qq.*nearest names are .*layers\.attn\.q"):
-        put_on(base, [adapters.Rule(LORA, match="layers.attn.qq")])
+    for match in ("layers.attn.qq", "*.q_proj", "model.layers.0.self_attn.q_proj", "q"):
+        with pytest.raises(ValueError, match=rf"match no matmul.*{re.escape(match)}.*Did you mean layers\.attn\.q\b"):
+            put_on(base, [adapters.Rule(LORA, match=match)])
+    with pytest.raises(ValueError, match="embed is of the kind 'embedding', which is not one of the rule's kinds"):
+        put_on(base, [adapters.Rule(LORA, match="embed")])
     with pytest.raises(ValueError, match=r"names the layers \[9\]"):
         put_on(base, [adapters.Rule(LORA, layers=(0, 9))])
     with pytest.raises(ValueError, match="embeddings and heads have no matmul"):

@@ -17,7 +17,7 @@ from maxlib.ops import __main__ as command
 from maxlib.ops import _findings
 from maxlib.ops._attention import dispatch
 from maxlib.ops._attention.splash import Blocks, SplashTiles
-from maxlib.ops._check import cases, parent, worker
+from maxlib.ops._check import cases, parent, recurrences, worker
 
 H100 = ("gpu", "NVIDIA H100 80GB HBM3")
 Q = jax.ShapeDtypeStruct((1, 256, 8, 64), jnp.bfloat16)
@@ -114,6 +114,18 @@ def absent(name: str):
 def test_a_damaged_table_counts_as_none(tables, text):
     _findings.file_of(H100[1]).write_text(text)
     assert _findings.findings(H100[1]) == {"refused": {}, "tiles": {}}
+    _findings.write(H100[1], refused={"attention/cudnn": "hangs", "attention/tokamax": None})
+    assert _findings.findings(H100[1]) == {"refused": {"attention/cudnn": "hangs"}, "tiles": {}}
+
+
+def test_what_the_package_ships_gives_way_to_what_was_measured_here(tables, tmp_path_factory, monkeypatch):
+    """Of tiles; that an implementation failed elsewhere counts for nothing."""
+    shipped = tmp_path_factory.mktemp("shipped")
+    monkeypatch.setattr(_findings, "SHIPPED", shipped)
+    table = {"versions": _findings.versions(), "refused": {"attention/cudnn": "hangs"}, "tiles": {"a": 1, "b": 2}}
+    _findings.file_of(H100[1], shipped).write_text(json.dumps(table))
+    _findings.write(H100[1], tiles={"b": 3})
+    assert _findings.findings(H100[1]) == {"refused": {}, "tiles": {"a": 1, "b": 3}}
 
 
 def test_measured_tiles_are_taken_where_they_were_measured(tables):
@@ -134,7 +146,6 @@ def splash_tiles(T: int, device):
 def test_tune_tries_every_kernel_that_runs_here(name, monkeypatch):
     """On a CPU in an interpreter; what ended a process before is left out."""
     monkeypatch.setattr(worker, "_tried", lambda case, run, given, truth, rounds: {"status": "right"})
-    monkeypatch.setattr(worker, "_truth", lambda case, given: {})
     every = [line["begins"] for line in worker.tune([name], [], 1) if "begins" in line]
     here = {"splash", "mosaic_tpu", "chunked", "tiled"}
     assert bool(every) == (name in here)
@@ -193,6 +204,30 @@ def test_the_command_says_what_is_wrong(capsys, workers):
     assert "unknown implementations ['cudnnn']" in capsys.readouterr().err
     assert command.main(["tune", "splash "]) == 2
     assert "unknown implementations ['splash ']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ('say(prepares="a")\nif "a" in skip: sys.exit()\nos._exit(3)', "failed"),
+        ('say(prepares="a")\nsay(begins="a")\nos._exit(3)', "crashed"),
+        ('say(prepares="a")\nsay(case="a", status="right")\nsay(finished=True)\nos._exit(3)', "right"),
+        ('print("{not json}")\nprint("[]")\nsay(case="a", status="right")\nprint("1")', "right"),
+    ],
+    ids=["before it ran", "while it ran", "after all", "noise"],
+)
+def test_who_is_to_blame(script, status, tables, workers):
+    """An implementation only for what happens while it runs."""
+    workers(DESCRIBED + 'if "a" in skip: sys.exit()\n' + script)
+    (row,) = parent.check(["cudnn"], deadline=30)
+    assert (row["case"], row["status"]) == ("a", status) and row.get("why", "no message").endswith("no message")
+    assert bool(_findings.refused("attention", "cudnn", H100[1])) == (status == "crashed")
+
+
+def test_a_process_that_ends_between_cases_is_an_error(workers, capsys):
+    workers(DESCRIBED + "os._exit(3)")
+    assert command.main(["check", "--dry"]) == 2
+    assert "ended while no case was running: ended with status 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("order", ["check", "tune"])
@@ -267,6 +302,14 @@ def test_calls_with_a_cache_are_those_of_a_layer(name):
     assert (case.room > 0) == (case.small().room > 0)
 
 
+@pytest.mark.parametrize("name", ["chunked", "mosaic_tpu"])
+def test_values_may_be_channels_of_the_keys(name, monkeypatch):
+    small = cases.CASES["decode latents"].small()
+    monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
+    (row,) = [row for row in worker.check("attention", name, [], 1) if "case" in row]
+    assert row["status"] == "right" and "v" not in small.arrays(jnp.float32)
+
+
 def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
     small = dataclasses.replace(cases.CASES["prefill"].small(), tokens=40, room=20)
     monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
@@ -275,6 +318,88 @@ def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
     monkeypatch.setattr(worker, "functions", lambda op, one: off if one == "chunked" else right(op, one))
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["wrong"]
+
+
+RECURRENCES = {
+    "delta": recurrences.GatedDelta(300, key_heads=2, heads=4, key_dim=32, value_dim=64),
+    "kimi": recurrences.KimiDelta(300, key_heads=2, heads=2, key_dim=32, value_dim=32),
+    "ssd": recurrences.StateSpace(300, key_heads=2, heads=8, key_dim=32, value_dim=32),
+}
+
+
+@pytest.fixture
+def rounded_operands(monkeypatch):
+    """Makes `chunked` round the operands of its matmuls to bfloat16, as kernels do."""
+    einsum = jnp.einsum
+
+    def rounded(spec, *operands, precision=None):
+        narrow = precision == jax.lax.Precision.HIGH  # of inputs in bfloat16; definitions ask for the highest
+        return einsum(
+            spec, *(x.astype(jnp.bfloat16).astype(x.dtype) if narrow else x for x in operands), precision=precision
+        )
+
+    jax.clear_caches()
+    monkeypatch.setattr(jnp, "einsum", rounded)
+    yield
+    jax.clear_caches()
+
+
+def compare(case, run):
+    given = case.arrays(jnp.bfloat16)
+    return worker._compared(case, run, given, worker._truth(case, given))
+
+
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
+def test_roundings_of_a_recurrence_are_right(case, rounded_operands):
+    row = compare(case, cases.functions(case.op, "chunked"))
+    assert row["status"] == "right" and 2e-3 < row["error"] < cases.tolerance(case, row["of"], "bfloat16")
+
+
+def test_roundings_count_twice_in_gradients_of_recurrences_only():
+    bound = lambda case, name, dtype="bfloat16": cases.tolerance(case, name, dtype)
+    assert bound(cases.Attention(), "out") == bound(cases.Attention(), "d_q") == 0.01
+    assert bound(cases.GroupedMatmul(), "d_rows") == 0.01
+    for case in RECURRENCES.values():
+        assert (bound(case, "out"), bound(case, "d_v"), bound(case, "d_v", "float32")) == (0.01, 0.02, 1e-4)
+
+
+def steeper(x):
+    """Returns `x`, and of its gradient 3 % too much."""
+    wide = x.astype(jnp.float32)
+    return (wide + 0.03 * (wide - jax.lax.stop_gradient(wide))).astype(x.dtype)
+
+
+WRONG = {"delta": ("k", "log_decay"), "kimi": ("log_decay",), "ssd": ("b", "a")}
+
+
+@pytest.mark.parametrize(("name", "of"), [(name, of) for name, some in WRONG.items() for of in some])
+def test_a_gradient_of_a_recurrence_that_is_3_percent_off_is_found(name, of):
+    case = RECURRENCES[name]
+    right = cases.functions(case.op, "chunked")
+    row = compare(case, lambda **given: right(**given | {of: steeper(given[of])}))
+    assert (row["status"], row["of"]) == ("wrong", f"d_{of}") and row["error"] == pytest.approx(0.03, rel=0.02)
+
+
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
+def test_an_output_of_a_recurrence_that_is_2_percent_off_is_found(case):
+    right = cases.functions(case.op, "chunked")
+    row = compare(case, lambda **given: (lambda out, state: ((1.02 * out).astype(out.dtype), state))(*right(**given)))
+    assert row["status"] == "wrong" and "more than 1e-02" in row["why"]
+
+
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
+def test_a_state_that_is_not_passed_on_is_found(case):
+    """A recurrence runs in two parts, which meet within a chunk."""
+    right = cases.functions(case.op, "chunked")
+    row = compare(case, lambda initial_state=None, **given: right(**given))
+    assert row["status"] == "wrong"
+
+
+def test_every_operation_of_a_recurrence_has_an_ordinary_and_an_odd_case():
+    for op in ("gated_delta_rule", "kimi_delta_attention", "ssd"):
+        sizes = [case.tokens for case in cases.CASES.values() if case.op == op]
+        assert any(size % 64 for size in sizes) and any(size % 64 == 0 for size in sizes)
+        assert {"jax_linear_attention", "fla", "chunked"} <= set(worker.names(op)) and op in worker.OPS
 
 
 @pytest.mark.full

@@ -178,7 +178,7 @@ def test_no_rows_at_all():
 
 
 def test_sizes_that_are_no_powers_of_two_are_errors():
-    with pytest.raises(ValueError, match="must be powers of two, got 96"):
+    with pytest.raises(ValueError, match="must be a power of two, got 96"):
         TritonTile(rows=96)
     with pytest.raises(ValueError, match="columns must be a multiple of 16"):
         TritonTile(columns=8)

@@ -78,6 +78,7 @@ def test_sizes_are_static_and_come_back_from_a_table(one):
         (lambda: tiles.DeltaTiles(chunk=48), "chunk must be a power of two, got 48"),
         (lambda: tiles.KimiTiles(chunk=48), "chunk must be a power of two, got 48"),
         (lambda: tiles.DeltaTPUTiles(chunk=8), "chunk must be a multiple of 16"),
+        (lambda: tiles.DeltaTPUTiles(chunk=48), "DeltaTPUTiles: chunk must be a power of two, got 48"),
     ],
 )
 def test_an_error_says_what_must_hold(make, message):

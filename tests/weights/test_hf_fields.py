@@ -32,7 +32,7 @@ class Config(ModelConfig):
     dim: int = hf("hidden_size")
     num_heads: int = hf("num_attention_heads", same=("n_ctx",))
     head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    num_kv_heads: int = hf("num_key_value_heads", 2, absent=8, null=lambda c: c.num_heads)
+    num_kv_heads: int = hf("num_key_value_heads", 3, absent=1, null=lambda c: c.num_heads)
     chunk: int = hf("chunk", 5, null=REQUIRED)
     eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
     cap: float | None = hf("softcap", 30.0)
@@ -55,10 +55,10 @@ def read(**changes: Any) -> Config:
 
 
 def test_what_a_config_leaves_out():
-    want = dict(head_dim=4, num_kv_heads=8, chunk=5, eps=1e-6, cap=30.0, skipped=(), width=7, power=9)
+    want = dict(head_dim=4, num_kv_heads=1, chunk=5, eps=1e-6, cap=30.0, skipped=(), width=7, power=9)
     assert read() == Config(dim=12, num_heads=3, **want)
     made = Config(dim=12, num_heads=3, head_dim=4, power=9)
-    assert (made.eps, made.num_kv_heads) == (1e-5, 2)  # the constructor's own defaults
+    assert (made.eps, made.num_kv_heads) == (1e-5, 3)  # the constructor's own defaults
 
 
 def test_what_null_means():
@@ -81,7 +81,7 @@ def test_written_fields_are_read_back():
         "num_attention_heads": 3,
         "n_ctx": 3,
         "head_dim": 4,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": 1,
         "chunk": 5,
         "rms_norm_eps": 1.0,
         "softcap": None,
@@ -200,3 +200,10 @@ def test_an_attribute_that_nothing_reads_is_an_error():
     with pytest.raises(TypeError, match=r"Bare\.depth has no effect: a field needs an annotation"):
         type("Bare", (Config,), {"depth": hf("num_layers")})
     type("Fine", (Config,), {"fixed": {}, "width": 3, "_own": 1, "total": property(lambda self: 1)})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 4), (2, 4), (4, 0), (0, 0), (4, -2)])
+def test_heads_that_do_not_divide_are_refused_before_a_layer_is_built(heads, kv_heads):
+    both = rf"num_heads \(num_attention_heads\) .*num_kv_heads \(num_key_value_heads\).* got {heads} and {kv_heads}$"
+    with pytest.raises(ValueError, match=both):
+        Config(dim=12, num_heads=heads, head_dim=4, num_kv_heads=kv_heads, power=9)

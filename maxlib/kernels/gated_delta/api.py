@@ -36,8 +36,7 @@ class DeltaTPUTiles(TileSizes):
     def __post_init__(self):
         self.require(SMALLEST, "chunk")
         self.require(1, "chunks")
-        if self.chunk & (self.chunk - 1):
-            raise ValueError(f"DeltaTPUTiles: chunk must be a power of two, got {self.chunk}")
+        self.require_powers_of_two("chunk")
 
 
 class _Static(NamedTuple):

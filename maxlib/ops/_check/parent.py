@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxlib.ops import _findings as machine
+from maxlib.ops import _findings
 
 BROKEN = ("wrong", "varies", "hangs", "crashed")
 """Failures after which an implementation is no longer chosen. Running out of memory, or raising an error, does not
@@ -23,14 +23,14 @@ count: the caller sees the error.
 def check(
     implementations: list[str] | None = None, *, deadline: float = 120.0, rounds: int = 5, write: bool = True
 ) -> list[dict[str, Any]]:
-    """Runs implementations of attention, grouped matmuls and the gated delta rule and compares them with float32.
+    """Runs implementations of attention, grouped matmuls and recurrences and compares them with float32.
 
     An implementation that is wrong, differs from run to run, hangs or crashes on an accelerator is written to this
     device kind's table and no longer runs here. It is removed from the table when it passes again.
 
     Args:
       implementations: names of the implementations to check; default: all.
-      deadline: time limit per case in seconds, including compilation.
+      deadline: time limit in seconds for each case, including compilation, and for the result to compare it with.
       rounds: number of rounds of ten timed calls.
       write: True writes the results to the table.
 
@@ -51,14 +51,14 @@ def check(
             rows += found
             _table(found)
             # At once, so that what was found counts if the command is interrupted.
-            path = machine.write(about["device"], refused=_verdicts(found)) if writes else None
+            path = _findings.write(about["device"], refused=_verdicts(found)) if writes else None
     if path is not None:
         _say(f"written to {path}")
     return rows
 
 
 def tune(
-    implementations: list[str] | None = None, *, deadline: float = 120.0, rounds: int = 3
+    implementations: list[str] | None = None, *, deadline: float = 120.0, rounds: int = 5
 ) -> dict[str, dict[str, Any]]:
     """Tries tile sizes of every kernel that runs on this machine and writes the fastest to the device kind's table.
 
@@ -91,13 +91,13 @@ def tune(
             best[row["key"]] = row
     found = {key: row["tiles"] for key, row in best.items()}
     if timed:
-        _say(f"written to {machine.write(about['device'], tiles=found)}")
+        _say(f"written to {_findings.write(about['device'], tiles=found)}")
     return found
 
 
 def _described(deadline: float) -> dict[str, Any]:
     """Returns the device and the implementations that a worker finds, and prints the device."""
-    (about,) = _lines(["--describe"], deadline)
+    about, *_ = _lines(["--describe"], deadline)
     if "ended" in about:
         raise RuntimeError(f"JAX does not start here: {about['why']}")
     _say(f"{about['device']} ({about['platform']}), jax {about['jax']}")
@@ -128,28 +128,41 @@ def _cases(arguments: list[str], deadline: float, rounds: int) -> Iterator[dict[
     """Yields a row per case; a process that hangs or crashes is replaced by one that starts after that case."""
     done: list[str] = []
     while True:
-        running = None
+        begun, finished = {}, False
         for line in _lines([*arguments, "--rounds", str(rounds), "--skip", json.dumps(done)], deadline):
-            if "begins" in line:
-                # If the process ends now, this case is to blame, and the next process skips it.
-                running = line["begins"]
-                done.append(running)
-            elif "ended" in line:
-                if running is None:
-                    raise RuntimeError(f"a process of check {line['why']} before its first case")
-                yield {"case": running, "status": line["ended"], "why": line["why"]}
+            if "ended" in line:
+                if finished:  # it ended badly, but has said everything
+                    return
+                yield _ended(begun, line)
                 break
-            else:
-                running = None if line["case"] == running else running
+            finished |= "finished" in line
+            if "case" in line:
+                begun = {}
                 yield line
+            elif name := line.get("prepares") or line.get("begins"):
+                begun = line
+                done += [name] if name not in done else []  # the next process skips it
         else:
             return
+
+
+def _ended(begun: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of the case during which a process ended.
+
+    Raises:
+      RuntimeError: when there was none.
+    """
+    if "begins" in begun:
+        return {"case": begun["begins"], "status": line["ended"], "why": line["why"]}
+    if "prepares" in begun:  # the implementation has not run yet, so it is not to blame
+        return {"case": begun["prepares"], "status": "failed", "why": f"nothing to compare with: {line['why']}"}
+    raise RuntimeError(f"a process of check ended while no case was running: {line['why']}")
 
 
 def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
     """Runs a worker and yields its lines; the last one is `{"ended": ...}` if it hangs or fails."""
     command = [sys.executable, "-m", "maxlib.ops", "worker", *arguments]
-    env = os.environ | {machine.IGNORE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = os.environ | {_findings.IGNORE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # The parent never uses a device, because only one process at a time can own a GPU's memory.
     worker = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
@@ -162,8 +175,8 @@ def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
     reader.start()
     try:
         while (line := lines.get(timeout=deadline)) is not None:
-            if line.startswith("{"):
-                yield json.loads(line)
+            if (found := _read(line)) is not None:
+                yield found
         code = worker.wait(deadline)
     except (queue.Empty, subprocess.TimeoutExpired):
         yield {"ended": "hangs", "why": f"no result within {deadline:.0f} s"}
@@ -175,6 +188,15 @@ def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
         reader.join(5)
         last = next((line.strip() for line in reversed(errors) if line and line.strip()), "no message")
         yield {"ended": "crashed", "why": f"ended with status {code}: {last[:200]}"}
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    """Reads a line of a worker's; None for one that a library printed."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _forward(stream, put) -> None:
@@ -202,9 +224,9 @@ def _table(rows: list[dict[str, Any]]) -> None:
         if row["status"] == "refused":
             refused.setdefault(row["why"], []).append(row["case"])
         else:
-            _say(f"{name:<28} {row['case']:<18} {row['status']:<8} {_result(row)}")
+            _say(f"{name:<41} {row['case']:<18} {row['status']:<8} {_result(row)}")
     for why, cases in refused.items():
-        which = f"{len(cases)} cases" if len(cases) > 3 else ", ".join(cases)
+        which = f"{len(cases)} cases" if len(cases) > 3 else "; ".join(cases)
         _say(f"{rows[0]['op']}/{rows[0]['implementation']}: refuses {which}: {why}")
 
 

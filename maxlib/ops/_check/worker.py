@@ -19,27 +19,33 @@ import numpy as np
 from maxlib.hardware import chip_of
 from maxlib.kernels.attention.mosaic_tpu import mosaic_tpu
 from maxlib.kernels.gated_delta import DeltaTPUTiles
-from maxlib.ops import _attention, _gated_delta, _grouped_matmul, _tuning
-from maxlib.ops._attention import dispatch, splash
-from maxlib.ops._check.cases import CASES, TOLERANCE, Attention, Case, GatedDelta, functions
-from maxlib.ops._explanation import Explanation
+from maxlib.ops import _tuning
+from maxlib.ops._attention import dispatch as attention
+from maxlib.ops._attention import splash
+from maxlib.ops._check.cases import CASES, Case, functions, tolerance
 from maxlib.ops._gated_delta import dispatch as gated_delta
 from maxlib.ops._gated_delta.api import _gated_delta_rule
-from maxlib.ops._grouped_matmul.dispatch import TABLE
+from maxlib.ops._grouped_matmul import dispatch as grouped_matmul
+from maxlib.ops._kda import dispatch as kda
+from maxlib.ops._ssd import dispatch as ssd
 
 REPEATS = 10  # runs that must agree bit for bit
 # Those that add up some gradients in an order that varies: their runs differ in bits, and each of them must be right.
 VARY = {("attention", "cudnn"), ("attention", "tokamax")}
-OPS = ("attention", "grouped_matmul", "gated_delta_rule")
+DEFINITIONS = ("reference", "sequential")
+OPS = ("attention", "grouped_matmul", "gated_delta_rule", "kimi_delta_attention", "ssd")
 
 
 def names(op: str) -> list[str]:
-    """Returns the implementations of an operation to check: all but the reference."""
-    if op == "attention":
-        return [one.name for one in dispatch.implementations() if one.name != "reference"]
-    if op == "gated_delta_rule":
-        return [name for name in gated_delta.TABLE if name != "sequential"]
-    return [name for name in TABLE if name != "reference"]
+    """Returns the implementations of an operation to check: all but its definition."""
+    tables = {
+        "grouped_matmul": grouped_matmul,
+        "gated_delta_rule": gated_delta,
+        "kimi_delta_attention": kda,
+        "ssd": ssd,
+    }
+    known = tables[op].TABLE if op in tables else [one.name for one in attention.implementations()]
+    return [name for name in known if name not in DEFINITIONS]
 
 
 def describe() -> dict[str, Any]:
@@ -50,11 +56,10 @@ def describe() -> dict[str, Any]:
 
 
 def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Runs every case of an operation. Prints a line before each, to identify a case that hangs, and one after it."""
+    """Runs every case of an operation. Yields a line before each, to identify a case that hangs, and one after it."""
     for name, case in cases(op).items():
         if name not in skip:
-            yield {"begins": name}
-            yield {"case": name} | _checked(case, implementation, rounds)
+            yield from _checked(name, case, implementation, rounds)
 
 
 def cases(op: str) -> dict[str, Case]:
@@ -66,20 +71,23 @@ def cases(op: str) -> dict[str, Case]:
     return {name: case for case, name in reversed(small.items())}
 
 
-def _checked(case: Case, implementation: str, rounds: int) -> dict[str, Any]:
+def _checked(name: str, case: Case, implementation: str, rounds: int) -> Iterator[dict[str, Any]]:
     on_a_cpu = jax.default_backend() == "cpu"
-    dtype = jnp.float32 if on_a_cpu else jnp.bfloat16
-    given = case.arrays(dtype)
-    run, how = _runner(case, implementation, given)
-    if run is None:
-        return {"status": "refused", "why": how}
+    yield {"prepares": name}  # what fails from here on is not the implementation's fault
     try:
+        given = case.arrays(jnp.float32 if on_a_cpu else jnp.bfloat16)
+        run, how = _runner(case, implementation, given)
+        if run is None:
+            yield {"case": name, "status": "refused", "why": how}
+            return
         with _interpreter(implementation, how):
             truth = _truth(case, given)
+            yield {"begins": name}
             row = _compared(case, run, given, truth, REPEATS, same=(case.op, implementation) not in VARY)
-            return {"how": how} | row | ({} if on_a_cpu else _timed(case, run, given, rounds))
+            times = {} if on_a_cpu else _timed(case, run, given, rounds)
+            yield {"case": name, "how": how} | row | times
     except Exception as error:  # any error: a failing kernel is a result, and the other cases continue
-        return _failed(error)
+        yield {"case": name} | _failed(error)
 
 
 def _failed(error: Exception) -> dict[str, str]:
@@ -99,23 +107,13 @@ def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tup
 
 
 def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> str | None:
-    answer = _explained(case, implementation, given)
+    answer = case.explain(given, implementation=implementation)
     return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
 
 
-def _explained(
-    case: Case, implementation: str, given: dict[str, jax.Array], device: tuple[str, str] | None = None
-) -> Explanation:
-    options: dict[str, Any] = {"implementation": implementation, "device": device}
-    if isinstance(case, Attention):
-        hint = case.intervals()[2]
-        options |= {"mask_hint": hint and hint.static, "softcap": case.softcap, "sinks": given.get("sinks")}
-        args = [given[name] for name in "qkv"]
-        # Pass the same arguments as a layer: interval ends and the mask hint.
-        return _attention.explain_attention(*args, k_end=jnp.zeros(given["q"].shape[:2], jnp.int32), **options)
-    if isinstance(case, GatedDelta):
-        return _gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
-    return _grouped_matmul.explain_grouped_matmul(given["rows"], given["weights"], **options)
+def _with_values(run: Callable) -> Callable:
+    """Takes the first channels of keys for values where there are none, as `ops.attention` does."""
+    return lambda q, k, v=None, *, value_dim=None, **more: run(q, k, k[..., :value_dim] if v is None else v, **more)
 
 
 def _splash(q, k, v, *, mask_hint, softcap, **more):
@@ -128,14 +126,14 @@ def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
 
 
 # Call the kernel directly, because the public function refuses to run it on a CPU.
-def _delta_tpu(q, k, v, log_decay, beta, *, is_start, initial_state=None, tiles=DeltaTPUTiles()):
+def _delta_tpu(q, k, v, log_decay, beta, *, is_start=None, initial_state=None, tiles=DeltaTPUTiles()):
     options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "run": ("mosaic_tpu", tiles)}
     return _gated_delta_rule(q, k, v, log_decay, beta, is_start, None, initial_state, **options)
 
 
 INTERPRETED = {
-    ("attention", "splash"): _splash,
-    ("attention", "mosaic_tpu"): _mosaic_tpu,
+    ("attention", "splash"): _with_values(_splash),
+    ("attention", "mosaic_tpu"): _with_values(_mosaic_tpu),
     ("gated_delta_rule", "mosaic_tpu"): _delta_tpu,
 }
 
@@ -149,15 +147,20 @@ def _interpreter(implementation: str, how: str) -> contextlib.AbstractContextMan
     return pltpu.force_tpu_interpret_mode()
 
 
+def _inputs(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the arrays without the output's cotangent."""
+    return {name: x for name, x in given.items() if name != "d_out"}
+
+
 def _results(case: Case, run: Callable, **compiler_options: Any) -> Callable:
     """Returns a compiled function from the arrays to the output and the gradients."""
 
     def results(given):
-        inputs = {name: x for name, x in given.items() if name != "d"}
+        inputs = _inputs(given)
         if not case.gradients:
             return {"out": case.call(run, inputs)}
         out, vjp = jax.vjp(lambda x: case.call(run, x), inputs)
-        return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d"])[0].items()}
+        return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d_out"])[0].items()}
 
     return jax.jit(results, compiler_options=compiler_options)
 
@@ -177,10 +180,9 @@ def _compared(
     """Compares the results with the truth, and on an accelerator those of further runs: with the first, bit for bit, if
     they are to be the `same`, else with the truth.
     """
-    compiled = _results(case, run)
+    compiled, dtype = _results(case, run), str(given["d_out"].dtype)
     got = jax.device_get(compiled(given))
-    bound = TOLERANCE[str(given["d"].dtype)]
-    row = _worst(got, truth, bound)
+    row = _worst(case, got, truth, dtype)
     if row["status"] == "wrong" or jax.default_backend() == "cpu":
         return row
     # A kernel with a missing wait sometimes reads data too early.
@@ -188,19 +190,23 @@ def _compared(
         again = jax.device_get(compiled(given))
         if same and any(not np.array_equal(again[name], got[name]) for name in got):
             return row | {"status": "varies", "why": f"{repeats} runs differ in some bit"}
-        if not same and (other := _worst(again, truth, bound))["status"] == "wrong":
+        if not same and (other := _worst(case, again, truth, dtype))["status"] == "wrong":
             return other
     return row
 
 
-def _worst(got: dict[str, Any], truth: dict[str, Any], bound: float) -> dict[str, Any]:
-    """Finds the array with the largest error. A wrong tile changes the norm of the difference, rounding does not."""
+def _worst(case: Case, got: dict[str, Any], truth: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Finds the array whose error is closest to its bound, or furthest beyond.
+
+    A wrong tile changes the norm of the difference, rounding does not.
+    """
     errors = {name: _error(got[name], x) for name, x in truth.items()}
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else np.inf)
+    shares = {name: error / tolerance(case, name, dtype) for name, error in errors.items()}
+    worst = max(shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf))
     row = {"error": errors[worst], "of": worst, "status": "right"}
-    if errors[worst] <= bound:
+    if shares[worst] <= 1:
         return row
-    why = f"{worst} is off by {errors[worst]:.2g} of its norm, more than {bound:.0e}"
+    why = f"{worst} is off by {errors[worst]:.2g} of its norm, more than {tolerance(case, worst, dtype):.0e}"
     return row | {"status": "wrong", "why": why}
 
 
@@ -211,7 +217,7 @@ def _error(got: Any, want: Any) -> float:
 
 def _timed(case: Case, run: Callable, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
     """Measures the median time of a forward pass, and of both passes together, in seconds."""
-    inputs = {name: x for name, x in given.items() if name != "d"}
+    inputs = _inputs(given)
     forward, both = case.flops()
     # Time both passes together, as in training: the backward pass profits from caches that the forward pass filled.
     found = {"forward_s": seconds(jax.jit(lambda x: case.call(run, x)), inputs, rounds)}
@@ -256,15 +262,15 @@ def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: 
     given = case.arrays(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     run, how = _runner(case, implementation, given)
     # Sizes that an interpreted kernel would have where it is not interpreted.
-    tiles = _explained(case, implementation, given, ("tpu", "TPU v5p") if how == "interpreted" else None).tiles
+    device = ("tpu", "TPU v5p") if how == "interpreted" else None
+    tiles = case.explain(given, implementation=implementation, device=device).tiles
     if run is None or tiles is None:
         return
-    truth = None  # computed once, and only if something is left to try
+    truth = functools.cache(lambda: _truth(case, given))  # computed once, and only if something is left to try
     for sizes in tiles.sizes.neighbours():
         label = f"{case.op}/{implementation} {name} {sizes}"
         if label not in skip:
             yield {"begins": label}
-            truth = _truth(case, given) if truth is None else truth
             own = functools.partial(run, tiles=sizes) if how == "interpreted" else run
             with _tuning.tuned(sizes), _interpreter(implementation, how):
                 row = _tried(case, own, given, truth, rounds)
@@ -272,11 +278,11 @@ def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: 
 
 
 def _tried(
-    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], rounds: int
+    case: Case, run: Callable, given: dict[str, jax.Array], truth: Callable[[], dict[str, Any]], rounds: int
 ) -> dict[str, Any]:
     try:
         # First right, then fast: a tile that leaves something out is faster than one that does not.
-        row = _compared(case, run, given, truth)
+        row = _compared(case, run, given, truth())
         if row["status"] != "right" or jax.default_backend() == "cpu":
             return row
         return row | {"seconds": seconds(_results(case, run), given, rounds)}
@@ -285,6 +291,6 @@ def _tried(
 
 
 def say(lines: Iterator[dict[str, Any]]) -> None:
-    """Prints each line immediately."""
-    for line in lines:
+    """Prints each line immediately, and at last that there are no more: a process may still fail as it ends."""
+    for line in itertools.chain(lines, [{"finished": True}]):
         print(json.dumps(line), flush=True)

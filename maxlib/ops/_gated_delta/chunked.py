@@ -36,8 +36,7 @@ class DeltaTiles(ChunkTiles):
     def __post_init__(self):
         super().__post_init__()
         self.require(SMALL, "chunk")
-        if self.chunk & (self.chunk - 1):
-            raise ValueError(f"DeltaTiles: chunk must be a power of two, got {self.chunk}")
+        self.require_powers_of_two("chunk")
 
 
 def delta_tiles(call: Call) -> DeltaTiles:

@@ -59,8 +59,7 @@ class TritonTile(TileSizes):
     def __post_init__(self):
         self.require(16, "rows", "columns", "summed")
         self.require(1, "warps", "stages")
-        if odd := [x for x in (self.rows, self.columns, self.summed, self.warps) if x & (x - 1)]:
-            raise ValueError(f"TritonTile: rows, columns, summed and warps must be powers of two, got {odd[0]}")
+        self.require_powers_of_two("rows", "columns", "summed", "warps")
 
 
 @dataclasses.dataclass(frozen=True)

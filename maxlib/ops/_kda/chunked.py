@@ -42,8 +42,7 @@ class KimiTiles(ChunkTiles):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.chunk & (self.chunk - 1):
-            raise ValueError(f"KimiTiles: chunk must be a power of two, got {self.chunk}")
+        self.require_powers_of_two("chunk")
 
 
 def kimi_tiles(call: Call) -> KimiTiles:

@@ -3,7 +3,12 @@
 from maxlib.ops import _jax_linear_attention
 from maxlib.ops._fla import choice as fla
 from maxlib.ops._kda.chunked import kimi_tiles
-from maxlib.ops._recurrences import SEQUENTIAL, Implementation, Operation
+from maxlib.ops._recurrences import SEQUENTIAL, Call, Implementation, Operation
+
+
+def _widths(call: Call) -> dict[str, int]:
+    return {"Hk": call.key_dim, "Hv": call.value_dim}
+
 
 TABLE = {
     "jax_linear_attention": _jax_linear_attention.KIMI,
@@ -11,4 +16,4 @@ TABLE = {
     "chunked": Implementation("chunks of tokens in matmuls, by XLA", tiles=kimi_tiles),
     "sequential": Implementation(SEQUENTIAL),
 }
-KIMI_DELTA = Operation("kimi_delta_attention", TABLE)
+KIMI_DELTA = Operation("kimi_delta_attention", TABLE, _widths)
