@@ -89,7 +89,9 @@ def cudnn_refuses(call: Call) -> str | None:
     if width % 8 or width > widest:
         return f"takes heads whose width is a multiple of 8, at most {widest} here, not {width}"
     if is_hopper(call.device_kind) and call.key_dim != call.value_dim and width > 128:
-        return f"pads keys and values to a width of {width}, which took 1.4 to 1.6 times as long as mosaic_gpu on an H100"
+        return (
+            f"pads keys and values to a width of {width}, which took 1.4 to 1.6 times as long as mosaic_gpu on an H100"
+        )
     return _names_no_mask(call) or (refuses_sinks() if "sinks" in call.features else None)
 
 

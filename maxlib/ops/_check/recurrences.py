@@ -85,13 +85,17 @@ class GatedDelta(Recurrence):
     """One call of the gated delta rule in two parts."""
 
     op = "gated_delta_rule"
+    by_channel: ClassVar[bool] = False  # True if every channel of a key forgets at its own rate
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns queries, keys, values, rates, and the output's cotangent; rates are float32, as in layers."""
-        keys, values, rates = (self.key_heads, self.key_dim), (self.heads, self.value_dim), (self.heads,)
-        q, k, v, decay, beta, d_out = self._normal(keys, keys, values, rates, rates, values)
-        log_decay = -self._slow()[None, None] * jax.nn.softplus(decay)
-        return _narrow(dtype, q=q, k=k, v=v, d_out=d_out) | {"log_decay": log_decay, "beta": jax.nn.sigmoid(beta)}
+        keys, values, heads = (self.key_heads, self.key_dim), (self.heads, self.value_dim), (self.heads,)
+        q, k, v, decay, beta, d_out = self._normal(
+            keys, keys, values, keys if self.by_channel else heads, heads, values
+        )
+        slow = self._slow().reshape(1, 1, -1, *[1] * (decay.ndim - 3))
+        rates = {"log_decay": -slow * jax.nn.softplus(decay), "beta": jax.nn.sigmoid(beta)}
+        return _narrow(dtype, q=q, k=k, v=v, d_out=d_out) | rates
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
@@ -102,17 +106,11 @@ class GatedDelta(Recurrence):
         return _both(gated_delta._flops, self.arrays, "q", "k", "v")
 
 
-class KimiDelta(Recurrence):
-    """One call of Kimi delta attention in two parts: every channel of a key forgets at its own rate."""
+class KimiDelta(GatedDelta):
+    """One call of Kimi delta attention in two parts."""
 
     op = "kimi_delta_attention"
-
-    def arrays(self, dtype: Any) -> dict[str, jax.Array]:
-        """Returns queries, keys, values, rates, and the output's cotangent; rates are float32, as in layers."""
-        keys, values = (self.key_heads, self.key_dim), (self.heads, self.value_dim)
-        q, k, v, decay, beta, d_out = self._normal(keys, keys, values, keys, (self.heads,), values)
-        log_decay = -self._slow()[None, None, :, None] * jax.nn.softplus(decay)
-        return _narrow(dtype, q=q, k=k, v=v, d_out=d_out) | {"log_decay": log_decay, "beta": jax.nn.sigmoid(beta)}
+    by_channel = True
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
