@@ -56,6 +56,18 @@ def test_a_search_copies_parameters_where_the_devices_do_not_divide_a_width():
     assert {(2, 16, 1), (1, 16, 2)} <= set(meshes)  # 48 is 3 times 16
 
 
+def test_a_search_does_not_copy_experts():
+    """32 devices do not divide 48, so 16 of them split the model; but its experts' matrices all 32."""
+    cfg = dataclasses.replace(MIXTRAL, dim=48)
+    job = plan.Job(cfg, "h100x32", sequence=16)
+    found = plan.search(job, batches=(1,), remats=("full",), compile=0)
+    got = next(one for one in found.plans if one.mesh["expert"] == 8)
+    assert (got.mesh["data"], got.mesh["fsdp"]) == (2, 2)
+    copied = plan.estimated(dataclasses.replace(job, layout=layout("ep", data=2, fsdp=2, expert=8)))
+    matrices = 4 * cfg.num_layers * cfg.num_experts * 3 * cfg.dim * cfg.expert_dim  # bytes
+    assert copied.analytic.parameters - got.analytic.parameters == matrices / 16 - matrices / 32
+
+
 def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
     traced, call = [], llama.Llama.__call__
     monkeypatch.setattr(
