@@ -151,21 +151,27 @@ def pareto(plans: Iterable[Plan]) -> list[Plan]:
     return front
 
 
+# Experts' matrices are split over copies of the rest of the model, too.
+_EXPERTS_OVER_DATA = {"expert_embed": ("data", "fsdp")}
+
+
 def _default_layouts(job: Job) -> list[sharding.Layout]:
     """Returns FSDP with tensor parallelism up to 16, and for a mixture of experts with expert parallelism to 128."""
     target, split = parse_target(job.target), sharding.FSDP_TP | sharding.SP
     devices, (width, inner, experts) = target.devices // target.slices, _divisors(job)
     tensor = [("tensor", n, split if n > 1 else sharding.FSDP) for n in (1, 2, 4, 8, 16)]
     expert = [("expert", n, sharding.EP) for n in (4, 8, 16, 32, 64, 128) if experts and experts % n == 0]
-    layouts = []
+    layouts, across = [], dict(job.dcn).get("data", 1)
     for axis, n, strategy in (one for one in tensor + expert if devices % one[1] == 0):
         # Widths are split over all devices but those of `tensor`. What does not divide them, copies take.
         parts = devices // (n if axis == "tensor" else 1)
         copies = parts // math.gcd(parts, width)
-        if axis == "expert" and copies > 1 and inner % (devices // n) == 0:
-            # Experts are nearly all of a mixture: only the rest of the model is copied.
-            strategy = strategy | {"expert_embed": ("data", "fsdp")}
-        layouts.append(sharding.Layout({"data": copies, "fsdp": -1, axis: n, "dcn": job.dcn}, strategy))
+        strategies = [strategy]
+        if axis == "expert" and copies * across > 1 and inner % (devices // n * across) == 0:
+            # Experts are nearly all of a mixture: only slices may have copies of them.
+            strategies = [strategy] * (copies == 1) + [strategy | _EXPERTS_OVER_DATA]
+        degrees = {"data": copies, "fsdp": -1, axis: n, "dcn": job.dcn}
+        layouts += [sharding.Layout(degrees, one) for one in strategies]
     return layouts
 
 
