@@ -68,6 +68,15 @@ def test_a_search_does_not_copy_experts():
     assert copied.analytic.parameters - got.analytic.parameters == matrices / 16 - matrices / 32
 
 
+def test_a_search_over_slices_tries_experts_with_and_without_copies():
+    job = plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": 2}))
+    found = plan.search(job, batches=(1,), remats=("full",), compile=0)
+    tried = [one for one in found.plans if one.mesh["expert"] == 8]
+    rules = [one.job.layout.rules["expert_embed"] for one in tried]
+    assert {"data": 2, "fsdp": 2}.items() <= tried[0].mesh.items()
+    assert sorted(rules, key=len) == [("data", "fsdp"), "fsdp"]
+
+
 def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
     traced, call = [], llama.Llama.__call__
     monkeypatch.setattr(
