@@ -77,8 +77,8 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
 # How often a step with full remat reads or writes an array in libtpu's programs of Qwen3-30B-A3B, Qwen3.5-397B-A17B and
 # Nemotron 3 Super: rows of the experts' width that stay on their device or travel, and their inner arrays.
 _STAYING, _TRAVELLING, _INNER = 36, 74, 34
-# The same of a recurrence's values, counted in float32: in programs for v5p of Falcon-H1 0.5B and Granite 4.0 H 350M, of
-# Qwen3.5 0.8B and of Kimi Linear. Those for v6e keep chunks in vector memory: of seven models they move 15 to 46 %.
+# The same of a recurrence's values, counted in float32: in programs for v5p of Falcon-H1 0.5B and Granite 4.0 H 350M,
+# of Qwen3.5 0.8B and of Kimi Linear. Those for v6e keep chunks in vector memory: of seven models they move 15 to 46 %.
 _VALUES = {nn.Mamba2: 145, nn.GatedDeltaNet: 230, nn.KimiDeltaAttention: 400}
 _KEPT_IN_VMEM = {"TPU v6e": 1 / 3}
 
