@@ -78,9 +78,10 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
 # Nemotron 3 Super: rows of the experts' width that stay on their device or travel, and their inner arrays.
 _STAYING, _TRAVELLING, _INNER = 36, 74, 34
 # The same of a recurrence's values, counted in float32: in programs for v5p of Falcon-H1 0.5B and Granite 4.0 H 350M,
-# of Qwen3.5 0.8B and of Kimi Linear. Those for v6e keep chunks in vector memory: of seven models they move 15 to 46 %.
+# of Qwen3.5 0.8B and of Kimi Linear. Those for v5e and v6e keep chunks in vector memory: on v6e seven models move 15 to
+# 46 % of it.
 _VALUES = {nn.Mamba2: 145, nn.GatedDeltaNet: 230, nn.KimiDeltaAttention: 400}
-_KEPT_IN_VMEM = {"TPU v6e": 1 / 3}
+_KEPT_IN_VMEM = {"TPU v5e": 1 / 3, "TPU v6e": 1 / 3}
 
 
 def _expert_bytes(program: Program, step: StepFacts) -> float:
