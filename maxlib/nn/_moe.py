@@ -23,7 +23,7 @@ from maxlib.nn.matmul import LowRank
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu
 from maxlib.sharding import shard_map_by_name
-from maxlib.sharding.layers import axis_of, axis_size
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
 
 
 @runtime_checkable
@@ -201,7 +201,11 @@ class MoE(nnx.Module):
         weights = jnp.where(kept, routing.weights, 0)
         # [B, T, X] -> [B, T, E]: each token's weight for every expert.
         share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
-        return y + jnp.einsum("...E,ED->...D", share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
+        # Every device gathers the biases and adds up a gradient of its own tokens. Left to XLA, the gradient of biases
+        # that are split by expert would gather the tokens of all devices.
+        tokens, whole = ("batch", "seq", None), AllGatherArg(("expert", "expert_embed"), (None, None))
+        add = shard_map_by_name(lambda share, b: jnp.einsum("...E,ED->...D", share, b), [tokens, whole], tokens)
+        return y + add(share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
 
     def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
         """Returns losses and metrics by name."""

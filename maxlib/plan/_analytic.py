@@ -59,7 +59,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     # Weights are read in both passes; gathered weights are also written.
     weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
-    traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(step))
+    traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(program, step))
     # The head splits its rows over stages; only layers are idle in a pipeline. Remat repeats their forward pass.
     once = 2.0 * vocab * dim * program.rows * program.job.sequence
     head = once * (3 if program.job.lora is None else 2)
@@ -75,9 +75,13 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
 
 
 # How often a step with full remat reads or writes an array in libtpu's programs of Qwen3-30B-A3B, Qwen3.5-397B-A17B and
-# Nemotron 3 Super: rows of the experts' width that stay on their device or travel, their inner arrays, and a
-# recurrence's values in float32.
-_STAYING, _TRAVELLING, _INNER, _VALUES = 36, 74, 34, 150
+# Nemotron 3 Super: rows of the experts' width that stay on their device or travel, and their inner arrays.
+_STAYING, _TRAVELLING, _INNER = 36, 74, 34
+# The same of a recurrence's values, counted in float32: in programs for v5p of Falcon-H1 0.5B and Granite 4.0 H 350M,
+# of Qwen3.5 0.8B and of Kimi Linear. Those for v5e and v6e keep chunks in vector memory: on v6e seven models move 15 to
+# 46 % of it.
+_VALUES = {nn.Mamba2: 145, nn.GatedDeltaNet: 230, nn.KimiDeltaAttention: 400}
+_KEPT_IN_VMEM = {"TPU v5e": 1 / 3, "TPU v6e": 1 / 3}
 
 
 def _expert_bytes(program: Program, step: StepFacts) -> float:
@@ -120,11 +124,13 @@ def _beyond_rows(of: Sizes) -> float:
     return choose_tiles(of).computed(of) - 2.0 * of.rows * of.summed * of.out
 
 
-def _recurrent_bytes(step: StepFacts) -> float:
+def _recurrent_bytes(program: Program, step: StepFacts) -> float:
     """Returns the memory traffic of what chunks of recurrences hand on."""
     width = lambda one: one.num_heads * (one.value_dim if isinstance(one, nn.GatedDeltaNet) else one.head_dim)
-    values = sum(width(one) * n for one, n in step.mixers if isinstance(one, nn.GatedDeltaNet | nn.Mamba2))
-    return _VALUES * 4 * step.tokens * values / step.parts(step.axes("act_heads"))
+    passed = lambda one: next((times for kind, times in _VALUES.items() if isinstance(one, kind)), 0)
+    values = sum(passed(one) * width(one) * n for one, n in step.mixers if passed(one))
+    share = _KEPT_IN_VMEM.get(parse_target(program.job.target).chip.kind, 1.0)
+    return share * 4 * step.tokens * values / step.parts(step.axes("act_heads"))
 
 
 def _strategies(step: StepFacts) -> list[Strategy]:

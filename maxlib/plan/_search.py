@@ -151,28 +151,37 @@ def pareto(plans: Iterable[Plan]) -> list[Plan]:
     return front
 
 
+# Experts' matrices are split over copies of the rest of the model, too.
+_EXPERTS_OVER_DATA = {"expert_embed": ("data", "fsdp")}
+
+
 def _default_layouts(job: Job) -> list[sharding.Layout]:
     """Returns FSDP with tensor parallelism up to 16, and for a mixture of experts with expert parallelism to 128."""
     target, split = parse_target(job.target), sharding.FSDP_TP | sharding.SP
-    devices, (width, experts) = target.devices // target.slices, _divisors(job)
+    devices, (width, inner, experts) = target.devices // target.slices, _divisors(job)
     tensor = [("tensor", n, split if n > 1 else sharding.FSDP) for n in (1, 2, 4, 8, 16)]
     expert = [("expert", n, sharding.EP) for n in (4, 8, 16, 32, 64, 128) if experts and experts % n == 0]
-    layouts = []
+    layouts, across = [], dict(job.dcn).get("data", 1)
     for axis, n, strategy in (one for one in tensor + expert if devices % one[1] == 0):
         # Widths are split over all devices but those of `tensor`. What does not divide them, copies take.
         parts = devices // (n if axis == "tensor" else 1)
-        degrees = {"data": parts // math.gcd(parts, width), "fsdp": -1, axis: n}
-        layouts.append(sharding.Layout({**degrees, "dcn": job.dcn}, strategy))
+        copies = parts // math.gcd(parts, width)
+        strategies = [strategy]
+        if axis == "expert" and copies * across > 1 and inner % (devices // n * across) == 0:
+            # Experts are nearly all of a mixture: only slices may have copies of them.
+            strategies = [strategy] * (copies == 1) + [strategy | _EXPERTS_OVER_DATA]
+        degrees = {"data": copies, "fsdp": -1, axis: n, "dcn": job.dcn}
+        layouts += [sharding.Layout(degrees, one) for one in strategies]
     return layouts
 
 
-def _divisors(job: Job) -> tuple[int, int]:
-    """Returns the greatest divisors of all widths of a model and of its numbers of experts; of nothing 0."""
+def _divisors(job: Job) -> tuple[int, int, int]:
+    """Returns the greatest divisors of all widths of a model, of its experts and of their numbers; of nothing 0."""
     model = jax.eval_shape(job.plain)
     axes, found = nn.tree.axes(model), nn.tree.variables(model)
     named = [(name, n) for path, x in found.items() for name, n in zip(axes[path], x.get_value().shape, strict=False)]
     divisor = lambda wanted: math.gcd(*(n for name, n in named if name == wanted))
-    return divisor("embed"), divisor("expert")
+    return divisor("embed"), divisor("expert_embed"), divisor("expert")
 
 
 def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:

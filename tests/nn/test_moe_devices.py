@@ -201,6 +201,17 @@ def test_no_activations_cross_the_data_axis():
     assert len(sizes) >= 3 and max(sizes) <= E * MLP * DIM < x.size / 8
 
 
+def test_each_device_sums_the_gradient_of_biases_of_its_own_tokens():
+    """In the program itself, as XLA for TPUs would gather the tokens of all devices for it."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
+    layout = sharding.Layout(sharding.make_mesh(expert=8), sharding.EP)
+    with sharding.use(layout):
+        layer = jax.device_put(layer, sharding.shardings(layer, layout))
+        text = jax.jit(jax.grad(lambda m, x: m(x)[0].sum())).lower(layer, inputs(B=8)).as_text()
+    scattered = re.findall(r"\}\) : \(tensor<(\S+)xf32>\) -> tensor<(\S+)xf32>", text)
+    assert (f"8x{DIM}", f"1x{DIM}") in scattered
+
+
 @pytest.mark.parametrize("capacity_factor", [None, pytest.param(2.0, marks=pytest.mark.full)])
 def test_tokens_travel_to_their_experts(capacity_factor):
     """No expert's weights move, nor more tokens than one device has: dropless they go in as many turns as there are

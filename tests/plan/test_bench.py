@@ -68,8 +68,7 @@ ROW = {
         ({"preset": "mixtral-8x7b", "target": "v5p-32", "bound": "memory", "mfu": 0.4}, ["40.0% MFU at the roofline"]),
         ({"preset": "gpt2", "target": "v6e-4", "bound": "memory", "mfu": 0.4}, []),
         ({"preset": "smollm3-3b", "target": "v6e-4", "bound": "memory", "mfu": 0.59}, ["59.0% MFU at the roofline"]),
-        ({"target": "v6e-256x2", "bound": "network", "mfu": 0.1}, []),
-        ({"target": "v6e-256", "bound": "network", "mfu": 0.1}, ["10.0% MFU at the roofline"]),
+        ({"target": "v6e-256x2", "bound": "network", "mfu": 0.1}, ["10.0% MFU at the roofline"]),
     ],
 )
 def test_the_sweep_names_what_a_step_falls_short_of(change, fault):
@@ -102,19 +101,55 @@ def test_the_sweep_names_presets_without_a_row_or_a_reason(tmp_path, monkeypatch
     assert len(sweep.unrecorded()) == everything - 2 and ("llama2-7b", "v5p") not in sweep.unrecorded()
 
 
+ALL = [f"{size}" for size in (8 * 2**i for i in range(9))]
+
+
 @pytest.mark.parametrize(
-    ("most", "size", "tensor"),
-    [(0, "8", False), (1, "16", False), (9, "8", True), (18, "256x2", False), (19, None, None)],
+    ("most", "size", "tensor", "share"),
+    [
+        (0, "8", False, 0.9),
+        (1, "16", False, 0.9),
+        (9, "8", True, 0.9),
+        (18, "8", False, 1.0),
+        (27, "256x2", False, 1.0),
+        (28, None, None, None),
+    ],
 )
-def test_a_preset_is_tried_on_slices_then_split_by_width_then_on_several_slices(most, size, tensor, monkeypatch):
+def test_a_preset_is_tried_on_slices_then_split_by_width_then_without_a_margin(most, size, tensor, share, monkeypatch):
     tried = []
-    monkeypatch.setattr(sweep, "SIZES", {"v5p": [8 * 2**i for i in range(9)]})
+    monkeypatch.setattr(sweep, "SIZES", {"v5p": ALL})
     monkeypatch.setattr(sweep, "SEVERAL", {"v5p": ["256x2"]})
-    fastest = lambda job, tensor: tried.append((job.target, tensor)) or (job if len(tried) > most else None)
+    fastest = lambda job, *how: tried.append((job.target, *how)) or (job if len(tried) > most else None)
     monkeypatch.setattr(sweep, "fastest", fastest)
     if size is None:
         with pytest.raises(ValueError, match="no slice is large enough"):
-            sweep.fitting("gpt2", "v5p")
+            next(sweep.fitting("gpt2", "v5p"))
         return
-    assert sweep.fitting("gpt2", "v5p").sequence == 1024
-    assert tried[-1] == (f"v5p-{size}", tensor)
+    assert next(sweep.fitting("gpt2", "v5p")).sequence == 1024
+    assert tried[-1] == (f"v5p-{size}", tensor, share)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "chosen"),
+    [
+        ("gpt2", [(True, 1.46), (True, 1.45)], 1),
+        ("gpt2", [(False, 1.2), (True, 1.2)], 1),
+        ("gpt2", [(True, 1.5), (True, 1.47)], 0),
+        ("gpt3-52k", [(True, 1.56), (True, 1.2)], 0),  # whose reason is known
+    ],
+)
+def test_a_step_that_computes_too_much_again_is_planned_on_a_larger_slice(name, steps, chosen, monkeypatch):
+    plans = [types.SimpleNamespace(fits=fits, flops_factor=factor) for fits, factor in steps]
+
+    def fitting(name, chip):
+        yield from plans
+        raise ValueError("no more")
+
+    monkeypatch.setattr(sweep, "fitting", fitting)
+    assert sweep.planned(name, "v6e", lambda job: job) is plans[chosen]
+
+
+def test_a_preset_that_fits_nowhere_has_no_plan(monkeypatch):
+    monkeypatch.setattr(sweep, "fastest", lambda job, *_: None)
+    with pytest.raises(ValueError, match="no slice is large enough"):
+        sweep.planned("gpt2", "v6e", lambda job: job)

@@ -9,6 +9,7 @@ from maxlib import plan, sharding, training
 from maxlib.nn._expert_parallel import ROOM
 from maxlib.plan import _program as programs
 from maxlib.plan._memory import _at_once, _Gathered
+from tests.benchmarks import sweep
 from tests.plan.jobs import CONFIG, MIXTRAL, layout, moved
 
 
@@ -118,6 +119,18 @@ def test_rows_of_experts_are_estimated_to_pass_through_memory():
         assert found[2] - found[1] == pytest.approx(found[1] - found[0]) and found[1] > found[0]
     rows = 16 * 4 * 2  # of a device, in four layers, two bytes a number
     assert stay[1] - stay[0] >= 40 * rows * 32 and travel[1] - travel[0] > 1.2 * (stay[1] - stay[0])
+
+
+@pytest.mark.parametrize(
+    ("preset", "target"),
+    [("falcon-h1-0.5b", "v5p-8"), ("qwen3.5-0.8b", "v5p-8"), ("qwen3.5-0.8b", "v6e-4"), ("granite-4.0-h-1b", "v6e-4")],
+)
+def test_the_memory_traffic_of_recurrences_is_that_of_the_compiler(preset, target):
+    """By the recorded rows of the sweep, of models without experts that only the memory bounds."""
+    row = next(one for one in sweep.recorded() if (one["preset"], one["target"]) == (preset, target))
+    got = plan.estimated(plan.Job(preset, target, sequence=row["sequence"]))
+    chip, seconds = got.target.chip, got.model_flops / (row["mfu"] * got.target.devices * got.target.chip.flops)
+    assert row["bound"] == "memory" and got.costs.bytes == pytest.approx(chip.bandwidth * seconds, rel=0.1)
 
 
 def test_tiles_with_rows_of_two_experts_are_estimated_to_be_computed_twice():

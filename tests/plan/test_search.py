@@ -56,6 +56,27 @@ def test_a_search_copies_parameters_where_the_devices_do_not_divide_a_width():
     assert {(2, 16, 1), (1, 16, 2)} <= set(meshes)  # 48 is 3 times 16
 
 
+def test_a_search_does_not_copy_experts():
+    """32 devices do not divide 48, so 16 of them split the model; but its experts' matrices all 32."""
+    cfg = dataclasses.replace(MIXTRAL, dim=48)
+    job = plan.Job(cfg, "h100x32", sequence=16)
+    found = plan.search(job, batches=(1,), remats=("full",), compile=0)
+    got = next(one for one in found.plans if one.mesh["expert"] == 8)
+    assert (got.mesh["data"], got.mesh["fsdp"]) == (2, 2)
+    copied = plan.estimated(dataclasses.replace(job, layout=layout("ep", data=2, fsdp=2, expert=8)))
+    matrices = 4 * cfg.num_layers * cfg.num_experts * 3 * cfg.dim * cfg.expert_dim  # bytes
+    assert copied.analytic.parameters - got.analytic.parameters == matrices / 16 - matrices / 32
+
+
+def test_a_search_over_slices_tries_experts_with_and_without_copies():
+    job = plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": 2}))
+    found = plan.search(job, batches=(1,), remats=("full",), compile=0)
+    tried = [one for one in found.plans if one.mesh["expert"] == 8]
+    rules = [one.job.layout.rules["expert_embed"] for one in tried]
+    assert {"data": 2, "fsdp": 2}.items() <= tried[0].mesh.items()
+    assert sorted(rules, key=len) == [("data", "fsdp"), "fsdp"]
+
+
 def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
     traced, call = [], llama.Llama.__call__
     monkeypatch.setattr(

@@ -91,11 +91,22 @@ def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
     return activation(*map(checkpoint_name, found, NAMES))
 
 
+# Experts whose biases are selected row by row: a select of each takes about as long as passing a row through memory.
+FEW = 8
+
+
 def add_bias(
     rows: Float[Array, "M O"], bias: Float[Array, "E O"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "M O"]:
     """Adds the expert's bias to each row; rows beyond the last expert do not change."""
-    return rows + bias.at[owners(rows_per_expert, len(rows))].get(mode="fill", fill_value=0)
+    own = owners(rows_per_expert, len(rows))
+    if len(bias) > FEW:
+        return rows + bias.at[own].get(mode="fill", fill_value=0)
+    # XLA writes gathered rows, as large as the activations, to memory. Selected ones it computes where they are added.
+    added = jnp.zeros_like(bias[0])
+    for expert, b in enumerate(bias):
+        added = jnp.where(own[:, None] == expert, b, added)
+    return rows + added
 
 
 def _flops(rows, gate, *rest) -> float:
