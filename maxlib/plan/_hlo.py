@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from maxlib.ops._grouped_matmul.tiling import DEFAULT_VMEM
 from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops, narrow_kind
 from maxlib.plan._hlo_gpu import known_trips
 from maxlib.plan._hlo_groups import axes_of_group
@@ -108,6 +109,7 @@ def read_costs(
     across: tuple[str, ...] = (),
     trips: Trips | None = None,
     cache: float = 0,
+    vmem: int = DEFAULT_VMEM,
 ) -> Costs:
     """Reads the costs of an optimized HLO module.
 
@@ -117,8 +119,9 @@ def read_costs(
       across: mesh axes that cross slices.
       trips: trip counts of loops that depend on data, by kind, and the "room" of buffers of experts' rows.
       cache: bytes that stay on chip between instructions.
+      vmem: bytes of vector memory that a grouped matmul may take.
     """
-    program = _Program(text, mesh, across, trips or {}, cache)
+    program = _Program(text, mesh, across, trips or {}, cache, vmem)
     program.visit(program.entry, 1.0, in_fusion=False)
     found = (
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
@@ -149,10 +152,12 @@ def _assumed(chosen: int, cache: float) -> Iterator[str]:
 class _Program:
     """The computations of a module, and the sums of a walk over them."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float):
+    def __init__(
+        self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float, vmem: int
+    ):
         self.computations, self.entry = parse(text)
         self.mesh, self.network, self.trips, self.cache = dict(mesh), across, trips, cache
-        self.room = trips.get("room", 1)
+        self.room, self.vmem = trips.get("room", 1), vmem
         self.flops, self.bytes, self.unknown, self.to_host, self.from_host = 0.0, 0.0, 0, 0.0, 0.0
         self.repeated = 0.0
         self.chosen = 0  # number of conditionals counted by their cheapest branch
@@ -184,7 +189,7 @@ class _Program:
                 own = grouped_flops(one, self.room) or estimate_of(one, "flops")
                 flops = own + custom_call_flops(one, computation)
                 self._compute(one, times * flops, computation)
-                self.repeated += times * repeated_flops(one, self.room)
+                self.repeated += times * repeated_flops(one, self.room, self.vmem)
             self._copy(one, computation, times)
             if not in_fusion:
                 self.bytes += times * self._traffic(one, computation)
@@ -289,7 +294,7 @@ class _Program:
             return 2 * min((bytes_of(operand.type) for operand in operands[:2]), default=0.0)
         if one.opcode.endswith("-start"):
             return bytes_of(one.type)  # the type of a start names operands and results
-        if own := grouped_bytes(one, self.room) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
+        if own := grouped_bytes(one, self.room, self.vmem) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
             return own
         if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
             return 0.0

@@ -4,10 +4,11 @@ Their own estimate counts an expert's matrix once for every tile of rows, althou
 the whole buffer of rows, although they visit only tiles with rows of an expert.
 """
 
+import dataclasses
 import math
 import re
 
-from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
+from maxlib.ops._grouped_matmul.tiling import DEFAULT_VMEM, Sizes, Tiles, choose_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 # The kernel by its operands: the number of tiles, each expert's first row, each tile's expert and its place, the first
@@ -29,7 +30,7 @@ def grouped_flops(one: Instruction, room: float = 1) -> float | None:
     return None if of is None else 2.0 * of.rows * of.summed * of.out
 
 
-def repeated_flops(one: Instruction, room: float = 1) -> float:
+def repeated_flops(one: Instruction, room: float = 1, vmem: int = DEFAULT_VMEM) -> float:
     """Returns the FLOPs that a grouped matmul computes beyond those of its rows, 0 for any other instruction.
 
     A tile with rows of two experts is computed once for each.
@@ -37,27 +38,29 @@ def repeated_flops(one: Instruction, room: float = 1) -> float:
     Args:
       one: the instruction.
       room: size of the buffer of rows, as a multiple of the rows that arrive.
+      vmem: bytes of vector memory that the kernel may take.
     """
     of = _sizes(one, room)
-    return 0.0 if of is None else _tiles(one).computed(of) - 2.0 * of.rows * of.summed * of.out
+    return 0.0 if of is None else _tiles(one, vmem).computed(of) - 2.0 * of.rows * of.summed * of.out
 
 
-def grouped_bytes(one: Instruction, room: float = 1) -> float | None:
+def grouped_bytes(one: Instruction, room: float = 1, vmem: int = DEFAULT_VMEM) -> float | None:
     """Returns the bytes that a grouped matmul reads and writes, None for any other instruction.
 
     Args:
       one: the instruction.
       room: size of the buffer of rows, as a multiple of the rows that arrive.
+      vmem: bytes of vector memory that the kernel may take.
     """
     of = _sizes(one, room)
-    return None if of is None else _tiles(one).moved(of)
+    return None if of is None else _tiles(one, vmem).moved(of)
 
 
-def _tiles(one: Instruction) -> Tiles:
+def _tiles(one: Instruction, vmem: int) -> Tiles:
     """Returns the tiles of the kernel, which knows the size of its buffer only."""
     of = _sizes(one, 1)
     assert of is not None
-    return choose_tiles(of)
+    return choose_tiles(dataclasses.replace(of, vmem=vmem))
 
 
 def _sizes(one: Instruction, room: float) -> Sizes | None:

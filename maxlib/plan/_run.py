@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
+from maxlib.ops._grouped_matmul.tiling import vmem_of
 from maxlib.plan._hlo import Costs, read_costs
 from maxlib.plan._job import MARK, Job, to_json
 from maxlib.plan._loops import Trips
@@ -204,5 +205,6 @@ def _used(message: str) -> float | None:
 def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: Trips) -> Costs | None:
     paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
     across = tuple(axis for axis, degree in job.dcn.items() if degree != 1)
-    cache = parse_target(job.target).chip.cache / 4
-    return read_costs(paths[0].read_text(), mesh, across=across, trips=trips, cache=cache) if paths else None
+    chip = parse_target(job.target).chip
+    on_chip: Any = {"cache": chip.cache / 4, "vmem": vmem_of(chip.kind)}
+    return read_costs(paths[0].read_text(), mesh, across=across, trips=trips, **on_chip) if paths else None

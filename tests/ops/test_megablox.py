@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
 from maxlib.ops._grouped_matmul import api
+from maxlib.ops._grouped_matmul import megablox as module
+from maxlib.ops._grouped_matmul.asked_vmem import asking
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops._grouped_matmul.tiling import VMEM, MegabloxTiles, Sizes, Tiles, choose_tiles
+from maxlib.ops._grouped_matmul.tiling import SPARE, MegabloxTiles, Sizes, Tiles, choose_tiles, vmem_of
 from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
 
 KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -155,11 +157,12 @@ PUBLISHED = {  # rows of a device, the width of the model, that of an expert, ex
 @pytest.mark.parametrize("sizes", PUBLISHED.values(), ids=PUBLISHED)
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_tiles_fit_and_waste_little(sizes, width, transposed):
+@pytest.mark.parametrize("chip", ["TPU v5p", "TPU v6 lite"])
+def test_tiles_fit_and_waste_little(sizes, width, transposed, chip):
     M, I, O, E = sizes
-    of = Sizes(M, I, O, E, width, width, transposed)
+    of = Sizes(M, I, O, E, width, width, transposed, vmem_of(chip))
     tiles = choose_tiles(of)
-    assert tiles.vmem(of) <= VMEM
+    assert tiles.vmem(of) <= vmem_of(chip) - SPARE
     assert all(tile % 128 == 0 or tile == full for tile, full in ((tiles.summed, I), (tiles.out, O)))
     assert tiles.rows % 16 == 0
     computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
@@ -172,3 +175,57 @@ def test_a_gradient_of_weights_reads_each_operand_for_every_tile_and_writes_once
     visited = (1024 // 512 + 1) * 512  # one tile has rows of both experts
     read = visited * (512 * 2 + 256 * 2)  # two tiles along each width
     assert Tiles(rows=512, summed=256, out=128).moved(of) == 2 * read + 4 * 2 * 512 * 256
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "GPT-OSS-20B"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_more_vector_memory_means_less_traffic(name, transposed):
+    """Of experts whose matrices do not fit beside their rows in what a kernel gets without asking."""
+    usual, wide = (Sizes(*PUBLISHED[name], 2, 2, transposed, vmem_of(chip)) for chip in ("TPU v5p", "TPU v6 lite"))
+    assert choose_tiles(wide).moved(wide) < 0.7 * choose_tiles(usual).moved(usual)
+
+
+@pytest.mark.parametrize("chip", ["TPU v4", "TPU v5 lite", "TPU v5p", "TPU7x", "cpu"])
+def test_other_chips_give_a_kernel_what_it_gets_without_asking(chip):
+    assert vmem_of(chip) == 16 * 2**20
+
+
+def lowered(chip, sizes, monkeypatch):
+    """Both passes as text, for a TPU that is not here."""
+    monkeypatch.setattr(module, "current_device", lambda: ("tpu", chip))
+    M, I, O, E = sizes
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    run = lambda rows, weights, counts, d_out: jax.vjp(lambda *x: megablox(*x, counts), rows, weights)[1](d_out)
+    given = array(M, I), array(E, O, I), jax.ShapeDtypeStruct((E,), jnp.int32), array(M, O)
+    return jax.jit(run).trace(*given).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_kernels_ask_for_the_memory_of_their_tiles(monkeypatch):
+    """Each for its own, and only on the chip that has it; a kernel that does not ask is refused larger tiles there."""
+    of = module.matmuls(*(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((4096, 2880), (2, 2880, 2880))), "EOI", "TPU v6e")
+    tiles = of.tiles()
+    asked = [one.vmem(its) + SPARE for one, its in ((tiles.d_rows, of.d_rows), (tiles.d_weights, of.d_weights))]
+    assert all(16 * 2**20 < one <= vmem_of("TPU v6e") for one in asked)
+    sizes = 4096, 2880, 2880, 2
+    text = lowered("TPU v6 lite", sizes, monkeypatch)
+    assert [text.count(f"{one}") > 0 for one in asked] == [True, True]
+    assert "scoped_memory_configs" not in lowered("TPU v5p", sizes, monkeypatch)
+
+
+def test_larger_tiles_equal_a_loop_over_experts(interpreted, monkeypatch):
+    """Of v6e, whose kernels are traced first to ask for memory."""
+    monkeypatch.setattr(module, "current_device", lambda: ("tpu", "TPU v6 lite"))
+    rows, weights, d_out = arrays(130, 1536, 1408, 2)
+    of = module.matmuls(rows, weights, "EOI", "TPU v6 lite")
+    assert of.tiles().forward.vmem(of.forward) > 16 * 2**20
+    counts = [90, 0]
+    got = value_and_gradients(rows, weights, jnp.array(counts), d_out)
+    close(got, loop(rows, weights, counts, d_out))
+
+
+def test_asking_reaches_kernels_in_jitted_functions():
+    sizes = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 128, 128), jnp.bfloat16)
+    kernel = lambda rows, weights, counts: KERNELS.gmm(rows, weights, counts)  # a jitted function
+    traced = jax.make_jaxpr(asking(kernel, 12345))(*sizes, jax.ShapeDtypeStruct((1,), jnp.int32))
+    assert str(traced).count("vmem_limit_bytes=12345") == 1
+    assert "vmem_limit_bytes=12345" not in str(jax.make_jaxpr(kernel)(*sizes, jax.ShapeDtypeStruct((1,), jnp.int32)))

@@ -6,13 +6,16 @@ table.
 Needs libtpu (`pip install "maxlib[tpu]"`), and a process for each topology; `nox -s kernels_tpu` runs them all. Fails
 where a kernel does not compile, where memory does not grow in proportion to the sequence, where decoding copies a
 cache of eight heads, or where the kernels of the gated delta rule take more than its chunks in XLA, or a plan does not
-count them. (Fewer heads have another layout in memory than a matrix of all heads has, and are copied.)
+count them. (Fewer heads have another layout in memory than a matrix of all heads has, and are copied.) Grouped matmuls
+are compiled with the tiles that are chosen for the chip; tiles that do not fit in its vector memory are an error.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
@@ -27,6 +30,7 @@ from jax.experimental import topologies
 from maxlib import ops
 from maxlib.kernels.attention.mosaic_tpu import config, mosaic_tpu
 from maxlib.ops._gated_delta import api
+from maxlib.ops._grouped_matmul import megablox
 from maxlib.plan._hlo import read_costs
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -55,6 +59,15 @@ DELTA = {
     "delta, many values to a key": (1, 1100, 1, 16, 128, 128, jnp.float32),
     "delta, wide heads": (1, 300, 2, 2, 256, 256, jnp.float32),
     "delta, few tokens": (2, 5, 2, 4, 128, 128, jnp.bfloat16),
+}
+# about: rows of a device, the width of the model, that of an expert, experts
+GROUPED = {
+    "grouped, Qwen3-30B-A3B": (16384, 2048, 768, 4),
+    "grouped, Qwen3-235B-A22B": (32768, 4096, 1536, 2),
+    "grouped, GPT-OSS-120B": (16384, 2880, 2880, 2),
+    "grouped, Mixtral-8x7B": (16384, 4096, 14336, 1),
+    "grouped, DeepSeek-V3": (32768, 7168, 2048, 2),
+    "grouped, few rows": (6, 2048, 1408, 64),
 }
 COMPARED = ("delta, 8k",)  # with chunks in XLA
 
@@ -100,6 +113,32 @@ def delta(device) -> list[str]:
             cells = about, "both" if gradients else "forward", "" if other is None else f"{other:.0f}", f"{found:.0f}"
             print(f"| {' | '.join(cells)} |", flush=True)
     return fails
+
+
+def grouped(device) -> None:
+    """Compiles both passes of grouped matmuls, and prints their tiles."""
+    megablox.current_device = lambda: ("tpu", device.device_kind)  # which is not here
+    print("\n| | dtype | tiles of rows, summed and out: forward, gradient of rows, of weights | compiled, s |\n|---|---|---|---|")
+    for about, sizes in GROUPED.items():
+        for dtype in (jnp.bfloat16, jnp.float32):
+            begin = time.perf_counter()
+            tiles = compile_grouped(device, sizes, dtype)
+            cells = [" x ".join(map(str, dataclasses.astuple(one))) for one in (tiles.forward, tiles.d_rows, tiles.d_weights)]
+            print(f"| {about} | {dtype.__name__} | {', '.join(cells)} | {time.perf_counter() - begin:.0f} |", flush=True)
+
+
+def compile_grouped(device, sizes: tuple, dtype):
+    """Compiles a grouped matmul and its gradients, with float32 weights as in training, and returns its tiles."""
+    (M, I, O, E), here = sizes, jax.sharding.SingleDeviceSharding(device)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    given = array(dtype, M, I), array(jnp.float32, E, O, I), array(jnp.int32, E), array(dtype, M, O)
+
+    def run(rows, weights, counts, d_out):
+        out, vjp = jax.vjp(lambda rows, weights: megablox.megablox(rows, weights, counts), rows, weights)
+        return out, vjp(d_out)
+
+    jax.jit(run).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    return megablox.matmuls(*given[:2], "EOI", device.device_kind).tiles()
 
 
 def memory_of(compiled) -> float:
@@ -152,6 +191,7 @@ def main() -> int:
     if temporary["32k"] > min(2.2 * temporary["16k"], 3 * arguments(BOTH_PASSES["32k"])):
         fails.append("32k")
     fails += delta(device)
+    grouped(device)
     if args.json:
         args.json.write_text(json.dumps({"device": device.device_kind, "temporary": temporary, "fails": fails}))
     if fails:

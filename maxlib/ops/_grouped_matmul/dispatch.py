@@ -96,7 +96,7 @@ def sizes(
     """Returns the tile sizes that an implementation runs a call with; None if it has none."""
     M, (E, O, I) = rows.shape[0], (weights.shape[weight_order.index(axis)] for axis in "EOI")
     if name == "megablox" and str(rows.dtype) in DTYPES:
-        default: Any = matmuls(rows, weights, weight_order).tiles()
+        default: Any = matmuls(rows, weights, weight_order, device[1]).tiles()
     elif name == "jax_mosaic_gpu":
         default = jax_mosaic_gpu.tiles_for(device[1], M, E)
     elif name == "tokamax":

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from maxlib.hardware import current_device
 from maxlib.kernels.grouped_matmul.rows import only_used
+from maxlib.ops._grouped_matmul.asked_vmem import asking
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops._grouped_matmul.reference import summed_in
-from maxlib.ops._grouped_matmul.tiling import Matmuls, MegabloxTiles, Tiles
+from maxlib.ops._grouped_matmul.tiling import DEFAULT_VMEM, SPARE, Matmuls, MegabloxTiles, Sizes, Tiles, vmem_of
 from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 DTYPES = ("bfloat16", "float32")
@@ -37,7 +39,7 @@ def megablox(
     """
     if not takes(rows, out_dtype):
         return ragged_dot(rows, weights, rows_per_expert, weight_order, out_dtype)
-    of = matmuls(rows, weights, weight_order)
+    of = matmuls(rows, weights, weight_order, current_device()[1])
     return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of))
 
 
@@ -46,10 +48,10 @@ def takes(rows: Any, out_dtype: Any) -> bool:
     return out_dtype is None and str(rows.dtype) in DTYPES
 
 
-def matmuls(rows: Any, weights: Any, weight_order: str) -> Matmuls:
-    """Returns the matmuls of a call, from arrays or their shapes and dtypes."""
+def matmuls(rows: Any, weights: Any, weight_order: str, device_kind: str) -> Matmuls:
+    """Returns the matmuls of a call on a device, from arrays or their shapes and dtypes."""
     width, weight_width = rows.dtype.itemsize, jnp.dtype(getattr(weights, "dtype", rows.dtype)).itemsize
-    return Matmuls.of(rows.shape[0], tuple(weights.shape), weight_order, width, weight_width)
+    return Matmuls.of(rows.shape[0], tuple(weights.shape), weight_order, width, weight_width, vmem_of(device_kind))
 
 
 def megablox_outer(
@@ -62,7 +64,7 @@ def megablox_outer(
     exact = summed_in(rows.dtype)
     d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
     weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
-    of = matmuls(rows, weights, "EOI")
+    of = matmuls(rows, weights, "EOI", current_device()[1])
     own = (tiles or of.tiles()).d_weights.fit(of.d_weights)
     return _outer(d_out, rows, rows_per_expert, exact, own)
 
@@ -92,13 +94,14 @@ def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool):
     """Multiplies `M K` by `E K N`, or by `E N K` if `transpose`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    M = len(rows)
+    M, (E, N) = len(rows), (len(weights), weights.shape[1 if transpose else 2])
+    of = Sizes(M, rows.shape[1], N, E, rows.dtype.itemsize, rows.dtype.itemsize, transposed=False)
 
     def one(rows, weights, rows_per_expert):
         kernel = functools.partial(
             gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
         )
-        out = kernel(_padded(rows, tiles), weights, rows_per_expert)[:M]
+        out = _asking(kernel, tiles.vmem(of))(_padded(rows, tiles), weights, rows_per_expert)[:M]
         return only_used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
 
     return unbatched(one)(rows, weights, rows_per_expert)
@@ -108,12 +111,20 @@ def _outer(left, right, rows_per_expert, dtype: Any, tiles: Tiles):
     """Computes `left[start:end].T @ right[start:end]` for each expert: `M K` and `M N` to `E K N`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
+    E, width, out_width = len(rows_per_expert), left.dtype.itemsize, jnp.dtype(dtype).itemsize
+    of = Sizes(len(left), left.shape[1], right.shape[1], E, width, out_width, transposed=True)
+
     def one(left, right, rows_per_expert):
         left, right = (_padded(x, tiles) for x in (left, right))
         kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=_sizes(tiles))
-        return kernel(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
+        return _asking(kernel, tiles.vmem(of))(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
 
     return unbatched(one)(left, right, rows_per_expert)
+
+
+def _asking(kernel: Any, needed: int) -> Any:
+    """Makes a kernel ask for its vector memory if it takes more than a kernel that does not ask gets."""
+    return kernel if needed + SPARE <= DEFAULT_VMEM else asking(kernel, needed + SPARE)
 
 
 def _sizes(tiles: Tiles) -> tuple[int, int, int]:

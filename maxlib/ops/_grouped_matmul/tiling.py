@@ -6,13 +6,24 @@ import itertools
 import math
 from typing import ClassVar
 
+from maxlib.hardware import chip_of
 from maxlib.kernels.tile_sizes import TileSizes
 
+MIB = 2**20
 LANES = 128  # lanes of a vector register
-MOST_VMEM = 16 * 2**20  # bytes that every TPU since v4 gives a kernel by default
-VMEM = 15 * 2**20  # of which so many are taken here
+DEFAULT_VMEM = 16 * MIB  # bytes that every TPU since v4 gives a kernel that does not ask
+SPARE = MIB  # bytes left to the compiler
+# Bytes that a kernel asks for on other chips, of 128 MiB a core.
+import os
+ASKED_VMEM = {"TPU v6e": int(os.environ.get("VMEM_MIB", "60")) * MIB}
 # A v5p's figures, rounded. Only their ratios matter, and v4, v5e and v6e have about the same.
 FLOPS, BANDWIDTH, STEP = 4e14, 2.5e12, 3.5e-7  # a second, bytes a second, seconds of a grid step
+
+
+def vmem_of(device_kind: str) -> int:
+    """Returns the bytes of vector memory that a grouped matmul may take on a device."""
+    chip = chip_of(device_kind)
+    return ASKED_VMEM.get(chip.kind, DEFAULT_VMEM) if chip else DEFAULT_VMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +40,7 @@ class Sizes:
         width: Bytes of an operand's element.
         out_width: Bytes of a result's element.
         transposed: True if the result is a matrix per expert.
+        vmem: Bytes of vector memory that the kernel may take, as `vmem_of` returns them.
     """
 
     rows: int
@@ -38,6 +50,7 @@ class Sizes:
     width: int
     out_width: int
     transposed: bool
+    vmem: int = DEFAULT_VMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +76,8 @@ class Tiles(TileSizes):
         for name, size in (("summed", of.summed), ("out", of.out)):
             if (found := getattr(tiles, name)) < size and found % LANES:
                 raise ValueError(f"MegabloxTiles: {name} must be a multiple of {LANES}, or all {size}, got {found}")
-        if (needed := tiles.vmem(of)) > MOST_VMEM:
-            raise ValueError(f"MegabloxTiles: tiles must fit in {MOST_VMEM:,} bytes, {tiles} of {of} takes {needed:,}")
+        if (needed := tiles.vmem(of)) > of.vmem:
+            raise ValueError(f"MegabloxTiles: tiles must fit in {of.vmem:,} bytes, {tiles} of {of} takes {needed:,}")
         return tiles
 
     def vmem(self, of: Sizes) -> int:
@@ -109,7 +122,7 @@ def choose_tiles(of: Sizes) -> Tiles:
     """Chooses the tiles that fit in vector memory and take the least time."""
     rows = [m for m in (128, 256, 512) if m <= of.rows] or [-(-of.rows // 16) * 16]
     wide = itertools.product(rows, _lengths(of.summed), _lengths(of.out))
-    fitting = [tiles for sizes in wide if (tiles := Tiles(*sizes)).vmem(of) <= VMEM]
+    fitting = [tiles for sizes in wide if (tiles := Tiles(*sizes)).vmem(of) <= of.vmem - SPARE]
     return min(fitting, key=lambda tiles: (tiles.seconds(of), -math.prod(dataclasses.astuple(tiles))))
 
 
@@ -143,7 +156,13 @@ class Matmuls:
 
     @classmethod
     def of(
-        cls, rows: int, weights: tuple[int, int, int], weight_order: str, width: int, weight_width: int
+        cls,
+        rows: int,
+        weights: tuple[int, int, int],
+        weight_order: str,
+        width: int,
+        weight_width: int,
+        vmem: int = DEFAULT_VMEM,
     ) -> "Matmuls":
         """Returns the matmuls of so many rows with weights of this shape; widths are bytes of an element."""
         E, O, I = (weights[weight_order.index(axis)] for axis in "EOI")
@@ -151,9 +170,9 @@ class Matmuls:
         left, right = (O, I) if weight_order == "EOI" else (I, O)
         # y = x w^T sums over I, dx = dy w over O, and dw = dy^T x over the rows.
         return cls(
-            Sizes(rows, I, O, E, width, width, transposed=False),
-            Sizes(rows, O, I, E, width, width, transposed=False),
-            Sizes(rows, left, right, E, width, weight_width, transposed=True),
+            Sizes(rows, I, O, E, width, width, transposed=False, vmem=vmem),
+            Sizes(rows, O, I, E, width, width, transposed=False, vmem=vmem),
+            Sizes(rows, left, right, E, width, weight_width, transposed=True, vmem=vmem),
         )
 
     def tiles(self) -> MegabloxTiles:
