@@ -1,6 +1,7 @@
 """JAX's grouped matmul kernels for TPUs: run by Pallas's interpreter and lowered for TPUs, both without one."""
 
 import functools
+import re
 import sys
 
 import jax
@@ -15,7 +16,7 @@ from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul import megablox as module
 from maxlib.ops._grouped_matmul.asked_vmem import asking
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops._grouped_matmul.tiling import SPARE, MegabloxTiles, Sizes, Tiles, choose_tiles, vmem_of
+from maxlib.ops._grouped_matmul.tiling import MegabloxTiles, Sizes, Tiles, choose_tiles, vmem_of
 from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
 
 KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -162,7 +163,7 @@ def test_tiles_fit_and_waste_little(sizes, width, transposed, chip):
     M, I, O, E = sizes
     of = Sizes(M, I, O, E, width, width, transposed, vmem_of(chip))
     tiles = choose_tiles(of)
-    assert tiles.vmem(of) <= vmem_of(chip) - SPARE
+    assert tiles.vmem(of) <= vmem_of(chip) * (3 / 4 if chip == "TPU v6 lite" else 15 / 16)
     assert all(tile % 128 == 0 or tile == full for tile, full in ((tiles.summed, I), (tiles.out, O)))
     assert tiles.rows % 16 == 0
     computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
@@ -177,11 +178,11 @@ def test_a_gradient_of_weights_reads_each_operand_for_every_tile_and_writes_once
     assert Tiles(rows=512, summed=256, out=128).moved(of) == 2 * read + 4 * 2 * 512 * 256
 
 
-@pytest.mark.parametrize("name", ["Mixtral-8x7B", "GPT-OSS-20B"])
+@pytest.mark.parametrize("sizes", [PUBLISHED["Mixtral-8x7B"], (16384, 2880, 2880, 2)], ids=["Mixtral", "GPT-OSS"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_more_vector_memory_means_less_traffic(name, transposed):
+def test_more_vector_memory_means_less_traffic(sizes, transposed):
     """Of experts whose matrices do not fit beside their rows in what a kernel gets without asking."""
-    usual, wide = (Sizes(*PUBLISHED[name], 2, 2, transposed, vmem_of(chip)) for chip in ("TPU v5p", "TPU v6 lite"))
+    usual, wide = (Sizes(*sizes, 2, 2, transposed, vmem_of(chip)) for chip in ("TPU v5p", "TPU v6 lite"))
     assert choose_tiles(wide).moved(wide) < 0.7 * choose_tiles(usual).moved(usual)
 
 
@@ -200,16 +201,15 @@ def lowered(chip, sizes, monkeypatch):
     return jax.jit(run).trace(*given).lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_kernels_ask_for_the_memory_of_their_tiles(monkeypatch):
-    """Each for its own, and only on the chip that has it; a kernel that does not ask is refused larger tiles there."""
+def test_kernels_ask_for_vector_memory_where_they_need_to(monkeypatch):
+    """On the chip that has it; without asking, the compiler refuses larger tiles there."""
+    text, other = (lowered(chip, (4096, 2880, 2880, 2), monkeypatch) for chip in ("TPU v6 lite", "TPU v5p"))
+    asked = [int(one) for one in re.findall(r"scoped_memory_configs.*?size\D+22: (\d+)", text)]
     of = module.matmuls(*(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((4096, 2880), (2, 2880, 2880))), "EOI", "TPU v6e")
     tiles = of.tiles()
-    asked = [one.vmem(its) + SPARE for one, its in ((tiles.d_rows, of.d_rows), (tiles.d_weights, of.d_weights))]
+    assert sorted(asked) == sorted([tiles.d_rows.asked(of.d_rows), tiles.d_weights.asked(of.d_weights)])
     assert all(16 * 2**20 < one <= vmem_of("TPU v6e") for one in asked)
-    sizes = 4096, 2880, 2880, 2
-    text = lowered("TPU v6 lite", sizes, monkeypatch)
-    assert [text.count(f"{one}") > 0 for one in asked] == [True, True]
-    assert "scoped_memory_configs" not in lowered("TPU v5p", sizes, monkeypatch)
+    assert "tpu_custom_call" in other and "scoped_memory_configs" not in other
 
 
 def test_larger_tiles_equal_a_loop_over_experts(interpreted, monkeypatch):

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 
-def asking(kernel: Callable[..., jax.Array], vmem: int) -> Callable[..., jax.Array]:
+def asking(kernel: Callable[..., jax.Array], vmem: int | None) -> Callable[..., jax.Array]:
     """Makes the Pallas kernels for TPUs in a function ask for so many bytes of vector memory.
 
     A kernel states its demand among its compiler parameters (`pltpu.CompilerParams(vmem_limit_bytes=...)`). It holds
@@ -16,11 +16,13 @@ def asking(kernel: Callable[..., jax.Array], vmem: int) -> Callable[..., jax.Arr
 
     Args:
         kernel: A function of arrays only, whose result is one array.
-        vmem: Bytes.
+        vmem: Bytes; None if the kernels need not ask.
 
     Returns:
         The same function, with these demands.
     """
+    if vmem is None:
+        return kernel
 
     def run(*arrays: Any) -> jax.Array:
         (out,) = jaxpr_as_fun(_with_vmem(jax.make_jaxpr(kernel)(*arrays), vmem))(*arrays)

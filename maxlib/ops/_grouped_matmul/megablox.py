@@ -19,7 +19,7 @@ from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.ops._grouped_matmul.asked_vmem import asking
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops._grouped_matmul.reference import summed_in
-from maxlib.ops._grouped_matmul.tiling import DEFAULT_VMEM, SPARE, Matmuls, MegabloxTiles, Sizes, Tiles, vmem_of
+from maxlib.ops._grouped_matmul.tiling import Matmuls, MegabloxTiles, Sizes, Tiles, vmem_of
 from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 DTYPES = ("bfloat16", "float32")
@@ -94,14 +94,14 @@ def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool):
     """Multiplies `M K` by `E K N`, or by `E N K` if `transpose`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    M, (E, N) = len(rows), (len(weights), weights.shape[1 if transpose else 2])
-    of = Sizes(M, rows.shape[1], N, E, rows.dtype.itemsize, rows.dtype.itemsize, transposed=False)
+    M, N = len(rows), weights.shape[1 if transpose else 2]
+    of = Sizes(M, rows.shape[1], N, len(weights), rows.dtype.itemsize, rows.dtype.itemsize, transposed=False)
 
     def one(rows, weights, rows_per_expert):
         kernel = functools.partial(
             gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
         )
-        out = _asking(kernel, tiles.vmem(of))(_padded(rows, tiles), weights, rows_per_expert)[:M]
+        out = asking(kernel, tiles.asked(of))(_padded(rows, tiles), weights, rows_per_expert)[:M]
         return only_used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
 
     return unbatched(one)(rows, weights, rows_per_expert)
@@ -117,14 +117,9 @@ def _outer(left, right, rows_per_expert, dtype: Any, tiles: Tiles):
     def one(left, right, rows_per_expert):
         left, right = (_padded(x, tiles) for x in (left, right))
         kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=_sizes(tiles))
-        return _asking(kernel, tiles.vmem(of))(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
+        return asking(kernel, tiles.asked(of))(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
 
     return unbatched(one)(left, right, rows_per_expert)
-
-
-def _asking(kernel: Any, needed: int) -> Any:
-    """Makes a kernel ask for its vector memory if it takes more than a kernel that does not ask gets."""
-    return kernel if needed + SPARE <= DEFAULT_VMEM else asking(kernel, needed + SPARE)
 
 
 def _sizes(tiles: Tiles) -> tuple[int, int, int]:

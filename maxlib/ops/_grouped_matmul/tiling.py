@@ -11,17 +11,18 @@ from maxlib.kernels.tile_sizes import TileSizes
 
 MIB = 2**20
 LANES = 128  # lanes of a vector register
-DEFAULT_VMEM = 16 * MIB  # bytes that every TPU since v4 gives a kernel that does not ask
-SPARE = MIB  # bytes left to the compiler
-# Bytes that a kernel asks for on other chips, of 128 MiB a core.
-import os
-ASKED_VMEM = {"TPU v6e": int(os.environ.get("VMEM_MIB", "60")) * MIB}
+# Bytes that every TPU since v4 gives a kernel that does not ask for more, and the most that kernels ask for on chips
+# with 128 MiB a core. Two cores of a v4 or v5p share a kernel's columns of tiles: of larger tiles there may be only one
+# column, and one core would wait.
+DEFAULT_VMEM, ASKED_VMEM = 16 * MIB, {"TPU v6e": 112 * MIB}
+# Shares of it that the blocks of chosen tiles take; the compiler holds other values beside them.
+_BLOCKS, _ASKED_BLOCKS = 15 / 16, 3 / 4
 # A v5p's figures, rounded. Only their ratios matter, and v4, v5e and v6e have about the same.
 FLOPS, BANDWIDTH, STEP = 4e14, 2.5e12, 3.5e-7  # a second, bytes a second, seconds of a grid step
 
 
 def vmem_of(device_kind: str) -> int:
-    """Returns the bytes of vector memory that a grouped matmul may take on a device."""
+    """Returns the bytes of vector memory that a grouped matmul gets on a device."""
     chip = chip_of(device_kind)
     return ASKED_VMEM.get(chip.kind, DEFAULT_VMEM) if chip else DEFAULT_VMEM
 
@@ -40,7 +41,7 @@ class Sizes:
         width: Bytes of an operand's element.
         out_width: Bytes of a result's element.
         transposed: True if the result is a matrix per expert.
-        vmem: Bytes of vector memory that the kernel may take, as `vmem_of` returns them.
+        vmem: Bytes of vector memory that the kernel gets, as `vmem_of` returns them.
     """
 
     rows: int
@@ -87,6 +88,16 @@ class Tiles(TileSizes):
         masked = 4 * m * max(k, n) if of.transposed else 0
         return 2 * (of.width * (left + right) + of.out_width * out) + 4 * out + masked
 
+    def asked(self, of: Sizes) -> int | None:
+        """Returns the bytes that the kernel has to ask for; None if what it gets without asking will do.
+
+        The compiler may hold a copy of the left block, pads lanes, and needs some itself: up to 13.4 MiB beyond `vmem`
+        in kernels that libtpu compiled for v6e.
+        """
+        needed = self.vmem(of)
+        more = needed // 16 + of.width * self.rows * self.summed + MIB
+        return None if needed <= DEFAULT_VMEM else needed + more
+
     def moved(self, of: Sizes) -> int:
         """Returns the bytes moved between the device's main memory and its vector memory."""
         n, k = -(-of.out // self.out), -(-of.summed // self.summed)  # tiles along N and K
@@ -122,7 +133,8 @@ def choose_tiles(of: Sizes) -> Tiles:
     """Chooses the tiles that fit in vector memory and take the least time."""
     rows = [m for m in (128, 256, 512) if m <= of.rows] or [-(-of.rows // 16) * 16]
     wide = itertools.product(rows, _lengths(of.summed), _lengths(of.out))
-    fitting = [tiles for sizes in wide if (tiles := Tiles(*sizes)).vmem(of) <= of.vmem - SPARE]
+    most = of.vmem * (_ASKED_BLOCKS if of.vmem > DEFAULT_VMEM else _BLOCKS)
+    fitting = [tiles for sizes in wide if (tiles := Tiles(*sizes)).vmem(of) <= most]
     return min(fitting, key=lambda tiles: (tiles.seconds(of), -math.prod(dataclasses.astuple(tiles))))
 
 
