@@ -118,13 +118,19 @@ def delta(device) -> list[str]:
 def grouped(device) -> None:
     """Compiles both passes of grouped matmuls, and prints their tiles."""
     megablox.current_device = lambda: ("tpu", device.device_kind)  # which is not here
-    print("\n| | dtype | tiles of rows, summed and out: forward, gradient of rows, of weights | compiled, s |\n|---|---|---|---|")
+    print(
+        "\n| | dtype | tiles of rows, summed and out: forward, gradient of rows, of weights | compiled, s |\n|---|---|---|---|"
+    )
     for about, sizes in GROUPED.items():
         for dtype in (jnp.bfloat16, jnp.float32):
             begin = time.perf_counter()
             tiles = compile_grouped(device, sizes, dtype)
-            cells = [" x ".join(map(str, dataclasses.astuple(one))) for one in (tiles.forward, tiles.d_rows, tiles.d_weights)]
-            print(f"| {about} | {dtype.__name__} | {', '.join(cells)} | {time.perf_counter() - begin:.0f} |", flush=True)
+            cells = [
+                " x ".join(map(str, dataclasses.astuple(one))) for one in (tiles.forward, tiles.d_rows, tiles.d_weights)
+            ]
+            print(
+                f"| {about} | {dtype.__name__} | {', '.join(cells)} | {time.perf_counter() - begin:.0f} |", flush=True
+            )
 
 
 def compile_grouped(device, sizes: tuple, dtype):

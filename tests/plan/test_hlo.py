@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
+from maxlib.ops._grouped_matmul.tiling import vmem_of
 from maxlib.plan._hlo import Costs, read_costs
 from maxlib.plan._report import _excess
 from maxlib.plan._roofline import estimate
@@ -418,6 +419,13 @@ def test_a_grouped_matmul_visits_only_the_rows_of_its_buffer_that_arrive():
     costs = read_costs(GROUPED, {"expert": 8}, trips={"room": 2})
     assert costs.flops == 2 * 512 * 256 * 512
     assert costs.bytes == 2 * ((512 // 512 + 3) * 512 * 256 + 4 * 512 * 256 + 512 * 512)
+
+
+def test_with_more_vector_memory_a_grouped_matmul_reads_its_rows_less_often():
+    """Of wide experts: as many columns of tiles as the kernel has on the chip."""
+    wide = GROUPED.replace("256]", "4096]").replace("512", "8192")
+    less, more = (read_costs(wide, {"fsdp": 1}, vmem=vmem_of(chip)) for chip in ("TPU v6e", "TPU v5p"))
+    assert less.bytes < 0.8 * more.bytes and less.flops == more.flops
 
 
 def test_far_more_flops_than_the_models_are_a_warning():

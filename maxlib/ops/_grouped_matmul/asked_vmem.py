@@ -39,6 +39,8 @@ def _with_vmem(traced: ClosedJaxpr, vmem: int) -> ClosedJaxpr:
 
 def _params(one: Any, vmem: int) -> dict[str, Any]:
     if one.primitive.name == "pallas_call":
-        return one.params | {"compiler_params": dataclasses.replace(one.params["compiler_params"], vmem_limit_bytes=vmem)}
+        return one.params | {
+            "compiler_params": dataclasses.replace(one.params["compiler_params"], vmem_limit_bytes=vmem)
+        }
     inner = one.params.get("jaxpr")
     return one.params | {"jaxpr": _with_vmem(inner, vmem)} if isinstance(inner, ClosedJaxpr) else one.params
