@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from maxlib.ops._grouped_matmul.tiling import DEFAULT_VMEM
+from maxlib.kernels.vector_memory import DEFAULT_VMEM
 from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops, narrow_kind
 from maxlib.plan._hlo_gpu import known_trips
 from maxlib.plan._hlo_groups import axes_of_group

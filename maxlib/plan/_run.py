@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
-from maxlib.ops._grouped_matmul.tiling import vmem_of
+from maxlib.kernels.vector_memory import vmem_of
 from maxlib.plan._hlo import Costs, read_costs
 from maxlib.plan._job import MARK, Job, to_json
 from maxlib.plan._loops import Trips

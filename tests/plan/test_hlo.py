@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
-from maxlib.ops._grouped_matmul.tiling import vmem_of
+from maxlib.kernels.vector_memory import vmem_of
 from maxlib.plan._hlo import Costs, read_costs
 from maxlib.plan._report import _excess
 from maxlib.plan._roofline import estimate

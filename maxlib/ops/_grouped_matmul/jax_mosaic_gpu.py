@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.grouped_matmul.rows import only_used
+from maxlib.kernels.unbatched import unbatched
 from maxlib.ops._grouped_matmul.ragged_tiles import (
     WIDTH,
     RaggedBlackwellTiles,
@@ -31,7 +32,6 @@ from maxlib.ops._grouped_matmul.ragged_tiles import (
 )
 from maxlib.ops._grouped_matmul.tiled import tiled_outer
 from maxlib.ops._grouped_matmul.tokamax_triton import by_experts, has_triton
-from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 AXES = frozenset({"sm", "x", "wg", "warp", "m", "n", "g"})  # what the kernels call their own axes
 BAND = 4  # columns of tiles that Hopper's kernels compute before the next ones, so that they share rows in the cache

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.hardware import current_device
 from maxlib.kernels.grouped_matmul.rows import only_used
-from maxlib.ops._grouped_matmul.asked_vmem import asking
+from maxlib.kernels.unbatched import unbatched
+from maxlib.kernels.vector_memory import asking, vmem_of
 from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
 from maxlib.ops._grouped_matmul.reference import summed_in
-from maxlib.ops._grouped_matmul.tiling import Matmuls, MegabloxTiles, Sizes, Tiles, vmem_of
-from maxlib.ops._grouped_matmul.unbatched import unbatched
+from maxlib.ops._grouped_matmul.tiling import Matmuls, MegabloxTiles, Sizes, Tiles
 
 DTYPES = ("bfloat16", "float32")
 

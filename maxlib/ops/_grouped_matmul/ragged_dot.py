@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from maxlib.kernels.unbatched import unbatched
 from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
-from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]

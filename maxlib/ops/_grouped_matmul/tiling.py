@@ -6,25 +6,14 @@ import itertools
 import math
 from typing import ClassVar
 
-from maxlib.hardware import chip_of
 from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.kernels.vector_memory import DEFAULT_VMEM, MIB
 
-MIB = 2**20
 LANES = 128  # lanes of a vector register
-# Bytes that every TPU since v4 gives a kernel that does not ask for more, and the most that kernels ask for on chips
-# with 128 MiB a core. Two cores of a v4 or v5p share a kernel's columns of tiles: of larger tiles there may be only one
-# column, and one core would wait.
-DEFAULT_VMEM, ASKED_VMEM = 16 * MIB, {"TPU v6e": 112 * MIB}
-# Shares of it that the blocks of chosen tiles take; the compiler holds other values beside them.
+# Shares of a kernel's vector memory that the blocks of chosen tiles take; the compiler holds other values beside them.
 _BLOCKS, _ASKED_BLOCKS = 15 / 16, 3 / 4
 # A v5p's figures, rounded. Only their ratios matter, and v4, v5e and v6e have about the same.
 FLOPS, BANDWIDTH, STEP = 4e14, 2.5e12, 3.5e-7  # a second, bytes a second, seconds of a grid step
-
-
-def vmem_of(device_kind: str) -> int:
-    """Returns the bytes of vector memory that a grouped matmul gets on a device."""
-    chip = chip_of(device_kind)
-    return ASKED_VMEM.get(chip.kind, DEFAULT_VMEM) if chip else DEFAULT_VMEM
 
 
 @dataclasses.dataclass(frozen=True)

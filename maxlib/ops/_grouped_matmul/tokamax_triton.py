@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_ampere_or_later
 from maxlib.kernels.grouped_matmul.rows import only_used
+from maxlib.kernels.unbatched import unbatched
 from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags, version
 from maxlib.ops._grouped_matmul.ragged_tiles import TritonTile, TritonTiles
-from maxlib.ops._grouped_matmul.unbatched import unbatched
 
 NEEDED = {"tokamax": (0, 0, 17), "jax-triton": (0, 4, 1), "triton": (3, 7)}  # the oldest versions that were tried
 # [M, I] x [E, I, O] -> [M, O], and [M, O] x [M, I] -> [E, O, I]: rows of each expert by its matrix, or summed over.

@@ -1,4 +1,4 @@
-"""Vector memory for JAX's Pallas kernels that have no argument for it."""
+"""The vector memory of TPUs that kernels get, and how JAX's kernels, which have no argument for it, ask for it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +6,20 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from maxlib.hardware import chip_of
+
+MIB = 2**20
+# Bytes that every TPU since v4 gives a kernel that does not ask for more, and the most that kernels ask for on chips
+# with 128 MiB a core. Two cores of a v4 or v5p share a kernel's columns of tiles: of larger tiles there may be only one
+# column, and one core would wait.
+DEFAULT_VMEM, ASKED_VMEM = 16 * MIB, {"TPU v6e": 112 * MIB}
+
+
+def vmem_of(device_kind: str) -> int:
+    """Returns the bytes of vector memory that a grouped matmul gets on a device."""
+    chip = chip_of(device_kind)
+    return ASKED_VMEM.get(chip.kind, DEFAULT_VMEM) if chip else DEFAULT_VMEM
 
 
 def asking(kernel: Callable[..., jax.Array], vmem: int | None) -> Callable[..., jax.Array]:
