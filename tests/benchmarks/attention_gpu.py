@@ -165,13 +165,13 @@ class Decoding:
     def contenders(self) -> dict:
         """Functions of q, k and v; of q and latents."""
         length = jnp.full(self.rows, self.filled, jnp.int32)
-        width = {"value_dim": self.value_dim} if self.latents else {}
-        ours = lambda name: lambda *qkv: attention(*qkv, **width, k_end=length[:, None], implementation=name)
+        width = (self.value_dim,) if self.latents else ()
+        ours = lambda name: lambda *qkv: attention(*qkv, *width, k_end=length[:, None], implementation=name)
         options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
         theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
         hint = ops.MaskHint(ops.StaticMask("causal"))
         own = {
-            "maxlib default": lambda *qkv: attention(*qkv, **width, k_end=length[:, None], mask_hint=hint),
+            "maxlib default": lambda *qkv: attention(*qkv, *width, k_end=length[:, None], mask_hint=hint),
             "maxlib split_kv": ours("split_kv"),
             "maxlib chunked": ours("chunked"),
         }
