@@ -16,6 +16,7 @@ result is a line of JSON as soon as it is there, and cases that begin after `--m
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import statistics
 import time
@@ -32,6 +33,7 @@ from rich.table import Table
 
 from maxlib import ops
 from maxlib.ops._attention import attention
+from maxlib.ops._attention.tokamax_triton import has_triton_attention
 
 CALLS = 10  # between two waits for the device
 TOLERANCE = 1e-2  # of an array's norm; rounding to bfloat16 alone makes 0.002
@@ -397,6 +399,8 @@ def side_by_side(makes: Mapping[Any, Callable | str]) -> dict[Any, Any]:
 
 def compiled(makes: Mapping[Any, Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, dict[str, Any]]:
     """Compiles contenders of all cases side by side: those in `names`, and what they are compared with."""
+    if has_triton_attention():
+        importlib.import_module("tokamax")  # before threads do, which would wait for each other's imports
     wanted = {
         (case, name): make
         for case, found in makes.items()

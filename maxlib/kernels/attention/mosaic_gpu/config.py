@@ -90,7 +90,7 @@ def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tupl
     """
     if not _is_wide(key_dim, value_dim, softcap):
         return {("dk", "dv"): Tiles(warpgroups=2, columns=64)}
-    if key_dim + value_dim <= 320 and not softcap:
+    if key_dim + value_dim <= 320:
         return {("dk", "dv"): Tiles(warpgroups=2, columns=32)}
     two = Tiles(warpgroups=2, columns=64)
     return {("dk",): two if key_dim + value_dim <= 384 else Tiles(warpgroups=1, columns=64), ("dv",): two}
