@@ -155,8 +155,8 @@ def _read(note: str) -> dict:
 
 def fails(row: dict) -> bool:
     budget = 0 if max(row["Hk"], row["Hv"]) <= 128 or row["kernel"] == "latents" else 255
-    # Every attention kernel has two matmuls in flight beside its exponentials, but dv's, which has one per tile, and that
-    # of latents, whose other warpgroup multiplies meanwhile.
+    # Every attention kernel has two matmuls in flight beside its exponentials, but dv's, which has one per tile, and
+    # that of latents, whose other warpgroup multiplies meanwhile.
     beside = row["Hk"] > 0 and row["kernel"] not in ("dv", "dv_parts", "latents")
     waits = beside and (row["beside"] == 0 or row["behind"] > 0)
     return bool(row["warnings"]) or waits or max(row["spill_stores"], row["spill_loads"]) > budget
