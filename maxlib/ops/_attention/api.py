@@ -191,8 +191,8 @@ def explain_attention(
 
 def _values(k, width: int):
     """Returns the first channels of the keys."""
-    most = k.shape[3] if len(k.shape) == 4 else 0
-    _require(0 < width <= most, f"v must be values, or their width, from 1 to Hk={most} of keys B S K Hk", f"{width}")
+    _require(len(k.shape) == 4, "k must have the axes B S K Hk", f"shape {k.shape}")
+    _require(0 < width <= k.shape[3], f"v must be values, or their width, from 1 to Hk={k.shape[3]}", f"{width}")
     return k[..., :width]
 
 
