@@ -83,7 +83,7 @@ def test_an_implementation_is_asked_for_by_name_but_not_for_latents():
 
 @pytest.mark.parametrize(
     ("axes", "rules"),
-    [({"data": 2, "tensor": 4}, sharding.FSDP_TP), ({"data": 2, "context": 4}, sharding.CP_RING)],
+    [({"fsdp": 2, "tensor": 4}, sharding.FSDP_TP), ({"context": 8}, sharding.CP_RING)],
     ids=["heads", "ring"],
 )
 def test_decoding_on_latents_equals_one_device_where_heads_or_keys_are_split(axes, rules):
