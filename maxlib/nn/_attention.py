@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -286,12 +285,11 @@ def attention_kind(num_heads: int, num_kv_heads: int) -> str:
 def attend(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"] | None,
+    v: Float[Array, "B S K Hv"] | int,
     k_start: Int[Array, "B T"],
     k_end: Int[Array, "B T"],
     sinks: Float[Array, " N"] | None = None,
     *,
-    value_dim: int | None = None,
     bias: Float[Array, "B 1 T S"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -308,11 +306,10 @@ def attend(
     Args:
         q: Queries, `B T N Hk`.
         k: Keys, `B S K Hk`.
-        v: Values, `B S K Hv`; None if they are the first channels of the keys.
+        v: Values, `B S K Hv`; or their width, if they are the first channels of the keys.
         k_start: First key of each query, `B T`.
         k_end: One past each query's last key, `B T`.
         sinks: One logit per query head that takes part in the softmax, or None.
-        value_dim: Without `v`, the number Hv of channels that are the values; default: all.
         bias: Added to the scores of all heads; tokens in order.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
@@ -326,43 +323,45 @@ def attend(
     """
     # Reshard from sequence to heads (Ulysses' all-to-all) only here; otherwise XLA would gather the tokens, and project
     # and rotate all of them on every device.
-    by_tokens = lambda x: constrain(x, "batch", "seq", "act_heads", None)  # [B, T, N, H]
     if q.shape[1] == k.shape[1]:
-        q, k, v = jax.tree.map(by_tokens, (q, k, v))
+        q, k, v = map(_by_tokens, (q, k, v))
     k, v = _repeat_heads(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
     ring = _ring(k, bias, zigzag=zigzag)
-    if ring is not None and v is None:
-        v, value_dim = k[..., :value_dim], None
-    # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
-    queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
+    if ring is not None and isinstance(v, int):
+        v = k[..., :v]
     static, segments = (None, None) if mask_hint is None else mask_hint
     if static is not None and axis_size("q_seq") > 1:
         static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
-    of_bias = ("batch", None, "q_seq", None)
-    names = [
-        queries,
-        keys,
-        None if v is None else keys,
-        queries[:2],
-        queries[:2],
-        ("attn_heads",),
-        None if bias is None else of_bias,
-    ]
-    if segments is not None:
-        names += [queries[:2], keys[:2]]  # of queries [B, T] and of keys [B, S]
     options = {"scale": scale, "softcap": softcap, "implementation": implementation}
-    op = _on_one_device(ring, static, options, value_dim, zigzag=zigzag)
-    return by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
+    op = _on_one_device(ring, static, options, zigzag=zigzag)
+    queries, names = _axes(v, bias, segments)
+    return _by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
 
 
-def _repeat_heads(shards: int, q: Array, k: Array, v: Array | None) -> tuple[Array, Array | None]:
+def _by_tokens(x: Any) -> Any:
+    """Splits queries, keys or values `B T N H` as the sequence is split; the width of values is what it was."""
+    return x if isinstance(x, int) else constrain(x, "batch", "seq", "act_heads", None)
+
+
+def _axes(v: Array | int, bias: Array | None, segments: Any) -> tuple[tuple, list]:
+    """Returns the names of the axes of queries, and those of all arguments of one device's function."""
+    # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
+    queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
+    of_values = None if isinstance(v, int) else keys
+    of_bias = None if bias is None else ("batch", None, "q_seq", None)
+    names = [queries, keys, of_values, queries[:2], queries[:2], ("attn_heads",), of_bias]
+    return queries, names if segments is None else [*names, queries[:2], keys[:2]]
+
+
+def _repeat_heads(shards: int, q: Array, k: Array, v: Array | int) -> tuple[Array, Array | int]:
     """Returns keys and values with a head for each device that splits heads, if there are fewer."""
     if q.shape[2] % shards or shards <= k.shape[2] or shards % k.shape[2]:
         # If heads do not divide over the devices, `shard_map_by_name` replicates them (or `_check_exchange` raises).
         return k, v
     # [B, S, K, H] -> [B, S, shards, H]
-    return jax.tree.map(lambda x: jnp.repeat(x, shards // x.shape[2], axis=2), (k, v))
+    repeat = lambda x: jnp.repeat(x, shards // x.shape[2], axis=2)
+    return repeat(k), v if isinstance(v, int) else repeat(v)
 
 
 def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
@@ -384,9 +383,7 @@ def _ring_of(keys: int) -> str | None:
     return axis_of("kv_seq") if keys % axis_size("kv_seq") == 0 else None
 
 
-def _on_one_device(
-    ring: str | None, static: StaticMask | None, options: dict[str, Any], value_dim: int | None, *, zigzag: bool
-):
+def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
     """Returns the function for one device's part; it passes keys around a ring or gathers them."""
     parts = axis_size("q_seq") if zigzag else 1
 
@@ -394,12 +391,14 @@ def _on_one_device(
         # Queries [B, T / parts, N, H]; keys [B, S, K, H], or in a ring this device's part of them.
         if ring is None and zigzag:
             # Bounds index keys in natural order, so restore it for the gathered keys; queries may stay reordered.
-            k, v, *of_keys = jax.tree.map(lambda x: natural_order(x, parts), (k, v, *segments[1:]))
+            order = lambda x: natural_order(x, parts)
+            k, v, of_keys = order(k), v if isinstance(v, int) else order(v), map(order, segments[1:])
             segments = *segments[:1], *of_keys
         hint = None if static is None else MaskHint(static, cast(Any, segments or None))
         shared = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "mask_hint": hint, **options}
         if ring is None:
-            return ops.attention(q, k, v, value_dim=value_dim, bias=bias, **shared)
+            return ops.attention(q, k, v, bias=bias, **shared)
+        assert not isinstance(v, int)
         return ops.ring_attention(q, k, v, axis_name=ring, pieces=2 if zigzag else 1, **shared)
 
     return op

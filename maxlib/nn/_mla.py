@@ -195,8 +195,8 @@ class MLA(SequenceMixer):
         # Multi-query attention: one key head, the latent and the rotated part, [B, S, R] -> [B, S, 1, R].
         q, k = self._absorb(q), latent[:, :, None]
         # The values are the latents without the rotated part: [B, T, N, R].
-        options = {"scale": self.scale, "mask_hint": mask_hint, "bias": bias, "value_dim": self.kv_rank}
-        out = attend(q, k, None, *ctx.key_intervals(self.mask), **options)
+        options = {"scale": self.scale, "mask_hint": mask_hint, "bias": bias}
+        out = attend(q, k, self.kv_rank, *ctx.key_intervals(self.mask), **options)
         return self.v_up.product("BTNR,NHR->BTNH", out)
 
     def _absorb(self, q):

@@ -1,6 +1,6 @@
 """Tile sizes of the kernels, a frozen dataclass for each: what `ops.tuned` takes and explanations show."""
 
-from maxlib.kernels.attention.mosaic_gpu.config import HopperAttentionTiles
+from maxlib.kernels.attention.mosaic_gpu.config import HopperAttentionTiles, HopperLatentTiles
 from maxlib.kernels.attention.mosaic_tpu.config import TPUAttentionTiles
 from maxlib.kernels.gated_delta.api import DeltaTPUTiles
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles
@@ -22,6 +22,7 @@ __all__ = [
     "DeltaTiles",
     "HopperAttentionTiles",
     "HopperGroupedTiles",
+    "HopperLatentTiles",
     "KimiTiles",
     "MegabloxTiles",
     "RaggedBlackwellTiles",

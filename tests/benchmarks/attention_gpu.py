@@ -16,6 +16,7 @@ result is a line of JSON as soon as it is there, and cases that begin after `--m
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import statistics
 import time
@@ -32,6 +33,7 @@ from rich.table import Table
 
 from maxlib import ops
 from maxlib.ops._attention import attention
+from maxlib.ops._attention.tokamax_triton import has_triton_attention
 
 CALLS = 10  # between two waits for the device
 TOLERANCE = 1e-2  # of an array's norm; rounding to bfloat16 alone makes 0.002
@@ -165,13 +167,13 @@ class Decoding:
     def contenders(self) -> dict:
         """Functions of q, k and v; of q and latents."""
         length = jnp.full(self.rows, self.filled, jnp.int32)
-        width = {"value_dim": self.value_dim} if self.latents else {}
-        ours = lambda name: lambda *qkv: attention(*qkv, **width, k_end=length[:, None], implementation=name)
+        width = (self.value_dim,) if self.latents else ()
+        ours = lambda name: lambda *qkv: attention(*qkv, *width, k_end=length[:, None], implementation=name)
         options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
         theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
         hint = ops.MaskHint(ops.StaticMask("causal"))
         own = {
-            "maxlib default": lambda *qkv: attention(*qkv, **width, k_end=length[:, None], mask_hint=hint),
+            "maxlib default": lambda *qkv: attention(*qkv, *width, k_end=length[:, None], mask_hint=hint),
             "maxlib split_kv": ours("split_kv"),
             "maxlib chunked": ours("chunked"),
         }
@@ -397,6 +399,8 @@ def side_by_side(makes: Mapping[Any, Callable | str]) -> dict[Any, Any]:
 
 def compiled(makes: Mapping[Any, Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, dict[str, Any]]:
     """Compiles contenders of all cases side by side: those in `names`, and what they are compared with."""
+    if has_triton_attention():
+        importlib.import_module("tokamax")  # before threads do, which would wait for each other's imports
     wanted = {
         (case, name): make
         for case, found in makes.items()

@@ -116,7 +116,7 @@ COSTLY = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--targets", nargs="+", default=CHIPS, choices=SIZES)
     parser.add_argument("--share", default="0/1", metavar="I/N")

@@ -26,9 +26,9 @@ def extend(layer, x, cache, length):
 SHARPER = nn.TemperatureTuning(2, 0.7, offset=0)  # in steps of two tokens
 
 
-def build(q_rank, temperature=None):
+def build(q_rank, temperature=None, num_heads=3):
     rope = ops.Rope(4, interleaved=True)
-    sizes = {"num_heads": 3, "kv_rank": 10, "nope_dim": 6, "v_dim": 5, "q_rank": q_rank}
+    sizes = {"num_heads": num_heads, "kv_rank": 10, "nope_dim": 6, "v_dim": 5, "q_rank": q_rank}
     return nn.MLA(16, **sizes, rope=rope, temperature=temperature, rngs=nnx.Rngs(1))
 
 
@@ -79,6 +79,23 @@ def test_an_implementation_is_asked_for_by_name_but_not_for_latents():
         run(layer, X)
     got, _ = extend(layer, X[:, :1], layer.init_cache(2, 12, jnp.float32), 0)
     np.testing.assert_allclose(got, run(build(8), X)[:, :1], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules"),
+    [({"fsdp": 2, "tensor": 4}, sharding.FSDP_TP), ({"context": 8}, sharding.CP_RING)],
+    ids=["heads", "ring"],
+)
+def test_decoding_on_latents_equals_one_device_where_heads_or_keys_are_split(axes, rules):
+    layer = build(8, num_heads=4)
+
+    def decoded(layer, x):
+        _, cache = extend.__wrapped__(layer, x[:, :5], layer.init_cache(2, 12, jnp.float32), 0)
+        return extend.__wrapped__(layer, x[:, 5:6], cache, 5)[0]
+
+    want = jax.jit(decoded)(layer, X)
+    with sharding.use(sharding.Layout(sharding.make_mesh(**axes), rules)):
+        np.testing.assert_allclose(jax.jit(decoded)(layer, X), want, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,13 @@ import jax.numpy as jnp  # noqa: E402
 from maxlib.kernels.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu  # noqa: E402
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
+from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla  # noqa: E402
 from maxlib.ops._glu import ClampedSwiGLU, swiglu  # noqa: E402
 from maxlib.plan._targets import devices_of, parse_target  # noqa: E402
 
 GROUPED_TILES = dict.fromkeys(("forward", "d_rows"), "128 x 256") | dict.fromkeys(("glu", "gate_up"), "128 x 2 x 128")
 GROUPED_TILES["d_weights"] = "128 x 128"
+LATENTS = [(576, 512), (320, 256)]
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
@@ -63,6 +65,19 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
     config.processors = processors
     names = {row["kernel"] for row in parts}
     return [about | row for row in (*parts, *(row for row in whole if row["kernel"] not in names))]
+
+
+def compile_latents(widths: tuple[int, int]) -> list[dict]:
+    """One row for the kernel that decodes a cache of latents, of 128 heads."""
+    here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h200"))[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+    (Hk, Hv), (B, S, N) = widths, (2, 4096, 128)
+
+    def decoding(q, k, start, end):
+        return mosaic_gpu_mla(q, k, k[..., :Hv], k_start=start, k_end=end, scale=0.1)
+
+    q, k, ends = array(jnp.bfloat16, B, 1, N, Hk), array(jnp.bfloat16, B, S, 1, Hk), [array(jnp.int32, B, 1)] * 2
+    return [{"Hk": Hk, "Hv": Hv, "softcap": False} | row for row in _compiled((decoding, (q, k, *ends)))]
 
 
 def compile_grouped_matmul() -> list[dict]:
@@ -139,9 +154,10 @@ def _read(note: str) -> dict:
 
 
 def fails(row: dict) -> bool:
-    budget = 0 if max(row["Hk"], row["Hv"]) <= 128 else 255
-    # Every attention kernel has two matmuls in flight beside its exponentials, but dv's, which has one per tile.
-    beside = row["Hk"] > 0 and row["kernel"] not in ("dv", "dv_parts")
+    budget = 0 if max(row["Hk"], row["Hv"]) <= 128 or row["kernel"] == "latents" else 255
+    # Every attention kernel has two matmuls in flight beside its exponentials, but dv's, which has one per tile, and
+    # that of latents, whose other warpgroup multiplies meanwhile.
+    beside = row["Hk"] > 0 and row["kernel"] not in ("dv", "dv_parts", "latents")
     waits = beside and (row["beside"] == 0 or row["behind"] > 0)
     return bool(row["warnings"]) or waits or max(row["spill_stores"], row["spill_loads"]) > budget
 
@@ -169,6 +185,9 @@ def _all(widths, grouped: bool):
         for softcap in (None, 30.0):
             for row in compile_all(some, softcap):
                 yield f"{row['Hk']}/{row['Hv']}", row | {"tiles": _tiles(row)}
+    for some in LATENTS if widths else ():
+        for row in compile_latents(some):
+            yield f"{row['Hk']}/{row['Hv']}", row | {"tiles": f"64 x {config.latent_tiles(row['Hk']).columns}"}
     calls = {
         "grouped matmul": compile_grouped_matmul,
         "grouped GLU": functools.partial(compile_glu, swiglu, biased=False),

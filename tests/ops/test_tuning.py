@@ -24,6 +24,7 @@ SPLASH = tiles.SplashTiles(Blocks(512, 512), None, Blocks(512, 1024))
 EVERY = [
     HOPPER,
     hopper.attention_tiles(256, 256, True),
+    hopper.latent_tiles(320),
     V5E,
     SPLASH,
     tiles.ChunkedTiles(128, 256),

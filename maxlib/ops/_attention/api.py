@@ -1,5 +1,6 @@
 """The public attention function: checks its arguments and chooses an implementation."""
 
+import functools
 import math
 from typing import Any, Literal, overload
 
@@ -22,9 +23,8 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 def attention(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"] | None = None,
+    v: Float[Array, "B S K Hv"] | int,
     *,
-    value_dim: int | None = None,
     k_start: Int[Array, "B T"] | None = None,
     k_end: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -41,9 +41,8 @@ def attention(
 def attention(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"] | None = None,
+    v: Float[Array, "B S K Hv"] | int,
     *,
-    value_dim: int | None = None,
     k_start: Int[Array, "B T"] | None = None,
     k_end: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -59,9 +58,8 @@ def attention(
 def attention(
     q: Float[Array, "B T N Hk"],
     k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"] | None = None,
+    v: Float[Array, "B S K Hv"] | int,
     *,
-    value_dim: int | None = None,
     k_start: Int[Array, "B T"] | None = None,
     k_end: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -83,9 +81,8 @@ def attention(
     Args:
       q: queries, N heads.
       k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
-      v: values, K heads, of any width; None if they are the first channels of the keys (latent attention), which some
-          kernels read only once.
-      value_dim: without `v`, the number Hv of channels that are the values; default: all.
+      v: values, K heads, of any width; or their width Hv, if they are the first channels of the keys (latent
+          attention), which some kernels then read only once.
       k_start: index of the first key that each query attends to; default 0.
       k_end: one past the index of the last key that each query attends to; default S. Bounds may be out of range. An
           empty interval gives zeros.
@@ -106,8 +103,8 @@ def attention(
     Raises:
       ValueError: when shapes do not agree, or the named implementation cannot run the call.
     """
-    hint, shared = _hint(mask_hint, k_start, k_end), v is None
-    v = _values(k, v, value_dim)
+    hint, shared = _hint(mask_hint, k_start, k_end), isinstance(v, int)
+    v = _values(k, v) if isinstance(v, int) else v
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, shared=shared)
     start = jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start
     end = jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end
@@ -151,9 +148,8 @@ def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, sca
 def explain_attention(
     q: Shaped,
     k: Shaped,
-    v: Shaped | None = None,
+    v: Shaped | int,
     *,
-    value_dim: int | None = None,
     k_start: Shaped | None = None,
     k_end: Shaped | None = None,
     softcap: float | None = None,
@@ -169,8 +165,7 @@ def explain_attention(
     Args:
       q: queries; this and every other array may be a `jax.ShapeDtypeStruct`.
       k: keys.
-      v: values.
-      value_dim: as in `attention`.
+      v: values, or their width.
       k_start: as in `attention`.
       k_end: as in `attention`.
       softcap: as in `attention`.
@@ -188,21 +183,17 @@ def explain_attention(
     Raises:
       ValueError: when shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
     """
-    hint, shared, device = _hint(mask_hint, k_start, k_end), v is None, explained_device(device)
-    v = jax.eval_shape(lambda k, v: _values(k, v, value_dim), k, v)
+    hint, shared, device = _hint(mask_hint, k_start, k_end), isinstance(v, int), explained_device(device)
+    v = jax.eval_shape(functools.partial(_values, width=v), k) if isinstance(v, int) else v
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device, shared=shared)
     return dispatch.explain(call, implementation)
 
 
-def _values(k, v, value_dim: int | None):
-    """Returns the values: `v`, or the first `value_dim` channels of the keys."""
-    if v is not None:
-        _require(value_dim is None, "value_dim is for calls without v", f"both, {value_dim}")
-        return v
-    most = k.shape[-1] if len(k.shape) == 4 else 0
-    Hv = most if value_dim is None else value_dim
-    _require(0 < Hv <= most, f"value_dim must be from 1 to Hk={most} for keys B S K Hk", f"{value_dim}")
-    return k[..., :Hv]
+def _values(k, width: int):
+    """Returns the first channels of the keys."""
+    _require(len(k.shape) == 4, "k must have the axes B S K Hk", f"shape {k.shape}")
+    _require(0 < width <= k.shape[3], f"v must be values, or their width, from 1 to Hk={k.shape[3]}", f"{width}")
+    return k[..., :width]
 
 
 def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device=None, *, shared) -> dispatch.Call:

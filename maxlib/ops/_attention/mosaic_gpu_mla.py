@@ -19,7 +19,7 @@ class Spec(NamedTuple):
     scale: float
     softcap: float | None
     value_dim: int
-    tiles: config.LatentTiles
+    tiles: config.HopperLatentTiles
 
 
 def mosaic_gpu_mla(
@@ -33,7 +33,7 @@ def mosaic_gpu_mla(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     bias: None = None,
-    tiles: config.LatentTiles | None = None,
+    tiles: config.HopperLatentTiles | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 

@@ -148,7 +148,7 @@ def mosaic_gpu_mla_refuses(call: Call) -> str | None:
     if call.dtype not in HALF:
         return f"takes queries in bfloat16 or float16, not in {call.dtype}"
     if not call.shared or call.kv_heads > 1:
-        return "takes one key head whose first channels are the values: pass value_dim= and no v"
+        return "takes one key head whose first channels are the values: pass their width as v"
     return split_refuses(call) or gpu.latents_refuse(call.key_dim, call.value_dim)
 
 

@@ -100,7 +100,7 @@ class Attention:
     def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like `ops.attention`, on the arrays and the case's mask."""
         start, end, hint = self.intervals()
-        values = {"value_dim": self.value_dim} if self.latents else {}
+        values = {"v": self.value_dim} if self.latents else {}
         return run(**given, **values, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
 
     def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
@@ -108,9 +108,9 @@ class Attention:
         the mask hint.
         """
         hint = self.intervals()[2]
-        options |= {"value_dim": self.value_dim} if self.latents else {}
         options |= {"mask_hint": hint and hint.static, "softcap": self.softcap, "sinks": given.get("sinks")}
-        arrays, ends = (given["q"], given["k"], given.get("v")), jnp.zeros(given["q"].shape[:2], jnp.int32)
+        values: Any = self.value_dim if self.latents else given["v"]
+        arrays, ends = (given["q"], given["k"], values), jnp.zeros(given["q"].shape[:2], jnp.int32)
         return _attention.explain_attention(*arrays, k_end=ends, **options)
 
     def flops(self) -> tuple[float, float]:

@@ -113,7 +113,7 @@ def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> st
 
 def _with_values(run: Callable) -> Callable:
     """Takes the first channels of keys for values where there are none, as `ops.attention` does."""
-    return lambda q, k, v=None, *, value_dim=None, **more: run(q, k, k[..., :value_dim] if v is None else v, **more)
+    return lambda q, k, v, **more: run(q, k, k[..., :v] if isinstance(v, int) else v, **more)
 
 
 def _splash(q, k, v, *, mask_hint, softcap, **more):

@@ -227,3 +227,25 @@ def test_decoding_equals_the_last_row(name, qkv):
     cache = [jnp.pad(x, ((0, 0), (0, 500), (0, 0), (0, 0))) for x in (k, v)]
     token = run(q[:, -1:], *cache, k_start=start[:, -1:], k_end=end[:, -1:], implementation=name)
     close(token, whole[:, -1:])
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_a_width_in_place_of_values_takes_the_first_channels_of_the_keys(name):
+    """In values and gradients; keys get the gradients of both."""
+    given = cases.arrays(cases.Case((4, 1), (8, 6), (18, 35), None, False, None))
+    start, end = cases.bounds("causal", "padded", (18, 35))
+    run = functools.partial(attention, implementation=name, k_start=start, k_end=end)
+
+    def results(q, k, d_out, values):
+        out, pull = jax.vjp(lambda q, k: run(q, k, values(k)), q, k)
+        return out, pull(d_out)
+
+    given = given["q"], given["k"], given["d_out"]
+    both = lambda values: jax.jit(functools.partial(results, values=values), compiler_options=QUICKLY)(*given)
+    close(both(lambda k: 6), both(lambda k: k[..., :6]))
+
+
+@pytest.mark.parametrize("width", [0, 9])
+def test_a_width_that_keys_do_not_have_is_an_error(width):
+    with pytest.raises(ValueError, match=f"v must be values, or their width, from 1 to Hk=8, got {width}"):
+        attention(jnp.ones((1, 2, 3, 8)), jnp.ones((1, 5, 1, 8)), width)

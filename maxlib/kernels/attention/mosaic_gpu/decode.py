@@ -51,7 +51,7 @@ def decode_latents(
     *,
     value_dim: int,
     logits: Logits,
-    tiles: config.LatentTiles,
+    tiles: config.HopperLatentTiles,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes the same for latents (MLA): one key head, whose first `value_dim` channels are the values."""
     (B, T, N, _), S = q.shape, keys.shape[1]

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
 from maxlib.kernels.attention.mosaic_gpu import memory
-from maxlib.kernels.attention.mosaic_gpu.config import ROWS, LatentTiles
+from maxlib.kernels.attention.mosaic_gpu.config import ROWS, HopperLatentTiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, online_softmax, per_row, spread
 
 HALVES = 2  # warpgroups that compute
@@ -50,7 +50,7 @@ def latents(
     *,
     value_dim: int,
     logits: Logits,
-    tiles: LatentTiles,
+    tiles: HopperLatentTiles,
     parts: int,
 ) -> tuple[Float[Array, "Bp R Hv"], Float[Array, "Bp P"]]:
     """Computes the output and the log-sum-exp (base 2) of every row; `keys[..., :value_dim]` are the values.
@@ -88,7 +88,7 @@ def latents(
     return call(q, keys, bounds, visits)
 
 
-def _scratch(key_dim: int, value_dim: int, dtype, tiles: LatentTiles) -> Scratch:
+def _scratch(key_dim: int, value_dim: int, dtype, tiles: HopperLatentTiles) -> Scratch:
     half, rest = value_dim // HALVES, key_dim - value_dim
     shared = memory.matrices(dtype, half, rest, tiles.columns)
     return Scratch(
@@ -105,7 +105,7 @@ def _scratch(key_dim: int, value_dim: int, dtype, tiles: LatentTiles) -> Scratch
     )
 
 
-def _kernel(q, keys, bounds, visits, out, lse, scratch, *, logits: Logits, tiles: LatentTiles):
+def _kernel(q, keys, bounds, visits, out, lse, scratch, *, logits: Logits, tiles: HopperLatentTiles):
     row, part, tile, warpgroup = (lax.axis_index(name) for name in ("row", "part", "tile", "warpgroup"))
     parts = out.shape[0] // q.shape[0]  # of a row's keys
     index, rows = row * parts + part, pl.ds(tile * ROWS, ROWS)
@@ -147,7 +147,16 @@ def _copy(source, place, halves, rest, arrived):
 
 
 def _attend(
-    scratch: Scratch, turns: memory.Turns, warpgroup, block, visited, full, ends, *, logits: Logits, tiles: LatentTiles
+    scratch: Scratch,
+    turns: memory.Turns,
+    warpgroup,
+    block,
+    visited,
+    full,
+    ends,
+    *,
+    logits: Logits,
+    tiles: HopperLatentTiles,
 ):
     """Runs the online softmax over all visited blocks, for one half of the channels."""
     values, rest = scratch.values, scratch.rest

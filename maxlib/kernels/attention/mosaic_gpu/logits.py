@@ -13,11 +13,10 @@ from maxlib.kernels.attention.mosaic_gpu.config import ROWS
 def probabilities(logits: Logits, bent, hide, lse, axis: int):
     """Computes a tile's probabilities, exp2(logit - lse), both in base 2.
 
-    `hide` masks with zeros, after the exponentials, which therefore need not wait for it; those of hidden keys may be
-    infinite. `lse` loads one number per query, and queries run along `axis`. It is a function, so that the numbers are
-    loaded only when they are needed: registers are scarce.
+    `hide` masks; `lse` loads one number per query, and queries run along `axis`. It is a function, so that the numbers
+    are loaded only when they are needed: registers are scarce.
     """
-    return hide(jnp.exp2(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
+    return jnp.exp2(hide(bent * logits.factor - lax.broadcast_in_dim(lse(), bent.shape, [axis])))
 
 
 def settle(ready, pending, between: Callable[[], None]):
@@ -38,13 +37,13 @@ def spread(x, like, axis: int = 0):
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
-def hide(logits, ends, first_key, axis: int, fill: float = -jnp.inf):
-    """Masks a tile with `fill`, where keys run along `axis` and the queries' intervals along the other axis."""
+def hide(logits, ends, first_key, axis: int):
+    """Masks a tile with `-inf`, where keys run along `axis` and the queries' intervals along the other axis."""
     keys = first_key + plgpu.broadcasted_iota(jnp.int32, logits.shape, axis, layout=plgpu.Layout.WGMMA)
     start, end = (lambda x=x: lax.broadcast_in_dim(x(), logits.shape, [1 - axis]) for x in ends)
     # One bound after the other, so that only one of them is in registers at a time.
-    logits = jnp.where(start() <= keys, logits, fill)
-    return jnp.where(keys < end(), logits, fill)
+    logits = jnp.where(start() <= keys, logits, -jnp.inf)
+    return jnp.where(keys < end(), logits, -jnp.inf)
 
 
 def per_row(value: float):
