@@ -76,8 +76,7 @@ SLOW = {
 # gates and the rotation of queries and keys pass the same rows again.
 NARROW = {"v6e": 1600}
 # Mixtures of experts that only the slower memory of these chips bounds, with the rows of experts (docs/plans.md, "Rows
-# of experts", counts their passes for Qwen3-30B-A3B on v6e). Mixtral's wide matrices pass several times, as the tiles
-# of JAX's kernel are small for them. The others are not measured one by one.
+# of experts", counts their passes for Qwen3-30B-A3B on v6e). The others are not measured one by one.
 SPARSE = {
     "v6e": (
         "deepseek-v2",
@@ -91,7 +90,6 @@ SPARSE = {
         "mimo-v2-flash",
         "minimax-m2",
         "mistral-small-4-119b",
-        "mixtral-8x7b",
         "mixtral-8x22b",
         "mixtral-8x22b-instruct",
         "qwen3-235b-a22b",
