@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.kernels.vector_memory import vmem_of
 from maxlib.nn._stack_grouping import layer_groups
 from maxlib.ops._grouped_matmul.tiling import Sizes, choose_tiles
 from maxlib.plan._hlo import Collective, Costs
@@ -102,12 +101,11 @@ def _repeated_flops(program: Program, step: StepFacts) -> float:
     if step.platform != "tpu":
         return 0.0
     share = _share(program, schedule_of(program.layout))
-    vmem = vmem_of(parse_target(program.job.target).chip.kind)
-    layers = ((_repeats(moe) * share, _grouped_matmuls(moe, step, vmem)) for moe in moes(program.plain))
+    layers = ((_repeats(moe) * share, _grouped_matmuls(moe, step)) for moe in moes(program.plain))
     return sum(times * sum(map(_beyond_rows, matmuls)) for times, matmuls in layers)
 
 
-def _grouped_matmuls(moe: nn.MoE, step: StepFacts, vmem: int) -> Iterator[Sizes]:
+def _grouped_matmuls(moe: nn.MoE, step: StepFacts) -> Iterator[Sizes]:
     """Yields a layer's grouped matmuls on one device in a step: of each pass, and both gradients of the backward."""
     names, shape = moe.up.w.get_metadata()["axes"], moe.up.w.get_value().shape
     size = dict(zip(names, shape, strict=True))
@@ -115,7 +113,7 @@ def _grouped_matmuls(moe: nn.MoE, step: StepFacts, vmem: int) -> Iterator[Sizes]
     rows, width = math.ceil(step.tokens * moe.router.top_k), step.width
     pairs = [(size["expert_embed"], inner)] * (2 if moe.gate else 1) + [(inner, size["expert_embed"])]
     for number, (summed, out) in enumerate(pairs, start=1):
-        forward = Sizes(rows, summed, out, experts, width, width, False, vmem)
+        forward = Sizes(rows, summed, out, experts, width, width, False)
         # No gradient needs what down returns, so it is not computed again.
         yield from [forward] * (step.passes - 1 if number < len(pairs) else 1)
         yield dataclasses.replace(forward, summed=out, out=summed)

@@ -90,8 +90,6 @@ SPARSE = {
         "mimo-v2-flash",
         "minimax-m2",
         "mistral-small-4-119b",
-        "mixtral-8x22b",
-        "mixtral-8x22b-instruct",
         "qwen3-235b-a22b",
         "qwen3-235b-a22b-2507",
         "qwen3-coder-480b-a35b",
