@@ -153,7 +153,11 @@ def test_gemma4_is_transformers_own(tmp_path, kind):
     settings = {"processor_config.json": {"image_processor": fields | {"image_processor_type": name}}}
     ours = data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
     shape = {"patch_size": 4, "pool": 3}
-    sees = gemma4.UnifiedVision(**shape) if unified else gemma4.Vision(**shape, dim=16, num_heads=2, head_dim=8)
+    sees = (
+        gemma4.UnifiedVision(**shape)
+        if unified
+        else gemma4.Vision(**shape, dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
+    )
     for i, size in enumerate(SHAPES):
         image = rgb(*size, seed=i)
         want = module.Gemma4ImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")
