@@ -33,11 +33,11 @@ def interpreted(monkeypatch):
     triton_interpreter.install(monkeypatch)
 
 
-def results(run, case, mask, documents, dtype, **options):
+def results(run, case, mask, documents, dtype, scale=0.3, **options):
     """Output and gradients of q, k, v and sinks, as float64."""
     given = {name: x for name, x in cases.arrays(case, dtype).items() if x is not None}
     bounds = dict(zip(("k_start", "k_end"), cases.bounds(mask, documents, case.lengths), strict=True))
-    call = lambda inputs: run(**inputs, **bounds, scale=0.3, softcap=case.softcap, **options)[0]
+    call = lambda inputs: run(**inputs, **bounds, scale=scale, softcap=case.softcap, **options)[0]
     inputs = {name: given[name] for name in ("q", "k", "v", "sinks") if name in given}
 
     def both(inputs, d_out):
@@ -48,11 +48,11 @@ def results(run, case, mask, documents, dtype, **options):
     return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
 
 
-def compare(case, mask, documents, dtype=jnp.float32, tol=1e-5, **options):
+def compare(case, mask, documents, dtype=jnp.float32, tol=1e-5, scale=0.3, **options):
     """Compares with the definition in float64, as norms of whole arrays; rows without a key must be zero."""
-    got = results(tokamax_triton.tokamax_triton, case, mask, documents, dtype, **options)
+    got = results(tokamax_triton.tokamax_triton, case, mask, documents, dtype, scale, **options)
     with jax.enable_x64(True):
-        want = results(reference, case, mask, documents, jnp.float64)
+        want = results(reference, case, mask, documents, jnp.float64, scale)
     for name, x in want.items():
         error = np.linalg.norm(got[name] - x) / max(np.linalg.norm(x), 1e-3)
         assert error < tol, (name, error)
@@ -256,5 +256,5 @@ def test_tiles_fit_the_devices():
 def test_on_a_gpu_they_equal_the_definition(widths, softcap, mask, documents):
     case = cases.Case((4, 2), widths, (300, 300), softcap, True, None)
     tiles = triton_tiles(max(widths), min(widths), jax.devices()[0].device_kind)
-    # Rounding alone makes up to 0.0215, in the interpreter: soft-capped heads of 256.
-    compare(case, mask, documents, jnp.bfloat16, 4 * jnp.finfo(jnp.bfloat16).eps, tiles=tiles)
+    # With the scale of models: sharper weights make up to 0.0215 by rounding alone, in the interpreter.
+    compare(case, mask, documents, jnp.bfloat16, 0.02, widths[0] ** -0.5, tiles=tiles)
