@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
+from maxlib.kernels.vector_memory import vmem_of
 from maxlib.nn._stack_grouping import layer_groups
 from maxlib.ops._grouped_matmul.tiling import Sizes, choose_tiles
 from maxlib.plan._hlo import Collective, Costs
@@ -60,6 +61,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
     traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(program, step))
+    traffic += _grouped(program, step, _moved)
     # The head splits its rows over stages; only layers are idle in a pipeline. Remat repeats their forward pass.
     once = 2.0 * vocab * dim * program.rows * program.job.sequence
     head = once * (3 if program.job.lora is None else 2)
@@ -68,15 +70,17 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     copies = [one.host_copies(step) for one in strategies]
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
     narrow = {kind: share * flops for kind, share in program.narrow_share.items()}
-    repeated = _repeated_flops(program, step)
+    repeated = _grouped(program, step, _beyond_rows) if step.platform == "tpu" else 0.0
     return Costs(
         flops, traffic, tuple(collectives), 0, to_host, from_host, assumes=ASSUMES, narrow=narrow, repeated=repeated
     )
 
 
-# How often a step with full remat reads or writes an array in libtpu's programs of Qwen3-30B-A3B, Qwen3.5-397B-A17B and
-# Nemotron 3 Super: rows of the experts' width that stay on their device or travel, and their inner arrays.
-_STAYING, _TRAVELLING, _INNER = 36, 74, 34
+# How often a step with full remat reads or writes an array outside of grouped matmuls, in libtpu's programs of 40
+# presets: rows of the experts' width that stay on their device or travel, and their inner arrays, which v5e and v6e
+# keep in vector memory in part.
+_STAYING, _TRAVELLING, _INNER, _INNER_PASSED_ON = 33, 72, 22, 66
+_WITHOUT_ROOM = ("TPU v4", "TPU v5p")
 # The same of a recurrence's values, counted in float32: in programs for v5p of Falcon-H1 0.5B and Granite 4.0 H 350M,
 # of Qwen3.5 0.8B and of Kimi Linear. Those for v5e and v6e keep chunks in vector memory: on v6e seven models move 15 to
 # 46 % of it.
@@ -87,41 +91,52 @@ _KEPT_IN_VMEM = {"TPU v5e": 1 / 3, "TPU v6e": 1 / 3}
 def _expert_bytes(program: Program, step: StepFacts) -> float:
     """Returns the memory traffic of rows that are sorted by expert, have passed its MLP and are sorted back."""
     share, total = _share(program, schedule_of(program.layout)), 0.0
+    outer = _TRAVELLING if step.axes("act_expert") else _STAYING
+    hidden = _INNER_PASSED_ON if parse_target(program.job.target).chip.kind in _WITHOUT_ROOM else _INNER
     for moe in moes(program.plain):
-        names, shape = moe.up.w.get_metadata()["axes"], moe.up.w.get_value().shape
-        size = dict(zip(names, shape, strict=True))
-        wide = size["expert_embed"] * (_TRAVELLING if step.axes("act_expert") else _STAYING)
-        inner = size["mlp"] / step.parts(step.axes("mlp")) * (2 if moe.gate else 1) * _INNER
+        size = _sizes(moe)
+        wide = size["expert_embed"] * outer
+        inner = size["mlp"] / step.parts(step.axes("mlp")) * (2 if moe.gate else 1) * hidden
         total += step.tokens * moe.router.top_k * step.width * (wide + inner) * _repeats(moe) * share
     return total
 
 
-def _repeated_flops(program: Program, step: StepFacts) -> float:
-    """Returns the FLOPs of tiles with rows of two experts beyond those of their rows, in JAX's kernels for TPUs."""
-    if step.platform != "tpu":
-        return 0.0
+def _grouped(program: Program, step: StepFacts, cost: Callable[[Sizes], float]) -> float:
+    """Sums a cost over the experts' matmuls on one device in a step, as JAX's kernels for TPUs compute them."""
     share = _share(program, schedule_of(program.layout))
-    layers = ((_repeats(moe) * share, _grouped_matmuls(moe, step)) for moe in moes(program.plain))
-    return sum(times * sum(map(_beyond_rows, matmuls)) for times, matmuls in layers)
+    vmem = vmem_of(parse_target(program.job.target).chip.kind)
+    layers = ((_repeats(moe) * share, _grouped_matmuls(moe, step, vmem)) for moe in moes(program.plain))
+    return sum(times * sum(map(cost, matmuls)) for times, matmuls in layers)
 
 
-def _grouped_matmuls(moe: nn.MoE, step: StepFacts) -> Iterator[Sizes]:
+def _grouped_matmuls(moe: nn.MoE, step: StepFacts, vmem: int) -> Iterator[Sizes]:
     """Yields a layer's grouped matmuls on one device in a step: of each pass, and both gradients of the backward."""
-    names, shape = moe.up.w.get_metadata()["axes"], moe.up.w.get_value().shape
-    size = dict(zip(names, shape, strict=True))
+    size = _sizes(moe)
     inner, experts = size["mlp"] // step.parts(step.axes("mlp")), size["expert"] // step.parts(step.axes("act_expert"))
     rows, width = math.ceil(step.tokens * moe.router.top_k), step.width
     pairs = [(size["expert_embed"], inner)] * (2 if moe.gate else 1) + [(inner, size["expert_embed"])]
     for number, (summed, out) in enumerate(pairs, start=1):
-        forward = Sizes(rows, summed, out, experts, width, width, False)
+        forward = Sizes(rows, summed, out, experts, width, width, transposed=False, vmem=vmem)
         # No gradient needs what down returns, so it is not computed again.
         yield from [forward] * (step.passes - 1 if number < len(pairs) else 1)
         yield dataclasses.replace(forward, summed=out, out=summed)
         yield dataclasses.replace(forward, transposed=True)
 
 
+def _sizes(moe: nn.MoE) -> dict[str, int]:
+    """Returns the sizes of the matrix that goes up, by the names of its axes."""
+    return dict(zip(moe.up.w.get_metadata()["axes"], moe.up.w.get_value().shape, strict=True))
+
+
 def _beyond_rows(of: Sizes) -> float:
+    """Returns the FLOPs of tiles with rows of two experts beyond those of their rows."""
     return choose_tiles(of).computed(of) - 2.0 * of.rows * of.summed * of.out
+
+
+def _moved(of: Sizes) -> float:
+    """Returns the bytes that a grouped matmul moves beyond reading its matrices, which are counted with all weights."""
+    matrices = 0 if of.transposed else of.width * of.experts * of.summed * of.out
+    return choose_tiles(of).moved(of) - matrices
 
 
 def _recurrent_bytes(program: Program, step: StepFacts) -> float:
