@@ -19,7 +19,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import maxlib
 from maxlib import adapters, checkpoint, inference, nn, ops, quantization, tokenization
 from maxlib._command import COMMANDS, main
-from maxlib._command.doctor import EXTRAS, data_sheet
+from maxlib._command.doctor import EXTRAS, data_sheet, kernels
+from maxlib.ops._attention import table
+from maxlib.ops._grouped_matmul import tokamax_triton
 from tests.nn.tiny import filled_llama
 
 
@@ -263,6 +265,16 @@ def test_doctor(capsys):
 def test_doctor_says_what_it_knows_of_a_device():
     assert data_sheet("gpu", "NVIDIA H100 80GB HBM3") == "989 bfloat16 TFLOP/s, 79.1 GiB a device"
     assert "unknown here, so no MFU is shown" in data_sheet("gpu", "NVIDIA GeForce RTX 4090")
+
+
+def test_doctor_says_what_to_install_where_plain_xla_runs(monkeypatch):
+    monkeypatch.setattr(table, "has_triton_attention", lambda: False)
+    monkeypatch.setattr(tokamax_triton, "has_triton", lambda: False)
+    found = kernels(("gpu", "A100"))
+    needed = "pip install 'maxlib[cuda]' on Python 3.12 or later"
+    assert found["causal"] == "cudnn"
+    assert found["packed rows"] == f"chunked; tokamax_triton needs tokamax 0.0.17: {needed}"
+    assert found["grouped matmul"].startswith("tiled; tokamax needs") and found["grouped matmul"].endswith(needed)
 
 
 def test_every_command_has_help(capsys):

@@ -107,8 +107,12 @@ def data_sheet(platform: str, kind: str) -> str:
     return f"{chip.flops / 1e12:,.0f} bfloat16 TFLOP/s, {chip.memory / GIB:.1f} GiB a device"
 
 
-def kernels() -> dict[str, str]:
-    """Names the implementations of usual calls in bfloat16, forward and backward."""
+def kernels(device: tuple[str, str] | None = None) -> dict[str, str]:
+    """Names the implementations of usual calls in bfloat16, forward and backward.
+
+    Args:
+      device: platform and kind, as in `ops.explain_attention`; default: the device in use.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -125,16 +129,22 @@ def kernels() -> dict[str, str]:
     found, keys = {}, shape(4, 2048, 8, 128)
     for name, (length, mask, more) in calls.items():
         bounds = shape(4, length, dtype=jnp.int32)
-        more |= {"k_start": bounds, "k_end": bounds, "mask_hint": mask}
-        found[name] = str(ops.explain_attention(shape(4, length, 32, 128), keys, keys, **more).chosen)
+        more |= {"k_start": bounds, "k_end": bounds, "mask_hint": mask, "device": device}
+        found[name] = ops.explain_attention(shape(4, length, 32, 128), keys, keys, **more)
     heads = shape(4, 2048, 8, 128)
-    others = {
-        "grouped matmul": ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048)),
-        "gated delta rule": ops.explain_gated_delta_rule(heads, heads),
-        "Kimi delta": ops.explain_kimi_delta_attention(heads, heads),
-        "Mamba-2": ops.explain_ssd(heads, heads),
+    found |= {
+        "grouped matmul": ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048), device=device),
+        "gated delta rule": ops.explain_gated_delta_rule(heads, heads, device=device),
+        "Kimi delta": ops.explain_kimi_delta_attention(heads, heads, device=device),
+        "Mamba-2": ops.explain_ssd(heads, heads, device=device),
     }
-    return found | {name: str(answer.chosen) for name, answer in others.items()}
+    return {name: _chosen(answer) for name, answer in found.items()}
+
+
+def _chosen(answer: Any) -> str:
+    """Names what runs a call; if that is plain XLA, also the first package that has a kernel for it."""
+    lacking = (f"; {one} {why}" for one, why in answer.refused.items() if "pip install" in why)
+    return str(answer.chosen) + (next(lacking, "") if answer.chosen in ("chunked", "tiled") else "")
 
 
 def matmul(width: int = 2048, seconds: float = 0.5) -> dict[str, str]:

@@ -36,18 +36,18 @@ class Explanation:
 _said: set[tuple[str, str, str]] = set()
 
 
-def say_once(answer: Explanation, device: tuple[str, str], why: str, advice: str) -> None:
+def say_once(answer: Explanation, device: tuple[str, str], why: str, advice: str = "") -> None:
     """Logs that an accelerator runs plain XLA, once per process, operation, platform and reason.
 
     Args:
       answer: the answer for the call.
       device: platform and kind.
       why: the reason.
-      advice: what would help.
+      advice: a sentence on what else would help, and a space.
     """
     if (key := (answer.op, device[0], why)) not in _said:
         _said.add(key)
         logging.getLogger("maxlib.ops").warning(
             f"{answer.op} runs {answer.chosen!r} on {device[1]}, plain XLA and slower than a fused kernel, because {why}. "
-            f"{advice}. ops.explain_{answer.op} lists all reasons."
+            f"{advice}ops.explain_{answer.op} lists all reasons."
         )

@@ -142,5 +142,5 @@ class Operation:
         if name is None and found.chosen == "chunked":
             for package, why in found.refused.items():
                 if "pip install" in why:  # this package has kernels for the call
-                    say_once(found, (call.platform, call.device_kind), f"{package} {why}", "Its kernels are faster")
+                    say_once(found, (call.platform, call.device_kind), f"{package} {why}")
         return found

@@ -1,9 +1,12 @@
 """Which kernels presets run on devices that are not there: proven ones, or the reason why not."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from maxlib import weights
+from maxlib import sharding, weights
 from tests.benchmarks import kernels
+from tests.nn.tiny import filled_llama
 
 EVERY, GPUS = tuple(kernels.DEVICES), ("A100", "H100", "B200")
 TPUS = tuple(device for device in EVERY if device not in GPUS)
@@ -46,6 +49,26 @@ def test_packed_rows_and_caches_have_a_proven_kernel_everywhere(phase):
     assert found.pop("B200") == ["tokamax"]
     assert found.pop("H100") == ["mosaic_gpu"]
     assert all(kernels == ["splash"] for kernels in found.values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [
+        (sharding.CP_GATHER, {"A100": "tokamax_triton", "B200": "tokamax", "H100": "mosaic_gpu"}),
+        (sharding.CP_RING, {"A100": "chunked", "B200": "chunked", "H100": "mosaic_gpu"}),
+        (sharding.CP_ULYSSES, dict.fromkeys(GPUS, "cudnn")),
+    ],
+    ids=["gather", "ring", "heads"],
+)
+def test_split_sequences_run_what_the_guide_says(strategy, chosen):
+    """`docs/guides/long-sequences.md` has this table."""
+    model, tokens = filled_llama(num_kv_heads=4, head_dim=64), jnp.zeros((2, 256), jnp.int32)
+    layout = sharding.Layout(sharding.make_mesh(fsdp=2, context=4), sharding.FSDP | strategy)
+    with sharding.use(layout), kernels._recorded("train") as found:
+        jax.eval_shape(lambda model: model(tokens, dtype=jnp.bfloat16).hidden, model)
+    with kernels._all_installed():
+        for device, name in (chosen | dict.fromkeys(TPUS, "splash")).items():
+            assert {call(kernels.DEVICES[device]).name for call in found.values()} == {name}, device
 
 
 @pytest.mark.full

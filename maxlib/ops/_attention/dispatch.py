@@ -12,8 +12,8 @@ from maxlib.ops._findings import refused as failed_check
 OFFLINE = "offline"
 """Selects the best implementation that compiles without the device, for plans."""
 
-# For each platform, the extra that installs proven kernels, and their names in order of preference.
-FUSED = {"gpu": ("cuda", ("cudnn", "mosaic_gpu", "tokamax_triton")), "tpu": ("tpu", ("splash",))}
+# The proven kernels of each platform, in order of preference.
+FUSED = {"gpu": ("cudnn", "mosaic_gpu", "tokamax_triton"), "tpu": ("splash",)}
 
 FEATURES = {
     "gqa": "fewer key than query heads",
@@ -186,20 +186,19 @@ def choose(call: Call, name: str | None = None) -> Implementation:
 
 
 def _compiled_without_device(call: Call) -> Implementation:
-    """Returns the implementation of a call, replaced by one of equal cost if it only compiles on a GPU."""
+    """Returns the implementation of a call; if it only compiles on a GPU, maxlib's for Hopper or else plain XLA."""
     best = choose(call)
     stands_in = best if best.name not in ("cudnn", "tokamax", "tokamax_triton") else by_name("mosaic_gpu")
     return stands_in if stands_in.refusal(call) is None else by_name("chunked")
 
 
 def _say_why(answer: Explanation) -> None:
-    """Logs why an accelerator runs plain XLA."""
+    """Logs why an accelerator runs plain XLA; a kernel whose package is missing says what to install."""
     call: Call = answer.call
-    extra, proven = FUSED[call.platform]
-    why = ", and ".join(f"{name} {answer.refused.get(name, 'is not registered')}" for name in proven)
+    why = ", and ".join(f"{name} {answer.refused.get(name, 'is not registered')}" for name in FUSED[call.platform])
     asked = [one.name for one in _implementations if one.by_name is not None and one.refusal(call) is None]
-    by_name = f"; by name this call could run {' or '.join(asked)}" if asked else ""
-    say_once(answer, (call.platform, call.device_kind), why, f"Fused kernels come with maxlib[{extra}]{by_name}")
+    by_name = f"By name this call could run {' or '.join(asked)}. " if asked else ""
+    say_once(answer, (call.platform, call.device_kind), why, by_name)
 
 
 def by_name(name: str) -> Implementation:

@@ -70,7 +70,7 @@ def tokamax(
         from tokamax._src.ops.attention.api import IMPLEMENTATIONS
         from tokamax._src.ops.attention.base import Mask
     except ImportError as error:
-        raise ImportError(f"implementation='tokamax' needs the package tokamax: {INSTALL}") from error
+        raise ImportError(f"tokamax must have the internals of 0.0.12 or 0.0.17, and absl: {INSTALL}") from error
     T, S = q.shape[1], k.shape[1]
     start, end, visible = intervals(k_start, k_end, S)
     masks = named(padded(start, 0), padded(end, 1), whole_tiles(T, S, mask_hint))

@@ -42,7 +42,7 @@ class TritonAttentionTiles(TileSizes):
       backward: tile of the backward pass. Near a causal mask's diagonal a step is half as long, and at least 16.
     """
 
-    forward: TritonAttentionTile = TritonAttentionTile()
+    forward: TritonAttentionTile = TritonAttentionTile(128, 64, 8)
     backward: TritonAttentionTile = TritonAttentionTile(64, 32, 8)
 
     kernel: ClassVar[str] = "attention/tokamax_triton"

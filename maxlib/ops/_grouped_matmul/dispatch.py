@@ -132,4 +132,4 @@ def say_why(answer: Explanation, device: tuple[str, str]) -> None:
     """Logs why a GPU runs plain XLA, if it does."""
     if device[0] == "gpu" and answer.chosen == "tiled":
         why = ", and ".join(f"{one} {answer.refused[one]}" for one in ("mosaic_gpu", "jax_mosaic_gpu", "tokamax"))
-        say_once(answer, device, why, "Kernels for more GPUs come with maxlib[cuda] on Python 3.12 or later")
+        say_once(answer, device, why)
