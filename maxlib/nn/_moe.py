@@ -95,7 +95,7 @@ class MoE(nnx.Module):
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
-        if not callable(router):
+        if getattr(router, "num_experts", None) is None:
             raise TypeError(
                 f"router must be a router, such as nn.Router(dim, num_experts=8, top_k=2), got {router!r:.40}"
             )
