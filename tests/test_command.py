@@ -265,6 +265,12 @@ def test_doctor_says_what_it_knows_of_a_device():
     assert "unknown here, so no MFU is shown" in data_sheet("gpu", "NVIDIA GeForce RTX 4090")
 
 
+def test_without_a_command_all_are_listed(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in COMMANDS)
+
+
 def test_every_command_has_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
