@@ -21,6 +21,11 @@ import maxlib
 from maxlib import adapters, checkpoint, data, inference, nn, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
+# The format of chats for a model without a template of its own, such as a base model.
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
 
 
 def main() -> None:
@@ -64,7 +69,9 @@ def main() -> None:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
     target = args.out / "model"
-    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)  # with tokenizer, template and ends of text
+    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)  # with tokenizer and ends of text
+    if args.chats:  # in the format that it was trained on
+        (target / "chat_template.jinja").write_text(args.template.source, encoding="utf-8")
     command = f"chat {target}" if args.chats else f"generate {target} {args.prompt!r} --raw"
     print(f"\nThe model is {target}; try it with: maxlib {command}")
     if args.chats:
@@ -102,6 +109,7 @@ def arguments() -> argparse.Namespace:
     args.learning_rate = args.learning_rate or (2e-4 if args.lora else 2e-5)
     args.base, args.model = args.model, weights.model_directory(args.model)
     args.images = image_processor(args.model) if args.chats else None
+    args.template = tokenization.ChatTemplate.from_directory(args.model, default=PLAIN)
     return args
 
 
@@ -119,9 +127,8 @@ def image_processor(directory: Path) -> data.ImageProcessor | None:
 def documents(tokenizer: Tokenizer, args):
     """Returns the tokenize function, and the documents for training and evaluation."""
     if args.chats:
-        template = tokenization.ChatTemplate.from_directory(args.model)
         read = data.chats(args.files)
-        tokenize = lambda part: data.tokenize_chats(part, tokenizer, template, images=args.images)
+        tokenize = lambda part: data.tokenize_chats(part, tokenizer, args.template, images=args.images)
     else:
         read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
         ids = special_ids(args.model)

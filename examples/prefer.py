@@ -21,7 +21,11 @@ import maxlib
 from maxlib import adapters, checkpoint, data, post_training, sharding, tokenization, training, weights
 
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
-PLAIN = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+# The format of chats for a model without a template of its own, such as a base model.
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
 KINDS = {
     "dpo": post_training.DPO,
     "ipo": functools.partial(post_training.DPO, loss_type="ipo"),
@@ -71,6 +75,7 @@ def main() -> None:
         model = adapters.merge(model)
     target = args.out / "model"
     maxlib.save_pretrained(model, target, like=args.model, overwrite=True)
+    (target / "chat_template.jinja").write_text(args.template.source, encoding="utf-8")
     print(f"\nThe model is {target}; try it with: maxlib chat {target}")
 
 
@@ -78,12 +83,8 @@ def pair_loader(args: argparse.Namespace) -> data.Loader:
     """Returns an endless loader of chosen and rejected answers; unusable pairs are counted and skipped."""
     records = [json.loads(line) for line in args.pairs.read_text(encoding="utf-8").splitlines()]
     tokenizer = tokenization.load_tokenizer(args.model)
-    try:
-        template = tokenization.ChatTemplate.from_directory(args.model)
-    except FileNotFoundError:
-        template = tokenization.ChatTemplate(PLAIN)
     bad = data.SkipBadRecords(limit=len(records) // 10)
-    pairs = bad.guard(data.pairs(records, tokenizer, template), name="pairs")
+    pairs = bad.guard(data.pairs(records, tokenizer, args.template), name="pairs")
     rows = data.pad(pairs, length=args.length, overlong="drop").shuffle(seed=0).repeat()
     to_rows = lambda part: rows[part].to_iter_dataset()
     return data.Loader(to_rows, batch_size=args.batch, bad_records=bad)
@@ -121,6 +122,7 @@ def arguments() -> argparse.Namespace:
         parser.error("--adapter needs --lora RANK, the rank of the new adapter")
     args.learning_rate = args.learning_rate or (1e-5 if args.lora else 1e-6)
     args.base, args.model = args.model, weights.model_directory(args.model)
+    args.template = tokenization.ChatTemplate.from_directory(args.model, default=PLAIN)
     return args
 
 

@@ -277,6 +277,12 @@ def test_doctor_says_what_to_install_where_plain_xla_runs(monkeypatch):
     assert found["grouped matmul"].startswith("tiled; tokamax needs") and found["grouped matmul"].endswith(needed)
 
 
+def test_without_a_command_all_are_listed(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in COMMANDS)
+
+
 def test_every_command_has_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

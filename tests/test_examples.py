@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import maxlib
-from maxlib import adapters, observability
+from maxlib import adapters, observability, tokenization
 from maxlib.data import _sample_text
 from maxlib.weights import _hub
 
@@ -316,6 +316,17 @@ def test_prefer_tells_pairs_apart_and_exports(run, tmp_path):
     text = example("prefer.py", run[0] / "model", path, *options)
     assert float(re.search(r"pairs right (\S+),", text)[1]) > 0.7
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+    # `maxlib chat` needs the template of the pairs, since the base model has none.
+    template = tokenization.ChatTemplate.from_directory(tmp_path / "model")
+    assert template([{"role": "user", "content": "2?"}]) == "user:\n2?\nassistant:\n"
+
+
+def test_a_base_model_is_tuned_on_chats_in_a_plain_format(hub, monkeypatch):
+    (hub / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "3."}]
+    for name, file in (("finetune.py", "chats.jsonl"), ("prefer.py", "pairs.jsonl")):
+        template = read_arguments(monkeypatch, name, hub, file).template
+        assert template(chat, add_generation_prompt=False) == "user:\n2?\nassistant:\n3.</s>\n"
 
 
 @full

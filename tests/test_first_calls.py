@@ -27,6 +27,13 @@ MISTAKES = {
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=rngs)(jnp.ones((3, 8)))": "one row is x.None",
     "nn.Stack(lambda i, rngs: nn.MLP(8, 8, rngs=rngs), 2, rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=0)": "rngs must be an nnx.Rngs, got int 0",
+    "nn.MoE(8, 8, router=4, rngs=rngs)": "router must be a router, such as nn.Router.*, got 4",
+    "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.Causal, rngs=rngs)": "got the class Causal, .* write Causal..",
+    "nn.Attention(64, num_heads=4, head_dim=16, mask=jnp.ones((4, 4)), rngs=rngs)": r"got an array of shape \(4, 4\)",
+    "attn(jnp.ones((4, 64)))": r"rows of tokens `B T D`, got x of shape \(4, 64\); one row is x.None",
+    "attn(jnp.ones((1, 4, 64)), jnp.ones((4, 4)))": r"ctx must come from nn.context\(B, T\), .*a mask is an argument",
+    "nn.MLA(64, num_heads=4, kv_rank=8, nope_dim=8, v_dim=8, rope=None, rngs=rngs)": "MLA needs rope=, .*shared_dim=None",
+    "sharding.create(model, sharding.Layout({'fsdp': 1}))": r"a function that builds the model, lambda: Llama\(...\)",
     "ops.SlidingWindow(8.5)": "whole number of tokens, at least 1, got 8.5",
     "ops.Chunked(2.5)": "whole number of tokens, at least 1, got 2.5",
     "sharding.Layout({'fsdp': '8'})": "the degree of mesh axis 'fsdp' must be an integer, got '8'",
@@ -36,6 +43,8 @@ MISTAKES = {
     "model(jnp.array([[1, 32]]))": r"tokens must be in \[0, 32\), got 32: is this the model's tokenizer",
     "model(jnp.array([[1, -100]]))": r"tokens must be in \[0, 32\), got -100",
     "model(jnp.array([[1, 2]])).logits": r"an Output has no logits: call model.logits\(output.hidden\)",
+    "model.logits(model(jnp.array([[1, 2]])))": "an Output has no shape: its hidden states are output.hidden",
+    "maxlib.from_pretrained('llama3.1-8b')": "llama3.1-8b is a preset, .*weights.presets..",
     "model.layers[1]": "there is no layer 1: the stack has 1, numbered from 0",
     "nn.MLP(8, 8, act='gelu', rngs=rngs)": "act must be a function, such as jax.nn.gelu, got 'gelu'",
     "nn.GatedMLP(8, 8, act='silu', rngs=rngs)": "act must be a function, .*got 'silu'",
@@ -77,7 +86,7 @@ MISTAKES = {
     "data.Loader(documents, batch_size=2)": "rows_of_shard must be a function .*got RepeatMapDataset",
     "data.tokenize(documents, 'gpt2')": "tokenizer must be one, .*got the name 'gpt2'",
     "data.in_memory('hello')": "got one string: put it in a list",
-    "inference.generate(model, ['hi'], max_new_tokens=2)": "must consist of integer ids, .*encode text first",
+    "inference.generate(model, ['hi'], max_new_tokens=2)": "must consist of integer ids, got text: encode text first",
 }  # fmt: skip
 PROGRAM = """if True:
     import dataclasses, functools, json, sys
@@ -90,6 +99,7 @@ PROGRAM = """if True:
     cfg = llama.Config(vocab=32, num_layers=1, dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, rope=rope)
     build = lambda: llama.Llama(cfg, rngs=nnx.Rngs(0))
     model, adam, rngs = build(), training.adamw(1e-3), nnx.Rngs(0)
+    attn = nn.Attention(64, num_heads=4, head_dim=16, rngs=rngs)
     documents = data.in_memory([list(range(1, 30))]).repeat()
     loader = data.Loader(lambda part: data.pack(documents[part], length=8), batch_size=2, num_shards=1)
 
@@ -103,7 +113,7 @@ PROGRAM = """if True:
     for call in json.loads(sys.stdin.read()):
         try:
             said[call] = f"no error, but {eval(call)}"
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
             said[call] = str(error)
     loader.close()
     print(json.dumps(said))

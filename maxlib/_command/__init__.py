@@ -33,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:  # has its own parser, shared with `python -m maxlib.plan`
         return _plan(argv[1:])
-    args = parser(argv[0] if argv else None).parse_args(argv)
+    if not argv:
+        parser(None).print_help(sys.stderr)
+        return 2
+    args = parser(argv[0]).parse_args(argv)
     try:
         status = args.run(args)
         sys.stdout.flush()

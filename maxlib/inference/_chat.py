@@ -116,7 +116,10 @@ class Chat:
             ValueError: when the model has no chat template.
         """
         if self.template is None:
-            raise ValueError("this model has no chat template: use `complete`, or generate with --raw")
+            raise ValueError(
+                "this model has no chat template in its directory (chat_template.jinja): continue a text instead, with "
+                "Chat.complete or `maxlib generate --raw`"
+            )
         messages = [*self.messages, {"role": "user", "content": message}]
         # The template writes all special tokens.
         prompt = self.tokenizer.encode(self.template(messages), add_special_tokens=False).ids

@@ -393,7 +393,10 @@ def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tu
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt {row} must consist of integer ids, got {ids.dtype}: encode text first")
+            got = "text" if isinstance(prompt, str) else ids.dtype
+            raise ValueError(
+                f"prompt {row} must consist of integer ids, got {got}: encode text first, with tokenizer.encode(text).ids"
+            )
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(
                 f"prompt {row} holds the id {ids.min() if ids.min() < 0 else ids.max()}, the model's vocabulary is "

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
-from maxlib.nn._context import AnyRope, Context, context
+from maxlib.nn._context import AnyRope, Context, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -162,7 +162,7 @@ class Attention(SequenceMixer):
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: AttentionCache | None = None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None, SharedKV]:
         """Like `__call__`, but also returns the keys and values, for `SharedKVAttention` in later layers."""
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
         (k_start, k_end), mask_hint = ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
@@ -255,7 +255,7 @@ def check_mask(mask: Any) -> None:
     """Raises TypeError unless `mask` is a mask, and ValueError if its sliding window is not causal."""
     if not isinstance(mask, Mask):
         raise TypeError(
-            f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {type(mask).__name__} {mask!r:.40}; "
+            f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {_described(mask)}; "
             "boolean arrays are not masks here"
         )
     if has_open_window(mask):
@@ -263,6 +263,15 @@ def check_mask(mask: Any) -> None:
             f"{mask} lets a token attend to later ones, because a sliding window alone limits only the past: write "
             f"Causal() & {mask if isinstance(mask, SlidingWindow) else 'SlidingWindow(n)'}"
         )
+
+
+def _described(value: Any) -> str:
+    """Describes an argument of the wrong type for an error: a class by its name, an array by its shape."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an instance: write {value.__name__}()"
+    if hasattr(value, "shape"):
+        return f"an array of shape {value.shape}"
+    return f"{type(value).__name__} {value!r:.40}"
 
 
 def _check_rope(rope: Any, head_dim: int) -> None:

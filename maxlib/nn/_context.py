@@ -184,6 +184,34 @@ def context(
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
 
 
+def context_of(x: Float[Array, "B T D"], ctx: Context | None) -> Context:
+    """Returns `ctx`, or for None a context in which each row of `x` is one document from position 0.
+
+    Args:
+        x: Input of a layer, `B T D`.
+        ctx: Context that the layer was called with, or None.
+
+    Raises:
+        ValueError: when `x` is not of shape `B T D`.
+        TypeError: when `ctx` is neither a context nor None.
+    """
+    check_is_rows(x)
+    if ctx is None:
+        return context(*x.shape[:2])
+    if not isinstance(ctx, Context):
+        raise TypeError(
+            f"ctx must come from nn.context(B, T), or be None, got {type(ctx).__name__}; a mask is an argument of the "
+            "layer's constructor, mask=ops.Causal()"
+        )
+    return ctx
+
+
+def check_is_rows(x: Array) -> None:
+    """Raises ValueError unless `x` has three axes, `B T D`."""
+    if x.ndim != 3:
+        raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
+
+
 def _check_right_padded(valid: Any) -> None:
     """Raises ValueError for padding before a token, which a cache cannot store; checks nothing inside jit."""
     if valid is None or not is_known(valid):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib._xla_workarounds import for_each_token
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum, of_same
 from maxlib.nn._pytree import pytree
 from maxlib.nn._recurrence import rates, sequence_axis, taps
@@ -133,7 +133,7 @@ class GatedDeltaNet(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache after the new tokens (None without one).
         """
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, heads, width]
         own = lambda y: constrain(y, *_HEADS[: y.ndim])
         q, k, v, gate, a, b = map(own, of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b))

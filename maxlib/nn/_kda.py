@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import ops
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._delta_net import DeltaCache
 from maxlib.nn._linear import Einsum
 from maxlib.nn._recurrence import rates, sequence_axis, taps
@@ -94,7 +94,7 @@ class KimiDeltaAttention(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache after the new tokens (None without one).
         """
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, N, H]
         own = lambda y: constrain(y, *_HEADS[: y.ndim])
         q, k, v = (mark_heads(own(part(x)), name) for part, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))

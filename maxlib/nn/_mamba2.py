@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib._xla_workarounds import for_each_token
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn._recurrence import rates, sequence_axis, taps
@@ -140,7 +140,7 @@ class Mamba2(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache after the new tokens (None without one).
         """
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         # [B, T, D] -> gate [B, T, N * P], x [B, T, N, P], b and c [B, T, G, S], dt [B, T, N]
         gate, inner, b, c, dt = self._project(x)
         y, cache = self._mix(inner, b, c, self._step(dt), ctx, cache)

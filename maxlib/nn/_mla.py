@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib.nn._attention import attend, check_mask
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import LatentCache, QuantizedLatentCache, is_quantized
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -28,7 +28,8 @@ def _shared_dim(rope: Rope | None, given: int | None) -> int:
     size = rope.dim if given is None and rope is not None else given
     if not size or (rope is not None and size != rope.dim):
         raise ValueError(
-            f"shared_dim must be positive, and the rope's dim where there is a rope, got {given} and {rope}"
+            f"MLA needs rope=, or without one shared_dim=, the size of the part of keys that heads share; with both, "
+            f"shared_dim must be rope.dim. Got rope={rope} and shared_dim={given}"
         )
     return size
 
@@ -130,7 +131,7 @@ class MLA(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache with the new tokens (None without one).
         """
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         # [B, T, R] -> [B, S, R]: all stored latents, indexed by the bounds as the keys of a KV cache are.
         if cache is not None:

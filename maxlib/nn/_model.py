@@ -28,8 +28,8 @@ class Output:
     if not TYPE_CHECKING:  # a type checker still reports unknown attributes
 
         def __getattr__(self, name: str):
-            hint = ": call model.logits(output.hidden)" if name == "logits" else ""
-            raise AttributeError(f"an Output has no {name}{hint}")
+            hint = "call model.logits(output.hidden)" if name == "logits" else "its hidden states are output.hidden"
+            raise AttributeError(f"an Output has no {name}: {hint}")
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from maxlib import ops
-from maxlib.nn._context import Context
+from maxlib.nn._context import Context, check_is_rows
 from maxlib.nn._expert_linear import ExpertLinear, expert_matrices
 from maxlib.nn._expert_mlp import local_experts
 from maxlib.nn._linear import Einsum, Init
@@ -73,6 +73,7 @@ class MoE(nnx.Module):
         rngs: Source of initial values.
 
     Raises:
+        TypeError: when `router` is not a router.
         ValueError: when `capacity_factor` is not positive.
     """
 
@@ -94,6 +95,10 @@ class MoE(nnx.Module):
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
+        if getattr(router, "num_experts", None) is None:
+            raise TypeError(
+                f"router must be a router, such as nn.Router(dim, num_experts=8, top_k=2), got {router!r:.40}"
+            )
         if capacity_factor is not None and capacity_factor <= 0:
             raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
         width = dim if latent_dim is None else latent_dim
@@ -131,8 +136,7 @@ class MoE(nnx.Module):
         Raises:
             ValueError: when `x` is not of shape `B T D`.
         """
-        if x.ndim != 3:
-            raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
+        check_is_rows(x)
         valid = None if ctx is None else ctx.valid
         routing = self.router(x if routed_by is None else routed_by)
         # [B, T, D] -> [B, T, L]

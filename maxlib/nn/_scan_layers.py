@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlib.nn._layer_axis import without_layer_axis
 from maxlib.nn._layer_rows import Aux
 from maxlib.nn._layer_weights import gradients_first, keep_float32, pin_row_major
+from maxlib.nn._scan_check import check_layer_axis
 from maxlib.nn._with_shared import constant_in_scan, map_activations, only_added, with_earlier
 from maxlib.nn.remat import Policy, remat_policy, rematerialised
 from maxlib.sharding.memory import to_device
@@ -40,9 +41,13 @@ def scan_group(
 
     Returns:
         The last layer's `x`, the new caches, and the aux of each layer with a row per repeat.
+
+    Raises:
+        ValueError: when an array of a layer has another leading axis than the rest.
     """
     if not len(layers):
         return x, caches, []
+    check_layer_axis(layers)
     x, joined, split = constant_in_scan(x)
 
     def step(x, period):

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib.nn._attention import attend, attention_kind, check_mask
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import SharedKV
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -95,7 +95,7 @@ class SharedKVAttention(SequenceMixer):
                 f"the keys of an earlier layer must be given, {self.num_kv_heads} heads of width {self.head_dim}; got "
                 f"{None if cache is None else cache.k.shape}"
             )
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, N, H]
         q = constrain(self.q(x), "batch", "seq", "act_heads", None)
         q = q if self.q_norm is None else self.q_norm(q)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import ops
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn._recurrence import sequence_axis, taps
@@ -80,7 +80,7 @@ class ShortConvolution(SequenceMixer):
         Returns:
             The output, `B T D`, and the cache after the new tokens (None without one).
         """
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         own = lambda y: constrain(y, *_CHANNELS)
         # [B, T, D] -> [B, T, D], three times; channels are split like the hidden width of an MLP.
         gated = own(self.in_gate(x)) * own(self.value(x))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxlib.nn._attention import check_no_ring
-from maxlib.nn._context import Context, context
+from maxlib.nn._context import Context, context_of
 from maxlib.nn._index_loss import HIDDEN, Attended, IndexLoss
 from maxlib.nn._lightning_indexer import Chosen, Index, LightningIndexer
 from maxlib.nn._mla import MLA
@@ -105,7 +105,7 @@ class SparseMLA(MLA):
         """Like `__call__`, but also returns the loss of the indexer by name; none without `index_loss`, or with a
         cache.
         """
-        ctx = context(*x.shape[:2]) if ctx is None else ctx
+        ctx = context_of(x, ctx)
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         # Nothing behind an index has a gradient: the choice is a step function, and its loss trains the indexer alone.
         still = jax.lax.stop_gradient(x)

@@ -14,7 +14,7 @@ from maxlib.nn._layer_rows import check_no_inputs as check_no_inputs
 from maxlib.nn._linear import draw_key
 from maxlib.nn._model import Model
 from maxlib.nn._read_only import read_only
-from maxlib.nn._scan_check import skip_check, slots_built_apart
+from maxlib.nn._scan_check import check_alike, skip_check, slots_built_apart
 from maxlib.nn._scan_check import skip_layer_check as skip_layer_check
 from maxlib.nn._scan_layers import run_group as run_group
 from maxlib.nn._scan_layers import scan_group as scan_group
@@ -287,10 +287,18 @@ class Stack(StackedLayers):
         return found if repeat is None else jax.tree.map(lambda a: a[repeat], found)
 
     def regrouped(self, *, lead: int = 0, prefix: int, period: int, lead_period: int = 1) -> "Stack":
-        """Returns a new stack with the same layers in another grouping; layers stored together must be alike."""
+        """Returns a new stack with the same layers in another grouping; layers stored together must be alike.
+
+        Raises:
+            ValueError: when layers that would be stored together differ, or the numbers do not fit.
+        """
         layers, new = [self._layer(i) for i in range(len(self))], jax.tree.map(lambda a: a, self)
+
         # Arrays [...] of the layers of one slot -> [repeats, ...]
-        stacked = lambda numbers: jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
+        def stacked(numbers: range) -> nnx.Module:
+            check_alike(layers, numbers, grouping)
+            return jax.tree.map(lambda *a: jnp.stack(a), *(layers[i] for i in numbers))
+
         grouping = normalized_grouping(len(layers), lead, prefix, period, lead_period)
         # Copy the variables even if a layer is stored alone before and after, so that an edit changes only one stack.
         alone = lambda numbers: jax.tree.map(lambda a: a, layers[numbers[0]])

@@ -78,8 +78,14 @@ def create(build: Callable[[], Model], layout: Layout) -> Model:
       The model, with the same values as `build` gives on one device.
 
     Raises:
+      TypeError: when `build` is a model.
       ValueError: as for `shardings`, and when a parameter occurs twice (`self.head = self.embed`).
     """
+    if isinstance(build, nnx.Module):
+        raise TypeError(
+            f"create takes a function that builds the model, lambda: {type(build).__name__}(...), got a model; "
+            "jax.device_put(model, sharding.shardings(model, layout)) splits one that exists"
+        )
     # With out_shardings, XLA also splits the random number generation: each device computes its own shard.
     places = shardings(shapes_of(build), layout)
     with use(layout):

@@ -26,7 +26,7 @@ class ChatTemplate:
     source: the template. special_tokens: what it may name, such as `{"bos_token": "<s>"}`. seconds: the time that
     rendering may take. A template that takes longer, or makes more than 16 million characters, is a ValueError.
 
-    Attributes: `marks_generation`, whether the template says what the model writes, with `{% generation %}`.
+    Attributes: `source`; `marks_generation`, whether the template says what the model writes, with `{% generation %}`.
     """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, seconds: float = 5.0):
@@ -42,15 +42,20 @@ class ChatTemplate:
             AssertionError,
         ) as error:  # the last two come from compilation
             raise ValueError(f"the chat template is not one of Jinja ({error})") from error
+        self.source = source
         self.marks_generation = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
-    def from_directory(cls, directory: str | os.PathLike) -> "ChatTemplate":
+    def from_directory(cls, directory: str | os.PathLike, *, default: str | None = None) -> "ChatTemplate":
         """Reads the template of a Hugging Face directory.
 
+        Args:
+          directory: a directory with a tokenizer, whose special tokens the template may use.
+          default: source of the template of a directory without one, such as that of a base model.
+
         Raises:
-          FileNotFoundError: It has none.
+          FileNotFoundError: It has none, and there is no default.
           ValueError: The files are damaged, or the template is none.
         """
         directory = Path(directory)
@@ -61,9 +66,11 @@ class ChatTemplate:
             tokens = {name: _text(value) for name, value in fields.items() if name.endswith("_token") and value}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{config} and {path.name} must hold a template and tokens, got {error!r}") from error
+        source = default if source is None else source
         if source is None:
             raise FileNotFoundError(
-                f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json"
+                f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json: write one there, or "
+                "pass one as default="
             )
         if not isinstance(source, str):
             raise ValueError(f"{config}: chat_template must be text, got a {type(source).__name__}")

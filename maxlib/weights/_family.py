@@ -117,8 +117,14 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         The family, and its configuration.
 
     Raises:
+        FileNotFoundError: If there is no config.json.
         ValueError: For an unknown `model_type`, and for fields that the family does not support.
     """
+    if not Path(directory).exists() and str(directory) in presets():
+        raise FileNotFoundError(
+            f"{directory} is a preset, which has no weights: weights.presets()[{str(directory)!r}] is its configuration. "
+            'For weights, give a directory, or a name on the hub as "org/name".'
+        )
     data = read_config(directory)
     if family is None:
         family = _family_for(data, Path(directory) / "config.json")

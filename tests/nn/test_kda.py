@@ -62,5 +62,5 @@ def test_latent_attention_without_a_rope_has_no_positions():
     want = call(attn, X)
     np.testing.assert_allclose(call(attn, turned), want, atol=2e-5 * np.std(want))
     for wrong in ({"rope": None}, {"rope": ops.Rope(6), "shared_dim": 4}):
-        with pytest.raises(ValueError, match="shared_dim must be positive, and the rope's dim"):
+        with pytest.raises(ValueError, match="MLA needs rope=, or without one shared_dim="):
             nn.MLA(DIM, **sizes, **wrong, rngs=nnx.Rngs(0))

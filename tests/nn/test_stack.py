@@ -230,6 +230,26 @@ def test_another_layout_is_a_stack_of_its_own():
             np.testing.assert_array_equal(stack[i].proj.w[...], before[i])
 
 
+def test_a_part_without_the_axis_of_layers_is_named():
+    """Without the check, `lax.scan` reports sizes alone."""
+    stack, x = build(Same, 1, 2), jnp.ones((1, 2, 4))
+    stack.body[1].proj = nn.Einsum("...D,ED->...E", (4, 4), ("embed", "mlp"), rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"1.proj.w of a scanned block lacks the axis of layers, of size 3: .*unstacked"
+    ):
+        stack(x, 0.1)
+
+
+@pytest.mark.parametrize(("width", "said"), [(8, r"proj.w \(.*\(8, 4\).* and .*\(4, 4\)"), (4, "options, not arrays")])
+def test_regrouping_names_layers_that_differ(width, said):
+    alone = build(Same, 0, 1).unstacked()
+    alone[0].proj = nn.Einsum("...D,ED->...E", (width, 4), ("embed", "mlp"), rngs=nnx.Rngs(0))
+    alone[0].report = width == 8
+    with pytest.raises(ValueError, match=rf"layers 0 and 1 would be scanned together under .* differ in {said}"):
+        alone.regrouped(prefix=0, period=1)
+    assert alone.regrouped(prefix=1, period=1).grouping == {"num_layers": 7, "prefix": 1, "period": 1}
+
+
 def test_unstacked_is_the_same_function():
     stack = build(Same, 1, 2)
     x, alone = jnp.ones((1, 2, 4)), nn.unstack({"a": stack})["a"]

@@ -46,8 +46,17 @@ def test_found_wherever_directories_keep_it(tmp_path):
 
 
 def test_a_directory_without_one_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no chat template"):
+    with pytest.raises(FileNotFoundError, match="has no chat template, .*pass one as default="):
         stored(tmp_path, {"bos_token": "<s>"})
+
+
+def test_a_default_serves_a_directory_without_one_and_knows_its_tokens(tmp_path):
+    default = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    template = ChatTemplate.from_directory(tmp_path, default=default)
+    assert template([{"role": "user", "content": "hi"}]) == "hi</s>" and template.source == default
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert ChatTemplate.from_directory(tmp_path, default=default).source == "own"
 
 
 def test_a_template_refuses_messages():
