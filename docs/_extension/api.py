@@ -217,17 +217,32 @@ def below(module: str) -> dict[str, str]:
     """Returns the strings below values that a subpackage assigns, by the values' names."""
     found = {}
     for path in sorted(Path(inspect.getfile(importlib.import_module(module))).parent.rglob("*.py")):
-        for one, after in itertools.pairwise(ast.parse(path.read_text()).body):
-            if isinstance(one, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[ast.unparse(one.targets[0])] = str(after.value.value).strip()
+        found |= _below_in(path)
     return found
+
+
+@functools.cache
+def _below_in(path: Path) -> dict[str, str]:
+    """Those of one file, which packages within packages share."""
+    return {
+        ast.unparse(one.targets[0]): str(after.value.value).strip()
+        for one, after in itertools.pairwise(ast.parse(_source(path)).body)
+        if isinstance(one, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+
+
+@functools.cache
+def _source(path: Path) -> str:
+    return path.read_text()
 
 
 def comment(module: str, name: str) -> str:
     """The comment before a constant, or on its line, wherever the subpackage defines it."""
     folder = Path(inspect.getfile(importlib.import_module(module))).parent
     for path in sorted(folder.rglob("*.py")):
-        if match := re.search(rf"((?:^#[^\n]*\n)*)^{name}\b[^=\n]*=[^\n]*", path.read_text(), re.MULTILINE):
+        if name not in (text := _source(path)):
+            continue
+        if match := re.search(rf"((?:^#[^\n]*\n)*)^{name}\b[^=\n]*=[^\n]*", text, re.MULTILINE):
             trailing = re.search(r"  # (?!fmt:)(.*)$", match[0])
             before = " ".join(line.lstrip("# ") for line in match[1].splitlines() if not line.startswith("# fmt:"))
             if text := (trailing[1] if trailing else before):
