@@ -50,7 +50,7 @@ def made(build, cfg):
     return model
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["shared", pytest.param("alone", marks=pytest.mark.full)])
 def generator(request):
     return Generator(made(gemma4.Gemma4, TARGETS[request.param]), dtype=jnp.float32)
 

@@ -177,6 +177,7 @@ def adapted() -> Mixed:
     return model
 
 
+@pytest.mark.full
 def test_padded_prompts_then_tokens_one_by_one_are_the_whole():
     """With adapters beside an int8 base, and merged. Rows of different lengths: many tokens at once, twice, then one by
     one.
@@ -196,6 +197,7 @@ def test_padded_prompts_then_tokens_one_by_one_are_the_whole():
         done += new
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_restored_on_other_devices(tmp_path):
     with Checkpointer(tmp_path) as saver:
         saver.save(1, {"params": nn.partition(place(mixed(), layout(sharding.FSDP, fsdp=4, data=2)))[0]})
