@@ -379,10 +379,14 @@ def steeper(x):
 WRONG = {"delta": ("k", "log_decay"), "kimi": ("log_decay",), "ssd": ("b", "a")}
 # By default one gradient of each recurrence.
 EACH = [
-    pytest.param(name, of, marks=() if of == some[0] else pytest.mark.full) for name, some in WRONG.items() for of in some
+    pytest.param(name, of, marks=() if of == some[0] else pytest.mark.full)
+    for name, some in WRONG.items()
+    for of in some
 ]
 # Its roundings and gradients are checked by default, and those of the others' outputs and states.
-BUT_KIMI = [pytest.param(case, id=name, marks=[pytest.mark.full] * (name == "kimi")) for name, case in RECURRENCES.items()]
+BUT_KIMI = [
+    pytest.param(case, id=name, marks=[pytest.mark.full] * (name == "kimi")) for name, case in RECURRENCES.items()
+]
 
 
 @pytest.mark.parametrize(("name", "of"), EACH)

@@ -112,7 +112,7 @@ def test_stages_of_a_pipeline_lower():
 
 
 @no_gpu
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.full), True])
 def test_shards_of_rows_lower(check_vma):
     mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
     options = {"in_specs": (split, P(), P(), split), "out_specs": (split, split, P()), "check_vma": check_vma}

@@ -147,8 +147,12 @@ def recorded_bytes(preset, got):
 
 @pytest.mark.parametrize(
     ("preset", "target"),
-    [("falcon-h1-0.5b", "v5p-8"), ("qwen3.5-0.8b", "v5p-8"), ("qwen3.5-0.8b", "v6e-4"),
-        pytest.param("granite-4.0-h-1b", "v6e-4", marks=pytest.mark.full)],
+    [
+        ("falcon-h1-0.5b", "v5p-8"),
+        ("qwen3.5-0.8b", "v5p-8"),
+        ("qwen3.5-0.8b", "v6e-4"),
+        pytest.param("granite-4.0-h-1b", "v6e-4", marks=pytest.mark.full),
+    ],
 )
 def test_the_memory_traffic_of_recurrences_is_that_of_the_compiler(preset, target):
     """By the recorded rows of the sweep, of models without experts that only the memory bounds."""
