@@ -10,7 +10,6 @@ import pytest
 from tests.training import soak
 
 
-@pytest.mark.full
 def test_nothing_grows():
     """150 saves with evaluations, exports and metrics, 20 epochs of a loader, in a process of its own with 256
     descriptors.
