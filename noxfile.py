@@ -258,11 +258,17 @@ def plans_gpu(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12")
-@nox.parametrize("jax", ["0.10.2", "0.11.2"])
+@nox.parametrize("jax", ["0.10.2", "0.11.2", "0.12.0.1"])
 def kernels(session: nox.Session, jax: str) -> None:
-    """Compile the GPU kernels to machine code with both lowerings and report register spills and stalls; test the calls
+    """Compile the GPU kernels to machine code with every lowering and report register spills and stalls; test the calls
     of tokamax (no GPU needed; downloads CUDA's compiler, several GB).
     """
+    if jax.startswith("0.12"):
+        # The extra excludes it: with nvJitLink its kernels spill (docs/kernels/tests.md). Without, they must not.
+        session.install("-e", ".[tests]", f"jax[cuda13]=={jax}", "nvidia-cuda-nvdisasm")
+        session.run("pip", "uninstall", "--yes", "nvidia-nvjitlink")
+        session.run("python", "-m", "tests.ops.sass", *session.posargs)
+        return
     session.install("-e", ".[tests,cuda]", f"jax[cuda13]=={jax}", "nvidia-cuda-nvdisasm")
     session.run("python", "-m", "tests.ops.sass", *session.posargs)
     session.run(

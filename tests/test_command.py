@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import maxlib
 from maxlib import adapters, checkpoint, inference, nn, ops, quantization, tokenization, weights
 from maxlib._command import COMMANDS, main
-from maxlib._command.doctor import EXTRAS, data_sheet, kernels
+from maxlib._command.doctor import EXTRAS, data_sheet, kernels, slow_code
 from maxlib.models import __main__ as listing
 from maxlib.ops._attention import table
 from maxlib.ops._grouped_matmul import tokamax_triton
@@ -270,6 +270,13 @@ def test_doctor(capsys):
 def test_doctor_says_what_it_knows_of_a_device():
     assert data_sheet("gpu", "NVIDIA H100 80GB HBM3") == "989 bfloat16 TFLOP/s, 79.1 GiB a device"
     assert "unknown here, so no MFU is shown" in data_sheet("gpu", "NVIDIA GeForce RTX 4090")
+
+
+def test_doctor_says_which_jax_makes_slow_kernels():
+    assert slow_code("NVIDIA H100 80GB HBM3", "0.12.0.1") == (
+        "jax 0.12.0.1 makes slow code of those for Hopper: pip install 'jax[cuda13]<0.12'"
+    )
+    assert slow_code("NVIDIA H100 80GB HBM3", "0.11.2") is slow_code("NVIDIA A100-SXM4-80GB", "0.12.0.1") is None
 
 
 def test_doctor_says_what_to_install_where_plain_xla_runs(monkeypatch):

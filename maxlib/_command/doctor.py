@@ -93,7 +93,20 @@ def devices() -> dict[str, str]:
     device, processes = jax.devices()[0], jax.process_count()
     count = f"{jax.device_count()} in {processes} process{'es' if processes > 1 else ''}"
     about = {"platform": device.platform, "kind": device.device_kind, "number": count}
-    return about | {"data sheet": data_sheet(device.platform, device.device_kind)}
+    about["data sheet"] = data_sheet(device.platform, device.device_kind)
+    slow = slow_code(device.device_kind, jax.__version__)
+    return about | ({"kernels": slow} if slow else {})
+
+
+def slow_code(kind: str, version: str) -> str | None:
+    """Says what makes kernels in Mosaic GPU slow: from 0.12 on, jax assembles them in a mode that gives warpgroups no
+    registers of others (docs/kernels/tests.md).
+    """
+    from maxlib.hardware import is_hopper
+
+    if not is_hopper(kind) or tuple(map(int, version.split(".")[:2])) < (0, 12):
+        return None
+    return f"jax {version} makes slow code of those for Hopper: pip install 'jax[cuda13]<0.12'"
 
 
 def data_sheet(platform: str, kind: str) -> str:
