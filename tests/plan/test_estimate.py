@@ -129,11 +129,10 @@ def test_rows_of_experts_are_estimated_to_pass_through_memory():
         pytest.param("mixtral-8x22b", "v6e-128", {"fsdp": 16, "expert": 8}, marks=pytest.mark.full),
         pytest.param("gpt-oss-20b", "v6e-16", {"expert": 16}, marks=pytest.mark.full),
         pytest.param("minimax-m2", "v6e-256", {"fsdp": 2, "expert": 128}, marks=pytest.mark.full),
-        pytest.param("qwen3-30b-a3b", "v6e-32", {"expert": 32}, marks=pytest.mark.full),
     ],
 )
 def test_the_memory_traffic_of_experts_is_that_of_the_compiler(preset, target, degrees):
-    """By the recorded rows of the sweep, which only the memory bounds; for 32 of 40 it is within 20%."""
+    """By the recorded rows of the sweep, which only the memory bounds; of 56 with experts 43 are within 20%."""
     got = plan.estimated(plan.Job(preset, target, sequence=4096, remat="full", layout=layout("ep", **degrees)))
     assert got.costs.bytes == pytest.approx(recorded_bytes(preset, got), rel=0.1)
 
