@@ -163,7 +163,7 @@ class AudioProcessor:
         """Returns the number of vectors of a clip with so many frames."""
         return (length + 3) // 4
 
-    def placeholders(self, length: int) -> list[int]:
+    def placeholders(self, length: int | np.integer) -> list[int]:
         """Returns the ids that stand for a clip with so many frames."""
         return [self.begin_token, *[self.audio_token] * self.num_tokens(int(length)), self.end_token]
 

@@ -76,7 +76,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     )
 
 
-# How often a step with full remat reads or writes an array outside of grouped matmuls, in libtpu's programs of 56
+# How often a step with full remat reads or writes an array outside of grouped matmuls, in libtpu's programs of 35
 # presets: rows of the experts' width that stay on their device or travel, and their inner arrays, which v5e and v6e
 # keep in vector memory in part.
 _STAYING, _TRAVELLING, _INNER, _INNER_PASSED_ON = 33, 72, 22, 66
