@@ -76,9 +76,9 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     )
 
 
-# How often a step with full remat reads or writes an array outside of grouped matmuls, in libtpu's programs of 35
-# presets: rows of the experts' width that stay on their device or travel, and their inner arrays, which v5e and v6e
-# keep in vector memory in part.
+# How often a step with full remat reads or writes an array outside of grouped matmuls, fitted to 35 of libtpu's
+# programs: rows of the experts' width that stay on their device or travel, and their inner arrays, of which v5e and v6e
+# keep a part in vector memory.
 _STAYING, _TRAVELLING, _INNER, _INNER_PASSED_ON = 33, 72, 22, 66
 _WITHOUT_ROOM = ("TPU v4", "TPU v5p")
 # The same of a recurrence's values, counted in float32: in programs for v5p of Falcon-H1 0.5B and Granite 4.0 H 350M,
