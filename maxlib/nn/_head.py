@@ -59,7 +59,7 @@ def token_log_probs(
     Args:
         hidden: The model's `Output.hidden`.
         head_weight: `model.head_weight()`.
-        targets: Tokens to score; negative for none.
+        targets: Tokens to score; -1 (or -100) for none.
         temperature: Divisor of the logits after the soft-cap; policies use the temperature of their sampler.
         softcap: `model.softcap`.
         entropy: True computes the entropies too.
@@ -96,7 +96,7 @@ def cross_entropy(
     Args:
         hidden: The model's `Output.hidden`.
         head_weight: `model.head_weight()`.
-        targets: The next tokens; negative for none.
+        targets: The next tokens; -1 (or -100) for none.
         weights: Factor on each token, 1 by default.
         softcap: `model.softcap`.
         z_loss: Factor on the squared log-sum-exp (PaLM, arXiv:2204.02311).

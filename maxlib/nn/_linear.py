@@ -192,15 +192,14 @@ class Embed(nnx.Module):
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:
         """Returns the vectors of token ids in `dtype`.
 
-        Ids must be in `[0, vocab)`. Inside jit their values are unknown: there an id that is too large gives NaN, and
-        a negative one counts from the table's end.
+        Ids must be in `[0, vocab)`. Inside jit their values are unknown: there any other id gives NaN.
 
         Raises:
           ValueError: outside of jit, for an id that is not in the table.
         """
         check_ids(tokens, self.w.shape[0])
         if tokens.ndim != 2:
-            return jnp.asarray(jnp.take(self.w[...], tokens, axis=0), dtype)
+            return jnp.asarray(_rows(self.w[...], tokens), dtype)
         # Devices that hold different parts of the width look up rows for each other, then exchange rows for width. So
         # neither the table nor its gradient is ever gathered.
         names = IfFree("batch"), IfFree("seq"), "embed"
@@ -209,10 +208,15 @@ class Embed(nnx.Module):
         layout = current()
         parts = (1, 1) if layout is None else (layout.axis_size("vocab"), layout.axis_size("embed"))
         table = gradient_as_stored(self.w[...], parts)
-        return constrain(jnp.asarray(jnp.take(table, tokens, axis=0), dtype), *names)
+        return constrain(jnp.asarray(_rows(table, tokens), dtype), *names)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns the scores of all tokens in float32, whatever the dtype of `x`."""
         check_ends(x, "D", self.w.shape[1:], "the embedding")
         # [..., D] -> [..., V]. The products are in the dtype of x, their sum in float32.
         return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)
+
+
+def _rows(table: Float[Array, "V D"], ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """Returns rows of a table; NaN for an id outside of it, also for a negative one."""
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -68,8 +68,10 @@ class RouterZ:
 
     def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]:
         """Returns the loss of one layer."""
+        # Padding may hold logits whose gradient is not finite.
+        logits = routing.logits if valid is None else jnp.where(valid[..., None], routing.logits, 0)
         # [B, T, E] -> [B, T, 1]
-        square = jax.nn.logsumexp(routing.logits, axis=-1, keepdims=True) ** 2
+        square = jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2
         return self.weight * _sum(square, valid)[0] / _num_valid(routing, valid)
 
 

@@ -147,7 +147,10 @@ class LowRank(nnx.Module):
         """Returns `magnitude / row_norms` of each output; no gradient flows through the length."""
         assert self.magnitude is not None
         magnitude = self.magnitude[...].astype(jnp.float32)
-        return magnitude / jax.lax.stop_gradient(self.row_norms(w)) if self.normalized else magnitude
+        if not self.normalized:
+            return magnitude
+        norms = jax.lax.stop_gradient(self.row_norms(w))
+        return magnitude / jnp.where(norms > 0, norms, 1)  # a row of zeros has no direction
 
     def with_gain(self, w: Any) -> "LowRank":
         """Returns a matmul with precomputed gains, for devices that have only a part of `w`."""

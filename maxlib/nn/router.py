@@ -107,8 +107,9 @@ class Router(nnx.Module):
         if self.renormalize:
             # 1e-20 avoids 0 / 0 when all chosen sigmoids are zero.
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        # Sigmoid scores do not sum to 1; the balance losses need probabilities.
-        probs = scores / scores.sum(axis=-1, keepdims=True)
+        # Sigmoid scores do not sum to 1; the balance losses need probabilities. All scores may be 0.
+        total = scores.sum(axis=-1, keepdims=True)
+        probs = scores / jnp.where(total > 0, total, 1)
         return Routing(experts, weights * self.scale, logits, probs)
 
     def _preference(self, logits, scores):

@@ -22,6 +22,7 @@ from maxlib.ops._cost import register_flops as register_flops
 from maxlib.ops._cross_entropy import CrossEntropy as CrossEntropy
 from maxlib.ops._cross_entropy import LogProbs as LogProbs
 from maxlib.ops._cross_entropy import divergence as divergence
+from maxlib.ops._cross_entropy import is_learned as is_learned
 from maxlib.ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
 from maxlib.ops._cross_entropy import linear_divergence as linear_divergence
 from maxlib.ops._cross_entropy import linear_gather_log_probs as linear_gather_log_probs

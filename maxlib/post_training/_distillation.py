@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.ops import top_k_divergence
+from maxlib.ops import is_learned, top_k_divergence
 from maxlib.training._objectives.objective import Batch, Stats, objective, run
 from maxlib.training._objectives.second_model import trained_and_frozen
 
@@ -54,15 +54,19 @@ def distillation_loss(
     Raises:
         ValueError: when there is no teacher, or it has another vocabulary.
     """
-    mask, weight = batch["targets"] >= 0, head.head_weight()
+    mask, weight = is_learned(batch["targets"]), head.head_weight()
     options: Any = {"temperature": temperature, "softcap": head.softcap}
     if (teacher := batch.get("teacher")) is not None:
         theirs = batch["teacher_hidden"], teacher.head_weight(), mask
         options |= {"teacher_softcap": teacher.softcap, "beta": beta}
         losses = nn.distillation.token_divergence(hidden, weight, *theirs, **options)
     elif "teacher_ids" in batch:
-        ours = nn.distillation.token_gather_log_probs(hidden, weight, batch["teacher_ids"], **options)
-        losses = top_k_divergence(ours, batch["teacher_log_probs"], beta=beta, tail=tail)
+        # What is not learned may hold anything, also numbers whose gradient is NaN.
+        learned, ids, theirs = (
+            jnp.where(mask[..., None], x, 0) for x in (hidden, batch["teacher_ids"], batch["teacher_log_probs"])
+        )
+        ours = nn.distillation.token_gather_log_probs(learned, weight, ids, **options)
+        losses = top_k_divergence(ours, theirs, beta=beta, tail=tail)
     else:
         raise ValueError(
             "distillation needs a teacher: train WithFrozen(student, teacher), pass teacher=, or store its most likely "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from maxlib import ops
 from maxlib.inference import Sampler
 from maxlib.inference._sampling import check_scored
 from maxlib.post_training import policies
@@ -66,7 +67,7 @@ def policy_loss(
         raise ValueError(no_reference("the KL term"))
     if correction is not None and "sampler_log_probs" not in batch:
         raise ValueError("a correction needs batch['sampler_log_probs'], which the sampler reported")
-    segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
+    segment_ids, mask = batch.get("segment_ids"), ops.is_learned(batch["targets"])
     scored = scores(head, hidden, batch["targets"], temperature=temperature, entropy=True)
     rho = policies.policy_ratio(scored.log_prob, batch.get("old_log_probs"), mask, segment_ids, by=ratio)
     losses, metrics = _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction)
@@ -81,7 +82,7 @@ def policy_loss(
 def _token_losses(scored, rho, batch, mask, surrogate, kl_term, entropy, correction) -> tuple[Array, dict[str, Array]]:
     """Computes the loss of each token with all its terms, and the metrics of each token."""
     log_prob = scored.log_prob
-    advantages = _by_token(batch["advantages"], mask, batch.get("segment_ids"))
+    advantages = jnp.where(mask, _by_token(batch["advantages"], mask, batch.get("segment_ids")), 0)
     losses, low, high = surrogate(rho, advantages, log_prob)
     metrics = {"ratio": rho, "entropy": scored.entropy}
     metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}

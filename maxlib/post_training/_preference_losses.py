@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlib._utils.paths import dotted
+from maxlib.ops import is_learned
 from maxlib.ops._segments import is_filled, segment_sums, token_counts
 from maxlib.post_training._models import frozen_log_probs
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
@@ -100,7 +101,7 @@ def preference_loss(
             "{...}} with the rows of each (split rows of both that are stacked in one array), or 'segment_ids' with the "
             "answers of a pair as consecutive segments of a row"
         )
-    segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
+    segment_ids, mask = batch.get("segment_ids"), is_learned(batch["targets"])
     targets = _with_prompt(batch) if kind.nll_of_prompt else batch["targets"]
     scored = scores(head, hidden, targets, temperature=temperature).log_prob
     of_answers = lambda x: _answers(segment_sums(jnp.where(mask, x, 0), segment_ids), batch)
@@ -116,7 +117,7 @@ def preference_loss(
     sums = {name: jnp.sum(is_pair * value) for name, value in metrics.items()}
     if kind.nll:
         rows = jnp.arange(len(targets))[:, None]
-        chosen = (targets >= 0) & (rows % 2 == 0 if "interleaved" in batch else batch["segment_ids"] % 2 == 1)
+        chosen = is_learned(targets) & (rows % 2 == 0 if "interleaved" in batch else batch["segment_ids"] % 2 == 1)
         sums["nll"] = -pairs * jnp.sum(jnp.where(chosen, scored, 0)) / jnp.maximum(jnp.sum(chosen), 1)
         loss += kind.nll * sums["nll"]
     return loss, jax.lax.stop_gradient(Stats(pairs, sums))
@@ -151,7 +152,7 @@ def kto_loss(
             "KTO needs batch['mismatched'], prompts with answers to other prompts, or batch['kl_baseline'], the "
             "divergence from the reference that was estimated on them"
         )
-    segment_ids, mask = batch.get("segment_ids"), batch["targets"] >= 0
+    segment_ids, mask = batch.get("segment_ids"), is_learned(batch["targets"])
     scored = scores(head, hidden, batch["targets"], temperature=temperature).log_prob
     ratio = segment_sums(jnp.where(mask, scored - batch["reference_log_probs"], 0), segment_ids)  # B S
     counts = token_counts(mask, segment_ids)
@@ -195,8 +196,8 @@ def _with_prompt(batch: Batch) -> Int[Array, "B T"]:
     if segment_ids is not None:
         inside = (segment_ids > 0) & (following(segment_ids) == segment_ids)
     else:  # up to the last target of the row
-        inside = jnp.flip(jnp.cumsum(jnp.flip(targets >= 0, 1), axis=1), 1) > 0
-    return jnp.where(targets >= 0, targets, jnp.where(inside, following(tokens), -1))
+        inside = jnp.flip(jnp.cumsum(jnp.flip(is_learned(targets), 1), axis=1), 1) > 0
+    return jnp.where(is_learned(targets), targets, jnp.where(inside, following(tokens), -1))
 
 
 def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> Batch:
@@ -205,7 +206,7 @@ def _with_divergence(model: Any, frozen: Any, batch: Batch, **options: Any) -> B
     if "reference_log_probs" not in other:
         raise ValueError(no_reference("the divergence on batch['mismatched']"))
     ratio = frozen_log_probs(model, other, **options) - other["reference_log_probs"]
-    mask = other["targets"] >= 0
+    mask = is_learned(other["targets"])
     answers = jnp.sum(is_filled(token_counts(mask, other.get("segment_ids"))))
     z = jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1)
     return batch | {"kl_baseline": jnp.broadcast_to(z, len(batch["tokens"]))}

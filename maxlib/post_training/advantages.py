@@ -99,14 +99,14 @@ def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: flo
 
 
 def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
-    """Computes DAPO's penalty of overlong completions (arXiv:2503.14476): 0 up to `longest - buffer`, 1 at `longest`.
+    """Computes DAPO's penalty of overlong completions (arXiv:2503.14476): 0 up to `longest - buffer`, 1 from `longest`.
 
     Args:
         lengths: Numbers of tokens.
         longest: Maximum length.
         buffer: Number of tokens over which the penalty grows.
     """
-    return np.maximum(0.0, (np.asarray(lengths) - (longest - buffer)) / buffer)
+    return np.clip((np.asarray(lengths) - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
 def has_spread(rewards: Rewards) -> np.ndarray:

@@ -20,6 +20,7 @@ Mean = Union[Literal["sequence", "token"], "FixedLengthMean"]
 Tokens = Float[Array, "B T"]
 Mask = Bool[Array, "B T"]
 stop = jax.lax.stop_gradient
+MAX_LOG_RATIO = 40.0  # e^40 = 2e17, whose square is finite in float32 and bfloat16
 
 
 class Surrogate(NamedTuple):
@@ -73,8 +74,9 @@ class KL:
     """Divergence from the reference as a term of the loss, per token, with d = log p_reference - ℓ.
 
     Differentiated on samples of the policy π, "k3" (e^d - d - 1) has the gradient of KL(reference ‖ π), while "k2"
-    (d²/2) and "corrected" (ρ times k3) have the gradient of KL(π ‖ reference). The plain -d (k1) has no gradient in
-    expectation, so it is not available here; use it as a part of the reward (`advantages.kl_penalized`).
+    (d²/2) and "corrected" (ρ times k3) have the gradient of KL(π ‖ reference). e^d takes d of at most 40. The plain -d
+    (k1) has no gradient in expectation, so it is not available here; use it as a part of the reward
+    (`advantages.kl_penalized`).
 
     Args:
         beta: Factor of the term.
@@ -92,6 +94,7 @@ class KL:
         d = reference - log_prob
         if self.kind == "k2":
             return d**2 / 2
+        d = jnp.minimum(d, MAX_LOG_RATIO)
         k3 = jnp.exp(d) - d - 1
         return k3 if self.kind == "k3" else k3 * (jnp.exp(log_prob - stop(log_prob)) if ratio is None else ratio)
 
@@ -99,7 +102,8 @@ class KL:
 def policy_ratio(
     log_prob: Tokens, old: Tokens | None, mask: Mask, segment_ids: Segments, *, by: Ratio = "token"
 ) -> Tokens:
-    """Computes ρ of each token.
+    """Computes ρ of each token, at most e^40 and constant there: what multiplies ρ, such as an advantage of 0, finds a
+    finite number.
 
     Args:
         log_prob: Log-probabilities under the policy.
@@ -116,14 +120,18 @@ def policy_ratio(
     check_choice("by", by, get_args(Ratio))
     log_ratio = jnp.where(mask, log_prob - (stop(log_prob) if old is None else old), 0)
     if by == "token":
-        return jnp.exp(log_ratio)
+        return _ratio(log_ratio)
     total = segment_sums(log_ratio, segment_ids)  # [B, T] -> [B, S]
     if by != "sequence_sum":
         total = total / jnp.maximum(token_counts(mask, segment_ids), 1)
     of_sequence = spread(total, segment_ids, mask.shape[1])  # [B, S] -> [B, T]
     if by == "sequence_token":
         of_sequence = stop(of_sequence) + log_prob - stop(log_prob)
-    return jnp.exp(of_sequence)
+    return _ratio(of_sequence)
+
+
+def _ratio(log_ratio: Tokens) -> Tokens:
+    return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +166,7 @@ class Correction:
         ratio = stop(jnp.nan_to_num(jnp.where(mask, trained - sampler, 0), nan=0.0))
         if self.by == "sequence":
             ratio = spread(segment_sums(ratio, segment_ids), segment_ids, mask.shape[1])
-        ratio = jnp.exp(ratio)
+        ratio = _ratio(ratio)
         low, high = 0.0 if self.low is None else self.low, math.inf if self.high is None else self.high
         if self.outside == "clip":
             return jnp.clip(ratio, low, high)

@@ -163,7 +163,8 @@ class SimPO(Preference):
 class ORPO(Preference):
     """ORPO (arXiv:2403.07691), without a reference: β sp(-o) plus the NLL of prompt and chosen answer.
 
-    o is the log of the ratio of odds: x_c - x_r - (L(x_c) - L(x_r)), x = mean log p, L(x) = log(1 - e^x).
+    o is the log of the ratio of odds: x_c - x_r - (L(x_c) - L(x_r)), x = mean log p, L(x) = log(1 - e^x). x is at most
+    -1e-12, because the odds of a probability of 1 are infinite.
     """
 
     needs_reference: ClassVar[bool] = False
@@ -172,7 +173,7 @@ class ORPO(Preference):
     nll_of_prompt: ClassVar[bool] = True
 
     def __call__(self, answers: Answers) -> Pairs:
-        chosen, rejected = answers.means
+        chosen, rejected = (jnp.minimum(x, -1e-12) for x in answers.means)
         log_not = lambda x: jnp.log(-jnp.expm1(x))
         return self.beta * softplus(-(chosen - rejected - (log_not(chosen) - log_not(rejected))))
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from maxlib.ops import is_learned, linear_gather_log_probs
 from maxlib.ops._cross_entropy import CrossEntropy, linear_cross_entropy, linear_log_probs
 
 B, T, D, V = 3, 7, 8, 29
@@ -161,15 +162,40 @@ def test_ignored_tokens_add_exactly_nothing(per_token):
     np.testing.assert_array_equal(d_weight, clean[1])
 
 
-def test_every_negative_target_is_ignored_inside_jit():
+def test_ignored_targets_inside_jit():
     """-100 is what Hugging Face's labels have; it must not be learned from."""
     hidden, weight, targets, _ = inputs()
-    others = jnp.where(targets < 0, jnp.asarray([-100, -1, -7])[jnp.arange(T) % 3], targets)
+    others = jnp.where(targets < 0, jnp.asarray([-100, -1])[jnp.arange(T) % 2], targets)
     grad = jax.jit(jax.value_and_grad(lambda h, w, y: linear_cross_entropy(h, w, y, z_loss=0.1).loss, (0, 1)))
     score = jax.jit(lambda y: linear_log_probs(hidden, weight, y, entropy=True))
     jax.tree.map(np.testing.assert_array_equal, grad(hidden, weight, others), grad(hidden, weight, targets))
     jax.tree.map(np.testing.assert_array_equal, score(others), score(targets))
     linear_cross_entropy(hidden, weight, others)  # and outside
+
+
+@pytest.mark.parametrize("bad", [V, -2, 2**31 - 1])
+def test_a_target_outside_the_vocabulary_gives_nan_inside_jit(bad):
+    """A finite loss would train every other token down; outside jit it is an error."""
+    hidden, weight, targets, _ = inputs()
+    targets = targets.at[0, 1].set(bad)
+    grad = jax.jit(jax.value_and_grad(lambda h, w: linear_cross_entropy(h, w, targets).loss, (0, 1)))
+    loss, (d_hidden, d_weight) = grad(hidden, weight)
+    assert np.isnan(loss) and np.isnan(d_weight).any() and np.isnan(d_hidden[0, 1]).all()
+    is_bad = np.asarray(targets) == bad
+    score = jax.jit(lambda h, w: linear_log_probs(h, w, targets).log_prob)
+    np.testing.assert_array_equal(np.isnan(score(hidden, weight)), is_bad)
+    ids = jnp.stack([targets, jnp.maximum(targets, 0)], -1)
+    at = np.isnan(jax.jit(linear_gather_log_probs)(hidden, weight, ids))
+    np.testing.assert_array_equal(at, (ids < 0) | (ids >= V))
+    with pytest.raises(ValueError, match=rf"targets must be in \[0, {V}\), or -1"):
+        linear_cross_entropy(hidden, weight, targets)
+
+
+def test_unsigned_targets_are_all_learned():
+    """65535 is a token of large vocabularies, not -1."""
+    ids = [65535, 65436, 0]
+    for array in (np.array(ids, np.uint16), jnp.array(ids, jnp.uint16)):
+        assert np.asarray(is_learned(array)).all()
 
 
 def test_nothing_to_predict():

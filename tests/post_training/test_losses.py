@@ -131,3 +131,26 @@ def test_noise_on_token_vectors_is_drawn_with_the_key():
     np.testing.assert_allclose(silent, plain, rtol=1e-6)
     with pytest.raises(TypeError, match="needs a model with embed_tokens"):
         tuned(tiny.model(), data, jax.random.key(0))
+
+
+def test_the_noise_of_a_document_is_the_same_alone_padded_and_packed():
+    """±alpha / √(L D), where L counts the document's own tokens."""
+    size = lambda length: 20.0 / (length * built().cfg.dim) ** 0.5
+    segment_ids = jnp.repeat(jnp.array([1, 2, 0]), jnp.array([5, 9, 2]), total_repeat_length=16)[None]
+    layouts = {
+        "alone": ({}, {slice(0, 16): 16}),
+        "padded": ({"valid": jnp.arange(16)[None] < 5}, {slice(0, 5): 5}),
+        "packed": ({"segment_ids": segment_ids}, {slice(0, 5): 5, slice(5, 14): 9}),
+    }
+
+    def noise(model, batch, key):
+        def embedded(model):
+            return model.embed_inputs(batch["tokens"], dtype=jnp.float32, **batch["inputs"])[0]
+
+        return jnp.max(jnp.abs(embedded(model) - embedded(built())), axis=(0, 2))
+
+    for name, (inputs, documents) in layouts.items():
+        batch = {"tokens": jnp.zeros((1, 16), jnp.int32), "inputs": inputs}
+        got = training.with_embedding_noise(noise, alpha=20.0)(built(), batch, jax.random.key(0))
+        for at, length in documents.items():
+            assert 0.95 * size(length) < got[at].max() <= size(length) * (1 + 1e-5), (name, length)

@@ -76,7 +76,7 @@ def test_rewards_that_teach_nothing():
 
 def test_penalties():
     np.testing.assert_allclose(
-        pt.advantages.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 2]
+        pt.advantages.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 1]
     )
     got = pt.advantages.kl_penalized(
         [1.0, 0.0], [[-1.0, -2.0], [-1.0, 9.0]], [[-2.0, -2.5], [-1.5, 0.0]], [[1, 1], [1, 0]], beta=0.1

@@ -126,6 +126,16 @@ def test_a_trainer_refuses_targets_beyond_the_vocabulary():
     with pytest.raises(ValueError, match="the first batch has 32"):
         check_first_batch({"chosen": SHIFTED, "rejected": beyond}, tiny.model())
     check_first_batch({"tokens": TOKENS, "targets": np.full_like(TOKENS, -100)}, tiny.model())
+    with pytest.raises(ValueError, match="targets must .* except -1 .* has -7"):
+        check_first_batch({"tokens": TOKENS, "targets": np.full_like(TOKENS, -7)}, tiny.model())
+
+
+@pytest.mark.parametrize("bad", [tiny.VOCAB, -1])
+def test_a_trainer_refuses_tokens_beyond_the_vocabulary(bad):
+    """The step makes their loss NaN, which alone would read as too high a learning rate."""
+    beyond = SHIFTED | {"tokens": np.where(np.arange(8) == 3, bad, SHIFTED["tokens"])}
+    with pytest.raises(ValueError, match=f"tokens must be below the model's vocabulary of 32 tokens.* batch has {bad}"):
+        training.Trainer(tiny.model(), optax.sgd(0.1), Same(beyond)).fit(1)
 
 
 def test_documents_longer_than_the_model_are_refused():

@@ -1,6 +1,8 @@
 """The loss of language models against its formula."""
 
+import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding, training
+from tests.nn.tiny import tiny_llama
 from tests.outside import outside
 from tests.training import tiny
 
@@ -39,6 +42,27 @@ def test_targets_of_minus_100_are_not_learned_and_not_counted(loss):
     theirs = batch | {"targets": jnp.where(batch["targets"] < 0, -100, batch["targets"])}
     both = jax.jit(jax.value_and_grad(functools.partial(loss, dtype=jnp.float32), has_aux=True))
     jax.tree.map(np.testing.assert_array_equal, both(model, theirs), both(model, batch))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split vocabulary"])
+def test_the_loss_of_ids_outside_the_vocabulary_is_nan(split):
+    """A later batch is seen by nobody but the step, where an id from the table's end would train in silence."""
+    layout = sharding.Layout(sharding.make_mesh(fsdp=2, tensor=4), sharding.FSDP_TP) if split else None
+    with sharding.use(layout) if split else contextlib.nullcontext():
+        model = tiny_llama(num_layers=1, vocab=tiny.VOCAB)
+        model = jax.device_put(model, sharding.shardings(model, layout)) if split else model
+        if split:
+            assert layout.axis_size("vocab") > 1
+        run = jax.jit(lambda batch: tiny.loss(model, batch)[0], compiler_options=tiny.QUICKLY)
+        batch = tiny.batch(8)
+        assert np.isfinite(run(batch))
+        for name, bad in itertools.product(("tokens", "targets"), (tiny.VOCAB, -2, 10**6)):
+            ids = batch[name].copy()
+            ids[3, 1] = bad
+            assert np.isnan(run(batch | {name: ids})), (name, bad)
+        ids = batch["tokens"].copy()
+        ids[3, 1] = -1  # a target without a loss, but no token
+        assert np.isnan(run(batch | {"tokens": ids}))
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Cross-entropy from hidden states and the unembedding, without storing all logits."""
 
 from maxlib.ops._cross_entropy.api import CrossEntropy as CrossEntropy
+from maxlib.ops._cross_entropy.api import is_learned as is_learned
 from maxlib.ops._cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from maxlib.ops._cross_entropy.distillation import divergence as divergence
 from maxlib.ops._cross_entropy.distillation import linear_divergence as linear_divergence

@@ -1,7 +1,7 @@
 """The public loss: checks its arguments, removes ignored tokens, and chooses an implementation."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,7 @@ from maxlib.ops._cross_entropy.reference import reference
 from maxlib.ops._cross_entropy.terms import AxisName, Options
 
 Implementation = Literal["chunked", "reference"]
+IGNORED = -1, -100  # maxlib's targets without a loss, and those of Hugging Face's labels
 
 
 class CrossEntropy(NamedTuple):
@@ -60,9 +61,9 @@ def linear_cross_entropy(
         weight: the unembedding, in Hugging Face's orientation.
         targets: the next tokens, of the shape of `hidden` without its last axis.
         weights: factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
-        ignore_index: this target is ignored, like all negative ones: ignored targets add exactly 0 to the loss and to
-            every gradient, even if `hidden` is not finite. Targets of V or more are an error outside `jit`, and
-            undefined inside.
+        ignore_index: this target is ignored, like -1 and -100: ignored targets add exactly 0 to the loss and to every
+            gradient, even if `hidden` is not finite. Any other target outside `[0, V)` is an error outside `jit`, and
+            inside makes the loss and the gradients NaN.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: probability mass spread evenly over the vocabulary.
@@ -92,9 +93,17 @@ def linear_cross_entropy(
     return CrossEntropy(loss, *(where_valid(x, valid) for x in per_token))
 
 
-def is_learned(targets: Int[Array, "*B"], ignore_index: int | None) -> Bool[Array, "*B"]:
-    """Returns True for each target that is not ignored."""
-    return targets >= 0 if ignore_index is None else (targets >= 0) & (targets != ignore_index)
+def is_learned(targets: Any, ignore_index: int | None = None) -> Any:
+    """Returns True for each target that is not ignored, also for those outside the vocabulary, whose loss is NaN.
+
+    Args:
+        targets: Integers of any shape, as an array of JAX or of NumPy.
+        ignore_index: Ignored besides -1 and -100.
+    """
+    if jnp.issubdtype(targets.dtype, jnp.unsignedinteger):
+        targets = targets.astype(jnp.int32)  # JAX compares -1 with an unsigned integer as its largest number
+    learned = (targets != IGNORED[0]) & (targets != IGNORED[1])
+    return learned if ignore_index is None else learned & (targets != ignore_index)
 
 
 def where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
@@ -144,12 +153,12 @@ def check_chunk(chunk: int | None) -> None:
 
 
 def check_targets(targets, vocab: int, ignore_index: int | None) -> None:
-    """Raises ValueError for a target beyond the vocabulary, if targets are concrete and fully addressable."""
+    """Raises ValueError for a target outside the vocabulary, if targets are concrete and fully addressable."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     host = np.asarray(targets)
-    bad = host[(host != ignore_index) & (host >= vocab)]
+    bad = host[is_learned(host, ignore_index) & ((host < 0) | (host >= vocab))]
     if bad.size:
         raise ValueError(
-            f"targets must be in [0, {vocab}), or negative to be ignored; {bad.size} are not, the first is {bad[0]}"
+            f"targets must be in [0, {vocab}), or -1 (or -100) to be ignored; {bad.size} are not, the first is {bad[0]}"
         )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.ops._cross_entropy.api import check_chunk
 from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split, _vary, _varying
-from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of
+from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of, vocab_size
 from maxlib.ops._loops import each
 
 
@@ -52,10 +52,11 @@ def top_k_divergence(
 
 def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]:
     """Completes the log-probabilities of some tokens to a distribution."""
-    total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
+    log_probs = log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
     if not tail:
-        return log_probs - jnp.log(total)
-    # With rounding the sum may be 1 or more.
+        return jax.nn.log_softmax(log_probs, axis=-1)
+    total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
+    # With rounding the sum may be 1 or more. In float16 and bfloat16 the limit itself would be 1.
     rest = jnp.log1p(-jnp.minimum(total, 1 - 1e-7))
     return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
 
@@ -131,7 +132,7 @@ def linear_gather_log_probs(
     Args:
         hidden: The model's output after its final norm.
         weight: The unembedding.
-        ids: Tokens to look up, in [0, V).
+        ids: Tokens to look up, in [0, V); others give NaN.
         temperature: Divisor of the logits, after the soft-cap.
         softcap: See `linear_cross_entropy`.
         chunk: Tokens per chunk.
@@ -147,8 +148,9 @@ def linear_gather_log_probs(
         log_p = _log_softmax(h, w, options)  # [m, V], or this device's part of V
         local = _local(ids, log_p.shape[1], axis_name)
         here = (local >= 0) & (local < log_p.shape[1])
-        found = jnp.take_along_axis(log_p, jnp.clip(local, 0, log_p.shape[1] - 1), axis=1)  # [m, K]
-        return _psum(jnp.where(here, found, 0), axis_name)
+        picked = jnp.take_along_axis(log_p, jnp.clip(local, 0, log_p.shape[1] - 1), axis=1)  # [m, K]
+        in_vocab = (ids >= 0) & (ids < vocab_size(log_p, axis_name))
+        return jnp.where(in_vocab, _psum(jnp.where(here, picked, 0), axis_name), jnp.nan)
 
     rows = _rows(hidden, None), ids.reshape(-1, ids.shape[-1])
     return _by_chunks(look_up, rows, (weight,), chunk, axis_name).reshape(ids.shape)
@@ -211,7 +213,10 @@ def _pointwise(student: Array, teacher: Array, beta: float) -> Array:
         return _kl(teacher, student)
     if beta == 1:
         return _kl(student, teacher)
-    mixture = jnp.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    # `logaddexp` of twice -inf is -inf, but its gradient NaN.
+    never = (teacher == -jnp.inf) & (student == -jnp.inf)
+    p, q = (jnp.where(never, 0, x) for x in (teacher, student))
+    mixture = jnp.where(never, -jnp.inf, jnp.logaddexp(p + math.log(beta), q + math.log1p(-beta)))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 

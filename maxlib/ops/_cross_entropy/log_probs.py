@@ -46,8 +46,8 @@ def linear_log_probs(
         temperature: divisor of the logits after the soft-cap. For a policy, use the temperature of its sampler.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         entropy: True also computes the entropy `-sum_v p_v log p_v` of the same distribution.
-        ignore_index: tokens with this target, or a negative one, give 0 and have no gradient, even if `hidden` is not
-            finite.
+        ignore_index: tokens with this target, -1 or -100 give 0 and have no gradient, even if `hidden` is not finite.
+            Any other target outside `[0, V)` gives NaN inside `jit`.
         chunk: tokens per chunk; results differ only by rounding.
         axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
             `linear_cross_entropy`.

@@ -62,7 +62,8 @@ def terms_of(logits: Float[Array, "M V"], targets: Int[Array, " M"], options: Op
     top = _pmax(jax.lax.stop_gradient(jnp.max(logits, axis=1)), axis)
     shifted = logits - top[:, None]  # M V, at most 0
     total = _psum(jnp.sum(jnp.exp(shifted), axis=1), axis)
-    lse = top + jnp.log(total)
+    # A target outside the vocabulary is on no device. NaN here reaches its loss, its log-probability and all gradients.
+    lse = jnp.where((targets >= 0) & (targets < vocab_size(logits, axis)), top + jnp.log(total), jnp.nan)
     token_loss = lse - target_logit
     if eps:
         mean = _psum(jnp.sum(logits, axis=1), axis) / vocab_size(logits, axis)

@@ -7,29 +7,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlib import nn
+from maxlib import nn, ops
 from maxlib.training._objectives.second_model import WithFrozen
 
 
 def check_first_batch(batch: dict[str, Any], model: Any) -> None:
-    """Raises ValueError for targets or positions beyond the model's and for images and audio that do not
+    """Raises ValueError for tokens, targets or positions beyond the model's and for images and audio that do not
     match their placeholders, and warns about targets that are not shifted.
 
     Args:
         batch: This host's rows; nested batches are checked too.
-        model: The trained model; targets are only checked if it has `head_weight`, positions if it has `max_length`.
+        model: The trained model; tokens are only checked if it has `embed`, targets if it has `head_weight`, positions
+            if it has `max_length`.
     """
+    check_ids(batch, model)
     model = model.trained if isinstance(model, WithFrozen) else model
-    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
     read = "tokens", "targets", "segment_ids", "valid", "positions"
     for found in _batches(batch):
         # On the host: eager operations on devices would be compiled one by one.
         part = {name: np.asarray(found[name]) for name in read if found.get(name) is not None}
-        if vocab is not None and (largest := np.max(part["targets"], initial=-1)) >= vocab:
-            raise ValueError(
-                f"targets must be below the model's vocabulary of {vocab} tokens, or negative where nothing is learned; "
-                f"the first batch has {largest}: is this the model's tokenizer?"
-            )
         _check_padding(part)
         if isinstance(model, nn.vision.VisionModel) and "tokens" in part:
             model.check_images(part["tokens"], found.get("images"))
@@ -40,13 +36,35 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         _warn_of_restarts(part)
 
 
+def check_ids(batch: dict[str, Any], model: Any) -> None:
+    """Raises ValueError for tokens and targets outside of the model's vocabulary; a step makes their loss NaN.
+
+    Args:
+        batch: This host's rows; nested batches are checked too.
+        model: The trained model.
+    """
+    model = model.trained if isinstance(model, WithFrozen) else model
+    rows = model.embed.w.shape[0] if isinstance(getattr(model, "embed", None), nn.Embed) else None
+    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
+    for inner in _batches(batch):
+        targets, tokens = np.asarray(inner["targets"]), np.asarray(inner.get("tokens", ()))
+        # Only targets have a number that stands for none.
+        for name, ids, limit in (("targets", targets[ops.is_learned(targets)], vocab), ("tokens", tokens, rows)):
+            if limit is not None and (bad := ids[(ids < 0) | (ids >= limit)]).size:
+                other = "except -1 where nothing is learned" if name == "targets" else "also at padding"
+                raise ValueError(
+                    f"{name} must be below the model's vocabulary of {limit} tokens and not negative, {other}; the first "
+                    f"batch has {bad[0]}: is this the model's tokenizer?"
+                )
+
+
 def _check_padding(batch: dict[str, Any]) -> None:
     """Raises ValueError for targets at padding, which attends to nothing; the loss would learn them."""
     packed = "segment_ids" in batch
     mask, targets = batch.get("segment_ids" if packed else "valid"), np.asarray(batch["targets"])
     if mask is None or np.shape(mask) != targets.shape:
         return
-    if count := int(np.sum((np.asarray(mask) == 0) & (targets >= 0))):
+    if count := int(np.sum((np.asarray(mask) == 0) & ops.is_learned(targets))):
         says = "segment_ids is 0" if packed else "valid is False"
         raise ValueError(
             f"{count} targets of the first batch are at padding, where {says}: set them to -1"
@@ -95,7 +113,7 @@ def warn_of_copies(batch: dict[str, Any]) -> None:
     if "tokens" not in batch or np.shape(batch["tokens"]) != np.shape(batch["targets"]):
         return
     tokens, targets = np.asarray(batch["tokens"]), np.asarray(batch["targets"])
-    learned = targets >= 0
+    learned = ops.is_learned(targets)
     is_next = (targets[..., :-1] == tokens[..., 1:]) | ~learned[..., :-1]
     if learned.any() and (targets == tokens)[learned].all() and not is_next.all():
         warnings.warn(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib import nn
+from maxlib import nn, ops
 from maxlib.nn.mtp import shift_left
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import COUNTS, Batch, Stats, objective, own_losses
@@ -71,7 +71,7 @@ def _module_loss(model: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[
     """Returns the sum of the loss over the module's targets, and the means of its metrics over them."""
     own = jnp.where(module.valid, shift_left(targets, depth, fill=-1), -1)
     loss, terms = nn.cross_entropy(module.hidden, model.head_weight(), own, softcap=model.softcap)
-    count = jnp.maximum(jnp.sum(own >= 0), 1)
+    count = jnp.maximum(jnp.sum(ops.is_learned(own)), 1)
     return loss, {name: value / count for name, value in terms.items()}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlib import nn
+from maxlib import nn, ops
 from maxlib.training._objectives.objective import Batch, Stats, objective
 
 
@@ -13,7 +13,7 @@ from maxlib.training._objectives.objective import Batch, Stats, objective
 def next_token_loss(
     model: Any, hidden: Float[Array, "B T D"], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[Float[Array, ""], Stats]:
-    """Computes the cross-entropy of `batch["targets"]` (negative: ignored) given `batch["tokens"]`, summed, in nats.
+    """Computes the cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, summed, in nats.
 
     Call it as `next_token_loss(model, batch, key, *, dtype, remat, z_loss, label_smoothing)` (`Objective`). Its metrics
     are `nll` (without smoothing, z-loss and the model's own losses), `accuracy`, and the model's reports.
@@ -33,4 +33,4 @@ def next_token_loss(
         z_loss=z_loss,
         label_smoothing=label_smoothing,
     )
-    return loss, Stats(jnp.sum(batch["targets"] >= 0).astype(jnp.float32), sums)
+    return loss, Stats(jnp.sum(ops.is_learned(batch["targets"])).astype(jnp.float32), sums)

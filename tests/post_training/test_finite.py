@@ -1,0 +1,196 @@
+"""Every loss at its poles: value and gradient are finite, and garbage in what is not learned reaches neither.
+
+A `where`, `minimum` or `clip` hides a value, but not the gradient of the branch that it does not choose.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib import nn, ops, training
+from maxlib import post_training as pt
+from maxlib.nn.router import Router, RouterZ, Routing, SequenceBalance, SwitchBalance
+from maxlib.post_training import preferences
+from maxlib.training._objectives.objective import Objective, split_options
+from tests.post_training.every_loss import LOSSES, full
+from tests.training import tiny
+
+EXTREME = {
+    **LOSSES,
+    "orpo": functools.partial(pt.preference_loss, kind=pt.ORPO()),
+    "chosen": functools.partial(pt.preference_loss, kind=pt.ChosenNLL()),
+    "two-sided": functools.partial(pt.grpo, surrogate=pt.Clip(delta=4.0)),
+    "k3": functools.partial(pt.rloo, kl_term=pt.KL(0.1, "k3"), entropy=0.1),
+    "corrected": functools.partial(pt.rloo, kl_term=pt.KL(0.1, "corrected")),
+    "unlimited": functools.partial(pt.rloo, correction=pt.Correction("sequence", None, None)),
+}
+OF_LOGITS = "top_k", "next_token", "smooth", "teacher", "reverse", "mixture", "renormalized"
+
+
+class Head:
+    """A head whose logits are its hidden states, or whose hidden states are log-probabilities (`scored`)."""
+
+    softcap = None
+
+    def __init__(self, vocab):
+        self.vocab = vocab
+
+    def head_weight(self):
+        return jnp.eye(self.vocab)
+
+
+def scored(hidden, weight, targets, *, entropy=False, **_):
+    log_prob = jnp.where(targets >= 0, hidden[..., 0], 0)
+    return nn.TokenLogProbs(log_prob, log_prob > -0.5, -log_prob if entropy else None)
+
+
+LOG_P = 0.0, -1e-8, -1.0, -1e3
+GRID = np.array([*itertools.product(LOG_P, LOG_P, (-1e3, 0.0, 1e3), (-1.0, 0.0, 1.0))], np.float32)
+
+
+def rows(dtype):
+    """A row for each point of the grid: a chosen and a rejected answer of two learned tokens and one that is not."""
+    chosen, rejected, shift, advantages = (jnp.asarray(x, dtype)[:, None] for x in GRID.T)
+    learned = jnp.array([[True, True, False] * 2])
+    log_p = jnp.concatenate([chosen.repeat(3, 1), rejected.repeat(3, 1)], axis=1)
+    spoiled = lambda x: jnp.where(learned, x, -jnp.inf).astype(dtype)  # what stands where nothing is learned
+    batch = {name: spoiled(log_p - shift) for name in ("reference_log_probs", "old_log_probs", "sampler_log_probs")}
+    batch |= {"advantages": spoiled(advantages.repeat(6, 1)), "desirable": advantages.repeat(6, 1) > 0}
+    batch |= {"kl_baseline": shift[:, 0], "segment_ids": jnp.array([[1] * 3 + [2] * 3]).repeat(len(GRID), 0)}
+    ids = jnp.zeros(log_p.shape, jnp.int32)
+    return spoiled(log_p)[..., None], batch | {"tokens": ids, "targets": jnp.where(learned, ids, -1)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, full(jnp.bfloat16)])
+def test_losses_of_log_probabilities_are_finite(dtype, monkeypatch):
+    monkeypatch.setattr(nn, "token_log_probs", scored)
+    hidden, batch = rows(dtype)
+    names = [name for name in EXTREME if name not in OF_LOGITS]
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def all_gradients(hidden, batch):
+        values = {}
+        for name in names:
+            goal, options = split_options(EXTREME[name])
+            f = functools.partial(goal.from_hidden, **options)
+            values[name] = jax.value_and_grad(lambda h, f=f: f(Head(1), h, batch), has_aux=True)(hidden)
+        return values
+
+    for name, ((value, stats), gradient) in jax.device_get(all_gradients(hidden, batch)).items():
+        at = np.unique(GRID[~np.isfinite(np.asarray(gradient, np.float32)).all((1, 2))], axis=0)
+        assert not len(at), f"{name}: gradients at (log p chosen, log p rejected, log ratio, advantage) {at[:4]}"
+        assert np.isfinite(jax.tree.leaves((value, stats))).all(), name
+        assert np.any(gradient), name
+
+
+def test_losses_of_logits_are_finite():
+    """Logits that differ by 1000, hidden states that are no numbers where nothing is learned."""
+    logits = jnp.array([[[1e3, 0, 0, -1e3], [0, 1e3, 0, 0], [1.0, 2, 3, 4], [jnp.nan] * 4]])
+    targets, never = jnp.array([[0, 0, 1, -1]]), jnp.array([[False, False, False, True]])
+    spoiled = lambda x: jnp.where(never[..., None], jnp.nan, x)
+    top = jnp.array([[[0.0, -1e3], [-1e3, -1e3], [-1.0, -jnp.inf], [0, 0]]])
+    batch = {
+        "tokens": targets,
+        "targets": targets,
+        "teacher_ids": jnp.where(never[..., None], 9, jnp.array([[[0, 2]]])),
+    }
+    batch |= {"teacher_log_probs": spoiled(top)}
+    teacher = batch | {"teacher": Head(4), "teacher_hidden": spoiled(logits[..., ::-1])}
+    distilled = pt.distillation_loss.from_hidden
+    losses = {
+        "top_k": lambda h: distilled(Head(4), h, batch, beta=0.3, hard=0.2),
+        "renormalized": lambda h: distilled(Head(4), h, batch, tail=False),
+        "next_token": lambda h: training.next_token_loss.from_hidden(Head(4), h, batch),
+        "smooth": lambda h: training.next_token_loss.from_hidden(Head(4), h, batch, z_loss=1e-3, label_smoothing=0.1),
+        "dft": lambda h: training.dft_loss.from_hidden(Head(4), h, batch),
+        "teacher": lambda h: distilled(Head(4), h, teacher),
+        "reverse": lambda h: distilled(Head(4), h, teacher, beta=1.0),
+        "mixture": lambda h: distilled(Head(4), h, teacher, beta=0.5),
+    }
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def all_gradients(hidden):
+        return {name: jax.value_and_grad(loss, has_aux=True)(hidden) for name, loss in losses.items()}
+
+    for name, ((value, _), gradient) in jax.device_get(all_gradients(logits)).items():
+        assert np.isfinite(value) and np.isfinite(gradient).all(), name
+
+
+def test_no_loss_is_forgotten():
+    """A new objective or preference must join the losses above."""
+    exported = [getattr(room, name) for room in (training, pt) for name in dir(room)]
+    objectives = {loss for loss in exported if isinstance(loss, Objective)}
+    tried = {split_options(loss)[0] for loss in EXTREME.values()} | {training.next_token_loss}
+    assert objectives - tried == {training.mtp_loss}  # `nn.cross_entropy` of its modules
+    kinds = {options.get("kind") for _, options in map(split_options, EXTREME.values())}
+    assert set(preferences.Preference.__subclasses__()) <= {type(kind) for kind in kinds}
+    assert {kind.loss_type for kind in kinds if isinstance(kind, pt.DPO)} == set(preferences._LOSSES)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_divergences_of_impossible_tokens_are_finite(dtype):
+    """Tokens that neither of two distributions has; a bucket of all others without any mass."""
+    p, q = (jnp.log(jnp.array(x, dtype)) for x in ([0.5, 0.5, 0.0, 0.0], [0.25, 0.0, 0.0, 0.75]))
+    want = 0.5 * np.log(0.5 / 0.375) + 0.5 * np.log(0.5 / 0.25)
+    want = 0.5 * want + 0.5 * (0.25 * np.log(0.25 / 0.375) + 0.75 * np.log(0.75 / 0.375))
+    value, gradients = jax.value_and_grad(functools.partial(ops.divergence, beta=0.5), (0, 1))(q, p)
+    np.testing.assert_allclose(value, want, rtol=1e-6 if dtype == jnp.float32 else 0.02)
+    assert np.isfinite(jnp.stack(gradients)).all()
+    closed = jax.grad(lambda x, tail: ops.top_k_divergence(x, jnp.log(jnp.array([0.7, 0.2], dtype)), tail=tail))
+    for tail, at in itertools.product((True, False), ([0.0, -1e3], [-1e3, -1e3])):
+        assert np.isfinite(closed(jnp.array(at, dtype), tail)).all()
+
+
+def test_routers_and_their_losses_are_finite():
+    """Sigmoid scores may all be 0; padding may have logits of -inf."""
+    router = Router(2, 4, top_k=2, score=jax.nn.sigmoid, rngs=nnx.Rngs(0))
+    router.gate.w.set_value(jnp.array([[-1e3, 0], [-1e3, 0], [-1e3, 1], [-1e3, -1]]))
+    valid, x = jnp.array([[True, True, False]]), jnp.array([[[1.0, 0], [0, 1], [1, 1]]])
+    losses = SwitchBalance(1.0), SequenceBalance(1.0), RouterZ(1.0)
+
+    def total(x):
+        routing = router(x)
+        return sum(loss(routing, valid) for loss in losses) + jnp.sum(routing.weights)
+
+    value, gradient = jax.value_and_grad(total)(x)
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+    logits = jnp.array([[[1.0, 2], [3, 4], [-jnp.inf, -jnp.inf]]])
+    of_logits = lambda z: RouterZ(1.0)(Routing(jnp.zeros((1, 3, 1), int), jnp.ones((1, 3, 1)), z, z), valid)
+    value, gradient = jax.value_and_grad(of_logits)(logits)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(value, np.mean(np.log(np.exp([1, 3]) + np.exp([2, 4])) ** 2), rtol=1e-6)
+
+
+def test_what_was_finite_is_unchanged():
+    """ORPO, ratios and divergences against their formulas in float64, up to where these are huge."""
+    x = np.array([-1e-8, -1e-7, -1e-3, -0.5, -1.0, -20.0, -1e3])
+    chosen, rejected = (y.ravel() for y in np.meshgrid(x, x))
+    odds = lambda x: x - np.log(-np.expm1(x))
+    want = 0.1 * np.logaddexp(0, odds(rejected) - odds(chosen))
+    one = jnp.ones(len(chosen))
+    got = pt.ORPO(0.1)(
+        preferences.Answers(jnp.asarray(chosen, jnp.float32), jnp.asarray(rejected, jnp.float32), one, one)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    d = np.array([[-1e3, -30.0, -1.0, 0.0, 1.0, 39.0]])
+    old, mask = jnp.asarray(-d, jnp.float32), jnp.ones(d.shape, bool)
+    np.testing.assert_allclose(pt.policies.policy_ratio(0 * old, old, mask, None), np.exp(d), rtol=1e-5)
+    np.testing.assert_allclose(pt.KL(kind="k3")(0 * old, -old), np.exp(d) - d - 1, rtol=1e-5, atol=1e-6)
+
+
+def test_an_outlier_weighs_nothing_if_its_advantage_is_zero():
+    """Over 400 tokens a ratio of 1.35 at each is e^120 for the sequence, more than float32 has."""
+    old, mask, zero = jnp.full((1, 400), -0.3), jnp.ones((1, 400), bool), jnp.zeros((1, 400))
+
+    def loss(log_prob, by, clip):
+        ratio = pt.policies.policy_ratio(log_prob, old, mask, None, by=by)
+        return jnp.sum(clip(ratio, zero, log_prob).loss)
+
+    for by, clip in itertools.product(("token", "sequence_sum"), (pt.Clip(), pt.Clip(delta=4.0), pt.CISPO())):
+        value, gradient = jax.value_and_grad(loss)(zero, by, clip)
+        assert value == 0 and not gradient.any()
