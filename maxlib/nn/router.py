@@ -106,11 +106,9 @@ class Router(nnx.Module):
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.renormalize:
             # 1e-20 avoids 0 / 0 when all chosen sigmoids are zero.
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        # Sigmoid scores do not sum to 1; the balance losses need probabilities. All scores may be 0.
-        total = scores.sum(axis=-1, keepdims=True)
-        probs = scores / jnp.where(total > 0, total, 1)
-        return Routing(experts, weights * self.scale, logits, probs)
+            weights = _shares(weights, 1e-20)
+        # Sigmoid scores do not sum to 1; the balance losses need probabilities.
+        return Routing(experts, weights * self.scale, logits, _shares(scores))
 
     def _preference(self, logits, scores):
         """Returns the scores for choosing experts."""
@@ -190,6 +188,16 @@ def _gate(dim: int, num_experts: int, *, bias: bool, init: Init | None, rngs: nn
     """Makes the projection from tokens to logits."""
     # The axis is not named "expert", because every device scores all experts.
     return Einsum("...D,ED->...E", (num_experts, dim), ("router", "embed"), bias=bias, init=init, rngs=rngs)
+
+
+def _shares(scores, eps: float = 0.0):
+    """Returns `scores / (sum + eps)`, 0 if all scores are; only scores that sum to 1e-18 have a gradient of the sum.
+
+    That gradient, 1 / sum^2, would exceed float32.
+    """
+    total = scores.sum(axis=-1, keepdims=True) + eps
+    total = jnp.where(total > 1e-18, total, jax.lax.stop_gradient(total))
+    return scores / jnp.where(total > 0, total, 1)
 
 
 def _logits(gate: Einsum, x):

@@ -178,12 +178,12 @@ def test_a_target_outside_the_vocabulary_gives_nan_inside_jit(bad):
     """A finite loss would train every other token down; outside jit it is an error."""
     hidden, weight, targets, _ = inputs()
     targets = targets.at[0, 1].set(bad)
-    grad = jax.jit(jax.value_and_grad(lambda h, w: linear_cross_entropy(h, w, targets).loss, (0, 1)))
-    loss, (d_hidden, d_weight) = grad(hidden, weight)
+    grad = jax.jit(jax.value_and_grad(lambda h, w, y: linear_cross_entropy(h, w, y).loss, (0, 1)))
+    loss, (d_hidden, d_weight) = grad(hidden, weight, targets)
     assert np.isnan(loss) and np.isnan(d_weight).any() and np.isnan(d_hidden[0, 1]).all()
     is_bad = np.asarray(targets) == bad
-    score = jax.jit(lambda h, w: linear_log_probs(h, w, targets).log_prob)
-    np.testing.assert_array_equal(np.isnan(score(hidden, weight)), is_bad)
+    score = jax.jit(lambda h, w, y: linear_log_probs(h, w, y).log_prob)
+    np.testing.assert_array_equal(np.isnan(score(hidden, weight, targets)), is_bad)
     ids = jnp.stack([targets, jnp.maximum(targets, 0)], -1)
     at = np.isnan(jax.jit(linear_gather_log_probs)(hidden, weight, ids))
     np.testing.assert_array_equal(at, (ids < 0) | (ids >= V))

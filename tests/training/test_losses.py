@@ -47,7 +47,7 @@ def test_targets_of_minus_100_are_not_learned_and_not_counted(loss):
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split vocabulary"])
 def test_the_loss_of_ids_outside_the_vocabulary_is_nan(split):
     """A later batch is seen by nobody but the step, where an id from the table's end would train in silence."""
-    layout = sharding.Layout(sharding.make_mesh(fsdp=2, tensor=4), sharding.FSDP_TP) if split else None
+    layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP) if split else None
     with sharding.use(layout) if split else contextlib.nullcontext():
         model = tiny_llama(num_layers=1, vocab=tiny.VOCAB)
         model = jax.device_put(model, sharding.shardings(model, layout)) if split else model
