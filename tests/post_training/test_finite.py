@@ -14,6 +14,7 @@ from flax import nnx
 
 from maxlib import nn, ops, training
 from maxlib import post_training as pt
+from maxlib.nn.matmul import LowRank, PlainMatmul
 from maxlib.nn.router import Router, RouterZ, Routing, SequenceBalance, SwitchBalance
 from maxlib.post_training import preferences
 from maxlib.training._objectives.objective import Objective, split_options
@@ -194,3 +195,13 @@ def test_an_outlier_weighs_nothing_if_its_advantage_is_zero():
     for by, clip in itertools.product(("token", "sequence_sum"), (pt.Clip(), pt.Clip(delta=4.0), pt.CISPO())):
         value, gradient = jax.value_and_grad(loss)(zero, by, clip)
         assert value == 0 and not gradient.any()
+
+
+def test_a_row_of_zeros_has_no_direction_for_dora():
+    """Its norm is 0, and so is the magnitude that an adapter starts with."""
+    w, x = nnx.Param(jnp.array([[1.0, 2.0], [0.0, 0.0]])), jnp.array([[3.0, 4.0]])
+    a, b, magnitude = nnx.Param(jnp.ones((1, 2))), nnx.Param(jnp.zeros((2, 1))), nnx.Param(jnp.array([5**0.5, 0.0]))
+    matmul = LowRank(PlainMatmul(), a, b, scale=1.0, summed=(-1,), kept=(-2,), magnitude=magnitude)
+    run = lambda x: matmul.einsum("td,fd->tf", x, w)
+    np.testing.assert_allclose(run(x), [[11.0, 0.0]], rtol=1e-6)
+    assert np.isfinite(jax.grad(lambda x: run(x).sum())(x)).all()
