@@ -1,12 +1,14 @@
 """Rotary embeddings of tokens with several positions, such as the time, row and column of an image patch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from maxlib.ops._rope import Lengths, Rope
+from maxlib.ops._rope import Rope
+from maxlib.ops._rope_scaling import Length
 
 Positions = Int[Array, "B T *R"] | Int[np.ndarray, "B T *R"]
 Table = Float32[Array, "B T half"]
@@ -70,7 +72,7 @@ class MRope:
         ends = np.array([0, *self.sections[1:3], 0])[pair % 3]  # [half]: pairs below the end rotate by row or column
         return np.where((pair % 3 > 0) & (pair < 3 * ends), pair % 3, 0)
 
-    def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
+    def tables(self, positions: Positions, *, length: Length | None = None) -> tuple[Table, Table]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
@@ -87,6 +89,8 @@ class MRope:
                 f"positions must have three rows, time, row and column, `B T 3`, got the shape {positions.shape}; "
                 "`nn.vision.mrope_positions` makes them"
             )
+        if self.needs_length and length is None:
+            length = jnp.max(positions, axis=(1, 2), initial=-1) + 1  # one of the row, not of each axis
         # One table per axis, [B, T, half]; each pair selects its axis.
         tables = [self.rope.tables(positions[:, :, axis], length=length) for axis in range(3)]
         pick = lambda time, row, column: jnp.select(
@@ -116,6 +120,7 @@ class AxialRope:
     dim: int
     theta: float = 10_000.0
     alternating: bool = False
+    needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.dim < 1:
@@ -131,7 +136,7 @@ class AxialRope:
         """Is None: there is no limit."""
         return None
 
-    def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
+    def tables(self, positions: Positions, *, length: Length | None = None) -> tuple[Table, Table]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:

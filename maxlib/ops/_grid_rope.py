@@ -1,12 +1,14 @@
 """Rotary embedding of image patches by row and column."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from maxlib.ops._rope import Lengths, Rope
+from maxlib.ops._rope import Rope
+from maxlib.ops._rope_scaling import Length
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class GridRope:
     side: int
     theta: float = 10_000.0
     interleaved: bool = True
+    needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.side < 1:
@@ -43,7 +46,7 @@ class GridRope:
         return None
 
     def tables(
-        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
+        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Length | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
