@@ -215,6 +215,24 @@ def context_of(x: Float[Array, "B T D"], ctx: Context | None) -> Context:
     return ctx
 
 
+def check_prefix(q: Float[Array, "B T N H"], mask: Mask, ctx: Context) -> Float[Array, "B T N H"]:
+    """Returns queries, NaN in rows whose cache ends inside the prefix of `mask`.
+
+    Raises:
+        ValueError: for such rows outside jit.
+    """
+    if not mask.prefix:
+        return q
+    # The cached tokens of the prefix could not attend to the new ones.
+    is_split = (ctx.length > 0) & (ctx.length < mask.prefix) & (ctx.num_new > 0)
+    if is_known(is_split) and is_split.any():
+        raise ValueError(
+            f"with a cache, the first call must have the whole prefix of {mask.prefix} tokens, which attend to each "
+            f"other, but the rows have {np.asarray(ctx.length).tolist()} cached tokens: give the prefix in one call"
+        )
+    return jnp.where(is_split[:, None, None, None], jnp.nan, q)
+
+
 def check_is_rows(x: Array) -> None:
     """Raises ValueError unless `x` has three axes, `B T D`."""
     if x.ndim != 3:

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from maxlib.ops._rope import Rope
-from maxlib.ops._rope_scaling import Length
+from maxlib.ops._rope import Lengths, Rope
 
 Positions = Int[Array, "B T *R"] | Int[np.ndarray, "B T *R"]
 Table = Float32[Array, "B T half"]
@@ -72,7 +71,7 @@ class MRope:
         ends = np.array([0, *self.sections[1:3], 0])[pair % 3]  # [half]: pairs below the end rotate by row or column
         return np.where((pair % 3 > 0) & (pair < 3 * ends), pair % 3, 0)
 
-    def tables(self, positions: Positions, *, length: Length | None = None) -> tuple[Table, Table]:
+    def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
@@ -136,7 +135,7 @@ class AxialRope:
         """Is None: there is no limit."""
         return None
 
-    def tables(self, positions: Positions, *, length: Length | None = None) -> tuple[Table, Table]:
+    def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:

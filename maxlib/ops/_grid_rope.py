@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from maxlib.ops._rope import Rope
-from maxlib.ops._rope_scaling import Length
+from maxlib.ops._rope import Lengths, Rope
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class GridRope:
         return None
 
     def tables(
-        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Length | None = None
+        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 

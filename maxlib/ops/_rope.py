@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from maxlib.ops._rope_scaling import Frequencies, Length, Scaling, check_positive, plain_frequencies
 
+Lengths = Length | Int[Array, " B"] | Int[Array, "B T"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ class Rope:
         """Returns the frequency of each pair, in radians per position, shape `(dim / 2,)`.
 
         Args:
-          length: number of positions in the sequence; used only if `needs_length` (None: a short sequence). For an array
-              of lengths `*L` the result is `*L dim/2`.
+          length: number of positions in the sequence; used only if `needs_length` (None: a short sequence).
         """
         if self.scaling is None:
             return plain_frequencies(self.dim, self.theta)
@@ -82,7 +82,7 @@ class Rope:
             )
 
     def tables(
-        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Length | None = None
+        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
         """Returns the cosine and sine of every pair's angle, multiplied by the scaling's magnitude.
 
@@ -108,14 +108,15 @@ class Rope:
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
-    def _frequencies(self, length: Length | None) -> Float32[Array, "#B #T half"]:
+    def _frequencies(self, length: Lengths | None) -> Float32[Array, "#B #T half"]:
         """Returns the frequencies for one length of all tokens, one of each row, or one of each token."""
-        frequencies = jnp.asarray(self.inv_freq(length if self.needs_length else None))
-        if frequencies.ndim == 1:
-            return frequencies[None, None]  # [half] -> [1, 1, half]
-        return frequencies[:, None] if frequencies.ndim == 2 else frequencies  # [B, half] -> [B, 1, half]
+        if not self.needs_length or isinstance(length, int):
+            return jnp.asarray(self.inv_freq(length))[None, None]  # [half] -> [1, 1, half]
+        lengths = jnp.asarray(length)
+        lengths = lengths.reshape(*lengths.shape, *[1] * (2 - lengths.ndim))  # [], [B] or [B, T] -> [#B, #T]
+        return jnp.vectorize(self.inv_freq, signature="()->(half)")(lengths)
 
-    def _check_known(self, positions: Array | np.ndarray, length: Length | None) -> None:
+    def _check_known(self, positions: Array | np.ndarray, length: Lengths | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):
             with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: its value is unknown
                 # jnp.max of a plain number would be traced inside jit, and its value unknown.

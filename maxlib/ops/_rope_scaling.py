@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-Frequencies = Float32[Array, "*L half"] | Float32[np.ndarray, " half"]
-Length = int | Int[Array, "*L"]  # of one sequence, or an array of lengths
+Frequencies = Float32[Array, " half"] | Float32[np.ndarray, " half"]
+Length = int | Int[Array, ""]
 
 
 def _powers(dim: int, theta: float) -> Float32[np.ndarray, " half"]:
@@ -38,15 +38,12 @@ class Scaling:
     needs_length: ClassVar[bool] = False  # True: the frequencies depend on the length of the sequence
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
-        """Returns the frequencies of the `dim / 2` pairs, in radians per position.
+        """Returns the frequency of each of the `dim / 2` pairs, in radians per position.
 
         Args:
           dim: number of rotary dimensions.
           theta: base of the frequencies.
-          length: number of positions in the sequence, or an array of lengths `*L`; ignored unless `needs_length`.
-
-        Returns:
-          Frequencies of shape `(dim / 2,)`, or `*L dim/2` for an array of lengths.
+          length: number of positions in the sequence; ignored unless `needs_length`.
         """
         raise NotImplementedError
 
@@ -125,7 +122,7 @@ class DynamicNTK(Scaling):
             ratio = max(length or 0, self.original_length) / self.original_length
             return plain_frequencies(dim, theta * (self.factor * ratio - (self.factor - 1)) ** power)
         ratio = jnp.maximum(length, self.original_length).astype(jnp.float32) / self.original_length
-        growth = (self.factor * ratio - (self.factor - 1))[..., None]  # [*L, 1]
+        growth = self.factor * ratio - (self.factor - 1)
         exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim) * np.float32(power)
         # plain frequencies times growth^-exponent: exact at growth 1, and a large base loses no digits
         return jnp.asarray(plain_frequencies(dim, theta)) * jnp.exp(-jnp.log(growth) * exponent)
@@ -272,8 +269,7 @@ class LongRope(Scaling):
         short, long = (
             np.float32(1) / (np.asarray(f, np.float32) * powers) for f in (self.short_factor, self.long_factor)
         )
-        lengths = jnp.asarray(0 if length is None else length)[..., None]  # [*L, 1]
-        return jnp.where(lengths > self.original_length, long, short)
+        return jnp.where(jnp.asarray(0 if length is None else length) > self.original_length, long, short)
 
     @property
     def magnitude(self) -> float:

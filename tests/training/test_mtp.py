@@ -12,6 +12,7 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import deepseek
 from maxlib.training import mtp_loss, next_token_loss
+from maxlib.training._step import means
 from tests.nn.tiny import filled
 from tests.training import tiny
 
@@ -140,7 +141,7 @@ def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
                 agreed[row, i] &= bool(scores[row, i].argmax() == choices[row, i + depth])
                 taken.append(agreed[row, i])
         total += 0.25 * np.sum(nll) + count * modules[depth - 1].aux["loss/moe_balance"]
-        metrics = {name: value / count for name, value in both[1].sums.items()}
+        metrics = means(both[1])
         assert metrics[f"mtp{depth}/nll"] == pytest.approx(np.mean(nll), rel=1e-5)
         assert metrics[f"mtp{depth}/accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
         assert metrics[f"mtp{depth}/acceptance"] == pytest.approx(np.mean(taken), abs=1e-6)
