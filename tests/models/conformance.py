@@ -305,7 +305,7 @@ class Conformance:
     # --- packing, caches, devices ---
 
     @pytest.mark.full
-    def test_documents_alone_padded_and_packed_are_the_same(self, name, exact):
+    def test_packed_equals_separate(self, name, exact):
         """Two documents, alone, beside each other with padding, and in one row."""
         case, _, model = exact(name)
         tokens, cut = case["tokens"], SEQ // 3

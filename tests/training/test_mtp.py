@@ -150,6 +150,16 @@ def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
     assert both[1].sums["nll"] == plain[1].sums["nll"]
 
 
+def test_metrics_of_modules_are_added_over_batches(model, batch):
+    """Of targets in two batches, as a module has another share of the targets in each."""
+    run = losses()[1]
+    rows = [np.where(np.arange(2)[:, None] == row, batch["targets"], -1) for row in range(2)]
+    halves = [run(model, batch | {"targets": jnp.asarray(targets)})[1] for targets in rows]
+    got, want = means(jax.tree.map(jnp.add, *halves)), means(run(model, batch)[1])
+    for name in ("mtp1/nll", "mtp2/nll", "mtp2/accuracy", "mtp2/acceptance"):
+        assert got[name] == pytest.approx(want[name], rel=1e-5), name
+
+
 def test_the_balance_of_experts_covers_the_modules(model, batch):
     """Their loads come behind those of the model's layers, as `update_router_bias` wants them."""
     _, stats = losses()[1](model, batch)

@@ -76,9 +76,10 @@ def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
     documents, places = batch.get("segment_ids", batch.get("valid")), batch.get("positions")
     if limit is None or (documents is None and places is None):
         return
-    documents = np.ones(np.shape(places)[:2]) if documents is None else np.asarray(documents)
-    places = _places(documents) if places is None else np.asarray(places)
-    if (longest := np.max(places[documents != 0], initial=-1) + 1) > limit:
+    places = _places(np.asarray(documents)) if places is None else np.asarray(places)
+    if documents is not None:
+        places = places[np.asarray(documents) != 0]  # without padding
+    if (longest := np.max(places, initial=-1) + 1) > limit:
         raise ValueError(
             f"the first batch has {longest} positions in one document, but the model supports {limit}: pack rows of at "
             "most that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"
