@@ -157,7 +157,7 @@ def test_metrics_of_modules_are_added_over_batches(model, batch):
     halves = [run(model, batch | {"targets": jnp.asarray(targets)})[1] for targets in rows]
     got, want = means(jax.tree.map(jnp.add, *halves)), means(run(model, batch)[1])
     for name in ("mtp1/nll", "mtp2/nll", "mtp2/accuracy", "mtp2/acceptance"):
-        assert got[name] == pytest.approx(want[name], rel=1e-5), name
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, err_msg=name)
 
 
 def test_the_balance_of_experts_covers_the_modules(model, batch):
