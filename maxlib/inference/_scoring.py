@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn
-from maxlib.inference._generate import Generator, Prompts, right_padded, shared_capacity
+from maxlib.inference._arguments import Prompts, check_prompts, integer
+from maxlib.inference._generate import Generator, right_padded, shared_capacity
 from maxlib.inference._sampling import GREEDY, Sampler
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
@@ -37,8 +38,10 @@ def score(
         ValueError: when a part is empty, a continuation is longer than `max_length`, or an id is outside the
             vocabulary.
     """
+    batch_size, max_length = integer("batch_size", batch_size), integer("max_length", max_length)
     _check(pairs, max_length)
-    rows = [list(context) + list(continuation) for context, continuation in pairs]
+    rows = [[*context, *continuation] for context, continuation in pairs]
+    rows = check_prompts(rows, generator.vocab) if rows else []
     for numbers in _batches([len(row) for row in rows], batch_size):
         # The last token is only predicted. Fill an incomplete batch with its first row, to share the program.
         full = numbers + [numbers[0]] * (batch_size - len(numbers))
@@ -121,7 +124,7 @@ def _scored(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores the last `counts` tokens of each row."""
     length = min(shared_capacity(max(map(len, rows)) - 1), max_length)
-    whole, valid = right_padded(rows, generator.vocab)
+    whole, valid = right_padded(rows)
     size = lambda x: np.pad(x, ((0, 0), (0, max(0, length + 1 - x.shape[1]))))[:, : length + 1]
     whole, valid = size(whole), size(valid)
     last = valid.sum(axis=1)[:, None] - 1  # [B, 1]: of each row's tokens, the last one, which is only predicted

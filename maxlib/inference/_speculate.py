@@ -6,8 +6,8 @@ Shapes: B rows, T tokens of the longest prompt with padding, N drafts.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
+from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
-    Prompts,
     cast_matrices,
     check_inputs,
     check_length,
     check_room,
-    check_stop,
     right_padded,
     shared_capacity,
 )
@@ -59,13 +58,13 @@ def speculate(
     generator: Generator,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: SupportsIndex,
     drafter: Any = None,
-    num_drafts: int = 4,
+    num_drafts: SupportsIndex = 4,
     images: Images | None = None,
     audio: Audio | None = None,
-    stop_token_ids: Collection[int] = (),
-    capacity: int | None = None,
+    stop_token_ids: StopIds = (),
+    capacity: SupportsIndex | None = None,
 ) -> Speculated:
     """Generates the same tokens as greedy `generator.generate`, with the same kinds of caches, in fewer forward passes.
 
@@ -93,19 +92,20 @@ def speculate(
             prompt and new tokens exceed the model's maximum length.
     """
     model, dtype = generator.model, generator.dtype
-    tokens, valid = right_padded(prompts, generator.vocab)
-    stop, longest = check_stop(stop_token_ids, generator.vocab), max(map(len, prompts)) + max_new_tokens
-    check_length(model, longest)
-    _check_source(model, drafter, num_drafts, images if audio is None else audio)
-    count = 1 if drafter is None else num_drafts
-    capacity = shared_capacity(longest + count) if capacity is None else capacity
-    check_room(prompts, max_new_tokens + count, capacity)  # rejected drafts need slots, too
+    texts, stop = check_prompts(prompts, generator.vocab), check_stop(stop_token_ids, generator.vocab)
+    limit, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
+    check_length(model, longest + limit)
+    _check_source(model, drafter, images if audio is None else audio)
+    count = 1 if drafter is None else integer("num_drafts", num_drafts)
+    capacity = shared_capacity(longest + limit + count) if capacity is None else integer("capacity", capacity)
+    check_room(longest, limit + count, capacity)  # rejected drafts need slots, too
+    tokens, valid = right_padded(texts)
     made = _Made(max(capacity, tokens.shape[1]), count, dtype, generator.cache_dtype)
     _check_caches(model, drafter, made)
     seen = check_inputs(model, tokens, images, audio)  # an MTP module only reads text
     drafter = None if drafter is None else cast_matrices(nn.unstack(drafter), dtype)
     state = _start(model, drafter, tokens, valid, seen, made=made)
-    rows, steps = [_Row(max_new_tokens, stop) for _ in prompts], 0
+    rows, steps = [_Row(limit, stop) for _ in texts], 0
     for row, first in zip(rows, np.asarray(state.token), strict=True):
         row.add([first])
     while any(row.running for row in rows):
@@ -204,7 +204,7 @@ def _best(model, hidden) -> Int[Array, " B"]:
     return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
 
 
-def _check_source(model: Any, drafter: Any, num_drafts: int, inputs: Any) -> None:
+def _check_source(model: Any, drafter: Any, inputs: Any) -> None:
     """Raises ValueError if there is no valid source of drafts for the model."""
     if drafter is None:
         if not isinstance(model, nn.mtp.SupportsDrafting):
@@ -222,8 +222,6 @@ def _check_source(model: Any, drafter: Any, num_drafts: int, inputs: Any) -> Non
         raise ValueError(
             f"drafter must have the methods of nn.mtp.Drafter, as a gemma4_assistant does, got {type(drafter).__name__}"
         )
-    if num_drafts < 1:
-        raise ValueError(f"num_drafts must be at least 1, got {num_drafts}")
     drafter.check_target(model)
 
 

@@ -133,7 +133,7 @@ def test_pairs_that_do_not_fit_are_refused(generator, drafter):
         draft(Generator(filled_llama(num_layers=1)))
     with pytest.raises(ValueError, match=r"drafter must have the methods of nn\.mtp\.Drafter"):
         draft(generator, drafter=generator.model)
-    with pytest.raises(ValueError, match="num_drafts must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_drafts must be an integer of at least 1, got 0"):
         draft(generator, num_drafts=0)
     with pytest.raises(ValueError, match="Gemma4 does not draft: .* pass drafter="):
         draft(generator, drafter=None)
