@@ -12,6 +12,7 @@ Ids = Sequence[SupportsIndex] | np.ndarray | jax.Array
 Prompts = Sequence[Ids] | np.ndarray | jax.Array
 StopIds = Collection[SupportsIndex] | jax.Array
 _ARRAYS = np.ndarray | jax.Array
+_BOOLS = {bool, np.bool_}
 _INT32 = 1 << 31
 
 
@@ -110,7 +111,9 @@ def _check_prompt(row: int, prompt: Any, vocab: int | None) -> list[int]:
         ids = np.asarray(prompt)
     except ValueError:  # lists of different lengths
         ids = np.asarray(None)
-    integers = np.issubdtype(ids.dtype, np.integer) and not (isinstance(prompt, Sequence) and bool in map(type, prompt))
+    integers = np.issubdtype(ids.dtype, np.integer) and not (
+        isinstance(prompt, Sequence) and _BOOLS & {*map(type, prompt)}
+    )
     if ids.ndim == 0 and integers:
         raise ValueError(
             "prompts must be a list of prompts, each of which is a list of ids; got ids: put them in a list"

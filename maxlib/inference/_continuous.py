@@ -299,16 +299,15 @@ def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], seen, 
 @functools.partial(jax.jit, static_argnames="slots")
 def _empty(cache, hidden, key, *, slots) -> _Slots:
     """Makes the arrays of empty slots, of the shapes of one row."""
-    rows = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)
-    return _Slots(jax.tree.map(rows, cache), rows(hidden), rows(key[None]), jnp.zeros(slots, jnp.int32))
+    row = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
+    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), row)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _insert(state: _Slots, cache, hidden, key, slot) -> _Slots:
     """Writes a prompt's row into a slot, overwriting the previous row completely."""
-    put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0)
-    new = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
-    return jax.tree.map(put, state, new)
+    row = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype", "impl"), donate_argnames="state")
@@ -349,6 +348,5 @@ def _check_rows(model: Any) -> None:
         if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
             raise ValueError(
                 f"{type(model).__name__}: the first axis of the cache's array {jax.tree_util.keystr(path)} must be "
-                "rows, got "
-                f"{a.shape} for 2 rows; without it a slot cannot get a new row: use inference.Generator"
+                f"rows, got {a.shape} for 2 rows; without it a slot cannot get a new row: use inference.Generator"
             )

@@ -232,7 +232,7 @@ def _prefill(
     cache_dtype,
 ):
     """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
-    empty = lambda rows: empty_cache(model, rows, capacity, cache_dtype)
+    empty = functools.partial(empty_cache, model, capacity=capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
     # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
@@ -289,22 +289,24 @@ def cast_matrices(model: Any, dtype: Any) -> Any:
         is_matrix = isinstance(variable, nnx.Param) and len(axes) > 1 and jnp.issubdtype(value.dtype, jnp.floating)
         return variable.replace(value.astype(dtype)) if is_matrix else variable
 
-    is_variable = lambda x: isinstance(x, nnx.Variable)
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
     return jax.tree.map(lambda x: cast(x) if is_variable(x) else x, model, is_leaf=is_variable)
 
 
 def _check_shapes(old: Any, new: Any) -> None:
     """Raises ValueError for the first weight of `new` whose shape differs from that of the same path in `old`."""
-    here, given = nn.variables(old), nn.variables(new)
-    for path in sorted(here.keys() & given.keys()):
-        if here[path].shape != given[path].shape:
+    here, update = nn.variables(old), nn.variables(new)
+    for path in sorted(here.keys() & update.keys()):
+        if here[path].shape != update[path].shape:
             raise ValueError(
-                f"update takes weights of the same shapes; {path} is {here[path].shape} here, got {given[path].shape}"
+                f"update takes weights of the same shapes; {path} is {here[path].shape} here, got {update[path].shape}"
             )
 
 
 def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
-    """Returns copies of weights as those of `like`, which is unstacked; None for those that are not given.
+    """Returns copies of weights as those of `like`, which is unstacked; None for those that `weights` lacks.
 
     Args:
         shapes: The original model.
@@ -316,8 +318,10 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
     _check_shapes(like, new)
     if jax.tree.structure(new) != jax.tree.structure(like):
         raise ValueError("update takes a model of the same structure; make a new Generator for another model")
-    copy = lambda old, x: None if isinstance(x, np.ndarray) else jnp.array(x, old.dtype, copy=True)
-    return [copy(*both) for both in zip(jax.tree.leaves(like), jax.tree.leaves(new), strict=True)]
+    return [
+        None if isinstance(x, np.ndarray) else jnp.array(x, old.dtype, copy=True)
+        for old, x in zip(jax.tree.leaves(like), jax.tree.leaves(new), strict=True)
+    ]
 
 
 def check_inputs(

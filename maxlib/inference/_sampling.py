@@ -91,8 +91,8 @@ def check_scored(sampler: Any, temperature: float) -> None:
     filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
     if filters:
         raise ValueError(
-            f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: omit "
-            "that"
+            f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: "
+            "omit that"
         )
 
 

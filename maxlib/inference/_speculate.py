@@ -111,8 +111,8 @@ def speculate(
     while any(row.running for row in rows):
         state, new, taken = _step(model, drafter, state, made=made)
         steps += 1
-        for row, found, took in zip(rows, np.asarray(new), np.asarray(taken), strict=True):
-            row.check(found, int(took))
+        for row, tokens, accepted in zip(rows, np.asarray(new), np.asarray(taken), strict=True):
+            row.check(tokens, int(accepted))
     drafts, accepted = sum(row.drafts for row in rows), sum(row.accepted for row in rows)
     return Speculated([row.text for row in rows], accepted / max(drafts, 1), steps)
 
@@ -125,15 +125,15 @@ class _Row:
         self.text: list[int] = []
         self.running, self.drafts, self.accepted = True, 0, 0
 
-    def check(self, found: np.ndarray, took: int) -> None:
-        """Adds the tokens of a pass: the `took` accepted drafts and the token after them."""
+    def check(self, tokens: np.ndarray, accepted: int) -> None:
+        """Adds the tokens of a pass: the accepted drafts and the token after them."""
         if self.running:
-            self.drafts, self.accepted = self.drafts + len(found) - 1, self.accepted + took
-            self.add(found[: 1 + took])
+            self.drafts, self.accepted = self.drafts + len(tokens) - 1, self.accepted + accepted
+            self.add(tokens[: 1 + accepted])
 
-    def add(self, found: Iterable[Any]) -> None:
+    def add(self, tokens: Iterable[Any]) -> None:
         """Adds tokens until the row stops."""
-        for token in map(int, found):
+        for token in map(int, tokens):
             if self.running:
                 self.text.append(token)
             self.running = self.running and token not in self.stop and len(self.text) < self.limit
@@ -210,8 +210,7 @@ def _check_source(model: Any, drafter: Any, inputs: Any) -> None:
         if not isinstance(model, nn.mtp.SupportsDrafting):
             raise ValueError(
                 f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; pass "
-                "drafter=, a "
-                "model that drafts for it"
+                "drafter=, a model that drafts for it"
             )
         if inputs is not None:
             raise ValueError(
@@ -235,9 +234,8 @@ def _check_caches(model: Any, drafter: Any, made: _Made) -> None:
     inits = [model.init_cache, *([model.init_draft_cache] if drafter is None else [])]
     caches = [jax.eval_shape(functools.partial(made.cache, init, 1)) for init in inits]
     if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
-        kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
+        kinds = {type(layer).__name__ for cache in caches for layer in nn.cache.layer_caches(cache.layers)}
         raise ValueError(
-            f"{type(model).__name__} has layers that only keep a state ({', '.join(sorted(kept))}), from which a "
-            "rejected "
-            "draft cannot be removed; use generator.generate"
+            f"{type(model).__name__} has layers that only keep a state ({', '.join(sorted(kinds))}), from which a "
+            "rejected draft cannot be removed; use generator.generate"
         )
