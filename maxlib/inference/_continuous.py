@@ -28,7 +28,7 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
-from maxlib.inference._sampling import GREEDY, Keys, Sampler, scaled
+from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler, scaled
 
 
 class LocalEngine:
@@ -132,6 +132,7 @@ class LocalEngine:
             ValueError: when a prompt is empty or does not fit with its new tokens, when ids are outside the vocabulary,
                 when the model does not read images or audio, or when they and their placeholders do not match.
         """
+        check_sampler(sampler)
         texts, stop = check_prompts(prompts, self.generator.vocab), check_stop(stop_token_ids, self.generator.vocab)
         limits, count = check_limits(max_new_tokens, len(texts)), integer("num_samples", num_samples)
         seen = self._checked_inputs(texts, images, audio)

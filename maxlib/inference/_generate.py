@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn, sharding
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
-from maxlib.inference._sampling import GREEDY, Keys, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 Audio = nn.audio.Clips
@@ -133,6 +133,7 @@ class Generator:
             ValueError: when a prompt is empty or does not fit `capacity`, when ids are outside the vocabulary, when the
                 model does not read images or audio, or when they and their placeholders do not match.
         """
+        check_sampler(sampler)
         texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
         count, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
         check_length(self.model, longest + count)

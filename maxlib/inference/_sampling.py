@@ -76,6 +76,12 @@ def scaled(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V
     return (logits - logits.max(axis=-1, keepdims=True)) / temperature
 
 
+def check_sampler(sampler: Any) -> None:
+    """Raises ValueError for anything but a sampler."""
+    if not isinstance(sampler, Sampler):
+        raise ValueError(f"sampler must be an inference.Sampler, such as Sampler(temperature=0.7), got {sampler!r}")
+
+
 def check_scored(sampler: Any, temperature: float) -> None:
     """Raises ValueError unless `sampler` draws from all tokens at the temperature of the loss."""
     if not isinstance(sampler, Sampler):
@@ -126,6 +132,8 @@ class Keys:
     def __call__(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
         """Returns the caller's key, or the next one."""
         if key is not None:
+            if not isinstance(key, jax.Array | np.ndarray):
+                raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}")
             return key
         self._last = jax.random.key(self._seed) if self._last is None else self._last
         self._last, new = jax.random.split(self._last)

@@ -28,7 +28,7 @@ from maxlib.inference._arguments import (
     number,
 )
 from maxlib.inference._engine import Completion
-from maxlib.inference._sampling import GREEDY, Keys, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 
 _LARGEST = 1 << 28  # bytes of an answer
 _READ, _QUOTED = 1 << 16, 300  # bytes of an answer that are read for an error, and characters that it shows
@@ -143,6 +143,7 @@ class ServerEngine:
             ServerError: when the server cannot be reached, rejects a request, or returns anything but `num_samples`
                 completions with the id and the log-probability of each token.
         """
+        check_sampler(sampler)
         self._check(sampler)
         texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
         limits, count = check_limits(max_new_tokens, len(texts)), integer("num_samples", num_samples)
@@ -304,7 +305,7 @@ def _completion(
                 f"log-probabilities of drawn tokens must be numbers above {_IMPOSSIBLE} and at most 0, got {log_prob!r}"
             )
     ended, reason = tokens[-1] in stop, choice.get("finish_reason")
-    if reason not in ("stop", "length") or (reason == "stop") != ended or not stop.isdisjoint(tokens[:-1]):
+    if reason not in ("stop", "length") or (reason == "stop" and not ended) or not stop.isdisjoint(tokens[:-1]):
         raise ValueError(
             "a completion must end with the first of stop_token_ids or by its length; got "
             f"{reason!r} after id {tokens[-1]}"
@@ -314,7 +315,9 @@ def _completion(
             f"a completion must have max_new_tokens={limit} tokens unless a stop token ends it, got {len(tokens)} tokens "
             f"and {reason!r}: does the prompt fit the server's maximum length with them?"
         )
-    return Completion(tokens, [min(float(log_prob), 0.0) for log_prob in log_probs], reason, sampler)
+    log_probs = [min(float(log_prob), 0.0) for log_prob in log_probs]
+    # Some servers say "length" of a stop token that is the last one allowed.
+    return Completion(tokens, log_probs, "stop" if ended else "length", sampler)
 
 
 def _ids(tokens: Any) -> list[int]:

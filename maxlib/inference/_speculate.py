@@ -87,9 +87,8 @@ def speculate(
         The texts, and statistics of the drafts.
 
     Raises:
-        ValueError: when the model does not draft, when the drafter is for another model, when a cache cannot be rewound
-            to remove a rejected draft, when images or audio do not fit the prompts or the model drafts itself, or when
-            prompt and new tokens exceed the model's maximum length.
+        ValueError: when the model does not draft, the drafter is for another model, a cache cannot be rewound to
+            remove a rejected draft, images or audio do not fit the prompts, or another argument is out of range.
     """
     model, dtype = generator.model, generator.dtype
     texts, stop = check_prompts(prompts, generator.vocab), check_stop(stop_token_ids, generator.vocab)

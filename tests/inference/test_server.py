@@ -223,6 +223,8 @@ def test_what_the_api_says_is_an_answer(raw):
     assert ask(raw) == [[Completion([5, 6], [-1.0, -2.0], "length", inference.GREEDY)]]
     raw.answer = answer(token_ids=[9], logprobs={"token_logprobs": [0]}, finish_reason="stop")
     assert ask(raw) == [[Completion([9], [0.0], "stop", inference.GREEDY)]]
+    raw.answer = answer(token_ids=[5, 9])  # the stop token is also the last one allowed
+    assert ask(raw) == [[Completion([5, 9], [-1.0, -2.0], "stop", inference.GREEDY)]]
 
 
 @pytest.mark.parametrize("slow", [answer(), b"HTTP/1.1 100 Continue\r\n\r\n" * 99], ids=["body", "head"])
