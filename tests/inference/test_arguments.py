@@ -2,6 +2,7 @@
 
 import inspect
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -141,7 +142,8 @@ def test_settings_out_of_range_are_refused(name, wrong):
 
 def test_equal_settings_are_equal_samplers():
     """A sampler is a static argument: its settings must hash, and share a program with Python's numbers."""
-    settings = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25}
+    settings: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25}
     for array in (np.asarray, jnp.asarray):
-        sampler = Sampler(**{name: array(value) for name, value in settings.items()})
+        arrays: dict[str, Any] = {name: array(value) for name, value in settings.items()}
+        sampler = Sampler(**arrays)
         assert sampler == Sampler(**settings) and hash(sampler) == hash(Sampler(**settings))
