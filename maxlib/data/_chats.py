@@ -184,9 +184,8 @@ def _learned(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
     So a token that a tokenizer merges across the border of a turn is learned, as in transformers.
     """
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    # Some tokenizers trim the offsets of a token of spaces to nothing: it has those after the token before it.
-    before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
-    begins = np.where(begins == ends, np.minimum(before, begins), begins)
+    # A token begins where the one before it ends: some tokenizers trim spaces from the offsets.
+    begins = np.minimum(begins, np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]))
     ends = np.maximum(ends, begins + 1)  # a token without text is where it stands
     learned = np.zeros(len(begins), bool)
     for begin, end in spans:

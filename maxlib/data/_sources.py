@@ -205,7 +205,7 @@ def _expand(path: Path) -> list[Path]:
 
 
 def with_content(record: Mapping[str, Any], name: str, content: Any) -> Document:
-    """Returns a record as a document with one content, `text` or `messages`; other fields of such names are left out."""
+    """Returns a record as a document with one content, `text` or `messages`, without other fields of such names."""
     return {key: value for key, value in record.items() if key not in ("text", "messages", "tokens")} | {name: content}
 
 

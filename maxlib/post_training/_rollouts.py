@@ -106,7 +106,9 @@ def completion_batch(
         raise ValueError(f"there must be a prompt and an advantage for each completion, got {counts}")
     if not np.isfinite(advantages).all():
         at = int(np.flatnonzero(~np.isfinite(advantages))[0])
-        raise ValueError(f"advantages must be finite, got {advantages[at]} for completion {at}: give 0 to learn nothing")
+        raise ValueError(
+            f"advantages must be finite, got {advantages[at]} for completion {at}: give 0 to learn nothing"
+        )
     texts = cast(Sequence[Sequence[int]], completions)
     rows = completion_rows(prompts, texts, length=length, log_probs=sampler_log_probs, images=images, blank=blank)
     check_ends(texts, stop_token_ids)

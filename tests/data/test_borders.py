@@ -32,7 +32,9 @@ def test_learned_tokens_are_those_of_transformers(kind, border):
         source = data.records([{"messages": answered(*answers)}], field="messages")
         (row,) = data.tokenize_chats(source, KINDS[kind], tokenization.ChatTemplate(template))
         np.testing.assert_array_equal(row["tokens"], want["input_ids"])
-        np.testing.assert_array_equal(row["targets"][:-1] >= 0, np.array(want["assistant_masks"][1:]) == 1, str(answers))
+        np.testing.assert_array_equal(
+            row["targets"][:-1] >= 0, np.array(want["assistant_masks"][1:]) == 1, str(answers)
+        )
 
 
 def test_pairs_learn_the_first_token_of_both_answers():

@@ -38,10 +38,10 @@ def test_pieces_continue_the_prompt_wherever_it_ends(kind):
     full = tokenizer.decode(ids)
     for size in range(1, len(ids) + 1):
         pieces = list(stream_text(Replays(ids[size:]), tokenizer, ids[:size]))
-        prompt = tokenizer.decode(ids[:size]).rstrip(CUT)  # its whole characters
-        assert not any(CUT in piece for piece in pieces) and all(pieces)
-        # A decoder removes the first space of a text that begins with it, and none of a text that goes on.
-        assert prompt + "".join(pieces) == full if size < len(ids) else not pieces
+        texts = (tokenizer.decode(ids[:end]) for end in range(size, -1, -1))
+        prompt = next(text for text in texts if not text.endswith(CUT))  # its whole characters
+        assert prompt + "".join(pieces) == full
+        assert all(pieces) and not any(CUT in piece for piece in pieces)
 
 
 @pytest.mark.parametrize("kind", KINDS)
