@@ -118,7 +118,11 @@ class Statistics:
 
 
 def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
-    """Computes the statistics of a batch; `documents` counts those that end in it, `pieces` all segments."""
+    """Computes the statistics of a batch.
+
+    `pieces` counts all segments, and `documents` those whose last token has no target: where a document ends, and where
+    a chat is cut within a turn that is not learned.
+    """
     segments, targets = batch["segment_ids"], batch["targets"]
     used = segments > 0
     following = np.concatenate([segments[:, 1:], np.zeros_like(segments[:, :1])], axis=1)
