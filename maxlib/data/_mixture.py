@@ -288,7 +288,7 @@ def _checked(weights: Weights, names: tuple[str, ...], *, positive: bool, at: st
 
 def _is_weight(weight: Any) -> bool:
     """Returns True for a number that is finite and not negative."""
-    return isinstance(weight, numbers.Real) and math.isfinite(weight) and weight >= 0
+    return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
 
 
 def _check_names(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
