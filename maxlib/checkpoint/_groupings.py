@@ -7,33 +7,34 @@ import jax
 
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
-from maxlib.checkpoint._migrations import current_names
-from maxlib.nn._stack_grouping import layers_by_slot
+from maxlib.checkpoint._migrations import current_names, layers_by_slot
 
-Groupings = dict[str, dict[str, int]]
+Groupings = dict[str, nn.stack.Grouping]
 # A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
 Piece = tuple[str, int | None]
 
 
 def groupings(model: Any) -> Groupings:
-    """Returns `{path: {num_layers, prefix, period}}`, and `lead` if there is one, of every stack of `model`, as stored
-    in a checkpoint's meta.
+    """Returns the groups of every stack of `model` by path, each as `[period, repeats]`, as stored in a checkpoint's
+    meta.
     """
     return nn.tree.groupings(model)
 
 
 def layer_path(name: str, groupings: Groupings) -> list[Piece]:
-    """Names the leaf `name` layer by layer: `layers.body.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
+    """Names the leaf `name` layer by layer: `layers.groups.1.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
-    The stack may lie under any path: an optimizer's moments are named `0.mu.layers.body.0.w`.
+    The stack may lie under any path: an optimizer's moments are named `0.mu.layers.groups.1.0.w`.
     """
     parts = name.split(".")
     for stack in sorted(groupings, key=len, reverse=True):
         here, slots = stack.split(".") if stack else [], layers_by_slot(groupings[stack])
-        for start in range(len(parts) - len(here) - 1):
+        width = len(next(iter(slots), "").split("."))  # of "groups.1.0"
+        for start in range(len(parts) - len(here) - width + 1):
             end = start + len(here)
-            if parts[start:end] == here and (layers := slots.get(".".join(parts[end : end + 2]))):
-                return [(".".join([*parts[:end], str(i), *parts[end + 2 :]]), row) for i, row in layers]
+            rest = end + width
+            if parts[start:end] == here and (layers := slots.get(".".join(parts[end:rest]))):
+                return [(".".join([*parts[:end], str(i), *parts[rest:]]), row) for i, row in layers]
     return [(name, None)]
 
 
@@ -117,7 +118,7 @@ def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[st
         raise ValueError(
             f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
             "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
-            "groupings= if only the stacks' lead, prefix or period does."
+            "groupings= if only the groups of stacks do."
         )
 
 
