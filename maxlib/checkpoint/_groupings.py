@@ -1,13 +1,14 @@
 """Matches stored leaves, or rows of them, to wanted leaves when the grouping of stacks has changed."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
-from maxlib.checkpoint._migrations import current_names, layers_by_slot
+from maxlib.checkpoint._migrations import StoredGrouping, current_names, layers_by_slot
 
 Groupings = dict[str, nn.stack.Grouping]
 # A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
@@ -21,7 +22,7 @@ def groupings(model: Any) -> Groupings:
     return nn.tree.groupings(model)
 
 
-def layer_path(name: str, groupings: Groupings) -> list[Piece]:
+def layer_path(name: str, groupings: Mapping[str, StoredGrouping]) -> list[Piece]:
     """Names the leaf `name` layer by layer: `layers.groups.1.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
     The stack may lie under any path: an optimizer's moments are named `0.mu.layers.groups.1.0.w`.
@@ -64,7 +65,7 @@ class _Layer:
 
 def match_leaves(
     entries: dict[str, dict[str, Any]],
-    old: Groupings,
+    old: Mapping[str, StoredGrouping],
     wanted: dict[str, jax.ShapeDtypeStruct],
     new: Groupings,
     *,
@@ -91,7 +92,7 @@ def match_leaves(
     return targets
 
 
-def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict[str, _Layer]:
+def _layers_of(entries: dict[str, dict[str, Any]], groupings: Mapping[str, StoredGrouping]) -> dict[str, _Layer]:
     found = {}
     for name, entry in entries.items():
         layers, rows = _split(name, entry["shape"], groupings)
@@ -101,7 +102,7 @@ def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict
     return found
 
 
-def _split(name: str, shape: Any, groupings: Groupings) -> tuple[list[Piece], bool]:
+def _split(name: str, shape: Any, groupings: Mapping[str, StoredGrouping]) -> tuple[list[Piece], bool]:
     """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has no rows: it represents
     all of them.
     """

@@ -6,6 +6,8 @@ from typing import TypeVar
 from maxlib import nn
 
 Entry = TypeVar("Entry")
+# The groups of a stack; in 0.1.0.dev0 numbers of layers by name.
+StoredGrouping = nn.stack.Grouping | Mapping[str, int]
 # Path suffixes: old -> new, with the last version that wrote the old one.
 RENAMED = {"router.correction": "router.expert_bias"}  # 0.1.0.dev0
 
@@ -28,18 +30,17 @@ def _current(path: str, wanted: Collection[str]) -> str:
     return path
 
 
-def layers_by_slot(grouping: nn.stack.Grouping | Mapping[str, int]) -> dict[str, list[tuple[int, int | None]]]:
+def layers_by_slot(grouping: StoredGrouping) -> dict[str, list[tuple[int, int | None]]]:
     """Returns the layers of each slot of a stack, as `nn.stack.layers_by_slot` does.
 
     Args:
-        grouping: The groups of a stack; or, as 0.1.0.dev0 stored them, numbers of layers by name: `lead` layers with
-            the period `lead_period`, `prefix` single layers, then repeats of `period` layers, and single layers.
+        grouping: The groups of a stack. Those of 0.1.0.dev0 are `lead` layers with the period `lead_period`, then
+            `prefix` single layers, repeats of `period` layers (body), and single layers (suffix).
     """
     if not isinstance(grouping, Mapping):
         return nn.stack.layers_by_slot(grouping)
-    lead, lead_period, prefix, period = (
-        grouping.get(name, n) for name, n in (("lead", 0), ("lead_period", 1), ("prefix", 0), ("period", 1))
-    )
+    lead, lead_period = grouping.get("lead", 0), grouping.get("lead_period", 1)
+    prefix, period = grouping["prefix"], grouping["period"]
     start = lead + prefix
     end = start + (grouping["num_layers"] - start) // period * period
     repeated = {"lead": (0, lead, lead_period), "body": (start, end, period)}
