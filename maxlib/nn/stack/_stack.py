@@ -1,6 +1,5 @@
 """The stack: layers by number, however they are stored."""
 
-import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -99,17 +98,20 @@ class Stack(StackedLayers):
     ):
         key = draw_key(rngs)
         self.kinds = (None,) * kinds if isinstance(kinds, int) else tuple(kinds)
-
-        def build(i: Array, kind: Hashable) -> nnx.Module:
-            layer_rngs = nnx.Rngs(jax.random.fold_in(key, i))
-            return make(kind, layer_rngs, i) if numbered else make(kind, layer_rngs)
+        numbers = jnp.arange(len(self.kinds))
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)  # one for each layer
 
         def slot(layers: range) -> nnx.Module:
-            kind, numbers = self.kinds[layers[0]], jnp.array(layers)
+            kind = self.kinds[layers[0]]
+
+            def build(key: Array, i: Array) -> nnx.Module:
+                return make(kind, nnx.Rngs(key), i) if numbered else make(kind, nnx.Rngs(key))
+
             if len(layers) == 1:
-                return build(numbers[0], kind)
+                return build(keys[layers[0]], numbers[layers[0]])
             # vmap over the layers of a slot: every variable becomes [repeats, ...].
-            return jax.vmap(lambda i: build(i, kind))(numbers)
+            of_slot = slice(layers.start, layers.stop, layers.step)
+            return jax.vmap(build)(keys[of_slot], numbers[of_slot])
 
         self._store(find_groups(self.kinds), slot)
 
@@ -149,14 +151,11 @@ class Stack(StackedLayers):
 
     def _place(self, i: int) -> tuple[int, int, int | None]:
         """Returns the group and the slot of layer `i`, and its index on the leading axis or None."""
-        try:
-            i = range(len(self))[operator.index(i)]
-        except TypeError as error:
-            raise TypeError(
-                f"a layer's number must be a whole number, got {i!r}; slices of a stack are not layers"
-            ) from error
-        except IndexError as error:
-            raise IndexError(f"there is no layer {i}: the stack has {len(self)}, numbered from 0") from error
+        if not hasattr(i, "__index__"):
+            raise TypeError(f"a layer's number must be a whole number, got {i!r}; slices of a stack are not layers")
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"there is no layer {i}: the stack has {len(self)}, numbered from 0")
+        i = range(len(self))[i]
         n, group = next((n, group) for n, group in enumerate(self.layer_groups) if i < group.end)
         # Layers of a group are in the order of its periods: i - first = row * period + slot.
         row, slot = divmod(i - group.first, group.period)
