@@ -10,7 +10,7 @@ from maxlib import nn
 from maxlib.checkpoint._errors import shorten
 from maxlib.checkpoint._migrations import StoredGrouping, current_names, layers_by_slot
 
-Groupings = dict[str, nn.stack.Grouping]
+Groupings = Mapping[str, nn.stack.Grouping]
 # A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
 Piece = tuple[str, int | None]
 

@@ -137,16 +137,15 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
     # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest.
-    layers, period = max(map(_layers_and_period, nn.tree.groupings(program.state.rest).values()), default=(1, 1))
+    layers, period = max(map(_layers_and_period, nn.tree.stacks(program.state.rest).values()), default=(1, 1))
     at_once = 1 if parse_target(job.target).platform == "tpu" else min(period, _AT_ONCE)
     again = 0.0 if remat is None else 0.5 * all_ * at_once / layers
     return saved, again, offloaded
 
 
-def _layers_and_period(grouping: nn.stack.Grouping) -> tuple[int, int]:
+def _layers_and_period(stack: nn.Stack) -> tuple[int, int]:
     """Returns the number of a stack's layers, and the period of its largest repeated group."""
-    staged = nn.stack.staged_group(grouping)
-    return sum(period * repeats for period, repeats in grouping), 1 if staged is None else grouping[staged][0]
+    return len(stack), 1 if stack.staged is None else stack.layer_groups[stack.staged].period
 
 
 def _hashable(remat: nn.remat.Policy) -> Any:

@@ -214,6 +214,6 @@ def _own(auxes: list[list[dict[str, Array]]]) -> Array:
 
 def _reports(layers: nn.Stack, x: Any, ctx: Any) -> bool:
     """Returns True if layers report statistics of a whole microbatch, such as a router's balance."""
-    groups = range(layers.staged, len(layers.groups))
+    groups = range(len(layers.groups))[layers.staged :]
     auxes = lambda x: [layers.run_group(n, x, ctx)[2] for n in groups]
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))

@@ -20,7 +20,6 @@ from maxlib.nn.stack._storage import (
     Grouping,
     find_groups,
     layer_groups,
-    staged_group,
     with_layer_axis,
     without_layer_axis,
 )
@@ -137,7 +136,8 @@ class Stack(StackedLayers):
         """Index of the group that a pipeline splits into stages: the repeated one with the most layers, the last of
         equal ones. None if no group repeats.
         """
-        return staged_group(self.grouping)
+        sizes = {n: (group.period * group.repeats, n) for n, group in enumerate(self.layer_groups) if group.repeats > 1}
+        return max(sizes, key=lambda n: sizes[n], default=None)
 
     @property
     def is_reorderable(self) -> bool:
@@ -212,18 +212,16 @@ class Stack(StackedLayers):
         """
         check_order(self, ctx)
         staged = self.staged if pipelined and cache is None and stages() > 1 else None
-        inputs, new_caches, auxes = self.inputs_by_group(layer_inputs), [], []
-        for n in range(len(self.groups)):
+        caches = [None] * len(self.groups) if cache is None else list(cache)
+        inputs, auxes = self.inputs_by_group(layer_inputs), []
+        for n, slots in enumerate(self.groups):
             if n == staged:
                 check_no_inputs(inputs[n])
-                (x, aux), new_cache = self._run_stages(x, ctx, remat), None
+                x, aux = _run_stages(slots, x, ctx, remat)
             else:
-                x, new_cache, aux = self.run_group(
-                    n, x, ctx, None if cache is None else cache[n], remat=remat, inputs=inputs[n]
-                )
-            new_caches.append(new_cache)
+                x, caches[n], aux = self.run_group(n, x, ctx, caches[n], remat=remat, inputs=inputs[n])
             auxes.append(aux)
-        return x, None if cache is None else tuple(new_caches), self.in_layer_order(auxes)
+        return x, None if cache is None else tuple(caches), self.in_layer_order(auxes)
 
     def run_group(
         self, n: int, x: Any, ctx: Any, cache: Any = None, *, remat: Policy = None, inputs: Any = None
@@ -243,16 +241,6 @@ class Stack(StackedLayers):
         """
         run = scan_group if self.layer_groups[n].repeats > 1 else run_alone
         return run(self.groups[n], x, ctx, cache, remat=remat, inputs=inputs)
-
-    def _run_stages(self, x: Any, ctx: Any, remat: Policy) -> tuple[Any, list[Aux]]:
-        """Runs the group that is split into stages as a pipeline."""
-
-        # `active` is False for repeats that pad a stage with fewer layers than the others.
-        def stage(layers, active, x, ctx):
-            x, _, aux = scan_group(layers, x, ctx, remat=remat, active=active)
-            return x, aux
-
-        return run_pipeline(stage, self.groups[self.staged], x, ctx, remat=remat_policy(remat))
 
     def inputs_by_group(self, layer_inputs: Any) -> list[list[Any] | None]:
         """Returns the rows of `layer_inputs` for each group, by slot; None for a group that gets none.
@@ -358,6 +346,17 @@ def unstack(model: Any) -> Any:
     """Returns `model` with all layers of all its stacks stored one by one."""
     is_stack = lambda x: isinstance(x, Stack)
     return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
+
+
+def _run_stages(slots: nnx.List, x: Any, ctx: Any, remat: Policy) -> tuple[Any, list[Aux]]:
+    """Runs a group as a pipeline."""
+
+    # `active` is False for repeats that pad a stage with fewer layers than the others.
+    def stage(slots, active, x, ctx):
+        x, _, aux = scan_group(slots, x, ctx, remat=remat, active=active)
+        return x, aux
+
+    return run_pipeline(stage, slots, x, ctx, remat=remat_policy(remat))
 
 
 def check_no_inputs(inputs: Any) -> None:

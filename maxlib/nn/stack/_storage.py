@@ -108,14 +108,6 @@ def layer_groups(grouping: Grouping) -> list[Group]:
     return groups
 
 
-def staged_group(grouping: Grouping) -> int | None:
-    """Returns the index of the group that a pipeline splits into stages: of those that repeat the one with the most
-    layers, the last of equal ones; None if no group repeats.
-    """
-    sizes = {n: period * repeats for n, (period, repeats) in enumerate(grouping) if repeats > 1}
-    return max(sizes, key=lambda n: (sizes[n], n), default=None)
-
-
 def layers_by_slot(grouping: Grouping) -> dict[str, list[tuple[int, int | None]]]:
     """Returns the layers of each slot, such as `"groups.0.1"`: `(layer index, index on the leading axis or None)`."""
     return {
