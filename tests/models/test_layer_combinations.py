@@ -4,6 +4,7 @@ By default only results, as gradients take long to compile; `test_combinations.p
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp

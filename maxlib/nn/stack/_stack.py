@@ -323,7 +323,7 @@ class Stack(StackedLayers):
             kinds: A value for each layer, in which equal layers must agree too.
         """
         kinds = (None,) * len(self) if kinds is None else tuple(kinds)
-        layers = jax.eval_shape(lambda: [self._layer(i) for i in range(len(self))])
+        layers = jax.eval_shape(lambda stack: [stack._layer(i) for i in range(len(stack))], self)
         structures = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
         return self._stored(find_groups(list(zip(self.kinds, structures, kinds, strict=True))))
 
