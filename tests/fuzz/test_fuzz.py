@@ -233,6 +233,7 @@ def test_a_damaged_parquet_file_is_named(at, tmp_path):
         {"dtypes": {}},
         {"layouts": {"layers": [[1, "4"]]}},
         {"layouts": {"layers": [[1]]}},
+        {"version": 1},
     ],
 )
 def test_formats_of_weights_that_are_none(change, tmp_path):

@@ -152,7 +152,7 @@ def test_a_layer_is_built_once_for_each_slot():
         ("sssssf" * 30 + "ss", [(6, 30), (2, 1)]),
     ],
 )
-def test_groups_trace_the_fewest_layers(kinds, groups):
+def test_groups_trace_few_layers(kinds, groups):
     assert find_groups(kinds) == (*groups,)
 
 

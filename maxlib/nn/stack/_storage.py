@@ -14,7 +14,6 @@ Each layer of a period has a slot. If the period repeats, the arrays of a slot h
 group is scanned; a group with one repeat stores its layers alone, without that axis.
 """
 
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,10 +52,11 @@ class Group(NamedTuple):
 
 
 def find_groups(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
-    """Finds the groups for which the fewest layers are traced.
+    """Finds groups for which few layers are traced.
 
-    A kind repeats in one group only: Gemma 3's `sssssf sssssf ss` is a period of six and two single layers, not two
-    scans of `s`. So most layers are in one group, which a pipeline can split.
+    First the group whose repeats save most traces, then likewise among the layers before and after it. A kind repeats
+    in one group only: Gemma 3's `sssssf sssssf ss` is a period of six and two single layers, not two scans of `s`. So
+    most layers are in one group, which a pipeline can split.
 
     Args:
         kinds: A value for each layer, in order.
@@ -65,38 +65,31 @@ def find_groups(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
         The period and the repeats of each group. No two groups with one repeat follow each other.
     """
     # Small numbers are compared faster than kinds.
-    first = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-    numbers, count = tuple(first[kind] for kind in kinds), len(kinds)
+    number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
+    numbers = tuple(number[kind] for kind in kinds)
+    repeated: set[int] = set()
 
-    def repeats(start: int, period: int) -> int:
-        end = start + period
-        while end + period <= count and numbers[end : end + period] == numbers[start : start + period]:
-            end += period
-        return (end - start) // period
+    def group(first: int, period: int, end: int) -> Group:
+        stop = first + period
+        while stop + period <= end and numbers[stop : stop + period] == numbers[first : first + period]:
+            stop += period
+        return Group(first, period, (stop - first) // period)
 
-    @functools.cache
-    def best(repeated: frozenset[int]) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-        """Returns the number of traced layers and the groups of the layers from each index on; `repeated` kinds stay
-        alone.
-        """
-        plans: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())] * (count + 1)
-        for start in reversed(range(count)):
-            candidates = []
-            for period in range(1, (count - start) // 2 + 1):
-                own = frozenset(numbers[start : start + period])
-                if own.isdisjoint(repeated) and (times := repeats(start, period)) > 1:
-                    traced, groups = best(repeated | own)[start + period * times]
-                    candidates.append((period + traced, ((period, times), *groups)))
-            traced, groups = plans[start + 1]
-            if groups and groups[0][1] == 1:  # another single layer before the first group
-                groups = ((1 + groups[0][0], 1), *groups[1:])
-            else:
-                groups = ((1, 1), *groups)
-            candidates.append((1 + traced, groups))
-            plans[start] = min(candidates, key=lambda plan: plan[0])  # the first of equal ones
-        return plans
+    def groups_between(start: int, end: int) -> list[tuple[int, int]]:
+        candidates = [
+            group(first, period, end)
+            for first in range(start, end)
+            for period in range(1, (end - first) // 2 + 1)
+            if repeated.isdisjoint(numbers[first : first + period])
+        ]
+        # Of groups that save as many traces the one with the shortest period, then the first.
+        best = max(candidates, key=lambda g: (g.period * (g.repeats - 1), -g.period, -g.first), default=None)
+        if best is None or best.repeats == 1:
+            return [(end - start, 1)] if start < end else []
+        repeated.update(numbers[best.first : best.first + best.period])
+        return [*groups_between(start, best.first), (best.period, best.repeats), *groups_between(best.end, end)]
 
-    return best(frozenset())[0][1]
+    return (*groups_between(0, len(numbers)),)
 
 
 def layer_groups(grouping: Grouping) -> list[Group]:
