@@ -20,6 +20,7 @@ from maxlib.nn.stack._storage import (
     Grouping,
     find_groups,
     layer_groups,
+    number_kinds,
     with_layer_axis,
     without_layer_axis,
 )
@@ -96,12 +97,14 @@ class Stack(StackedLayers):
         rngs: nnx.Rngs,
     ):
         key = draw_key(rngs)
-        self.kinds = (None,) * kinds if isinstance(kinds, int) else tuple(kinds)
-        numbers = jnp.arange(len(self.kinds))
+        kinds = [None] * kinds if isinstance(kinds, int) else kinds
+        # Numbers, not the kinds, which may be functions: two builds of a model have equal structures.
+        self.kind_numbers = number_kinds(kinds)
+        numbers = jnp.arange(len(kinds))
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)  # one for each layer
 
         def slot(layers: range) -> nnx.Module:
-            kind = self.kinds[layers[0]]
+            kind = kinds[layers[0]]
 
             def build(key: Array, i: Array) -> nnx.Module:
                 return make(kind, nnx.Rngs(key), i) if numbered else make(kind, nnx.Rngs(key))
@@ -112,7 +115,7 @@ class Stack(StackedLayers):
             of_slot = slice(layers.start, layers.stop, layers.step)
             return jax.vmap(build)(keys[of_slot], numbers[of_slot])
 
-        self._store(find_groups(self.kinds), slot)
+        self._store(find_groups(self.kind_numbers), slot)
 
     def _store(self, grouping: Grouping, slot: Callable[[range], nnx.Module]) -> None:
         """Stores the result of `slot` for the layers of every slot; several layers have a leading axis."""
@@ -163,7 +166,7 @@ class Stack(StackedLayers):
 
     def __len__(self) -> int:
         """Returns the number of layers."""
-        return len(self.kinds)
+        return len(self.kind_numbers)
 
     def __getitem__(self, i: int) -> Any:
         """Returns layer `i`. A scanned layer is returned as a read-only copy: editing it would not change the stack."""
@@ -325,7 +328,7 @@ class Stack(StackedLayers):
         kinds = (None,) * len(self) if kinds is None else tuple(kinds)
         layers = jax.eval_shape(lambda stack: [stack._layer(i) for i in range(len(stack))], self)
         structures = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
-        return self._stored(find_groups(list(zip(self.kinds, structures, kinds, strict=True))))
+        return self._stored(find_groups(number_kinds(zip(self.kind_numbers, structures, kinds, strict=True))))
 
     def _stored(self, grouping: Grouping) -> "Stack":
         """Returns a stack with copies of the same layers in these groups."""

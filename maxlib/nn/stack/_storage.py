@@ -14,7 +14,7 @@ Each layer of a period has a slot. If the period repeats, the arrays of a slot h
 group is scanned; a group with one repeat stores its layers alone, without that axis.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -51,7 +51,13 @@ class Group(NamedTuple):
         return range(self.first + slot, self.end, self.period)
 
 
-def find_groups(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
+def number_kinds(kinds: Iterable[Hashable]) -> tuple[int, ...]:
+    """Returns a number for each value, equal for equal values, in the order of their first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
+
+
+def find_groups(kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Finds groups for which few layers are traced.
 
     First the group whose repeats save most traces, then likewise among the layers before and after it. A kind repeats
@@ -59,19 +65,16 @@ def find_groups(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
     most layers are in one group, which a pipeline can split.
 
     Args:
-        kinds: A value for each layer, in order.
+        kinds: A number for each layer, from `number_kinds`.
 
     Returns:
         The period and the repeats of each group. No two groups with one repeat follow each other.
     """
-    # Small numbers are compared faster than kinds.
-    number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-    numbers = tuple(number[kind] for kind in kinds)
     repeated: set[int] = set()
 
     def group(first: int, period: int, end: int) -> Group:
         stop = first + period
-        while stop + period <= end and numbers[stop : stop + period] == numbers[first : first + period]:
+        while stop + period <= end and kinds[stop : stop + period] == kinds[first : first + period]:
             stop += period
         return Group(first, period, (stop - first) // period)
 
@@ -80,16 +83,16 @@ def find_groups(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
             group(first, period, end)
             for first in range(start, end)
             for period in range(1, (end - first) // 2 + 1)
-            if repeated.isdisjoint(numbers[first : first + period])
+            if repeated.isdisjoint(kinds[first : first + period])
         ]
         # Of groups that save as many traces the one with the shortest period, then the first.
         best = max(candidates, key=lambda g: (g.period * (g.repeats - 1), -g.period, -g.first), default=None)
         if best is None or best.repeats == 1:
             return [(end - start, 1)] if start < end else []
-        repeated.update(numbers[best.first : best.first + best.period])
+        repeated.update(kinds[best.first : best.first + best.period])
         return [*groups_between(start, best.first), (best.period, best.repeats), *groups_between(best.end, end)]
 
-    return (*groups_between(0, len(numbers)),)
+    return (*groups_between(0, len(kinds)),)
 
 
 def layer_groups(grouping: Grouping) -> list[Group]:
