@@ -118,11 +118,14 @@ def test_a_layer_is_built_once_for_each_slot():
     """Nothing is compared, so attributes that never equal each other do not matter."""
     made = []
 
+    class WithFunction(Layer):
+        def __init__(self, *, rngs):
+            super().__init__(rngs=rngs)
+            self.act = lambda x: x
+
     def make(kind, rngs):
         made.append(kind)
-        layer = Layer(rngs=rngs)
-        layer.act = lambda x: x
-        return layer
+        return WithFunction(rngs=rngs)
 
     stack = jax.jit(lambda: nn.Stack(make, "abcbcbcd", rngs=nnx.Rngs(3)))()
     assert made == ["a", "b", "c", "d"] and stack.grouping == ((1, 1), (2, 3), (1, 1))

@@ -8,7 +8,7 @@ a callback from the device.
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def read(path: str, row: Any) -> dict[str, Any]:
     return dict(zip(LOGITS if path.endswith(".logit_tap") else FIELDS, row, strict=True))
 
 
-def in_layer_order(order: Iterable[str], groupings: dict[str, nn.stack.Grouping]) -> list[tuple[str, int | None]]:
+def in_layer_order(order: Iterable[str], groupings: Mapping[str, nn.stack.Grouping]) -> list[tuple[str, int | None]]:
     """Returns the hooks, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
     for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, groupings)):
@@ -49,7 +49,7 @@ def in_layer_order(order: Iterable[str], groupings: dict[str, nn.stack.Grouping]
     return found
 
 
-def _scanned(path: str, groupings: dict[str, nn.stack.Grouping]) -> tuple[str, int] | None:
+def _scanned(path: str, groupings: Mapping[str, nn.stack.Grouping]) -> tuple[str, int] | None:
     """Returns the path of the scanned group that stores this layer, and how often it repeats."""
     found = nn.stack.group_at(path, groupings)
     return None if found is None or found[1].repeats == 1 else (found[0], found[1].repeats)

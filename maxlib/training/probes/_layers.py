@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -170,7 +170,7 @@ def _norm(x: Array, rank: int) -> Array:
     return jnp.minimum(norm, jnp.finfo(jnp.float32).max / jnp.squeeze(largest, axes)) * jnp.squeeze(largest, axes)
 
 
-def _by_layer(norms: dict[str, Array], laid: dict[str, nn.stack.Grouping]) -> dict[str, float]:
+def _by_layer(norms: dict[str, Array], laid: Mapping[str, nn.stack.Grouping]) -> dict[str, float]:
     found = {}
     for path, norm in jax.device_get(norms).items():
         for name, row in layer_path(path, laid):
