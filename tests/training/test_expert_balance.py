@@ -184,7 +184,7 @@ def latent(kinds):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kinds", "repeats"), [("dmmmm", 2), ("dababc", 1)], ids=["around", "layers after it"])
+@pytest.mark.parametrize(("kinds", "repeats"), [("dmmmm", 2), ("dababcc", 1)], ids=["around", "layers after it"])
 @pytest.mark.parametrize("loss", [tiny.loss, training.one_f_one_b(tiny.loss)], ids=["gpipe", "1f1b"])
 def test_in_a_pipeline_as_on_one_device(loss, kinds, repeats):
     """Layers before, in and after the pipeline report in the order of layers."""
