@@ -237,7 +237,7 @@ def test_sliding_layers_generate_past_their_window():
 
         def __init__(self, rngs):
             self.embed = nn.Embed(61, 16, init=nnx.initializers.normal(1.0), rngs=rngs)
-            self.layers = nn.Stack(lambda i, rngs: Block(rngs), 3, rngs=rngs)
+            self.layers = nn.Stack(lambda _, rngs: Block(rngs), 3, rngs=rngs)
 
         def __call__(self, tokens, *, valid=None, cache=None, dtype=jnp.bfloat16):
             ctx = nn.context(*tokens.shape, valid=valid, cache=cache)
