@@ -25,7 +25,7 @@ MISTAKES = {
     "nn.MLP(64, 128, rngs=jax.random.key(0))": "rngs must be an nnx.Rngs, got PRNGKeyArray",
     "nn.Embed(64, 128, rngs=None)": "rngs must be an nnx.Rngs, got NoneType",
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=rngs)(jnp.ones((3, 8)))": "one row is x.None",
-    "nn.Stack(lambda i, rngs: nn.MLP(8, 8, rngs=rngs), 2, rngs=0)": "rngs must be an nnx.Rngs, got int 0",
+    "nn.Stack(lambda _, rngs: nn.MLP(8, 8, rngs=rngs), 2, rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "nn.MoE(8, 8, router=nn.Router(8, 4, top_k=2, rngs=rngs), rngs=0)": "rngs must be an nnx.Rngs, got int 0",
     "nn.MoE(8, 8, router=4, rngs=rngs)": "router must be a router, such as nn.Router.*, got 4",
     "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.Causal, rngs=rngs)": "got the class Causal, .* write Causal..",

@@ -12,7 +12,6 @@ from flax import nnx
 from maxlib import nn
 from maxlib.adapters._rules import LoRA, Rules, as_rules
 from maxlib.nn import _sites as sites
-from maxlib.nn._layer_axis import layer_axis, map_layers
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.quantization._apply import store
@@ -24,7 +23,7 @@ Model = TypeVar("Model")
 def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     """Returns a model with adapters that initially add zero; weights and their paths do not change.
 
-    A stack whose layers get different adapters is regrouped, so that equal layers are still scanned. Works on
+    A stack whose layers get different adapters gets other groups, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
     depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
 
@@ -80,7 +79,7 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
             in their original dtype, because rounding again loses part of the adapter.
     """
     one = lambda site: _merged(site, requantize)
-    return sites.map_sites(model, lambda _, site: map_layers(one, site) if levels(site) else site)
+    return sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site)
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
@@ -108,7 +107,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
         raise ValueError(f"{path}: embeddings and heads have no matmul to adapt; exclude it from the rules")
     if trains(site):
         raise ValueError(f"{path} already has an adapter: `freeze` keeps it below a new one, `merge` writes it into w")
-    matmul = map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
+    matmul = nn.stack.map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
     return sites.replace(site, matmul=matmul)
 
 
@@ -121,7 +120,7 @@ def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | No
     """Returns a layer with a new adapter, whose random key only depends on its path and index."""
     key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.asarray(layers or (0,)))
-    keys = keys if layer_axis(site) is not None else keys[0]
+    keys = keys if nn.stack.layer_axis(site) is not None else keys[0]
     return make(site, path, lora, lambda site, key: _initial(site, lora, key), keys)
 
 

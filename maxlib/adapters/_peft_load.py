@@ -16,7 +16,6 @@ from maxlib.adapters._apply import make, trainable
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._rules import LoRA
 from maxlib.nn import _sites as sites
-from maxlib.nn._layer_axis import layer_axis
 from maxlib.weights import _buckets as buckets
 from maxlib.weights._files import read_header
 
@@ -215,7 +214,10 @@ def _put(model: Any, layers: dict[tuple[str, int | None], _Layer]) -> Any:
         keys = [key_of(path, number) for number in numbers or (None,)]
         used.update(keys)
         each = [_stacked(layers[key], path, site) for key in keys if key in layers]
-        arrays = [np.stack(values) if layer_axis(site) is not None else values[0] for values in zip(*each, strict=True)]
+        arrays = [
+            np.stack(values) if nn.stack.layer_axis(site) is not None else values[0]
+            for values in zip(*each, strict=True)
+        ]
         return make(site, path, lora, lambda _, *values: values, *(jnp.asarray(a, lora.dtype) for a in arrays))
 
     new = sites.change_sites(model, decide, change)

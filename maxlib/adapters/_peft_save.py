@@ -9,11 +9,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from maxlib import nn
 from maxlib.adapters import _peft_config as peft
 from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._report import readers
-from maxlib.nn._layer_axis import layer_axis
 from maxlib.weights._files import Header, write_file
 from maxlib.weights._saving import whole_directory, write_json
 
@@ -117,7 +117,7 @@ def _joined(path: str, site: Any) -> tuple[list[Any], float]:
         raise ValueError(f"{path}: PEFT cannot express DoRA on top of another adapter; merge the lower one first")
     host = lambda v: np.asarray(jax.device_get(v.get_value()))
     scale, experts = found[0].scale, hasattr(site, "weight_order") and len(site.w.shape) > 2
-    a = np.concatenate([host(level.a) for level in found], axis=int(layer_axis(site) is not None) + experts)
+    a = np.concatenate([host(level.a) for level in found], axis=int(nn.stack.layer_axis(site) is not None) + experts)
     b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in found], axis=-1)
     return [a, b, None if found[0].magnitude is None else host(found[0].magnitude)], scale
 

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn
-from maxlib.inference._generate import Generator, Prompts, right_padded, shared_capacity
+from maxlib.inference._arguments import Prompts, check_prompts, integer
+from maxlib.inference._generate import Generator, right_padded, shared_capacity
 from maxlib.inference._sampling import GREEDY, Sampler
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
@@ -34,16 +35,18 @@ def score(
         max_length: Maximum number of tokens that the model reads at once.
 
     Raises:
-        ValueError: when a part is empty, a continuation is longer than `max_length`, or an id is outside the
-            vocabulary.
+        ValueError: when a context or a continuation is empty, a continuation is longer than `max_length`, an id is
+            outside the vocabulary, or a size is not a positive integer.
     """
+    batch_size, max_length = integer("batch_size", batch_size), integer("max_length", max_length)
     _check(pairs, max_length)
-    rows = [list(context) + list(continuation) for context, continuation in pairs]
+    rows = [[*context, *continuation] for context, continuation in pairs]
+    rows = check_prompts(rows, generator.vocab) if rows else []
     for numbers in _batches([len(row) for row in rows], batch_size):
         # The last token is only predicted. Fill an incomplete batch with its first row, to share the program.
         full = numbers + [numbers[0]] * (batch_size - len(numbers))
-        kept = [rows[n][-(max_length + 1) :] for n in full]
-        log_prob, correct = _scored(generator, kept, [len(pairs[n][1]) for n in full], max_length)
+        ends = [rows[n][-(max_length + 1) :] for n in full]
+        log_prob, correct = _scored(generator, ends, [len(pairs[n][1]) for n in full], max_length)
         for n, p, c in zip(numbers, log_prob, correct, strict=False):
             yield n, (float(p), bool(c))
 
@@ -121,17 +124,20 @@ def _scored(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores the last `counts` tokens of each row."""
     length = min(shared_capacity(max(map(len, rows)) - 1), max_length)
-    whole, valid = right_padded(rows, generator.vocab)
-    size = lambda x: np.pad(x, ((0, 0), (0, max(0, length + 1 - x.shape[1]))))[:, : length + 1]
-    whole, valid = size(whole), size(valid)
+    tokens, valid = (_of_width(x, length + 1) for x in right_padded(rows))
     last = valid.sum(axis=1)[:, None] - 1  # [B, 1]: of each row's tokens, the last one, which is only predicted
     place = np.arange(length)[None]
     # Position t predicts token t + 1; those of the context and of padding are not scored.
     learned = (place >= last - np.asarray(counts)[:, None]) & (place < last)
-    targets = np.where(learned, whole[:, 1:], -1).astype(np.int32)
+    targets = np.where(learned, tokens[:, 1:], -1).astype(np.int32)
     read = valid[:, :-1] & (place < last)
-    log_prob, correct = _score(generator.model, whole[:, :-1], read, targets, dtype=generator.dtype)
+    log_prob, correct = _score(generator.model, tokens[:, :-1], read, targets, dtype=generator.dtype)
     return np.asarray(log_prob), np.asarray(correct)
+
+
+def _of_width(x: np.ndarray, width: int) -> np.ndarray:
+    """Returns rows truncated, or padded with zeros on the right."""
+    return np.pad(x, ((0, 0), (0, max(0, width - x.shape[1]))))[:, :width]
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -140,5 +146,5 @@ def _score(
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Sums the log-probabilities of each row's targets, and returns whether all of them are the best tokens."""
     out = model(tokens, valid=valid, dtype=dtype)
-    found = nn.token_log_probs(out.hidden, model.head_weight(), targets, softcap=model.softcap)
-    return found.log_prob.sum(axis=1), (found.correct | (targets < 0)).all(axis=1)
+    scores = nn.token_log_probs(out.hidden, model.head_weight(), targets, softcap=model.softcap)
+    return scores.log_prob.sum(axis=1), (scores.correct | (targets < 0)).all(axis=1)

@@ -62,7 +62,7 @@ def test_on_a_mesh(tmp_path):
     assert float(last["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5) and "eval/loss" in last
     for path, value in state.trainable.items():
         np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-4)
-    assert not ours.state.trainable["layers.body.0.mlp.up.w"].sharding.is_fully_replicated
+    assert not ours.state.trainable["layers.groups.1.0.mlp.up.w"].sharding.is_fully_replicated
 
 
 def test_evaluation_reads_so_many_batches_from_the_start_each_time():
@@ -222,14 +222,14 @@ def test_several_processes_need_a_mesh(monkeypatch):
 
 def aliased():
     model = tiny.model()
-    model.final = model.layers.prefix[0].norm
+    model.final = model.layers.groups[0][0].norm
     return model
 
 
 @pytest.mark.parametrize("model", [aliased, aliased()], ids=["built", "given"])
 def test_a_parameter_at_two_places_is_refused(model):
     """Both would be trained, apart from each other: copies of a pytree do not know that they were one."""
-    said = r"final\.scale and layers\.prefix\.0\.norm\.scale are the same parameter"
+    said = r"final\.scale and layers\.groups\.0\.0\.norm\.scale are the same parameter"
     with pytest.raises(ValueError, match=said):
         trainer(model)
     with pytest.raises(ValueError, match=said):

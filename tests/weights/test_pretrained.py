@@ -85,8 +85,8 @@ def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     layout = sharding.Layout(mesh, getattr(sharding, preset) | {"vocab": None})  # 61 words divide over nothing
     back = maxlib.from_pretrained(exported, layout=layout)
     assert same(back, model)
-    q = back.layers.body[0].attn.q.w.get_value()
-    assert q.sharding == layout.sharding("q", back.layers.body[0].attn.q.w)
+    q = back.layers.groups[0][0].attn.q.w.get_value()
+    assert q.sharding == layout.sharding("q", back.layers.groups[0][0].attn.q.w)
     maxlib.save_pretrained(back, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
@@ -211,8 +211,8 @@ def test_tensors_that_do_not_fit_are_named(copied):
         maxlib.from_pretrained(path)
     text = str(error.value)
     for line in (
-        "missing (1):\n  model.layers.1.mlp.gate_proj.weight for layers.body.0.mlp.gate.w[1]\n",
-        "  model.layers.2.self_attn.q_proj.weight is (5, 32), but layers.body.0.attn.q.w[2] needs (48, 32)\n",
+        "missing (1):\n  model.layers.1.mlp.gate_proj.weight for layers.groups.0.0.mlp.gate.w[1]\n",
+        "  model.layers.2.self_attn.q_proj.weight is (5, 32), but layers.groups.0.0.attn.q.w[2] needs (48, 32)\n",
         "  model.norm.weight is int32, which norm.scale is not\n",
         "without a parameter in the model (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight\n",
     ):
@@ -232,7 +232,7 @@ def test_a_table_that_forgets_a_weight_says_so(copied):
         llama.FAMILY, table=lambda cfg: [e for e in llama.FAMILY.table(cfg) if "norm" not in str(e)]
     )
     with pytest.raises(
-        ValueError, match=r"that its table does not fill exactly \(3\):\n  layers.body.0.attn_norm.scale \(0 of 96"
+        ValueError, match=r"that its table does not fill exactly \(3\):\n  layers.groups.0.0.attn_norm.scale \(0 of 96"
     ):
         maxlib.from_pretrained(path, family=family)
 
@@ -329,8 +329,8 @@ def swapped(make):
     """A Llama whose layers have another MLP."""
     model = build(LONG)
 
-    def layer(i, rngs):
-        block = model.layer(i, rngs)
+    def layer(_, rngs):
+        block = llama.Block(LONG, rngs=rngs)
         block.mlp = make(LONG.dim, LONG.mlp_dim, rngs=rngs)
         return block
 
@@ -359,9 +359,9 @@ def test_what_would_be_read_as_another_model_is_not_written(make, words, tmp_pat
 def test_other_masks_and_norms_are_other_models_and_other_kernels_are_not(tmp_path):
     model = build(LONG)
     maxlib.save_pretrained(nn.with_attention(model, "chunked"), tmp_path / "same")
-    model.layers = model.layers.regrouped(prefix=1, period=1)
+    model.layers = model.layers.restacked("ab" + "c" * (LONG.num_layers - 2))
     maxlib.save_pretrained(model, tmp_path / "laid out otherwise")
-    model.layers.prefix[0].attn_norm.eps = 0.5
+    model.layers.groups[0][0].attn_norm.eps = 0.5
     with pytest.raises(ValueError, match="layers.0.attn_norm.eps is 0.5 here, 1e-0"):
         maxlib.save_pretrained(model, tmp_path / "other")
 
