@@ -26,9 +26,8 @@ def dead(page: Path, text: str) -> list[str]:
         target = page.parent / path if path else page
         if re.match(r"[a-z]+:", to):
             continue
-        if not target.exists():
-            links.append(to)
-        elif place and target.suffix == ".md" and place not in anchors(target.read_text() if path else text):
+        is_page = place and target.suffix == ".md" and target.exists()
+        if not target.exists() or (is_page and place not in anchors(target.read_text() if path else text)):
             links.append(to)
     return links
 
