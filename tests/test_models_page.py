@@ -37,7 +37,10 @@ def test_every_family_and_preset_is_listed():
     assert listed == [(name, preset) for name, family in FAMILIES.items() for preset in family.presets], STALE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name not in ("gpt2", "llama", "qwen3_5"))) for name in FAMILIES],
+)
 def test_what_a_family_is_made_of(name):
     """Of the preset with the fewest layers, which is the quickest to look at."""
     presets = FAMILIES[name].presets

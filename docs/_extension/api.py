@@ -147,8 +147,8 @@ def public_names(module: str) -> list[str]:
     facade = hasattr(found, "__path__") or not own
     parent = importlib.import_module(module.rpartition(".")[0])
     public = [name for name, value in objects.items() if _belongs(name, value, module, facade)]
-    is_package = hasattr(found, "__path__")
-    return [name for name in public if is_package or getattr(parent, name, None) is not objects[name]]
+    is_room = module.count(".") == 1  # maxlib itself exports some names of its rooms
+    return [name for name in public if is_room or getattr(parent, name, None) is not objects[name]]
 
 
 def _home(value: Any) -> str:
