@@ -120,7 +120,8 @@ def make(
     adapters: Mapping[str, tuple[int, float]],
     *,
     experts: Mapping[str, tuple[int, float]],
-    targets: Sequence[str],
+    modules: Sequence[str],
+    parameters: Sequence[str],
     saved: Sequence[str],
     tied: bool,
     dora: bool,
@@ -132,7 +133,8 @@ def make(
     Args:
         adapters: Rank and scale by name of the module.
         experts: Those of experts' parameters.
-        targets: `target_modules`.
+        modules: `target_modules`.
+        parameters: `target_parameters` besides those of experts.
         saved: `modules_to_save`.
         tied: True if one table is saved as the embedding and as the head.
         dora: `use_dora`.
@@ -168,8 +170,8 @@ def make(
         "peft_version": "0.19.1",  # the first one that reads experts as they are written
         "r": rank,
         "rank_pattern": {name: value[0] for name, value in patterns.items()},
-        "target_modules": [*targets],
-        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in experts}) or None,
+        "target_modules": [*modules],
+        "target_parameters": sorted({*parameters, *(".".join(name.split(".")[-2:]) for name in experts)}) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": dora,
         "use_rslora": rslora,

@@ -90,11 +90,13 @@ def save(
     each = [n for n in single if peft.fused_expert(n)]
     saved = _saved_modules(untied(model) if one_table else model, names)
     tensors |= {peft.PREFIX + name: value for name, value in saved.items()}
-    dora = _dora(modules)
+    dora, dense = _dora(modules), _dense_beside_experts(single, names)
+    parameters = [] if dora else dense
     config = peft.make(
         single,
         experts=whole,
-        targets=_targets(names, single),
+        modules=_targets(names, [name for name in single if name not in parameters], single),
+        parameters=[f"{name}.weight" for name in parameters],
         saved=sorted({name.rpartition(".")[0] for name in saved}),
         tied=one_table,
         dora=dora,
@@ -107,12 +109,22 @@ def save(
     with whole_directory(directory, overwrite=overwrite) as part:
         write_json(part / peft.CONFIG, config)
         write_file(part / peft.TENSORS, headers, (tensors[header.name] for header in headers))
-    dense = [n for n in single if n.endswith((".gate_proj", ".up_proj", ".down_proj")) and ".experts." not in n]
     kinds = {"dora": dora, "experts": bool(each or whole), "fused": bool(whole), "saved": bool(saved)}
-    lines = readers(ranks.values(), **kinds, beside=dense if each else ())
-    if each and dense:
+    ignored = dense if dora else []
+    lines = readers(ranks.values(), **kinds, beside=ignored)
+    if ignored:
         warnings.warn(f"{directory}: {lines[0]}", stacklevel=2)
     return lines
+
+
+def _dense_beside_experts(modules: Iterable[str], names: Names) -> list[str]:
+    """Returns the dense MLP modules of a model that also has experts.
+
+    PEFT takes their names in `target_modules` for those of experts, but reads them as parameters, without DoRA.
+    """
+    if not any(part.experts for parts in names.parts.values() for part in parts):
+        return []
+    return [n for n in modules if n.endswith((".gate_proj", ".up_proj", ".down_proj")) and ".experts." not in n]
 
 
 def _half_read(modules: Iterable[str]) -> str | None:
@@ -254,8 +266,8 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
     return {f"{where}.lora_A.weight": a, f"{where}.lora_B.weight": b}
 
 
-def _targets(names: Names, modules: Iterable[str]) -> list[str]:
-    """Returns `target_modules`: last names if they only match adapted modules, else full names."""
+def _targets(names: Names, modules: Iterable[str], adapted: Iterable[str]) -> list[str]:
+    """Returns `target_modules`: last names of `modules` if they only match adapted ones, else full names."""
     last = lambda name: name.rpartition(".")[2]
-    shared = {last(name) for name in {names.in_transformers(n) for n in names.parts} - {*modules}}
+    shared = {last(name) for name in {names.in_transformers(n) for n in names.parts} - {*adapted}}
     return sorted({name if last(name) in shared else last(name) for name in modules})

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import maxlib
-from maxlib import adapters, nn
+from maxlib import adapters, nn, quantization, training
 from maxlib.adapters._saved_modules import untied
 from tests.adapters import peft_parity as theirs
 from tests.adapters.test_adapters import trained
@@ -140,3 +141,108 @@ def test_the_product_beside_peft(case, bases, tmp_path):
         np.testing.assert_allclose(live["logits"], golden["logits"], rtol=0, atol=1e-5)
     model = check_reading(case, base, adapter, live["logits"], live["gradients"], logits_and_gradients, tmp_path)
     check_writing(model, path, logits_and_gradients, tmp_path)
+
+
+# --- saved modules ---
+
+
+@pytest.fixture
+def saved_head(bases, tmp_path):
+    """A model with the head that a golden file of PEFT saves."""
+    adapter, *_ = golden_file(("attention", "saved_head", "untied", "rslora", "all"), tmp_path / "theirs")
+    with pytest.raises(ValueError, match=r"whole tables \(\['lm_head.weight'\]\).*into_base=True"):
+        adapters.load(bases["untied"][1], adapter)
+    return adapters.load(bases["untied"][1], adapter, into_base=True)
+
+
+def test_a_saved_module_is_trained_frozen_and_merged(saved_head, tmp_path):
+    assert "head.w" in training.make_state(saved_head, optax.sgd(0.1)).trainable
+    report = adapters.report(saved_head)
+    assert report.saved == ("head.w",) and "saved modules" in report.readers[1] and "saved module" in str(report)
+    with pytest.raises(ValueError, match=r"\['head.w'\] are trained as a whole"):
+        adapters.base_model(saved_head)
+
+    frozen = adapters.freeze(saved_head)
+    assert not any(adapters.trainable(path, v) for path, v in nn.variables(frozen).items())
+    new = adapters.add(frozen, adapters.LoRA(2, 4), rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(adapters.base_model(new).head.w[...], saved_head.head.w[...])
+    config, tensors = written(new, tmp_path / "frozen")
+    assert config["modules_to_save"] == ["lm_head"]
+    np.testing.assert_array_equal(tensors["base_model.model.lm_head.weight"], saved_head.head.w[...])
+
+    merged = adapters.merge(saved_head)
+    assert nn.tree.default_filter(merged)("head.w", merged.head.w)  # a parameter like any other
+    maxlib.save_pretrained(merged, tmp_path / "merged")
+    np.testing.assert_array_equal(maxlib.from_pretrained(tmp_path / "merged").head.w[...], saved_head.head.w[...])
+
+
+def test_a_tied_model_with_its_own_head_is_exported_with_it(bases, tmp_path):
+    """PEFT's copy of a tied embedding leaves the head as it was: merged, the model has two tables."""
+    adapter, *_ = golden_file(("linear", "saved_embedding", "tied", "lora", "all"), tmp_path / "theirs")
+    model = adapters.merge(adapters.load(bases["tied"][1], adapter, into_base=True))
+    maxlib.save_pretrained(model, tmp_path / "merged")
+    again = maxlib.from_pretrained(tmp_path / "merged")
+    np.testing.assert_array_equal(again.head.w[...], bases["tied"][1].embed.w[...])
+    np.testing.assert_array_equal(again.embed.w[...], model.embed.w[...])
+    assert np.abs(again.head.w[...] - again.embed.w[...]).max() > 0.05
+
+
+def test_what_cannot_be_read_is_refused(bases, tmp_path):
+    adapter, *_ = golden_file(("attention", "saved_norms", "kept_tied", "dora", "frozen"), tmp_path / "theirs")
+    few = {n: v for n, v in load_file(adapter / TENSORS).items() if "layers.1.input_layernorm" not in n}
+    save_file(few, adapter / TENSORS)
+    with pytest.raises(ValueError, match=r"some layers of layers\.body\.0\.\w+"):
+        adapters.load(bases["tied"][1], adapter, into_base=True)
+
+    adapter, *_ = golden_file(("head", "saved_none", "kept_tied", "dora", "frozen"), tmp_path / "head")
+    small = quantization.for_inference(bases["tied"][1], [quantization.Rule("int8", kinds=("embedding",))])
+    with pytest.raises(ValueError, match="quantized weight: load the adapter first"):
+        adapters.load(small, adapter, into_base=True)
+    tensors = load_file(adapter / TENSORS)
+    save_file({n: v for n, v in tensors.items() if "lm_head.lora_magnitude" not in n}, adapter / TENSORS)
+    with pytest.raises(ValueError, match="lm_head: use_dora and lora_magnitude_vector require each other"):
+        adapters.load(bases["tied"][1], adapter, into_base=True)
+
+
+def test_configs_of_initializers_that_leave_the_base_are_read(bases, tmp_path):
+    adapter, *_ = golden_file(("attention", "saved_none", "untied", "lora", "frozen"), tmp_path / "theirs")
+    fields = json.loads((adapter / CONFIG).read_text())
+    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99, "whiten": False}}
+    (adapter / CONFIG).write_text(json.dumps(fields | eva))
+    adapters.load(bases["untied"][1], adapter)
+
+
+# --- experts ---
+
+ATTENTION = adapters.Rule(adapters.LoRA(2, 4), match="layers.attn.q")
+EXPERTS = {
+    "gate_up": [adapters.Rule(adapters.LoRA(2, 3), match="*.gate"), adapters.Rule(adapters.LoRA(2, 3), match="*.up")],
+    "gate": [adapters.Rule(adapters.LoRA(2, 3), match="*.gate")],
+    "down": [adapters.Rule(adapters.LoRA(2, 3, rslora=True), match="*.down")],
+    "scales": [
+        adapters.Rule(adapters.LoRA(2, 3), match="*.gate"),
+        adapters.Rule(adapters.LoRA(3, 7), match="*.up"),
+        adapters.Rule(adapters.LoRA(2, 5), match="*.down"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapters_of_some_projections_of_experts_are_those_of_peft(name, bases, tmp_path):
+    """PEFT reads modules of experts by joining gate and up, at one scale, below an adapter of down."""
+    path, base = bases["untied"]
+    model = adapters.add(base, [ATTENTION, *EXPERTS[name]], rngs=nnx.Rngs(0))
+    if name in ("gate_up", "gate"):
+        with pytest.raises(ValueError, match=r'PEFT reads .* pass experts="fused"'):
+            adapters.save(model, tmp_path / "each", experts="each")
+    again = adapters.load(base, save_trained(model, tmp_path / "ours"))
+    want, _ = through_merged(*nn.partition(trained(model, size=0.1), adapters.trainable))
+    got, _ = through_merged(*nn.partition(again, adapters.trainable))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    if importlib.util.find_spec("peft"):
+        check_writing(model, path, through_merged, tmp_path / "peft")
+
+
+def save_trained(model, directory):
+    adapters.save(trained(model, size=0.1), directory)
+    return directory
