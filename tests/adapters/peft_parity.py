@@ -5,6 +5,7 @@ gradients. `python -m tests.adapters.peft_parity [case ... | matrix]` writes the
 transformers and peft.
 """
 
+import copy
 import functools
 import itertools
 import json
@@ -215,7 +216,7 @@ def write_matrix_case(base: Path, adapter: Path, case: tuple[str, ...]) -> dict[
 
     fields: dict[str, Any] = {"r": 2, "lora_alpha": 3, "task_type": "CAUSAL_LM"}
     for value, choices in zip(case, MATRIX.values(), strict=True):
-        fields |= choices[value]
+        fields |= copy.deepcopy(choices[value])  # PEFT changes its lists
     model = peft.get_peft_model(their_base(base), peft.LoraConfig(**fields)).eval()
     random = np.random.RandomState(5)
     for name, parameter in sorted(model.named_parameters()):

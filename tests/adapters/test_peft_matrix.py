@@ -195,7 +195,9 @@ def test_what_cannot_be_read_is_refused(bases, tmp_path):
         adapters.load(bases["tied"][1], adapter, into_base=True)
 
     adapter, *_ = golden_file(("head", "saved_none", "kept_tied", "dora", "frozen"), tmp_path / "head")
-    small = quantization.for_inference(bases["tied"][1], [quantization.Rule("int8", kinds=("embedding",))])
+    small = quantization.for_inference(
+        bases["tied"][1], [quantization.Rule(quantization.Format("int8"), kinds=("embedding",))]
+    )
     with pytest.raises(ValueError, match="quantized weight: load the adapter first"):
         adapters.load(small, adapter, into_base=True)
     tensors = load_file(adapter / TENSORS)
