@@ -80,7 +80,7 @@ IMPOSSIBLE = [
     *[{"kept_tied", target, f"saved_{saved}"} for target, saved in (("embedding", "head"), ("head", "embedding"))],
 ]
 PRODUCT = [case for case in itertools.product(*MATRIX.values()) if not any(pair <= {*case} for pair in IMPOSSIBLE)]
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 16,
     "hidden_size": 8,
     "intermediate_size": 10,
@@ -220,10 +220,10 @@ def write_matrix_case(base: Path, adapter: Path, case: tuple[str, ...]) -> dict[
     model = peft.get_peft_model(their_base(base), peft.LoraConfig(**fields)).eval()
     random = np.random.RandomState(5)
     for name, parameter in sorted(model.named_parameters()):
-        if parameter.requires_grad:
-            size = 0.05 if "modules_to_save" in name or "magnitude" in name else 0.3
-            noise = size * random.standard_normal(tuple(parameter.shape)).astype(np.float32)
-            parameter.data += torch.from_numpy(noise)
+        if parameter.requires_grad:  # in place: with `ensure_weight_tying` two factors share their values
+            is_whole = "modules_to_save" in name or "magnitude" in name
+            noise = (0.05 if is_whole else 0.3) * random.standard_normal(tuple(parameter.shape))
+            parameter.data.mul_(float(is_whole)).add_(torch.from_numpy(noise.astype(np.float32)))
     model.save_pretrained(adapter)
     ids = torch.from_numpy(tokens(TINY["vocab_size"])).long()
     logits = model(ids).logits
