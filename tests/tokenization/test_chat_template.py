@@ -61,7 +61,7 @@ def test_a_default_serves_a_directory_without_one_and_knows_its_tokens(tmp_path)
 
 def test_a_template_refuses_messages():
     with pytest.raises(ValueError, match="refuses these messages: no joker"):
-        ChatTemplate(SIMPLE)([{"role": "joker", "content": ""}])
+        ChatTemplate(SIMPLE, special_tokens={"bos_token": "<s>"})([{"role": "joker", "content": ""}])
 
 
 def test_a_template_stays_in_its_sandbox():
