@@ -120,6 +120,17 @@ class ChatTemplate:
         ends = [0, *accumulate(map(len, pieces[::2]))]
         return text, [(ends[i], ends[i + 1]) for i in range(1, len(ends) - 1, 2)]
 
+    def end_of_turn(self) -> str:
+        """Returns what the template writes after an answer, such as `"<|im_end|>"`, or "" if it does not write answers.
+
+        Raises:
+          ValueError: when it cannot render a plain chat.
+        """
+        mark = _CONTINUED.strip()
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        before, _, end = self(messages, add_generation_prompt=False).rpartition(mark)
+        return end.strip() if before else ""
+
     def _choose(self, name: str | None, tools: Any) -> str:
         if name is None:
             name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"

@@ -48,7 +48,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tokens(path: Path, fields: Mapping[str, Any]) -> Tokens:
-    """Returns the fields that are tokens; other names that end in `_token`, such as `add_bos_token`, may hold options."""
+    """Returns the fields that are tokens; others, such as `add_bos_token`, may hold options."""
     tokens = {name: _text(value) for name, value in fields.items() if name.endswith("_token")}
     if wrong := [name for name in STANDARD if tokens.get(name, "") is _OTHER]:
         raise ValueError(

@@ -60,12 +60,12 @@ def test_what_cannot_be_scored_is_refused(generator, pair):
 
 
 def test_continuations_end_at_texts_and_at_the_end_token(generator):
-    decode = lambda ids: "".join(f"<{i}>" for i in ids)
+    decode = lambda ids, **_: "".join(f"<{i}>" for i in ids)
     prompts = [context for context, _ in PAIRS]
     free = generator.generate(prompts, max_new_tokens=8)
     assert len({*free[0]}) > 2 and free[0] != free[1]
     until, end = decode(free[0][2:4])[1:-1], next(i for i in free[1] if i not in free[0])
-    got = continue_until(generator, prompts, decode=decode, until=[until, ""], end=end, max_new_tokens=8)
+    got = continue_until(generator, prompts, decode=decode, until=[until, ""], stop_token_ids=[end], max_new_tokens=8)
     for text, ids in zip(got, free, strict=True):
         assert text == decode(ids[: ids.index(end)] if end in ids else ids).split(until)[0]
     assert decode(free[0]).startswith(got[0]) and 0 < len(got[0]) < len(decode(free[0]))
@@ -79,7 +79,8 @@ def test_continuations_stop_as_soon_as_all_rows_ended(generator, monkeypatch):
     )
     end = next(i for i in range(generator.vocab) if i not in generator.generate([[5]], max_new_tokens=8)[0])
     steps.clear()
-    continue_until(generator, [[5]], decode=lambda ids: "x" * len(ids), until=["xx"], end=end, max_new_tokens=8)
+    decode = lambda ids, **_: "x" * len(ids)
+    continue_until(generator, [[5]], decode=decode, until=["xx"], stop_token_ids=[end], max_new_tokens=8)
     assert len(steps) == 2
 
 
