@@ -148,12 +148,13 @@ class _Store:
 
     def files(self, missing_ok: bool = False) -> dict[str, tuple[int, str]]:
         """Returns size and version of the files in the directory, by name; raises FileNotFoundError for none."""
+        entries = self._entries()
         found = {
             name: (int(entry["size"]), str(next((entry[k] for k in _VERSIONS if entry.get(k)), "")))
-            for name, entry in self._entries()
+            for name, entry in entries
             if entry["type"] == "file"
         }
-        if TEMPLATES in self.directories():
+        if any(name == TEMPLATES and entry["type"] == "directory" for name, entry in entries):
             nested = _Store(child(self.url, TEMPLATES)).files(missing_ok=True)
             found |= {f"{TEMPLATES}/{name}": entry for name, entry in nested.items()}
         if not found and not missing_ok:

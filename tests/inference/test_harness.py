@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +186,31 @@ def responses(model, directory):
     order = lambda sample: sample["doc_id"]
     answers = {task: [one["resps"] for one in sorted(some, key=order)] for task, some in found["samples"].items()}
     return found["results"], answers
+
+
+@with_lm_eval
+def test_answers_end_where_those_of_the_hf_backend_end(directory, tmp_path):
+    """At each of several ids that end texts, and at the text of a special token, which answers do not have."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, prompt = tmp_path / "model", "the cat sat on"
+    shutil.copytree(directory / "model", model)
+    theirs = HFLM(pretrained=str(model), device="cpu", dtype="float32")
+    ids = theirs.tokenizer(prompt, return_tensors="pt").input_ids
+    free = theirs.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    tokenizer = tokenization.load_tokenizer(model)
+    texts = [tokenizer.decode([i]) for i in free]
+    special, end = [i for i in range(2, 12) if texts[i].isascii() and texts[i] not in "".join(texts[:i])][:2]
+    tokenizer.add_special_tokens([tokenizer.id_to_token(free[special]), tokenizer.id_to_token(free[end])])
+    tokenization.save_tokenizer(tokenizer, model, bos_token="<bos>", eos_token="<eos>")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, free[end]]}))
+    ours = inference.Harness.from_pretrained(model, dtype=jnp.float32)
+    theirs = HFLM(pretrained=str(model), device="cpu", dtype="float32")
+    for until, length in ([], end), ([texts[special]], special):
+        requests = [Instance("generate_until", {}, (prompt, {"until": [*until], "max_gen_toks": 12}), 0) for _ in "ab"]
+        got, want = (harness.generate_until([r], True) for harness, r in zip((ours, theirs), requests, strict=True))
+        assert got == want == [tokenizer.decode(free[:length])]
 
 
 @pytest.mark.full
