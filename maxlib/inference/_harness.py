@@ -1,6 +1,7 @@
 """Evaluation with EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness)."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -105,8 +106,13 @@ class Harness(_TemplateLM):
         tokenizer, stops = load_tokenizer(directory), stop_tokens(directory)
         tokens = {name: tokenizer.token_to_id(text) for name, text in special_tokens(directory).items() if text}
         eos = tokens.get("eos_token")
-        ids = {"eos": next(iter(stops), None) if eos is None else eos, "bos": tokens.get("bos_token")}
-        return cls(read_model(directory), tokenizer, **(ids | {"stop_token_ids": stops or None} | options))
+        options = {
+            "eos": next(iter(stops), None) if eos is None else eos,
+            "bos": tokens.get("bos_token"),
+            "stop_token_ids": stops or None,
+            **options,
+        }
+        return cls(read_model(directory), tokenizer, **options)
 
     def evaluate(self, tasks: Sequence[Any], **options: Any) -> dict[str, float]:
         """Runs tasks, and returns numbers by name: `task/metric`, with `/filter` if the task has filters.
@@ -180,18 +186,19 @@ class Harness(_TemplateLM):
             raise ValueError(
                 "this Harness has no chat template: give it one, template=ChatTemplate.from_directory(...)"
             )
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+        render = functools.partial(
+            self.template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
         try:
-            return self.template(chat_history, **options)
+            return render(chat_history)
         except ValueError:
             without_system = [message for message in chat_history if message["role"] != "system"]
             if len(without_system) == len(chat_history):
                 raise
             logger.warning("the chat template refuses these messages: rendering them without the system message")
-            return self.template(without_system, **options)
+            return render(without_system)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the source of the template, by which lm-eval distinguishes its caches."""

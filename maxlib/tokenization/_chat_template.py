@@ -113,7 +113,7 @@ class ChatTemplate:
     def generated(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
         """Renders whole chats, and finds the characters (begin, end) of each `{% generation %}` in them."""
         text = self(messages, add_generation_prompt=False, **variables)
-        marks = {"generation_begins": _BEGIN, "generation_ends": _END}
+        marks: Any = {"generation_begins": _BEGIN, "generation_ends": _END}
         pieces = re.split(f"([{_BEGIN}{_END}])", self(messages, add_generation_prompt=False, **variables, **marks))
         if "".join(pieces[::2]) != text or pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
             raise ValueError(f"messages must not contain the characters {_BEGIN!r} and {_END!r}, nor may blocks nest")

@@ -24,7 +24,9 @@ class Sandbox:
     """
 
     def __init__(self):
-        self._lock, self._process, self._connection = threading.Lock(), None, None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._connection: Any = None
 
     def render(
         self,
@@ -109,8 +111,8 @@ def _plain(value: Any) -> Any:
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    if callable(getattr(value, "model_dump", None)):  # of pydantic
-        return value.model_dump()
+    if callable(dump := getattr(value, "model_dump", None)):  # of pydantic
+        return dump()
     if callable(value):
         raise ValueError(f"a chat template takes values such as the JSON schema of a tool, got {value!r}")
     return f"<{type(value).__name__}>"

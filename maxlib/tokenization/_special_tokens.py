@@ -1,7 +1,7 @@
 """The special tokens of a Hugging Face directory, which several files may state."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def _text(token: Any) -> Any:
 def _class_defaults(directory: Path, config: Mapping[str, Any]) -> Tokens:
     """Returns the tokens that the directory's class in transformers has unless a file states others."""
     model = _read(directory / "config.json")
-    kind = model.get("model_type")
+    kind = str(model.get("model_type"))
     declared = config.get("tokenizer_class") or model.get("tokenizer_class")
     if kind in _GENERIC:
         return {}
@@ -112,7 +112,7 @@ _DEFAULTS: dict[str, Tokens] = {
     },
 }
 # The class of a model whose files declare none.
-_CLASSES: dict[str, Iterable[str]] = {
+_CLASSES: dict[str, tuple[str, ...]] = {
     "GPT2Tokenizer": ("gpt2",),
     "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "Qwen2Tokenizer": ("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
