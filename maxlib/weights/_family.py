@@ -20,8 +20,9 @@ from flax import nnx
 
 from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
+from maxlib.tokenization import ChatTemplate
 from maxlib.weights._card import ModelCard, write_card
-from maxlib.weights._companions import write_companions
+from maxlib.weights._companions import add_end_of_turn, write_companions
 from maxlib.weights._files import QUANTIZED
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import model_directory
@@ -215,6 +216,7 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     like: str | Path | None = None,
     tokenizer: Any = None,
+    chat_template: ChatTemplate | None = None,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     model_card: ModelCard | bool = False,
@@ -235,7 +237,9 @@ def save_pretrained(
             generation_config.json and the ids in its config.json are copied. Without it and `generation`, the export
             does not record which id ends a text.
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
+        chat_template: Chat template, such as the one that the model was trained on, instead of that of `like`.
         generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
+            Unless they have `eos_token_id`, the token that ends an answer in the chat template ends a text too.
         overwrite: True replaces an earlier export.
         model_card: Content of README.md; True writes a default card, False none.
         family: Needed only for models that are not registered.
@@ -257,8 +261,12 @@ def save_pretrained(
         if not first:
             return
         # Without these ids in config.json, transformers assumes those of the published models.
-        ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
+        ids = write_companions(
+            part, source=source, tokenizer=tokenizer, chat_template=chat_template, generation=generation
+        )
         write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})
+        if "eos_token_id" not in (generation or {}):
+            add_end_of_turn(part)
         if model_card:
             about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
             write_card(model_card, part / "README.md", **about)

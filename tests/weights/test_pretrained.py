@@ -14,14 +14,16 @@ from importlib.metadata import EntryPoint
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import inference, nn, ops, sharding, weights
+from maxlib import inference, nn, ops, sharding, training, weights
 from maxlib.models import llama
+from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _files as files_module
 from maxlib.weights import _readback
@@ -378,6 +380,34 @@ def tiny_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
+
+
+TURNS = "{% for m in messages %}{{ m.role }} {{ m.content }}<end>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_learned_end_of_a_turn_ends_the_texts_of_an_export(folder, model, tmp_path):
+    """It is the special token after an answer in the template of the source, or in the one that was trained on."""
+    source, out, tokenizer = tmp_path / "source", tmp_path / "out", tiny_tokenizer()
+    tokenizer.add_special_tokens(["<end>"])
+    maxlib.save_pretrained(model, source, tokenizer=tokenizer, generation={"eos_token_id": 0})
+    template = ChatTemplate(TURNS)
+    if folder:
+        (source / "chat_template.jinja").write_text(TURNS)
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    chosen = {} if folder else {"chat_template": template}
+    for _ in range(2):
+        maxlib.save_pretrained(model, out, like=source, overwrite=True, **chosen)
+    assert inference.stop_tokens(out) == [0, 3] and json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert ChatTemplate.from_directory(out).source == TURNS
+    assert (out / "additional_chat_templates" / "rag.jinja").exists() == folder
+    maxlib.save_pretrained(model, out, like=source, generation={"eos_token_id": 1}, overwrite=True, **chosen)
+    assert inference.stop_tokens(out) == [1]
+    export = training.HuggingFaceExport(tmp_path / "exports", every=1, like=source, **chosen)
+    export.save(1, training.make_state(model, optax.sgd(0.1)))
+    export.wait()
+    assert inference.stop_tokens(tmp_path / "exports" / "1") == [0, 3]
 
 
 def test_tokenizers_are_written_along(model, tmp_path):
