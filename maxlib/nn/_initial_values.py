@@ -76,4 +76,4 @@ def _draw(standard: Callable[[Array], Array], impl: str, data: Array) -> Array:
 def _is_counted(key: Array) -> bool:
     """Returns True if a random value depends on its index alone, not on the shape."""
     is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return is_key and str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    return is_key and str(jax.random.key_impl(key)) == "threefry2x32" and jax.threefry_partitionable.value

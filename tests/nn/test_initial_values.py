@@ -1,6 +1,7 @@
 """Initial values: those of flax's initializers to the bit, from one compiled program for arrays of all shapes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,12 @@ def test_values_are_those_of_flax_to_the_bit(shape):
         (_initial_values.normal(0.02), nnx.initializers.normal(0.02)),
         (_initial_values.truncated_normal(int(fan_in), FAN_IN), FAN_IN),
     ]
-    for ours, theirs in pairs:
-        expected = np.stack([theirs(key, shape, jnp.float32) for key in keys])
-        np.testing.assert_array_equal(ours(keys[0], shape, jnp.float32), expected[0])
-        np.testing.assert_array_equal(jax.vmap(lambda key: ours(key, shape, jnp.float32))(keys), expected)
-        jitted = jax.jit(lambda key: theirs(key, shape, jnp.float32))(keys[0])
-        np.testing.assert_array_equal(jax.jit(lambda key: ours(key, shape, jnp.float32))(keys[0]), jitted)
+    for inits in pairs:
+        ours, theirs = (functools.partial(init, shape=shape, dtype=jnp.float32) for init in inits)
+        expected = np.stack([theirs(key) for key in keys])
+        np.testing.assert_array_equal(ours(keys[0]), expected[0])
+        np.testing.assert_array_equal(jax.vmap(ours)(keys), expected)
+        np.testing.assert_array_equal(jax.jit(ours)(keys[0]), jax.jit(theirs)(keys[0]))
 
 
 def test_another_generator_of_numbers_draws_each_shape_alone():
