@@ -59,6 +59,8 @@ MISTAKES = {
     "training.next_token_loss(model, {'tokens': ids, 'targets': [[2, 3]]})": r"batch\['targets'\] must be an array .*got list",
     "training.place_batch({'tokens': Tensor()}, None)": r"batch\['tokens'\] must be an array .*a torch Tensor",
     "training.place_batch((ids, ids), None)": "a batch must be a dictionary of arrays, .*got tuple",
+    "training.Trainer(build, adam, loader).writers.append(print)": "has the methods resume.step., write.step, values. and "
+    "close.., .*lacks resume, write, close",
     "attend(type('Mine', (ops.Mask,), {})())": "Mine must define interval.tokens. -> .k_start, k_end.",
     "model(jnp.array([[1, 32]]))": r"tokens must be in \[0, 32\), got 32: is this the model's tokenizer",
     "model(jnp.array([[1, -100]]))": r"tokens must be in \[0, 32\), got -100",

@@ -77,16 +77,6 @@ def test_console_without_a_terminal_prints_lines():
     assert lines == [f"step 1/3  {shown}", "step 3  eval loss 1.2500", f"step 3/3  {shown}"]
 
 
-def test_a_writer_without_its_methods_is_refused_before_training():
-    writers = Writers([], log=print)
-    writers.append(observability.Console())
-    with pytest.raises(
-        TypeError, match="has the methods resume.step., .*close.., .* builtin.* lacks resume, write, close"
-    ):
-        writers.append(print)
-    assert len(writers) == 1
-
-
 def test_the_console_shows_the_reward_in_place_of_a_policys_loss():
     out = io.StringIO()
     console = observability.Console(terminal=Terminal(file=out, width=100))
