@@ -22,7 +22,10 @@ VIEWS = ((390, "light"), (390, "dark"), (1440, "light"), (1440, "dark"))  # pixe
 PAGES = ("index", "start", "gallery", "concepts", "guides/tour", "guides/index", "guides/finetune", "guides/sharding",
          "guides/troubleshooting", "api/nn", "api/training", "api/objects/nn.Attention", "api/objects/training.Trainer", "cards/llama", "models", "plans", "notebooks/plan_70b",
          "notebooks/experts")  # fmt: skip
-SOURCES, SOURCE = "_modules/", "_modules/maxlib/nn/_attention"  # hundreds of pages that differ in their text only
+SOURCES, SOURCE = (
+    "_modules/",
+    "_modules/maxlib/nn/attention/_grouped_query",
+)  # hundreds of pages that differ in their text only
 OBJECTS, EACH = "api/objects/", 12  # so do these; every twelfth is looked at
 # What people type, and the page that answers. `tests/test_docs.py` checks without a browser that the words are there.
 SEARCHES = {

@@ -240,8 +240,6 @@ def abstract(family, preset: str):
     import jax
     from flax import nnx
 
-    from maxlib import nn
-
     return jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
 
 

@@ -1,6 +1,6 @@
 """Links between pages: code names lead to their API entries, and entries lead back to the guides that use them.
 
-Private paths in signatures (`maxlib.nn._attention.Attention`) lead to the public name.
+Private paths in signatures (`maxlib.nn.attention._grouped_query.Attention`) lead to the public name.
 """
 
 import re

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import AnyRope, Context, context
 from maxlib.nn._linear import Einsum
-from maxlib.nn._model import Model
 from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._context import AnyRope, Context, context
+from maxlib.nn.decoder._model import Model
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.ops._attention import Causal, Mask

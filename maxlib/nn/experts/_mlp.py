@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops
 from maxlib.kernels.grouped_matmul.rows import NAMES
-from maxlib.nn import _expert_dispatch as dispatch
-from maxlib.nn import _expert_parallel as exchange
+from maxlib.nn.experts import _dispatch as dispatch
+from maxlib.nn.experts import _parallel as exchange
 from maxlib.nn.matmul import Matmul
 
 

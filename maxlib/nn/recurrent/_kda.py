@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import ops
-from maxlib.nn._context import Context, context_of
-from maxlib.nn._delta_net import DeltaCache
 from maxlib.nn._linear import Einsum
-from maxlib.nn._recurrence import rates, sequence_axis, taps
+from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
+from maxlib.nn.recurrent._common import rates, sequence_axis, taps
+from maxlib.nn.recurrent._delta_net import DeltaCache
 from maxlib.nn.remat import mark_heads
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from maxlib.nn._attention import Attention
-from maxlib.nn._context import AnyRope, Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._mlp import MLP
+from maxlib.nn.attention._grouped_query import Attention
+from maxlib.nn.decoder._context import AnyRope, Context
 from maxlib.nn.norm import LayerNorm
 from maxlib.ops._attention import Full
 from maxlib.sharding import constrain

@@ -11,10 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib.nn._attention import attend, check_mask
-from maxlib.nn._context import Context, check_prefix, context_of
 from maxlib.nn._linear import Einsum
+from maxlib.nn.attention._grouped_query import attend, check_mask
 from maxlib.nn.cache import LatentCache, QuantizedLatentCache, is_quantized
+from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import mark_heads

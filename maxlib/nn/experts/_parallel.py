@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.hardware import current_device
-from maxlib.nn import _expert_dispatch as dispatch
 from maxlib.nn._pytree import pytree
+from maxlib.nn.experts import _dispatch as dispatch
 from maxlib.sharding import current
 from maxlib.sharding._experts import BEST_RAGGED, ROOM
 from maxlib.sharding.pipelining import stages

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import first_of_segment
 from maxlib.nn._pytree import pytree
+from maxlib.nn.decoder._context import first_of_segment
 
 
 @pytree

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._context import Context
 from maxlib.nn._initial_values import Init, normal
 from maxlib.nn._linear import draw_key
+from maxlib.nn.decoder._context import Context
 from maxlib.sharding import constrain
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import Context, bidirectional_blocks
-from maxlib.nn._decoder import Decoder
-from maxlib.nn._model import Output
-from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_features
-from maxlib.nn._vision import check_placeholders, unseen
 from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._context import Context, bidirectional_blocks
+from maxlib.nn.decoder._decoder import Decoder
+from maxlib.nn.decoder._model import Output
 from maxlib.nn.remat import Policy
+from maxlib.nn.vision._encoder import check_placeholders, unseen
+from maxlib.nn.vision._patches import Patches, check_patches, mrope_positions, take_features
 from maxlib.ops._axes_rope import MRope
 
 

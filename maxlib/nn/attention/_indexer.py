@@ -11,10 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
-from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
+from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
+from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import LayerNorm
 from maxlib.ops._rope import Rope, apply_rope
 from maxlib.sharding import shard_map_by_name

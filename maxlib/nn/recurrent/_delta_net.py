@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib._xla_workarounds import for_each_token
-from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum, of_same
 from maxlib.nn._pytree import pytree
-from maxlib.nn._recurrence import rates, sequence_axis, taps
 from maxlib.nn.cache import LayerCache
+from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
+from maxlib.nn.recurrent._common import rates, sequence_axis, taps
 from maxlib.nn.remat import mark_heads
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg

@@ -13,14 +13,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from maxlib.nn._attention import check_no_ring
-from maxlib.nn._context import Context, check_prefix, context_of
-from maxlib.nn._index_loss import HIDDEN, Attended, IndexLoss
-from maxlib.nn._lightning_indexer import Chosen, Index, LightningIndexer
-from maxlib.nn._mla import MLA
 from maxlib.nn._pytree import pytree
-from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
+from maxlib.nn.attention._grouped_query import check_no_ring
+from maxlib.nn.attention._index_loss import HIDDEN, Attended, IndexLoss
+from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer
+from maxlib.nn.attention._latent import MLA
+from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
 from maxlib.nn.cache import LayerCache, put_rows
+from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._rope import Rope
 from maxlib.sharding import constrain, shard_map_by_name

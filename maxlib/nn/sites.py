@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib._utils.paths import dotted
-from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum, Embed
+from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.stack import Stack
 from maxlib.sharding.layers import num_layer_axes

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlib.nn._decoder import Decoder
-from maxlib.nn._mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._decoder import Decoder
+from maxlib.nn.decoder._mtp import MTP, MTPOutput, draft, predict_ahead
 
 
 class MTPDecoder(Decoder):

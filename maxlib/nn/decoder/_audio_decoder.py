@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._clips import Clips, check_clips, take_clips
-from maxlib.nn._model import Output
-from maxlib.nn._native_vision import NativeVisionDecoder
-from maxlib.nn._patches import Patches
-from maxlib.nn._vision import unseen
+from maxlib.nn.audio._clips import Clips, check_clips, take_clips
 from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._model import Output
+from maxlib.nn.decoder._native_vision import NativeVisionDecoder
 from maxlib.nn.remat import Policy
+from maxlib.nn.vision._encoder import unseen
+from maxlib.nn.vision._patches import Patches
 
 
 @runtime_checkable

@@ -8,10 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.arguments import check_array, check_dtype
-from maxlib.nn._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
 from maxlib.nn._linear import Embed
-from maxlib.nn._model import Output
 from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
+from maxlib.nn.decoder._model import Output
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack, WithShared
 from maxlib.ops._attention import Mask

@@ -5,12 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._context import bidirectional_blocks
-from maxlib.nn._decoder import Decoder
-from maxlib.nn._model import Output
-from maxlib.nn._vision import check_placeholders, place_features, unseen
 from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._context import bidirectional_blocks
+from maxlib.nn.decoder._decoder import Decoder
+from maxlib.nn.decoder._model import Output
 from maxlib.nn.remat import Policy
+from maxlib.nn.vision._encoder import check_placeholders, place_features, unseen
 
 
 class VisionDecoder(Decoder):

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
-from maxlib.nn._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
+from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask, MaskHint, SlidingWindow, StaticMask

@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import ops
-from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
-from maxlib.nn._recurrence import sequence_axis, taps
 from maxlib.nn.cache import LayerCache
+from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.recurrent._common import sequence_axis, taps
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._attention import attend, attention_kind, check_mask
-from maxlib.nn._context import Context, context_of
 from maxlib.nn._linear import Einsum
+from maxlib.nn.attention._grouped_query import attend, attention_kind, check_mask
 from maxlib.nn.cache import SharedKV
+from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops._attention import Causal, Mask

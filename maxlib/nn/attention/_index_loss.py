@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Float
 
-from maxlib.nn._lightning_indexer import Chosen, Index, taken
 from maxlib.nn._pytree import pytree, static
-from maxlib.nn._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
+from maxlib.nn.attention._indexer import Chosen, Index, taken
+from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
 from maxlib.sharding import shard_map_by_name
 
 HIDDEN = -1e30  # of a key that is not chosen, before the softmax

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlib.nn._context import Context
-from maxlib.nn._routing import Routing, expert_counts
+from maxlib.nn.decoder._context import Context
+from maxlib.nn.experts._routing import Routing, expert_counts
 
 
 @dataclasses.dataclass(frozen=True)

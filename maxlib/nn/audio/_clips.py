@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.nn._patches import bucket, placeholder_index
 from maxlib.nn._pytree import pytree
+from maxlib.nn.vision._patches import bucket, placeholder_index
 
 
 @pytree
