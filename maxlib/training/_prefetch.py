@@ -43,7 +43,7 @@ class IterableLoader:
 
     def __init__(self, batches: Iterable[Batch]):
         self.batches, self._iterator = batches, iter(batches)
-        self._read, self._last, self._again = 0, None, False
+        self._read, self._last, self._again = 0, {}, False
 
     @property
     def is_one_pass(self) -> bool:
