@@ -94,17 +94,7 @@ def test_every_notebook_is_on_the_site_and_in_the_tests():
     names = {path.stem for path in NOTEBOOKS}
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     assert names == set(SMALLER) == set(re.findall(r"^notebooks/(\w+)$", gallery, re.MULTILINE))
-    assert names == set(re.findall(r"^:link: notebooks/(\w+)$", gallery, re.MULTILINE))
-
-
-def test_links_are_put_below_the_title():
-    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "_extension" / "notebooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    alone = module.with_links(["# A title\n", "\n", "Text."], "a.ipynb", None)
-    assert alone == "# A title\n\n{download}`Download this notebook <../../examples/notebooks/a.ipynb>`\n\nText."
-    linked = module.with_links("# A title", "a.ipynb", "https://github.com/some/where.git")
-    assert "https://colab.research.google.com/github/some/where/blob/main/examples/notebooks/a.ipynb" in linked
+    assert names == set(re.findall(r"\(\.\./examples/notebooks/(\w+)\.ipynb\)", gallery))
 
 
 def test_the_stored_plan_is_as_cautious_as_the_report_today():

@@ -65,7 +65,7 @@ class Memory:
 
 
 def estimate_memory(program: Program) -> Memory:
-    """Estimates the memory of a program without compiling it; `docs/plans.md` compares it with the compiler."""
+    """Estimates the memory of a program without compiling it; docs/results.md compares it with the compiler."""
     state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))

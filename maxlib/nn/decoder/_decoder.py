@@ -31,7 +31,7 @@ def check_tokens(tokens: Any) -> None:
 
 
 class Decoder(nnx.Module):
-    """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions/0001).
+    """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions.md).
 
     A model family subclasses it and sets the attributes in its constructor; it may override `embed_tokens`, `enter`,
     `layer_inputs` and `leave`. A model with another structure need not subclass it: trainers and generators only need
