@@ -23,7 +23,7 @@ class Counts(list[tuple[float, Any, str]]):
     """Counted FLOPs: number of executions, FLOPs of each, op and dtypes.
 
     Args:
-      follow: True computes the integers on which masks depend, as far as they are known.
+        follow: True computes the integers on which masks depend, as far as they are known.
     """
 
     def __init__(self, follow: bool = True):
@@ -35,8 +35,8 @@ class Fact(NamedTuple):
     """Static knowledge about a value in a trace.
 
     Args:
-      value: its value; None if unknown.
-      trained: True if it depends on trained parameters, so that a backward pass computes its gradient.
+        value: Its value; None if unknown.
+        trained: True if it depends on trained parameters, so that a backward pass computes its gradient.
     """
 
     value: Any = None
@@ -54,10 +54,10 @@ def training_flops(loss: Callable[..., Any], model: Any, batch: Any, *, trained:
     pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, and visible pairs of a query and a key.
 
     Args:
-      loss: `(model, batch, key) -> anything`.
-      model: arrays or shapes.
-      batch: arrays or shapes.
-      trained: a boolean for each array of the model, in the model's structure; None means that all are trained.
+        loss: `(model, batch, key) -> anything`.
+        model: Arrays or shapes.
+        batch: Arrays or shapes.
+        trained: A boolean for each array of the model, in the model's structure; None means that all are trained.
     """
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     flags = jax.tree.leaves(jax.tree.map(lambda _: True, model) if trained is None else trained)
@@ -94,10 +94,10 @@ def _counted(
     """Returns the operands and FLOPs of each matmul in the trace of `fn(*args)`.
 
     Args:
-      fn: the function to trace.
-      args: its arguments.
-      follow: as in `Counts`.
-      trained: whether each of the first leaves of `args` is trained; then the backward pass counts too.
+        fn: The function to trace.
+        args: Its arguments.
+        follow: As in `Counts`.
+        trained: Whether each of the first leaves of `args` is trained; then the backward pass counts too.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]

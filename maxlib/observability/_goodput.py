@@ -223,9 +223,9 @@ class Account:
     """Account of the time of a run.
 
     Args:
-      seconds: seconds by name; `down` is the time between two processes.
-      sessions: number of processes.
-      steps: number of the last step.
+        seconds: Seconds by name; `down` is the time between two processes.
+        sessions: Number of processes.
+        steps: Number of the last step.
     """
 
     seconds: dict[str, float]

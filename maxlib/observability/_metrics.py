@@ -225,9 +225,9 @@ class Meter:
     """Reader of metrics from the device, one step late so that the device never waits, which also measures the speed.
 
     Args:
-      flops: model FLOPs of a step.
-      peak: FLOP/s of all devices. `tokens_per_second` (of `num_tokens`), `targets_per_second` (of `num_targets`) and
-        what comes of `flops` are averaged over about ten steps; `seconds` is the time of one step.
+        flops: Model FLOPs of a step.
+        peak: FLOP/s of all devices. `tokens_per_second` (of `num_tokens`), `targets_per_second` (of `num_targets`) and
+            what comes of `flops` are averaged over about ten steps; `seconds` is the time of one step.
     """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):

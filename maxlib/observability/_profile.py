@@ -45,10 +45,10 @@ class Op:
     """Time of one op in a trace.
 
     Args:
-      name: name in the compiled HLO.
-      seconds: total time, without the ops inside it.
-      calls: number of calls.
-      share: fraction of the time of all ops.
+        name: Name in the compiled HLO.
+        seconds: Total time, without the ops inside it.
+        calls: Number of calls.
+        share: Fraction of the time of all ops.
     """
 
     name: str
@@ -64,11 +64,11 @@ def top_ops(directory: str | Path, n: int = 15) -> list[Op]:
     those of the compiled HLO, which `dump_program` writes.
 
     Args:
-      directory: directory of the traces.
-      n: number of ops.
+        directory: Directory of the traces.
+        n: Number of ops.
 
     Raises:
-      FileNotFoundError: when there is no trace.
+        FileNotFoundError: when there is no trace.
     """
     found = sorted(Path(directory).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not found:

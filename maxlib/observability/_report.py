@@ -63,15 +63,15 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes one page about runs: loss, its spikes, speed, goodput, memory, samples, configuration. Needs matplotlib.
 
     Args:
-      runs: directories of a Trainer. `metrics.jsonl` is required; `goodput.jsonl`, `config.json` and `samples.jsonl`
-          are optional.
-      out: file to write; by default `report.html` in the first run.
+        runs: Directories of a Trainer. `metrics.jsonl` is required; `goodput.jsonl`, `config.json` and `samples.jsonl`
+            are optional.
+        out: File to write; by default `report.html` in the first run.
 
     Returns:
-      The file.
+        The file.
 
     Raises:
-      FileNotFoundError: when a directory has no metrics.
+        FileNotFoundError: when a directory has no metrics.
     """
     if not runs:
         raise ValueError("report needs at least one run's directory")

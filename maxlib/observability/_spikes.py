@@ -19,14 +19,14 @@ class Spike:
     """Consecutive steps with a loss far above that of the steps before; printed as one line.
 
     Attributes:
-      step: the first step.
-      last: the last step.
-      loss: the greatest loss; NaN if one was not finite.
-      usual: the median loss of the 20 logged steps before.
-      beside: from `grad_norm`, `learning_rate` and `num_targets`, as far as they were logged, to the value at the first
-          step and the median before.
-      norm_since: the step at which the gradient norm rose above twice its median; None if it did not.
-      skipped: number of these steps that `training.skip_spikes` skipped.
+        step: The first step.
+        last: The last step.
+        loss: The greatest loss; NaN if one was not finite.
+        usual: The median loss of the 20 logged steps before.
+        beside: From `grad_norm`, `learning_rate` and `num_targets`, as far as they were logged, to the value at the
+            first step and the median before.
+        norm_since: The step at which the gradient norm rose above twice its median; None if it did not.
+        skipped: Number of these steps that `training.skip_spikes` skipped.
     """
 
     step: int
@@ -60,7 +60,7 @@ def loss_spikes(rows: Sequence[dict[str, Any]]) -> list[Spike]:
         assert observability.loss_spikes(rows)
 
     Args:
-      rows: the run's metrics, as `read_jsonl` returns them; `nll` is used if it was logged, else `loss`.
+        rows: The run's metrics, as `read_jsonl` returns them; `nll` is used if it was logged, else `loss`.
     """
     name = loss_name(rows)
     rows = [row for row in rows if name in row]

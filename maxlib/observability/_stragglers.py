@@ -75,8 +75,8 @@ def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
     Times below 50 ms are ignored, except for compute.
 
     Args:
-      times: seconds of each process, by kind of work.
-      factor: multiple of the median.
+        times: Seconds of each process, by kind of work.
+        factor: Multiple of the median.
     """
     lines = []
     for kind, seconds in times.items():

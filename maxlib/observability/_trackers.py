@@ -20,8 +20,8 @@ class _Tracker:
     """Base class of trackers: only the first process writes, and a resumed run continues under the same id.
 
     Args:
-      directory: the run's directory, where the id is stored; None only keeps it in this object.
-      config: settings to show with the run.
+        directory: The run's directory, where the id is stored; None only keeps it in this object.
+        config: Settings to show with the run.
     """
 
     name = ""
@@ -72,10 +72,10 @@ class WandB(_Tracker):
     Needs the extra `wandb`. With `mode="offline"` everything stays on disk, and `wandb sync` uploads it later.
 
     Args:
-      project: the project.
-      directory: the run's directory. A run that is resumed from it goes on in the same chart.
-      config: settings to show with the run.
-      **options: arguments of `wandb.init`, such as `name`, `entity` or `mode`.
+        project: The project.
+        directory: The run's directory. A run that is resumed from it goes on in the same chart.
+        config: Settings to show with the run.
+        **options: Arguments of `wandb.init`, such as `name`, `entity` or `mode`.
     """
 
     name = "wandb"
@@ -109,10 +109,10 @@ class Trackio(_Tracker):
     Needs the extra `trackio`. `trackio show` opens the dashboard.
 
     Args:
-      project: the project.
-      directory: the run's directory. A run that is resumed from it goes on in the same chart.
-      config: settings to show with the run.
-      **options: arguments of `trackio.init`, such as `space_id`.
+        project: The project.
+        directory: The run's directory. A run that is resumed from it goes on in the same chart.
+        config: Settings to show with the run.
+        **options: Arguments of `trackio.init`, such as `space_id`.
     """
 
     name = "trackio"
@@ -146,11 +146,11 @@ class MLflow(_Tracker):
     Needs the extra `mlflow`.
 
     Args:
-      experiment: the experiment, created if it does not exist.
-      uri: address of the server, or a folder; by default MLflow's own choice (`MLFLOW_TRACKING_URI`).
-      directory: the run's directory. A run that is resumed from it goes on in the same chart.
-      config: settings to show with the run, as parameters.
-      name: name of the run.
+        experiment: The experiment, created if it does not exist.
+        uri: Address of the server, or a folder; by default MLflow's own choice (`MLFLOW_TRACKING_URI`).
+        directory: The run's directory. A run that is resumed from it goes on in the same chart.
+        config: Settings to show with the run, as parameters.
+        name: Name of the run.
     """
 
     name = "mlflow"
@@ -198,10 +198,10 @@ class TensorBoard:
     Needs the extra `tensorboard`. Only the first process writes. What a resumed run does again replaces what was there.
 
     Args:
-      directory: the directory that TensorBoard reads.
+        directory: The directory that TensorBoard reads.
 
     Raises:
-      ImportError: without the package tensorboardX.
+        ImportError: without the package tensorboardX.
     """
 
     def __init__(self, directory: str | Path):
