@@ -11,6 +11,7 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.adapters._rules import LoRA, Rules, as_rules
+from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
 from maxlib.nn import _sites as sites
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
@@ -50,24 +51,32 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
 def base_model(model: Model) -> Model:
     """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
 
-    It is the reference policy of a model that started with a new adapter. Adapters from `freeze` remain.
+    It is the reference policy of a model that started with a new adapter. Adapters and saved modules from `freeze`
+    remain.
 
     Raises:
-        ValueError: when there are no trainable adapters: the model would be its own reference.
+        ValueError: when there are no trainable adapters: the model would be its own reference; and when modules are
+            trained as a whole (`modules_to_save`), whose former weights are gone.
     """
     if not any(trains(site) for _, site in adapted(model)):
         raise ValueError("the model has no trainable adapters to remove, so its base would be the model itself")
+    if saved := [path for path, v in nn.variables(model).items() if is_saved(v) and trainable(path, v)]:
+        raise ValueError(
+            f"{saved[:5]} are trained as a whole (modules_to_save), so `model` no longer has the base's weights: keep the "
+            "base beside it (post_training.WithFrozen), or `freeze` the model and `add` a new adapter"
+        )
     return _with_matmul(model, lambda matmul: matmul.inner)
 
 
 def freeze(model: Model) -> Model:
-    """Returns a model whose adapters, with copied factors, are no longer trainable and belong to its base.
+    """Returns a model whose adapters and saved modules, with copied arrays, are no longer trainable.
 
-    `add` adds new adapters on top of them; `base_model` only removes the new ones.
+    They belong to its base: `add` adds new adapters on top of them, and `base_model` only removes the new ones. `save`
+    still writes them.
     """
     kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
     fixed = lambda v: nnx.Variable(jnp.copy(v[...]), **kept(v)) if isinstance(v, nnx.LoRAParam) else v
-    return _with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable))
+    return not_trained(_with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable)))
 
 
 def merge(model: Model, *, requantize: bool = False) -> Model:
@@ -79,11 +88,11 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
             in their original dtype, because rounding again loses part of the adapter.
     """
     one = lambda site: _merged(site, requantize)
-    return sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site)
+    return as_parameters(sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site))
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
-    """Returns True for the factors of adapters: the default filter of a `Trainer` for a model with adapters."""
+    """Returns True for factors of adapters and modules saved with them: a `Trainer`'s default for adapted models."""
     return isinstance(variable, nnx.LoRAParam)
 
 
@@ -139,7 +148,7 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
     experts, kept, summed = sites.dimensions(site)
     of_a, of_b = (*named(experts), "lora_rank", *named(summed)), (*named(experts), *named(kept), "lora_rank")
     a, b = nnx.LoRAParam(a, axes=of_a, summed=named(summed)), nnx.LoRAParam(b, axes=of_b, summed=("lora_rank",))
-    new = LowRank(site.matmul, a, b, scale=lora.scale, summed=summed, kept=kept)
+    new = LowRank(site.matmul, a, b, scale=lora.scale, summed=summed, kept=kept, rslora=lora.rslora)
     if not lora.dora:
         return new
     start = new.row_norms(site.w).astype(lora.dtype) if magnitude is None else magnitude

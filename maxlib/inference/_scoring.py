@@ -17,7 +17,7 @@ from maxlib.inference._sampling import GREEDY, Sampler
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
 Score = tuple[float, bool]
-Decode = Callable[[list[int]], str]
+Decode = Callable[..., str]
 
 
 def score(
@@ -57,21 +57,21 @@ def continue_until(
     *,
     decode: Decode,
     until: Sequence[str],
-    end: int,
+    stop_token_ids: Sequence[int],
     max_new_tokens: int,
     sampler: Sampler = GREEDY,
     key: Key[Array, ""] | None = None,
 ) -> list[str]:
-    """Returns the text that follows each prompt, before the first of `until` or the token `end`.
+    """Returns the text that follows each prompt, before the first of `until` or `stop_token_ids`.
 
     Decoding stops when every row has one of them.
 
     Args:
         generator: The model.
         prompts: Token ids of each prompt.
-        decode: Converts ids to text.
-        until: Texts that end a row and are not part of it.
-        end: Id that ends a row.
+        decode: Converts ids to text, with `special=True` including special tokens, of which answers have none.
+        until: Texts that end a row and are not part of it; also those of special tokens.
+        stop_token_ids: Ids that end a row.
         max_new_tokens: Maximum number of new tokens per prompt.
         sampler: Draws tokens.
         key: Random key for sampling.
@@ -81,14 +81,17 @@ def continue_until(
     tail = 8 + max((len(text.encode()) for text in until), default=0)
     rows: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(rows)))
-    options = {"sampler": sampler, "stop_token_ids": [end], "key": key}
+    options = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
     for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, **options):
         for n in tuple(running):
             token = tokens[n]
             assert token is not None  # ended rows do not run
-            if token != end:
-                rows[n].append(token)
-            if token == end or any(text in decode(rows[n][-tail:]) for text in until):
+            if token in stop_token_ids:
+                running.discard(n)
+                continue
+            rows[n].append(token)
+            recent = decode(rows[n][-tail:], special=True)
+            if any(text in recent for text in until):
                 running.discard(n)
         if not running:
             break

@@ -20,7 +20,7 @@ from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
 from maxlib.weights import _buckets as buckets
-from maxlib.weights._companions import write_companions
+from maxlib.weights._companions import add_end_of_turn, write_companions
 from maxlib.weights._files import QUANTIZED, Header, find_tensors, shard, write_file, write_index
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
 
@@ -58,8 +58,10 @@ def save(
     headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
     source = None if like is None else weights.model_directory(like)
     with whole_directory(directory, overwrite=overwrite) as part:
-        ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
+        ids = write_companions(part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation)
         write_json(part / "config.json", model.cfg.to_hf() | ids)
+        if "eos_token_id" not in (generation or {}):
+            add_end_of_turn(part)
         write_json(part / MANIFEST, _manifest(model))
         files = shard(headers, MAX_SHARD_BYTES)
         for name, members in files.items():

@@ -1,9 +1,10 @@
 """A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from maxlib.training._objectives.first_batch import check_first_batch
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
-from maxlib.training._prefetch import StatefulLoader, follow_layout
+from maxlib.training._prefetch import IterableLoader, StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import make_state
@@ -53,8 +54,9 @@ class Trainer:
         parameters are created already sharded.
       optimizer: an optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
           optax.adamw does not clip.
-      loader: returns this host's rows of every batch, and has a state; see `StatefulLoader`. The Trainer tells a
-          `data.Loader` which rows to read (`follow`).
+      loader: returns this host's rows of every batch: a loader with a state (`StatefulLoader`), or any iterable of
+          batches, such as a list or a generator. Of an iterable, a resumed run reads and drops the batches of the
+          steps done. The Trainer tells a `data.Loader` which rows to read (`follow`).
       loss: see `make_train_step`; pass options with `functools.partial`, and use `accumulate(loss, 4)` or
           `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
@@ -87,7 +89,7 @@ class Trainer:
         self,
         model: Any,
         optimizer: optax.GradientTransformation,
-        loader: StatefulLoader,
+        loader: StatefulLoader | Iterable[Batch],
         *,
         loss: Loss = next_token_loss,
         layout: sharding.Layout | None = None,
@@ -100,9 +102,10 @@ class Trainer:
         key: jax.Array | int = 0,
         **step_options: Any,
     ):
+        loader = as_loader(loader, "loader")
         check_arguments(model, loader, evaluation, checkpointer, callbacks)
         check_loss(loss)
-        check_step_options(step_options)
+        check_step_options(step_options, list(inspect.signature(Trainer).parameters)[:-1])
         check_layout(layout)
         for one in (loader, evaluation and evaluation.loader):
             follow_layout(one, layout)
@@ -117,6 +120,10 @@ class Trainer:
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
             here = f"one of {jax.device_count()} devices"
             self.log(f"this run uses {here}; layout=sharding.Layout(sharding.make_mesh(fsdp=-1)) uses all")
+        if checkpointer is not None and isinstance(loader, IterableLoader):
+            kind = f"a {type(loader.batches).__name__}"
+            again = f"give it {kind} of the same batches" if loader.is_one_pass else "which must be the same"
+            self.log(f"the loader is {kind}: a resumed run reads and drops the batches of the steps done, {again}")
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
@@ -283,6 +290,8 @@ class Trainer:
 
     def _dispatch_step(self, batch: Batch, **here: float) -> None:
         """Starts the next step, and reports the previous one."""
+        if not self._counted:
+            self.log("compiling the step ...")
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
                 self._batch_before, self.batch = self.batch, place_batch(batch, self.layout)

@@ -14,14 +14,16 @@ from importlib.metadata import EntryPoint
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import inference, nn, ops, sharding, weights
+from maxlib import inference, nn, ops, quantization, sharding, training, weights
 from maxlib.models import llama
+from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _files as files_module
 from maxlib.weights import _readback
@@ -261,6 +263,7 @@ def test_a_truncated_file_is_refused_before_anything_is_built(copied):
         ({"num_key_value_heads": 3}, r"num_attention_heads\) must be a multiple of num_kv_heads .* got 4 and 3"),
         ({"sliding_window": 16}, "fields this architecture does not know.*\n.*sliding_window = 16"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "nonsense"}, r"weights.Family\(...\) .* an entry point of the group .maxlib.models"),
         ({"rope_theta": 1.0}, "they must agree"),
     ],
 )
@@ -270,6 +273,23 @@ def test_configs_that_cannot_be_right_are_refused(change, message, copied):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         maxlib.from_pretrained(path)
+
+
+def test_a_field_that_changes_nothing_is_ignored_by_name(copied):
+    path, _ = copied
+    cfg = maxlib.from_pretrained(path).cfg
+    config = json.loads((path / "config.json").read_text()) | {"a_note": "x"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"pass ignore_fields=\['a_note'\] to from_pretrained"):
+        maxlib.from_pretrained(path)
+    assert maxlib.from_pretrained(path, ignore_fields=["a_note"]).cfg == cfg
+
+
+def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
+    small = quantization.for_inference(maxlib.from_pretrained(copied[0]), "int8")
+    with pytest.raises(ValueError, match="write it with maxlib.quantization.save.model, directory., which"):
+        maxlib.save_pretrained(small, tmp_path / "out")
+    quantization.save(small, tmp_path / "out")
 
 
 def test_arguments_that_do_not_exist_are_named(exported):
@@ -378,6 +398,34 @@ def tiny_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
+
+
+TURNS = "{% for m in messages %}{{ m.role }} {{ m.content }}<end>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_learned_end_of_a_turn_ends_the_texts_of_an_export(folder, model, tmp_path):
+    """It is the special token after an answer in the template of the source, or in the one that was trained on."""
+    source, out, tokenizer = tmp_path / "source", tmp_path / "out", tiny_tokenizer()
+    tokenizer.add_special_tokens(["<end>"])
+    maxlib.save_pretrained(model, source, tokenizer=tokenizer, generation={"eos_token_id": 0})
+    template = ChatTemplate(TURNS)
+    if folder:
+        (source / "chat_template.jinja").write_text(TURNS)
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    chosen = {} if folder else {"chat_template": template}
+    for _ in range(2):
+        maxlib.save_pretrained(model, out, like=source, overwrite=True, **chosen)
+    assert inference.stop_tokens(out) == [0, 3] and json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert ChatTemplate.from_directory(out).source == TURNS
+    assert (out / "additional_chat_templates" / "rag.jinja").exists() == folder
+    maxlib.save_pretrained(model, out, like=source, generation={"eos_token_id": 1}, overwrite=True, **chosen)
+    assert inference.stop_tokens(out) == [1]
+    export = training.HuggingFaceExport(tmp_path / "exports", every=1, like=source, **chosen)
+    export.save(1, training.make_state(model, optax.sgd(0.1)))
+    export.wait()
+    assert inference.stop_tokens(tmp_path / "exports" / "1") == [0, 3]
 
 
 def test_tokenizers_are_written_along(model, tmp_path):
