@@ -12,7 +12,7 @@ from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError, Tiers
 from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
-from maxlib.observability._goodput import Clock
+from maxlib.observability import GoodputRecorder
 from maxlib.training._export import Export
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._restore import record_of, save
@@ -28,7 +28,7 @@ class SaveManager:
         checkpointer: Checkpointer | Tiers | None,
         exports: Sequence[Export],
         *,
-        clock: Clock,
+        clock: GoodputRecorder,
         timeout: float | None,
         log: Callable[[str], Any],
     ):
