@@ -233,7 +233,7 @@ def test_layers_of_every_group_are_tapped_one_by_one():
     order = ["layers.groups.0.0.w", "layers.groups.0.0", "layers.groups.1.0", "layers.groups.1.1", "norm"]
     first = [(f"layers.groups.0.0{name}", row) for row in range(3) for name in (".w", "")]
     second = [(f"layers.groups.1.{slot}", row) for row in range(2) for slot in range(2)]
-    assert hooks.in_layer_order(order, checkpoint.groupings(model)) == [*first, *second, ("norm", None)]
+    assert hooks.in_layer_order(order, nn.tree.groupings(model)) == [*first, *second, ("norm", None)]
 
 
 @pytest.mark.full

@@ -55,7 +55,11 @@ def saving(tmp_path, monkeypatch):
     def make(*exports, checkpointer=True):
         parts = [Noted(calls, name, **options) for name, options in exports]
         return _saving.SaveManager(
-            Checkpointer() if checkpointer else None, parts, clock=GoodputRecorder(tmp_path), timeout=None, log=pytest.fail
+            Checkpointer() if checkpointer else None,
+            parts,
+            clock=GoodputRecorder(tmp_path),
+            timeout=None,
+            log=pytest.fail,
         ), calls
 
     return make
