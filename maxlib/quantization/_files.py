@@ -14,7 +14,7 @@ from flax import nnx
 from maxlib import nn, sharding, weights
 from maxlib._utils.files import read_json_object
 from maxlib._utils.paths import dotted
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
