@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.nn._head import ROWS_AT_ONCE, head_split
+from maxlib.nn.decoder._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxlib import sharding
-from maxlib.observability._metrics import reported
+from maxlib.observability import collect_metrics
 from maxlib.training._objectives.objective import Batch
 from maxlib.training._placement import place_batch
 
@@ -43,7 +43,7 @@ class IterableLoader:
 
     def __init__(self, batches: Iterable[Batch]):
         self.batches, self._iterator = batches, iter(batches)
-        self._read, self._last, self._again = 0, None, False
+        self._read, self._last, self._again = 0, {}, False
 
     @property
     def is_one_pass(self) -> bool:
@@ -223,4 +223,4 @@ class Prefetch:
         """Returns the next batch on the devices, and the loader's state and metrics after it; None at the end."""
         if (batch := next(self.loader, None)) is None:
             return None
-        return place_batch(batch, self._layout), self.loader.get_state(), reported(self.loader)
+        return place_batch(batch, self._layout), self.loader.get_state(), collect_metrics(self.loader)

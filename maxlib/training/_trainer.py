@@ -16,10 +16,17 @@ from maxlib._utils.garbage import collection_paused
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed._preemption import Interrupt, Interrupted, interrupts
 from maxlib.distributed._timeouts import hard_timeout
-from maxlib.observability import _flops as flops
-from maxlib.observability._goodput import Clock
-from maxlib.observability._memory import Sampled, memory_use
-from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
+from maxlib.observability import (
+    Console,
+    GoodputRecorder,
+    Jsonl,
+    Meter,
+    Writers,
+    collect_metrics,
+    memory_use,
+    peak_flops,
+    training_flops,
+)
 from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._objectives.first_batch import check_first_batch
@@ -109,7 +116,7 @@ class Trainer:
         check_layout(layout)
         for one in (loader, evaluation and evaluation.loader):
             follow_layout(one, layout)
-        self.clock = Clock(directory if jax.process_index() == 0 else None)
+        self.clock = GoodputRecorder(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
         exports = [one for one in callbacks if isinstance(one, Export)]
@@ -134,7 +141,7 @@ class Trainer:
             self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
         self.step, self.batch, self._batch_before = 0, None, None
         self._eval_step = jax.jit(make_eval_step(loss))
-        self._meter, self._memory = Meter(), Sampled(memory_use)
+        self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
         self._counted = False  # True once the FLOPs of a step are counted
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
@@ -186,7 +193,7 @@ class Trainer:
         """
         if self._origin is None:
             self.restore()
-        self._meter.peak = flops.peak_flops()
+        self._meter.peak = peak_flops()
         with self._running(steps):
             try:
                 self._catch_up()
@@ -271,7 +278,7 @@ class Trainer:
                 if batch is None:
                     self.log(f"the data ended after step {self.step}, before step {steps}")
                     break
-                counts = reported(self.loader) if jax.process_count() == 1 else {}
+                counts = collect_metrics(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._after_step()
                 if self._interrupt.requested(self.step):
@@ -300,7 +307,7 @@ class Trainer:
             if not self._counted:  # while the first step runs
                 check_first_batch(host_rows(batch), self.state.model)
                 self._count_flops(batch)
-            ready = self._meter.push(self.step, metrics | self._memory(), **here)
+            ready = self._meter.push(self.step, metrics | memory_use(max_age=1.0), **here)
         self._report(ready)
 
     def _write_counts(self) -> None:
@@ -309,7 +316,7 @@ class Trainer:
             return
         self._counts_at = self.step
         with hard_timeout(self.timeout, "the other processes' counts of their data"):
-            counts = reported_by_all(self.loader)
+            counts = collect_metrics(self.loader, all_processes=True)
         self.writers.write(self.step, counts)
 
     def _due(self, every: int) -> bool:
@@ -396,6 +403,6 @@ class Trainer:
             share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
             frozen = jax.tree.map(lambda _: False, self.state.rest)
             trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
-            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows, trained=trained) / share
+            self._meter.flops = training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
