@@ -24,6 +24,7 @@ from maxlib.inference._generate import (
     Prompts,
     check_inputs,
     check_length,
+    check_prefix,
     check_stop,
     empty_cache,
     right_padded,
@@ -164,6 +165,7 @@ class LocalEngine:
         model = self.generator.model
         lengths = [len(prompt) + n for prompt, n in zip(prompts, most, strict=True)]
         check_length(model, max(lengths))
+        check_prefix(model, prompts)
         switch = getattr(model, "recompute_cache_at", None)
         if switch is not None and any(len(p) < switch <= n for p, n in zip(prompts, lengths, strict=True)):
             raise ValueError(

@@ -137,6 +137,7 @@ class Generator:
         stop = check_stop(stop_token_ids, self.vocab)
         longest = max(map(len, prompts)) + max_new_tokens
         check_length(self.model, longest)
+        check_prefix(self.model, prompts)
         if capacity is None:
             capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
         check_room(prompts, max_new_tokens, capacity)
@@ -366,6 +367,16 @@ def check_length(model: Any, length: int) -> None:
         raise ValueError(
             f"prompt and new tokens must fit the {limit} positions of the model, got {length}: shorten "
             "the prompt, request fewer tokens, or build the model with a longer rope"
+        )
+
+
+def check_prefix(model: Any, prompts: Prompts) -> None:
+    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change."""
+    prefix = max((mask.prefix for mask in getattr(model, "masks", ())), default=0)
+    if (shortest := min(map(len, prompts))) < prefix:
+        raise ValueError(
+            f"a prompt must have the whole prefix of {prefix} tokens, which attend to each other, got {shortest} tokens: "
+            "new tokens inside the prefix would change what is cached"
         )
 
 

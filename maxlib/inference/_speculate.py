@@ -23,6 +23,7 @@ from maxlib.inference._generate import (
     cast_matrices,
     check_inputs,
     check_length,
+    check_prefix,
     check_room,
     check_stop,
     right_padded,
@@ -96,6 +97,7 @@ def speculate(
     tokens, valid = right_padded(prompts, generator.vocab)
     stop, longest = check_stop(stop_token_ids, generator.vocab), max(map(len, prompts)) + max_new_tokens
     check_length(model, longest)
+    check_prefix(model, prompts)
     _check_source(model, drafter, num_drafts, images if audio is None else audio)
     count = 1 if drafter is None else num_drafts
     capacity = shared_capacity(longest + count) if capacity is None else capacity

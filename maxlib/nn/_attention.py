@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
-from maxlib.nn._context import AnyRope, Context, context_of
+from maxlib.nn._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -164,6 +164,7 @@ class Attention(SequenceMixer):
         """Like `__call__`, but also returns the keys and values, for `SharedKVAttention` in later layers."""
         ctx = context_of(x, ctx)
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
+        q = q if cache is None else check_prefix(q, self.mask, ctx)
         # Query t attends to keys k_start[t] <= s < k_end[t]; both bounds are [B, T].
         (k_start, k_end), mask_hint = ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
         # The cache returns all stored keys, [B, T, K, H] -> [B, S, K, H], and the bounds as indices into them.

@@ -44,8 +44,8 @@ class Context:
         features: `B T n D`, vectors that a model adds to tokens after some layers (`Decoder.layer_inputs`); None inside
             layers.
         next_position_offset: `B`, the next `position_offset` of the cache; None if positions count tokens.
-        row_length: `B`, with a cache the length of each row after this call, for length-dependent rotary scalings.
-        rope_length: Length known in advance, which these scalings then use instead.
+        rope_length: Length of every document for length-dependent rotary scalings, if it is known in advance; None if
+            each document has a length of its own.
         masks: Masks whose intervals are computed in advance.
         ropes: Rotary embeddings whose tables are computed in advance.
         zigzag: True if tokens are in the order of `sharding.layers.zigzag`.
@@ -62,7 +62,6 @@ class Context:
     bidirectional_blocks: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
     intervals: tuple[Any, ...] = ()
     tables: tuple[Any, ...] = ()
-    row_length: Int[Array, " B"] | None = None
     tokens: Int[Array, "B T"] | None = None
     features: Float[Array, "B T n D"] | None = None
     next_position_offset: Int[Array, " B"] | None = None
@@ -121,7 +120,18 @@ class Context:
         """Returns cosines and sines of every position under `rope`, `B T R` each (R is half the rotary dimensions)."""
         if rope in self.ropes:
             return self.tables[self.ropes.index(rope)]
-        return rope.tables(self.positions, length=self.row_length if self.rope_length is None else self.rope_length)
+        depends = rope.needs_length and self.rope_length is None
+        return rope.tables(self.positions, length=self._document_length() if depends else self.rope_length)
+
+    def _document_length(self) -> Int[Array, "B T"]:
+        """Returns the length of each token's document, cached tokens included: its largest position + 1."""
+        positions = self.positions if self.positions.ndim == 2 else self.positions.max(axis=2)
+
+        def lengths(positions, start):
+            # [T]: each document's length at the place of its first token; padding is a run by itself.
+            return jnp.zeros_like(positions).at[start].max(positions + 1)[start]
+
+        return jax.vmap(lengths)(positions, self.start)
 
 
 def context(
@@ -171,11 +181,10 @@ def context(
         num_new=num_new,
         valid=valid,
         bidirectional_blocks=bidirectional_blocks,
-        row_length=None if cache is None else length + num_new,
         tokens=tokens,
         features=features,
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
-        rope_length=_rope_length(seq, positions, segment_ids, cache),
+        rope_length=_rope_length(seq, positions, packed=valid is not None, cache=cache),
         packed=valid is not None,
     )
     # Computed here, once for all layers: inside a scan every layer would compute them again.
@@ -204,6 +213,24 @@ def context_of(x: Float[Array, "B T D"], ctx: Context | None) -> Context:
             "layer's constructor, mask=ops.Causal()"
         )
     return ctx
+
+
+def check_prefix(q: Float[Array, "B T N H"], mask: Mask, ctx: Context) -> Float[Array, "B T N H"]:
+    """Returns queries, NaN in rows whose cache ends inside the prefix of `mask`.
+
+    Raises:
+        ValueError: for such rows outside jit.
+    """
+    if not mask.prefix:
+        return q
+    # The cached tokens of the prefix could not attend to the new ones.
+    is_split = (ctx.length > 0) & (ctx.length < mask.prefix) & (ctx.num_new > 0)
+    if is_known(is_split) and is_split.any():
+        raise ValueError(
+            f"with a cache, the first call must have the whole prefix of {mask.prefix} tokens, which attend to each "
+            f"other, but the rows have {np.asarray(ctx.length).tolist()} cached tokens: give the prefix in one call"
+        )
+    return jnp.where(is_split[:, None, None, None], jnp.nan, q)
 
 
 def check_is_rows(x: Array) -> None:
@@ -357,8 +384,8 @@ def _segment_bounds(column, segment_ids):
     return start, jnp.where(segment_ids > 0, stop, start)
 
 
-def _rope_length(seq, positions, segment_ids, cache):
-    """Returns the static length for rotary tables; None means that they derive it from the positions."""
+def _rope_length(seq, positions, *, packed, cache):
+    """Returns the length of every document if it is known in advance."""
     if cache is not None:
         return cache.rope_length
-    return seq if positions is None and segment_ids is None else None
+    return seq if positions is None and not packed else None

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib.nn._attention import attend, check_mask
-from maxlib.nn._context import Context, context_of
+from maxlib.nn._context import Context, check_prefix, context_of
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import LatentCache, QuantizedLatentCache, is_quantized
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -135,6 +135,7 @@ class MLA(SequenceMixer):
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         # [B, T, R] -> [B, S, R]: all stored latents, indexed by the bounds as the keys of a KV cache are.
         if cache is not None:
+            q = check_prefix(q, self.mask, ctx)
             cache = cache.extend(latent, ctx)
             latent = cache.latent
         run = self._absorbed if cache is not None and x.shape[1] == 1 else self._naive

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib.nn._context import Context, check_is_rows
@@ -36,7 +36,14 @@ class RouterLoss(Protocol):
 
     name: str
 
-    def __call__(self, routing: Routing, valid: Bool[Array, "B T"] | None) -> Float[Array, ""]: ...
+    def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
+        """Returns the loss of one layer.
+
+        Args:
+            routing: The router's decisions.
+            ctx: Documents and padding; None means that every row is one document.
+        """
+        ...
 
 
 class MoE(nnx.Module):
@@ -145,7 +152,7 @@ class MoE(nnx.Module):
         y = self._add_output_bias(y, routing, kept)
         # [B, T, L] -> [B, T, D], applied once to the sum over experts
         y = y if self.leave is None else self.leave(y)
-        return y if self.shared is None else y + self._shared(x), self._aux(routing, valid, kept)
+        return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, kept)
 
     def _shared(self, x):
         """Applies the shared layer and its gate."""
@@ -211,12 +218,13 @@ class MoE(nnx.Module):
         add = shard_map_by_name(lambda share, b: jnp.einsum("...E,ED->...D", share, b), [tokens, whole], tokens)
         return y + add(share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
 
-    def _aux(self, routing: Routing, valid, kept) -> dict[str, Array]:
+    def _aux(self, routing: Routing, ctx: Context | None, kept) -> dict[str, Array]:
         """Returns losses and metrics by name."""
+        valid = None if ctx is None else ctx.valid
         # [E]: choices of real tokens; `kept` counts the computed ones.
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
-        aux = {loss.name: loss(routing, valid) for loss in self.losses} | {"moe/load": counts / total}
+        aux = {loss.name: loss(routing, ctx) for loss in self.losses} | {"moe/load": counts / total}
         # Counts can be added over microbatches; shares cannot, because microbatches have different numbers of tokens.
         aux["moe/counts"] = counts
         if self.capacity_factor is not None:

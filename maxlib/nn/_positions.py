@@ -31,8 +31,8 @@ class LearnedPositions(nnx.Module):
     def __call__(self, ctx: Context, *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
         """Returns the vectors of `ctx.positions` in `dtype`.
 
-        Explicit positions and those of packed documents are checked outside jit; inside jit, the vectors of positions
-        beyond the table are NaN.
+        Explicit positions and those of packed or padded documents are checked outside jit; inside jit, the vectors of
+        positions beyond the table are NaN.
 
         Raises:
             ValueError: when a row or a cache is longer than the table.

@@ -26,22 +26,19 @@ class Routing:
     input_weights: Float[Array, "*B X"] | None = None
 
 
-def expert_counts(
-    experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, num_experts: int, *, axis: int | None = None
-) -> Float[Array, "..."]:
+def expert_counts(experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, num_experts: int) -> Float[Array, " E"]:
     """Counts the choices of each expert among valid tokens.
 
     Args:
         experts: Ids of the chosen experts, `*B X`.
         valid: False for padding, `*B`; None if every token is real.
         num_experts: Number E of experts.
-        axis: Number of leading axes that are kept; None sums over all of them.
 
     Returns:
-        Counts in float32, the last axis of size E.
+        Counts in float32.
     """
     # [*B, X] -> [*B, X, E]
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
     if valid is not None:
         chosen = jnp.where(valid[..., None, None], chosen, 0)
-    return chosen.sum(axis=tuple(range(axis or 0, experts.ndim)))
+    return chosen.sum(axis=tuple(range(experts.ndim)))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxlib.nn._attention import check_no_ring
-from maxlib.nn._context import Context, context_of
+from maxlib.nn._context import Context, check_prefix, context_of
 from maxlib.nn._index_loss import HIDDEN, Attended, IndexLoss
 from maxlib.nn._lightning_indexer import Chosen, Index, LightningIndexer
 from maxlib.nn._mla import MLA
@@ -111,6 +111,7 @@ class SparseMLA(MLA):
         still = jax.lax.stop_gradient(x)
         index_keys = self.indexer.keys(still, ctx)
         if cache is not None:
+            q = check_prefix(q, self.mask, ctx)
             cache = cache.extend(latent, index_keys, ctx)
             latent, index_keys = cache.latent, cache.index
         latent, loss = latent.astype(x.dtype), None if cache is not None else self.index_loss

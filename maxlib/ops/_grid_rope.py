@@ -1,6 +1,7 @@
 """Rotary embedding of image patches by row and column."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,7 @@ class GridRope:
     side: int
     theta: float = 10_000.0
     interleaved: bool = True
+    needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.side < 1:

@@ -187,6 +187,16 @@ def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
     assert np.abs(fixed[0] - both[0, : prompt.shape[1]]).max() > 1e-3
 
 
+def test_prompts_inside_a_prefix_are_refused():
+    """New tokens would join the prefix, whose cached keys have not seen them."""
+    model = filled_llama(num_layers=1)
+    model.masks = (ops.Causal() | ops.Prefix(4),)
+    engine = inference.LocalEngine(model, slots=1, dtype=jnp.float32)
+    for generate in (inference.Generator(model).generate, engine.generate):
+        with pytest.raises(ValueError, match="whole prefix of 4 tokens, which attend to each other, got 3 tokens"):
+            generate([[1, 2, 3], [1, 2, 3, 4]], max_new_tokens=2)
+
+
 def test_the_callers_model_stays_usable(model):
     inference.generate(model, [[1, 2]], max_new_tokens=3)
     assert np.isfinite(full_pass(model, jnp.ones((1, 32), jnp.int32))).all()

@@ -22,7 +22,8 @@ from tests.training.tiny import QUICKLY
 
 VOCAB, VECTOR = 32, 4
 MASK = ops.Causal() & ops.SlidingWindow(5)
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8)}
+# Documents are longer and shorter than the length at which this rope begins to stretch.
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8, scaling=ops.DynamicNTK(4.0, 6))}
 MIXERS = (
     functools.partial(nn.GatedDeltaNet, **DELTA),
     functools.partial(nn.KimiDeltaAttention, **KIMI),
@@ -185,7 +186,7 @@ def test_padded_prompts_then_tokens_one_by_one_are_the_whole():
     tokens = packed(VOCAB)["tokens"]
     want, plain = (logits(model, tokens) for model in (jitted(adapters.merge)(adapted()), mixed()))
     assert np.abs(want - plain).max() > 0.1 * want.std()
-    cache, done = adapted().init_cache(ROWS, T, dtype=jnp.float32), np.zeros(ROWS, int)
+    cache, done = adapted().init_cache(ROWS, T, dtype=jnp.float32, rope_length=T), np.zeros(ROWS, int)
     for new in ([9, 7, 1, 4], [3, 9, 9, 0], *3 * [[1, 1, 1, 1]]):
         width = 9 if max(new) > 1 else 1
         at = np.minimum(done[:, None] + np.arange(width), T - 1)

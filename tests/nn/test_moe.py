@@ -197,10 +197,39 @@ def test_router_z_is_a_mean_over_tokens():
     routing = nn.router.Routing(jnp.zeros((2, 3, X), jnp.int32), jnp.ones((2, 3, X)), logits, jax.nn.softmax(logits))
     square = np.log(np.exp(np.asarray(logits, np.float64)).sum(axis=-1)) ** 2
     valid = np.array([[True, True, False], [True, False, False]])
-    loss = jax.jit(lambda routing, valid: nn.router.RouterZ(0.1)(routing, valid))
+
+    @jax.jit
+    def loss(routing, valid):
+        return nn.router.RouterZ(0.1)(routing, nn.context(2, 3, valid=valid))
+
     np.testing.assert_allclose(loss(routing, None), 0.1 * square.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss(routing, jnp.asarray(valid)), 0.1 * square[valid].mean(), rtol=1e-5)
     assert loss(routing, jnp.zeros((2, 3), bool)) == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
+    """A balance within documents is the mean over those of the batch, wherever they are."""
+    layer, x, (few, many) = moe(), inputs(1, 7), (2, 5)
+    both = jnp.concatenate([x, x])
+    found = jax.jit(
+        lambda layer: {
+            "alone": [loss(layer.router(part), None) for part in (x[:, :few], x[:, few:])],
+            "padded": [
+                loss(layer.router(x), nn.context(1, 7, valid=jnp.asarray([inside])))
+                for inside in ([True] * few + [False] * many, [False] * few + [True] * many)
+            ],
+            "packed": loss(layer.router(x), nn.context(1, 7, segment_ids=jnp.asarray([[1] * few + [2] * many]))),
+            "rows": loss(
+                layer.router(both),
+                nn.context(2, 7, valid=jnp.asarray([[True] * few + [False] * many, [False] * few + [True] * many])),
+            ),
+        }
+    )(layer)
+    np.testing.assert_allclose(found["padded"], found["alone"], rtol=1e-5)
+    np.testing.assert_allclose(found["packed"], found["rows"], rtol=1e-5)
+    if isinstance(loss, nn.router.SequenceBalance):
+        np.testing.assert_allclose(found["packed"], np.mean(found["alone"]), rtol=1e-5)
 
 
 def test_balanced_routing_costs_the_weight():

@@ -101,6 +101,11 @@ class Mask:
         return None
 
     @property
+    def prefix(self) -> int:
+        """Returns how many first tokens of a document attend to later ones, so that one call must have them all."""
+        return 0
+
+    @property
     def static(self) -> StaticMask | None:
         """Returns the static description of the intervals, for rows of one document; None if there is none."""
         return None
@@ -226,11 +231,18 @@ class Chunked(Mask):
 class Prefix(Mask):
     """Prefix mask: the first `length` tokens of a document attend to each other; use as `Causal() | Prefix(n)`.
 
+    With a cache, the first call must have the whole prefix, because its tokens attend to each other in every layer. A
+    later call with a part of it raises an error outside `jit`; inside, its results are NaN.
+
     Args:
       length: number of tokens in the prefix.
     """
 
     length: int
+
+    @property
+    def prefix(self) -> int:
+        return self.length
 
     def interval(self, tokens: Tokens) -> Interval:
         inside = tokens.index < tokens.start + self.length
@@ -255,6 +267,10 @@ class BidirectionalBlocks(Mask):
 class _And(Mask):
     left: Mask
     right: Mask
+
+    @property
+    def prefix(self) -> int:
+        return max(self.left.prefix, self.right.prefix)
 
     @property
     def ring(self) -> int | None:
@@ -287,6 +303,10 @@ class _And(Mask):
 class _Or(Mask):
     left: Mask
     right: Mask
+
+    @property
+    def prefix(self) -> int:
+        return max(self.left.prefix, self.right.prefix)
 
     @property
     def ring(self) -> int | None:

@@ -25,7 +25,7 @@ class Observation:
     Args:
       outputs: by layer (`layers.3.attn.q`), in the order of the forward pass: the root mean square (`rms`) and largest
         magnitude (`max`) of its output, the `gradient_rms` of the output, the number of `nonfinite` values in both, and
-        for attention `max_logit` and `entropy` (nats) of the batch's first row.
+        for attention `max_logit` and `entropy` (nats) of the batch's first row. Only the latter two leave out padding.
       parameters: norm of every weight, layer by layer.
       gradients: norm of every weight's gradient.
       loss: loss per target.
