@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore
 from etils import epath
+from orbax.checkpoint.path import step as step_names
 
 from maxlib.checkpoint import _replicas as replicas
 from maxlib.checkpoint import _s3, _tensorstore_leaks
@@ -158,7 +159,8 @@ def steps(directory: epath.Path) -> list[int]:
     """Lists the completely written steps, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
+    # Of the names alone: version 1 of orbax reads a file of every step, which another host may be deleting.
+    return sorted(found.step for found in step_names.standard_name_format().find_all(directory))
 
 
 def _remove_unfinished(directory: epath.Path) -> None:

@@ -18,7 +18,8 @@ from maxlib import ops
 from maxlib.nn._context import Context, check_is_rows
 from maxlib.nn._expert_linear import ExpertLinear, expert_matrices
 from maxlib.nn._expert_mlp import local_experts
-from maxlib.nn._linear import Einsum, Init
+from maxlib.nn._initial_values import Init
+from maxlib.nn._linear import Einsum
 from maxlib.nn.matmul import LowRank
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops._glu import swiglu

@@ -15,7 +15,8 @@ from maxlib.nn._expert_bias import ExpertBias as ExpertBias
 from maxlib.nn._expert_bias import expert_bias_paths as expert_bias_paths
 from maxlib.nn._expert_bias import moved_biases as moved_biases
 from maxlib.nn._expert_bias import update_router_bias as update_router_bias
-from maxlib.nn._linear import Einsum, Init
+from maxlib.nn._initial_values import Init
+from maxlib.nn._linear import Einsum
 from maxlib.nn._router_losses import RouterZ as RouterZ
 from maxlib.nn._router_losses import SequenceBalance as SequenceBalance
 from maxlib.nn._router_losses import SwitchBalance as SwitchBalance

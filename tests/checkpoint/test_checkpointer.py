@@ -251,3 +251,12 @@ def test_what_a_killed_save_left_goes_once_and_before_anything_is_saved(tmp_path
         ck.save(3, {"params": {"w": jnp.ones(3)}})
     with Checkpointer(tmp_path) as ck:
         assert ck.steps() == [3] and not list(tmp_path.glob("2.*"))
+
+
+def test_listing_steps_reads_none_of_their_files(tmp_path, caplog):
+    """Another host may be deleting a step that this one lists: orbax warns of files that are gone."""
+    with Checkpointer(tmp_path) as ck, caplog.at_level(logging.WARNING):
+        ck.save(3, {"params": {"w": jnp.ones(2)}})
+        ck.wait()
+        (tmp_path / "3" / "_CHECKPOINT_METADATA").unlink()
+        assert ck.steps() == [3] and not caplog.records
