@@ -1,7 +1,6 @@
 """Sampling of the next token from logits."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp

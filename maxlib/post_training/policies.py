@@ -30,7 +30,7 @@ MAX_LOG_RATIO = 80.0  # e^80 = 6e34: sums over a batch stay finite in float32 an
 
 
 class Surrogate(NamedTuple):
-    """Result of `Clip` and `TruncatedWeight`: the loss of each token, and whether its ratio was clipped from below or above."""
+    """Result of `Clip` and `TruncatedWeight`: each token's loss, and if its ratio was clipped from below or above."""
 
     loss: Tokens
     low: Mask

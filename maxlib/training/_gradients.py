@@ -35,6 +35,9 @@ def bind_options(
             f"take ({error}): leave out what it does not take, or derive it from training.Loss"
         ) from error
 
+    if not options and not neftune_alpha:
+        return loss
+
     def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
         if neftune_alpha:
             model = with_embedding_noise(model, key, neftune_alpha)

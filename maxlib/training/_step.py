@@ -72,21 +72,8 @@ def make_train_step(
             for a batch whose rows (of a microbatch) or sequence the layout does not divide; or for a name in `remat`
             that no layer marks.
     """
-    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+    gradient_of = make_gradient(loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha)
     optimizer = optax.with_extra_args_support(optimizer)
-    if microbatches < 1:
-        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
-
-    def gradients(state: TrainState, batch: Batch, key: Array) -> tuple[dict[str, Any], Array, Stats]:
-        params = state.trainable, state.rest, batch, key
-        if not _is_1f1b(sharding.current()):
-            return gradient(bound, *params, microbatches=microbatches)
-        if microbatches > 1:
-            raise ValueError(
-                f"microbatches={microbatches} cannot be combined with a 1F1B pipeline, which has its own: leave it out, "
-                "and set those of sharding.Pipeline"
-            )
-        return pipelined_gradient(loss, *params, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if isinstance(loss, Loss):
@@ -96,7 +83,7 @@ def make_train_step(
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
         check_remat_names(remat, state.trainable, state.rest, batch)
-        grads, value, stats = gradients(state, batch, key)
+        grads, value, stats = gradient_of(state.trainable, state.rest, batch, key)
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -114,9 +101,36 @@ def make_train_step(
     return step
 
 
-def _is_1f1b(layout: sharding.Layout | None) -> bool:
-    """Returns True if the layout has a pipeline of several stages with the 1F1B schedule."""
-    return layout is not None and layout.pipeline is not None and layout.pipeline.schedule == "1f1b"
+def make_gradient(
+    loss: LossFunction,
+    *,
+    dtype: Any = None,
+    remat: nn.remat.Policy = None,
+    microbatches: int = 1,
+    neftune_alpha: float | None = None,
+) -> Callable[..., tuple[dict[str, Any], Array, Stats]]:
+    """Makes `gradient(trainable, rest, batch, key)`, the gradient of the mean loss, the mean loss, and `Stats`.
+
+    The schedule of the active layout's pipeline decides how it is computed. Arguments are those of `make_train_step`.
+    """
+    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+    if microbatches < 1:
+        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
+
+    def gradient_of(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array) -> Any:
+        layout = sharding.current()
+        if layout is None or layout.pipeline is None or layout.pipeline.schedule == "gpipe":
+            return gradient(bound, trainable, rest, batch, key, microbatches=microbatches)
+        if microbatches > 1:
+            raise ValueError(
+                f"microbatches={microbatches} cannot be combined with a 1F1B pipeline, which has its own: leave it out, "
+                "and set those of sharding.Pipeline"
+            )
+        return pipelined_gradient(
+            loss, trainable, rest, batch, key, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha
+        )
+
+    return gradient_of
 
 
 def _updated(

@@ -192,8 +192,8 @@ class MTP(Loss):
 
     The modules of `model.predict_ahead` (`nn.mtp.predict_ahead` has the details) add `weight` times their
     cross-entropy, summed over targets and averaged over modules, and the losses of their blocks. Additional metrics are
-    `mtp1/nll` and `mtp1/accuracy` of the first module, and so on; the modules' rows are appended to the layers' reports.
-    Batches with images or audio raise ValueError.
+    `mtp1/nll` and `mtp1/accuracy` of the first module, and so on; the modules' rows are appended to the layers'
+    reports. Batches with images or audio raise ValueError.
 
     Args:
         weight: Factor of the modules' loss; DeepSeek V3 begins with 0.3 and ends with 0.1.
@@ -265,17 +265,15 @@ def _greedy(model: Any, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
     return jnp.swapaxes(jax.lax.map(choose, jnp.swapaxes(hidden, 0, 1), batch_size=64), 0, 1)
 
 
-def run_model(model: Any, batch: Batch, *, dtype: Any = jnp.bfloat16, remat: nn.remat.Policy = None) -> nn.Output:
+def run_model(model: Any, batch: Batch, **options: Any) -> nn.Output:
     """Runs a model on a batch's tokens and other model inputs.
 
     Args:
         model: The model.
         batch: The batch.
-        dtype: Dtype of the computation.
-        remat: What the layers keep for the backward pass.
+        options: The model's `dtype` and `remat`.
     """
-    inputs = {name: batch[name] for name in INPUTS if name in batch}
-    return model(batch["tokens"], dtype=dtype, remat=remat, **inputs)
+    return model(batch["tokens"], **options, **{name: batch[name] for name in INPUTS if name in batch})
 
 
 def score(

@@ -138,7 +138,7 @@ def exact(model: Any, seed: int) -> dict[str, float]:
 
 def supervised(run: str, model: Any, seed: int, orders: tuple[bool, ...], **options: Any) -> tuple[Any, Curve, Seconds]:
     make = lambda number: (sorting.rows(*sorting.supervised((seed + 1) * 10**4 + number, ROWS, orders)), {})
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+    loss = functools.partial(training.NextToken(), dtype=jnp.float32)
     return trained(run, model, post_training.Rollouts(make), loss, **options)
 
 

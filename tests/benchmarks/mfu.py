@@ -57,7 +57,7 @@ def planned(job: plan.Job) -> dict[str, float]:
 def measure(job: plan.Job, steps: int) -> dict[str, Any]:
     """Trains for a few steps and times them; they are waited for once."""
     model = jax.jit(job.build)()
-    loss = functools.partial(training.next_token_loss, dtype=jnp.bfloat16, remat=job.remat)
+    loss = functools.partial(training.NextToken(), dtype=jnp.bfloat16, remat=job.remat)
     optimizer = training.adamw(1e-3, mask=training.decay_mask(model))
     shape = (int(job.per_device_batch_size), job.sequence + 1)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, job.model.vocab)

@@ -25,7 +25,7 @@ from maxlib import ops, sharding, training
 from maxlib.models import llama
 from maxlib.plan._hlo import Costs, read_costs
 
-LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32, remat="full")
+LOSS = functools.partial(training.NextToken(), dtype=jnp.float32, remat="full")
 
 
 def build(args: argparse.Namespace) -> llama.Llama:

@@ -89,7 +89,7 @@ def run(build, preset, args, train, held_out):
     start = jax.jit(build)()
     if preset != "full":
         start = quantization.for_training(start, preset)
-    loss = functools.partial(training.next_token_loss, dtype=jnp.dtype(args.dtype))
+    loss = functools.partial(training.NextToken(), dtype=jnp.dtype(args.dtype))
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
     optimizer = training.adamw(schedule, mask=training.decay_mask(start))
     step, size = training.make_train_step(loss, optimizer), sum(a.nbytes for a in jax.tree.leaves(start))

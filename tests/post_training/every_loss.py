@@ -49,7 +49,7 @@ LOSSES = {
     **{name: functools.partial(loss, temperature=0.8) for name, loss in POLICIES.items()},
     "kto": functools.partial(pt.kto_loss, kind=pt.KTO(0.3, 1.2, 0.8)),
     "top_k": functools.partial(pt.distillation_loss, beta=0.3, hard=0.2),
-    "dft": training.dft_loss,
+    "dft": training.DFT(),
 }
 
 

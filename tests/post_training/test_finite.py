@@ -106,9 +106,9 @@ def test_losses_of_logits_are_finite():
     losses = {
         "top_k": lambda h: distilled(Head(4), h, batch, beta=0.3, hard=0.2),
         "renormalized": lambda h: distilled(Head(4), h, batch, tail=False),
-        "next_token": lambda h: training.next_token_loss.from_hidden(Head(4), h, batch),
-        "smooth": lambda h: training.next_token_loss.from_hidden(Head(4), h, batch, z_loss=1e-3, label_smoothing=0.1),
-        "dft": lambda h: training.dft_loss.from_hidden(Head(4), h, batch),
+        "next_token": lambda h: training.NextToken().from_hidden(Head(4), h, batch),
+        "smooth": lambda h: training.NextToken().from_hidden(Head(4), h, batch, z_loss=1e-3, label_smoothing=0.1),
+        "dft": lambda h: training.DFT().from_hidden(Head(4), h, batch),
         "teacher": lambda h: distilled(Head(4), h, teacher),
         "reverse": lambda h: distilled(Head(4), h, teacher, beta=1.0),
         "mixture": lambda h: distilled(Head(4), h, teacher, beta=0.5),
@@ -126,7 +126,7 @@ def test_no_loss_is_forgotten():
     """A new objective or preference must join the losses above."""
     exported = [getattr(room, name) for room in (training, pt) for name in dir(room)]
     objectives = {loss for loss in exported if isinstance(loss, Objective)}
-    tried = {split_options(loss)[0] for loss in EXTREME.values()} | {training.next_token_loss}
+    tried = {split_options(loss)[0] for loss in EXTREME.values()} | {training.NextToken()}
     assert objectives - tried == {training.mtp_loss}  # `nn.cross_entropy` of its modules
     kinds = {options.get("kind") for _, options in map(split_options, EXTREME.values())}
     assert set(preferences.Preference.__subclasses__()) <= {type(kind) for kind in kinds}

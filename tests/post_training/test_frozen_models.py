@@ -42,7 +42,7 @@ def beside(seed=1):
 def test_a_model_beside_itself_is_frozen_as_it_is_now():
     model = tiny.model()
     both = pt.WithFrozen(model, model)
-    training.materialize_model(both, None)  # which refuses one parameter at two places
+    training.copy_model(both)  # which refuses one parameter at two places
     before = np.asarray(both.frozen.embed.w[...])
     model.embed.w.set_value(model.embed.w[...] + 1)
     np.testing.assert_array_equal(both.frozen.embed.w[...], before)
@@ -154,7 +154,7 @@ def test_a_teacher_may_be_on_another_mesh():
     spread = pt.add_teacher(
         Once(), jax.device_put(teacher, sharding.shardings(teacher, theirs)), layout=theirs, **options
     )
-    batch = training.place_batch(next(spread), ours)
+    batch = training.shard_batch(next(spread), ours)
     assert all(x.devices() == {*ours.mesh.devices.flat} for x in batch.values())
     want = next(pt.add_teacher(Once(), teacher, **options))
     np.testing.assert_array_equal(batch["teacher_ids"], want["teacher_ids"])

@@ -12,8 +12,8 @@ from maxlib import data, inference, nn, training
 from maxlib import post_training as pt
 from maxlib.models import qwen3_vl
 from maxlib.tokenization import ChatTemplate
+from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._gradients import gradients_of
-from maxlib.training._objectives.first_batch import check_first_batch
 from tests.data.test_images import SIZES, TEMPLATE, processor, rgb, tokenizer  # noqa: F401
 from tests.nn.tiny import filled
 

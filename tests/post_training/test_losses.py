@@ -112,16 +112,16 @@ def test_microbatches_make_the_whole(names):
 
 
 def test_noise_on_token_vectors_is_drawn_with_the_key():
-    tuned = functools.partial(training.with_embedding_noise(training.dft_loss, alpha=20.0), dtype=jnp.float32)
+    tuned = functools.partial(training.with_embedding_noise(training.DFT(), alpha=20.0), dtype=jnp.float32)
     data = jax.tree.map(jnp.asarray, halves()["chosen"])
     f = jax.jit(lambda model, data, key: tuned(model, data, key)[0], compiler_options=tiny.QUICKLY)
     one, two, again = (float(f(built(), data, jax.random.key(seed))) for seed in (0, 1, 0))
-    silent = training.with_embedding_noise(training.dft_loss, alpha=0.0)
+    silent = training.with_embedding_noise(training.DFT(), alpha=0.0)
 
     @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
     def without(model, data):
         found = (
-            training.dft_loss(model, data, dtype=jnp.float32),
+            training.DFT()(model, data, dtype=jnp.float32),
             silent(model, data, jax.random.key(0), dtype=jnp.float32),
         )
         return [value for value, _ in found]

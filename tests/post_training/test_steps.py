@@ -31,7 +31,7 @@ def pairs():
 
 
 LOSSES = {
-    "sft": (training.next_token_loss, rows),
+    "sft": (training.NextToken(), rows),
     "dpo": (functools.partial(pt.preference_loss, kind=pt.DPO(0.3)), pairs),
     "dapo": (
         functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
@@ -103,7 +103,7 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
             return self.w
 
     def ours(w):
-        loss, stats = training.dft_loss.from_hidden(
+        loss, stats = training.DFT().from_hidden(
             Head(w), jnp.asarray(hidden, jnp.float32), {"targets": jnp.asarray(ids)}
         )
         return loss, stats
