@@ -74,8 +74,7 @@ def main() -> None:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
     target = args.out / "model"
-    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)
-    (target / "chat_template.jinja").write_text(args.template.source, encoding="utf-8")
+    maxlib.save_pretrained(model, target, like=args.model, chat_template=args.template, overwrite=True)
     print(f"\nThe model is {target}; try it with: maxlib chat {target}")
 
 

@@ -94,7 +94,7 @@ def test_it_trains_and_generates(run):
 def test_it_is_saved_and_restored_in_another_layout(tmp_path, run):
     state, _ = run
     other = filled(hybrid)
-    other.layers = other.layers.regrouped(prefix=4, period=1)
+    other.layers = other.layers.unstacked()
     with Checkpointer(tmp_path, groupings=groupings(state.rest)) as saver:
         saver.save(2, {"params": state.trainable})
     fresh, rest = nn.partition(other)

@@ -194,11 +194,10 @@ def narrow(family, preset: str) -> dict[str, int | dict[str, int] | None]:
     for tried in TRIES:
         sizes = {name: value for name, value in {**tried, **NARROW}.items() if name in has}
         try:
-            with nn.stack.skip_layer_check():
-                if isinstance(sizes.get("vision"), dict):
-                    sizes["vision"] = dataclasses.replace(cfg.vision, **tried["vision"])
-                small = dataclasses.replace(cfg, **sizes)
-                model = jax.eval_shape(lambda small=small: family.model(small, rngs=nnx.Rngs(0)))
+            if isinstance(sizes.get("vision"), dict):
+                sizes["vision"] = dataclasses.replace(cfg.vision, **tried["vision"])
+            small = dataclasses.replace(cfg, **sizes)
+            model = jax.eval_shape(lambda small=small: family.model(small, rngs=nnx.Rngs(0)))
         except (ValueError, AttributeError, TypeError):  # these fields do not fit together
             continue
         if nn.num_parameters(model) < 1e8:
@@ -243,8 +242,7 @@ def abstract(family, preset: str):
 
     from maxlib import nn
 
-    with nn.stack.skip_layer_check():
-        return jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
+    return jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
 
 
 def row_length(family, preset: str) -> int:

@@ -203,6 +203,11 @@ def prose_on_cards(app, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\(((?:\.\./)*)(?:families/)(\w+\.md)", r"](\1cards/\2", source[0])
 
 
+def copied_notebooks(app, docname: str, source: list[str]) -> None:
+    """Lets links to a file of examples/notebooks lead to its copy beside the pages (notebooks.py)."""
+    source[0] = re.sub(r"\]\(((?:\.\./)*)\.\./examples/notebooks/(\w+\.ipynb)", r"](\1notebooks/\2", source[0])
+
+
 def without_pragmas(app, docname: str, source: list[str]) -> None:
     """Leaves out the comments for the formatter."""
     source[0] = source[0].replace("  # fmt: skip", "")
@@ -234,6 +239,7 @@ def setup(app) -> dict[str, Any]:
     app.connect("source-read", landing)
     app.connect("source-read", link_cards)
     app.connect("source-read", prose_on_cards)
+    app.connect("source-read", copied_notebooks)
     app.connect("source-read", without_pragmas)
     app.connect("doctree-read", collect)
     app.connect("env-purge-doc", purge)

@@ -36,7 +36,7 @@ class DamagedError(RuntimeError):
 
     Attributes:
         step: The damaged step, None for a checkpoint that is not a step of a run.
-        leaves: The damaged leaves, such as "params: layers.body.0.attn.q.w".
+        leaves: The damaged leaves, such as "params: layers.groups.0.0.attn.q.w".
     """
 
     def __init__(self, message: str, *, step: int | None = None, leaves: tuple[str, ...] = ()):

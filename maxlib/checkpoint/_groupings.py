@@ -1,39 +1,41 @@
 """Matches stored leaves, or rows of them, to wanted leaves when the grouping of stacks has changed."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
-from maxlib.checkpoint._migrations import current_names
-from maxlib.nn._stack_grouping import layers_by_slot
+from maxlib.checkpoint._migrations import StoredGrouping, current_names, layers_by_slot
 
-Groupings = dict[str, dict[str, int]]
+Groupings = Mapping[str, nn.stack.Grouping]
 # A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
 Piece = tuple[str, int | None]
 
 
 def groupings(model: Any) -> Groupings:
-    """Returns `{path: {num_layers, prefix, period}}`, and `lead` if there is one, of every stack of `model`, as stored
-    in a checkpoint's meta.
+    """Returns the groups of every stack of `model` by path, each as `[period, repeats]`, as stored in a checkpoint's
+    meta.
     """
     return nn.tree.groupings(model)
 
 
-def layer_path(name: str, groupings: Groupings) -> list[Piece]:
-    """Names the leaf `name` layer by layer: `layers.body.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
+def layer_path(name: str, groupings: Mapping[str, StoredGrouping]) -> list[Piece]:
+    """Names the leaf `name` layer by layer: `layers.groups.1.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
-    The stack may lie under any path: an optimizer's moments are named `0.mu.layers.body.0.w`.
+    The stack may lie under any path: an optimizer's moments are named `0.mu.layers.groups.1.0.w`.
     """
     parts = name.split(".")
     for stack in sorted(groupings, key=len, reverse=True):
         here, slots = stack.split(".") if stack else [], layers_by_slot(groupings[stack])
-        for start in range(len(parts) - len(here) - 1):
+        width = len(next(iter(slots), "").split("."))  # of "groups.1.0"
+        for start in range(len(parts) - len(here) - width + 1):
             end = start + len(here)
-            if parts[start:end] == here and (layers := slots.get(".".join(parts[end : end + 2]))):
-                return [(".".join([*parts[:end], str(i), *parts[end + 2 :]]), row) for i, row in layers]
+            rest = end + width
+            if parts[start:end] == here and (layers := slots.get(".".join(parts[end:rest]))):
+                return [(".".join([*parts[:end], str(i), *parts[rest:]]), row) for i, row in layers]
     return [(name, None)]
 
 
@@ -63,7 +65,7 @@ class _Layer:
 
 def match_leaves(
     entries: dict[str, dict[str, Any]],
-    old: Groupings,
+    old: Mapping[str, StoredGrouping],
     wanted: dict[str, jax.ShapeDtypeStruct],
     new: Groupings,
     *,
@@ -90,7 +92,7 @@ def match_leaves(
     return targets
 
 
-def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict[str, _Layer]:
+def _layers_of(entries: dict[str, dict[str, Any]], groupings: Mapping[str, StoredGrouping]) -> dict[str, _Layer]:
     found = {}
     for name, entry in entries.items():
         layers, rows = _split(name, entry["shape"], groupings)
@@ -100,7 +102,7 @@ def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict
     return found
 
 
-def _split(name: str, shape: Any, groupings: Groupings) -> tuple[list[Piece], bool]:
+def _split(name: str, shape: Any, groupings: Mapping[str, StoredGrouping]) -> tuple[list[Piece], bool]:
     """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has no rows: it represents
     all of them.
     """
@@ -117,7 +119,7 @@ def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[st
         raise ValueError(
             f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
             "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
-            "groupings= if only the stacks' lead, prefix or period does."
+            "groupings= if only the groups of stacks do."
         )
 
 

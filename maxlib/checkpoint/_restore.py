@@ -62,7 +62,7 @@ def load(
 
 
 def verify(path: Any) -> list[str]:
-    """Reads a whole step and names damaged leaves, such as `"params: layers.body.0.attn.q.w"`."""
+    """Reads a whole step and names damaged leaves, such as `"params: layers.groups.0.0.attn.q.w"`."""
     return damaged_leaves(storage.absolute(path), host=0, hosts=1)
 
 

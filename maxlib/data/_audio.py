@@ -118,8 +118,8 @@ class AudioProcessor:
                 as in Hugging Face's data sets.
 
         Raises:
-            ValueError: for another number of samples per second, an array of another shape or type, and a clip that is
-                shorter than a frame or longer than `max_samples`.
+            ValueError: for another number of samples per second, an array of another shape or type or with numbers that
+                are not finite, and a clip that is shorter than a frame or longer than `max_samples`.
         """
         from maxlib.nn.audio import Clips
 
@@ -147,6 +147,8 @@ class AudioProcessor:
             raise ValueError(
                 f"a clip must be one channel of floats from -1 to 1, `n`, got {samples.shape} of {samples.dtype}"
             )
+        if not np.isfinite(samples).all():
+            raise ValueError(f"the samples of a clip must be finite, got {samples[~np.isfinite(samples)][0]}")
         return samples.astype(np.float32)
 
     def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
@@ -255,6 +257,8 @@ def read_wave(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"{path}: sound must be an uncompressed .wav file, got {error}: convert it") from error
     if width not in (2, 4):
         raise ValueError(f"{path}: samples must have 16 or 32 bits, got {8 * width}: convert the file")
+    if len(data) % (width * channels):
+        raise ValueError(f"{path}: the last sample is cut off: the file is damaged")
     values = np.frombuffer(data, f"<i{width}").reshape(-1, channels)
     return {"array": (values / 2.0 ** (8 * width - 1)).mean(axis=1).astype(np.float32), "sampling_rate": rate}
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from maxlib.data._audio import AudioProcessor, find_audio
 from maxlib.data._images import ImageProcessor, expand, find_images
-from maxlib.data._sources import Document
-from maxlib.data._tokenize import check_whole
+from maxlib.data._sources import Document, is_messages
+from maxlib.data._tokenize import check_whole, with_tokens
 from maxlib.tokenization._chat_template import ChatTemplate, Message, Span
 
 Chooses = Callable[[int, Sequence[Message]], bool]
@@ -51,7 +51,10 @@ def tokenize_chats(
     check_whole(backend(tokenizer))
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
-    tokenized = lambda document, _: {**document, **with_targets(document, tokenizer, template, learn, images, audio)}
+
+    def tokenized(document: Document, _: int) -> Document:
+        return with_tokens(document, with_targets(document, tokenizer, template, learn, images, audio))
+
     return map_named(documents, tokenized, "chat")
 
 
@@ -93,6 +96,8 @@ def with_targets(
     if "messages" not in document:
         raise ValueError(f"a chat needs 'messages', got {sorted(document)}")
     messages = document["messages"]
+    if not is_messages(messages):
+        raise ValueError(f"'messages' must be a list of objects with a 'role', got {messages!r:.200}")
     chosen = _chosen(messages, learn)
     if not chosen:
         raise ValueError(f"no turn to learn (learn={learn!r}) among the roles {[m['role'] for m in messages]}")
@@ -174,9 +179,15 @@ def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str
 
 
 def _learned(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """Returns, for each token, whether it begins within one of the spans."""
-    begins = np.array([begin for begin, _ in offsets], np.int64)
+    """Returns, for each token, whether any of its characters is in one of the spans.
+
+    So a token that a tokenizer merges across the border of a turn is learned, as in transformers.
+    """
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    # A token begins where the one before it ends: some tokenizers trim spaces from the offsets.
+    begins = np.minimum(begins, np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]))
+    ends = np.maximum(ends, begins + 1)  # a token without text is where it stands
     learned = np.zeros(len(begins), bool)
     for begin, end in spans:
-        learned |= (begins >= begin) & (begins < end)
+        learned |= (begins < end) & (ends > begin)
     return learned

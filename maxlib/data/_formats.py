@@ -4,7 +4,7 @@ import bisect
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import grain
-import numpy as np
 
-from maxlib.data._sources import Document, Paths, Piece, array_record, find_files, jsonl, text_files
+from maxlib.data._sources import (
+    Document,
+    Paths,
+    Piece,
+    array_record,
+    find_files,
+    jsonl,
+    text_files,
+    with_content,
+)
+from maxlib.data._token_ids import token_ids
 
 
 @runtime_checkable
@@ -239,10 +248,9 @@ def _as_fields(record: Any, field: str, at: str) -> Document:
         return {"text": value}
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         rest = {name: x for name, x in record.items() if name != field}
-        return {**rest, "messages": value, "record": at}
-    tokens = np.asarray([] if value is None or isinstance(value, str) else value)
-    if tokens.ndim == 1 and tokens.size and tokens.dtype.kind in "iu":
-        return {"tokens": tokens.astype(np.int32)}
+        return with_content(rest, "messages", value) | {"record": at}
+    if isinstance(value, Sized) and not isinstance(value, str | Mapping) and len(value):
+        return {"tokens": token_ids(value, f"{at}: the field {field!r}, which holds neither text nor messages,")}
     found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise ValueError(
         f"{at}: the field {field!r} must hold text, integers or messages, and not be empty, got {value!r}; the record "

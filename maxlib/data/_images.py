@@ -52,6 +52,10 @@ class ImageProcessor:
     prepares: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor",)  # prefix of its class in transformers
     normalizes: ClassVar[bool] = True
 
+    def __post_init__(self):
+        if not (all(map(math.isfinite, self.mean)) and all(0 < value < math.inf for value in self.std)):
+            raise ValueError(f"mean must be finite and std positive, got mean={self.mean} and std={self.std}")
+
     @classmethod
     def from_directory(cls, directory: str | os.PathLike) -> "ImageProcessor":
         """Reads the image processor of a Hugging Face directory from its processor files and `config.json`.

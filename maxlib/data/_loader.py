@@ -79,8 +79,10 @@ class Loader:
         self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
         _check(batch_size, num_shards, self.shards)
         self._is_fixed = shards is not None
-        if prefetch < 1 or timeout <= 0:
+        if not (prefetch >= 1 and timeout > 0):  # nor NaN
             raise ValueError(f"prefetch must be at least 1 and timeout positive, got {prefetch} and {timeout}.")
+        if num_batches is not None and not num_batches >= 0:
+            raise ValueError(f"num_batches must be at least 0, or None to read all, got {num_batches}.")
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)

@@ -18,6 +18,7 @@ from jaxtyping import Int32
 from maxlib.data._counting import CountingIterator
 from maxlib.data._row_room import Room
 from maxlib.data._sources import Document
+from maxlib.data._token_ids import token_ids
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -117,7 +118,11 @@ class Statistics:
 
 
 def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
-    """Computes the statistics of a batch; `documents` counts those that end in it, `pieces` all segments."""
+    """Computes the statistics of a batch.
+
+    `pieces` counts all segments, and `documents` those whose last token has no target: where a document ends, and where
+    a chat is cut within a turn that is not learned.
+    """
     segments, targets = batch["segment_ids"], batch["targets"]
     used = segments > 0
     following = np.concatenate([segments[:, 1:], np.zeros_like(segments[:, :1])], axis=1)
@@ -266,8 +271,8 @@ def _with_targets(document: Document) -> Row:
         raise ValueError(
             f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
         )
-    tokens = np.asarray(document["tokens"], np.int32)
-    targets = np.asarray(document.get("targets", np.append(tokens[1:], -1)), np.int32)
+    tokens = token_ids(document["tokens"], "A document's 'tokens'")
+    targets = token_ids(document.get("targets", np.append(tokens[1:], -1)), "A document's 'targets'", targets=True)
     if len(targets) != len(tokens):
         raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
     return {"tokens": tokens, "targets": targets}

@@ -7,6 +7,7 @@ import numpy as np
 
 from maxlib._utils.choices import check_choice
 from maxlib.data._row_room import Room, lengths_of
+from maxlib.data._token_ids import token_ids
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -72,8 +73,15 @@ def padded(
         raise ValueError(
             f"a document of {size} tokens does not fit a row of {length}: give overlong='truncate' or 'drop'"
         )
-    fill = lambda x, value: np.append(x[:length], np.full(max(length - size, 0), value)).astype(np.int32)
-    rows = {"tokens": fill(document["tokens"], 0), "targets": fill(document["targets"], -1)}
+    tokens = token_ids(document["tokens"], "A document's 'tokens'")
+    targets = token_ids(document["targets"], "A document's 'targets'", targets=True)
+    if len(targets) != size:
+        raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {size}.")
+    room = max(length - size, 0)
+    rows = {
+        "tokens": np.pad(tokens[:length], (0, room)),
+        "targets": np.pad(targets[:length], (0, room), constant_values=-1),
+    }
     rows |= {"segment_ids": (np.arange(length) < size).astype(np.int32)}
     return out | rows | _images(document, images) | _audio(document, audio)
 

@@ -9,7 +9,7 @@ import numpy as np
 from maxlib.data._audio import AudioProcessor
 from maxlib.data._chats import map_named, with_targets
 from maxlib.data._images import ImageProcessor
-from maxlib.data._sources import Document
+from maxlib.data._sources import Document, is_messages
 from maxlib.tokenization import ChatTemplate
 
 LOOK_AHEAD = 100
@@ -81,7 +81,7 @@ def kto_examples(
         other = [*prompt, _answer_to_another(documents, index, prompt)]
         tokenize = lambda messages: _answered(document, messages, tokenizer, template, images, audio)
         return tokenize(document["messages"]) | {
-            "desirable": np.bool_(document["desirable"]),
+            "desirable": _truth(document["desirable"]),
             "mismatched": tokenize(other),
         }
 
@@ -91,13 +91,20 @@ def kto_examples(
 def _answer_to_another(documents: Documents, index: int, prompt: Sequence[Any]) -> Any:
     """Returns the last message of the next document after `index` whose prompt differs."""
     for ahead in range(1, min(len(documents), LOOK_AHEAD + 1)):
-        messages = documents[(index + ahead) % len(documents)]["messages"]
-        if messages[:-1] != prompt:
-            return messages[-1]
+        other = documents[(index + ahead) % len(documents)]
+        if other is not None and other["messages"][:-1] != prompt:  # None is filtered out
+            return other["messages"][-1]
     raise ValueError(
         f"kto_examples needs an answer to another prompt, but the next {min(len(documents) - 1, LOOK_AHEAD)} documents have "
         "the same one: shuffle the documents"
     )
+
+
+def _truth(desirable: Any) -> np.bool_:
+    """Returns a label; raises ValueError for one whose truth is not meant, such as "false"."""
+    if not isinstance(desirable, int | np.integer | np.bool_) or desirable not in (0, 1):
+        raise ValueError(f"'desirable' must be True or False, got {desirable!r}")
+    return np.bool_(desirable)
 
 
 def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:
@@ -111,6 +118,9 @@ def _answered(document: Document, messages: Sequence[Any], *how: Any) -> Row:
 
     `how` holds the tokenizer, the template and the processors of images and sound.
     """
+    if not is_messages(messages) or messages[-1]["role"] != "assistant":
+        roles = [message.get("role") for message in messages] if is_messages(messages) else messages
+        raise ValueError(f"the compared answer must be the last message, of the role 'assistant', got {roles!r:.200}")
     tokenizer, template, *processors = how
     return with_targets({**document, "messages": messages}, tokenizer, template, "last", *processors)
 

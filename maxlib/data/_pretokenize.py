@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._sources import ArrayRecords, Document
-from maxlib.data._tokenize import check_whole
+from maxlib.data._token_ids import token_ids
+from maxlib.data._tokenize import check_whole, end_ids
 
 MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
 FORMAT = 1
@@ -73,8 +74,8 @@ def write_tokens(
       The manifest.
 
     Raises:
-      ValueError: when the tokenizer truncates or pads, or the directory has tokens of other documents, another
-          tokenizer or other options.
+      ValueError: when the tokenizer truncates or pads, `bos_id` or `eos_id` is no token id, or the directory has tokens
+          of other documents, another tokenizer or other options.
     """
     check_whole(tokenizer)
     directory = Path(directory)
@@ -173,20 +174,22 @@ def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Count
 def _decode(data: bytes, *, dtype: str, where: str) -> Document:
     if len(data) % np.dtype(dtype).itemsize:
         raise ValueError(f"{where}: a record of {len(data)} bytes holds no tokens of {dtype}. Tokenize again.")
-    return {"tokens": np.frombuffer(data, dtype).astype(np.int32)}
+    return {"tokens": token_ids(np.frombuffer(data, dtype), f"{where}: a record")}
 
 
 def _job(documents: Any, tokenizer: Tokenizer, bos_id: Any, eos_id: Any, per_file: int, description: str) -> dict:
     """Collects the settings that determine the files' contents, apart from the documents."""
     if documents is None or len(documents) == 0:
         raise ValueError("There is no document to tokenize.")
+    begin, end = end_ids(bos_id, eos_id)
+    largest = max([*tokenizer.get_vocab().values(), *begin, *end])  # ids may have gaps
     return {
         "format": FORMAT,
         "description": description,
         "records": len(documents),
         "tokenizer": hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest(),
         "vocab_size": tokenizer.get_vocab_size(),
-        "dtype": "<u2" if tokenizer.get_vocab_size() <= 2**16 else "<i4",
+        "dtype": "<u2" if largest < 2**16 else "<i4",
         "bos_id": bos_id,
         "eos_id": eos_id,
         "documents_per_file": per_file,
@@ -247,7 +250,7 @@ def _text(document: Document) -> str:
 
 
 def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> Iterator[tuple[list[str], list[bytes]]]:
-    begin, end = ([] if job[name] is None else [job[name]] for name in ("bos_id", "eos_id"))
+    begin, end = end_ids(job["bos_id"], job["eos_id"])
     for texts in batches:
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         yield texts, [np.array(begin + e.ids + end, job["dtype"]).tobytes() for e in encoded]

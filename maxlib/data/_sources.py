@@ -5,13 +5,16 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import grain
 import numpy as np
+
+from maxlib._utils.files import without_duplicates
+from maxlib.data._token_ids import token_ids
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 Document = dict[str, Any]
@@ -201,6 +204,18 @@ def _expand(path: Path) -> list[Path]:
     return sorted(found)
 
 
+def with_content(record: Mapping[str, Any], name: str, content: Any) -> Document:
+    """Returns a record as a document with one content, `text` or `messages`, without other fields of such names."""
+    return {key: value for key, value in record.items() if key not in ("text", "messages", "tokens")} | {name: content}
+
+
+def is_messages(value: Any) -> bool:
+    """Returns True for a list of messages, each an object with a role."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
+
+
 def _as_text(data: bytes, *, path: Any, start: int) -> Document:
     try:
         text = data.decode()
@@ -221,29 +236,34 @@ def _as_record(data: bytes, *, path: Any, start: int, field: str) -> Document:
             f"{path}: byte {start}: the field {field!r} must hold text, got {value!r}; fields here: {sorted(record)}. "
             "Name the right field=, or remove the line."
         )
-    return {**record, "text": value}
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may have half of a surrogate pair, "\\ud800"
+        raise ValueError(f"{path}: byte {start}: the field {field!r} must be valid Unicode: {error}.") from error
+    return with_content(record, "text", value)
 
 
 def _as_chat(data: bytes, *, path: Any, start: int, field: str) -> Document:
     record = _as_object(data, path=path, start=start)
     value = record.get(field)
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and "role" in m for m in value):
+    if not is_messages(value):
         raise ValueError(
             f"{path}: byte {start}: the field {field!r} must hold messages, a list of objects with 'role', got {value!r}; "
             f"fields here: {sorted(record)}. Name the right field=, or remove the line."
         )
-    return {**record, "messages": value, "record": f"{path}: byte {start}", "folder": str(path.parent)}
+    origin = {"record": f"{path}: byte {start}", "folder": str(path.parent)}
+    return with_content(record, "messages", value) | origin
 
 
 def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:
     text = _as_text(data, path=path, start=start)["text"]
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=without_duplicates)
     except json.JSONDecodeError as error:
         at = start + len(text[: error.pos].encode())
         raise ValueError(f"{path}: byte {at}: each line must be one JSON object: {error.msg}.") from error
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
-        raise ValueError(f"{path}: byte {start}: each line must be one JSON object: {error}.") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, too many digits, or a name given twice
+        raise ValueError(f"{path}: byte {start}: each line must be one JSON object: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{path}: byte {start}: each line must be a JSON object, got a {type(record).__name__}.")
     return record
@@ -295,13 +315,10 @@ def _as_document(index: int, document: Any) -> Document:
         if not document.strip():
             raise ValueError(f"Document {index} is empty: remove it.")
         return {"text": document}
-    tokens = np.asarray(document)
-    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"Document {index} must be text or a one-dimensional array of integer tokens that is not empty, "
-            f"got a {type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
-        )
-    return {"tokens": tokens.astype(np.int32)}
+    tokens = token_ids(document, f"Document {index}, if it is not text,")
+    if not tokens.size:
+        raise ValueError(f"Document {index} is empty: remove it.")
+    return {"tokens": tokens}
 
 
 def _hash(document: Document) -> float:

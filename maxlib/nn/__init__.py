@@ -50,7 +50,6 @@ from maxlib.nn._pytree import static as static
 from maxlib.nn._shared_kv import SharedKVAttention as SharedKVAttention
 from maxlib.nn._short_conv import ShortConvolution as ShortConvolution
 from maxlib.nn._sparse_mla import SparseMLA as SparseMLA
-from maxlib.nn._stack_grouping import grouping_for as grouping_for
 from maxlib.nn._summary import summary as summary
 from maxlib.nn.mixer import SequenceMixer as SequenceMixer
 from maxlib.nn.mixer import with_attention as with_attention

@@ -3,12 +3,11 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._utils.arguments import check_array, check_dtype
 from maxlib.nn._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
 from maxlib.nn._linear import Embed
 from maxlib.nn._model import Output
@@ -20,13 +19,14 @@ from maxlib.sharding import constrain
 
 
 def check_tokens(tokens: Any) -> None:
-    """Raises ValueError unless `tokens` is an integer array of shape `B T`; works while tracing."""
-    is_array = isinstance(tokens, jax.Array | np.ndarray)
-    if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
+    """Raises TypeError for what is no array, and ValueError for one that is not of integers, `B T`."""
+    if isinstance(tokens, str):
+        raise TypeError("tokens must be an array of integers, rows of ids `B T`, got text: encode it with a tokenizer")
+    check_array(tokens, "tokens")
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            "tokens must be an array of integers, rows of ids `B T`, got "
-            f"{f'{tokens.dtype} of shape {tokens.shape}' if is_array else type(tokens).__name__}. "
-            "A single row is jnp.asarray(ids)[None]; text has to be encoded."
+            f"tokens must be an array of integers, rows of ids `B T`, got {tokens.dtype} of shape {tokens.shape}. A "
+            "single row is jnp.asarray(ids)[None]; text has to be encoded."
         )
 
 
@@ -90,6 +90,7 @@ class Decoder(nnx.Module):
             The hidden states after the final norm, the new cache, and the layers' losses and metrics.
 
         Raises:
+            TypeError: when `tokens` or another input is a list or another library's array, or `dtype` no dtype.
             ValueError: when `tokens` is not an integer array of shape `B T`.
         """
         inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
@@ -102,9 +103,13 @@ class Decoder(nnx.Module):
         """Returns the vectors of what a model reads, and the arguments of `enter`; it takes those of `__call__`.
 
         Raises:
-            ValueError: as `__call__` does.
+            TypeError, ValueError: as `__call__` does.
         """
         check_tokens(tokens)
+        check_dtype(dtype)
+        for name in ("positions", "segment_ids", "valid"):
+            if inputs.get(name) is not None:
+                check_array(inputs[name], name)
         return self.embed_tokens(tokens, dtype), inputs | self.ids_for_layers(tokens)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:

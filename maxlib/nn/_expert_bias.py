@@ -83,7 +83,7 @@ def expert_bias_paths(model: Any) -> list[str]:
         elif isinstance(node, Stack):
             for i in range(len(node)):
                 place, _ = node.where(i)
-                kind, slot = place.split(".")
-                inner = expert_bias_paths(getattr(node, kind)[int(slot)])
+                _, group, slot = place.split(".")
+                inner = expert_bias_paths(node.groups[int(group)][int(slot)])
                 found += [".".join(filter(None, (dotted(path), place, one))) for one in inner]
     return found

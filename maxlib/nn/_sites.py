@@ -14,7 +14,6 @@ from flax import nnx
 from maxlib._utils.paths import dotted
 from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum, Embed
-from maxlib.nn._stack_grouping import grouping_for
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.stack import Stack
 from maxlib.sharding.layers import num_layer_axes
@@ -190,7 +189,7 @@ Change = Callable[[Any, Any, str, "tuple[int, ...] | None"], Any]
 def change_sites(model: Any, decide: Decide, change: Change) -> Any:
     """Changes the layers of `model` that have a matmul.
 
-    A stack whose layers are treated differently is regrouped, so that equal layers are still scanned.
+    A stack whose layers are treated differently gets other groups, so that equal layers are still scanned.
 
     Args:
         model: A model.
@@ -234,13 +233,14 @@ def replace(site: Any, **parts: Any) -> Any:
 
 
 def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
-    """Changes the matmuls of a stack, regrouped so that all layers of a slot have one treatment."""
-    stack = _regrouped(stack, path, decide)
-    new, count = jax.tree.map(lambda a: a, stack), stack.num_layers
-    for name, group in stack.layer_groups.items():
-        layers = enumerate(getattr(stack, name))
-        changed = [_in_layer(layer, path, (*group.layers(n),), count, decide, change) for n, layer in layers]
-        setattr(new, name, nnx.List(changed))
+    """Changes the matmuls of a stack, in which all layers of a slot then have one treatment."""
+    stack = _restacked(stack, path, decide)
+    new, groups = jax.tree.map(lambda a: a, stack), []
+    for slots, group in zip(stack.groups, stack.layer_groups, strict=True):
+        layers = enumerate(slots)
+        changed = [_in_layer(layer, path, (*group.layers(n),), len(stack), decide, change) for n, layer in layers]
+        groups.append(nnx.List(changed))
+    new.groups = nnx.List(groups)
     return new
 
 
@@ -255,16 +255,15 @@ def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decid
     return map_sites(layer, one)
 
 
-def _regrouped(stack: Stack, path: str, decide: Decide) -> Stack:
-    """Returns the stack regrouped so that all layers of a slot have one treatment."""
+def _restacked(stack: Stack, path: str, decide: Decide) -> Stack:
+    """Returns the stack with groups in which all layers of a slot have one treatment."""
     layers = jax.eval_shape(lambda s: list(s), stack)
     kinds = [_treatments(layer, path, i, len(layers), decide) for i, layer in enumerate(layers)]
     slots = [stack.where(i)[0] for i in range(len(layers))]
     # As many pairs of slot and treatment as slots: each slot already has one treatment.
     if len(set(zip(slots, kinds, strict=True))) == len(set(slots)):
         return stack
-    shapes = [(jax.tree.structure(layer), tuple(jax.tree.leaves(layer))) for layer in layers]
-    return stack.regrouped(**grouping_for(zip(shapes, kinds, strict=True)))
+    return stack.restacked(kinds)
 
 
 def _treatments(layer: Any, path: str, i: int, count: int, decide: Decide) -> tuple[Hashable, ...]:

@@ -3,9 +3,7 @@
 `maxlib.plan` instead counts the FLOPs that a compiled program executes, including recomputation and padding.
 """
 
-import functools
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -122,28 +120,12 @@ def _counted(
 
 
 def peak_flops() -> float | None:
-    """Returns the FLOP/s of all devices together: from `maxlib.hardware`, on a CPU measured; None for unknown kinds.
+    """Returns the dense bfloat16 FLOP/s of all devices together, from `maxlib.hardware`; None on CPUs, unknown kinds.
 
-    For accelerators it is the dense bfloat16 rate. For a CPU it is that of a float32 matmul, measured once per process.
+    A CPU has no such number: its clock changes with the load, and other processes share it.
     """
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return _measured_peak() * jax.process_count()
-    chip = chip_of(device.device_kind)
+    chip = chip_of(jax.devices()[0].device_kind)
     return None if chip is None else chip.flops * jax.device_count()
-
-
-@functools.cache
-def _measured_peak(size: int = 1024, rounds: int = 3) -> float:
-    """Measures the best of a few square matmuls, which take about 0.1 s in all."""
-    x = jax.device_put(np.ones((size, size), np.float32))
-    dot = jax.jit(jnp.dot).lower(x, x).compile()
-    seconds = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        jax.block_until_ready(dot(x, x))
-        seconds.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(seconds)
 
 
 def _is_known(x: Any) -> bool:

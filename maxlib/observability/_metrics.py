@@ -49,8 +49,25 @@ class Writers(list[Writer]):
     """
 
     def __init__(self, writers: Iterable[Writer], *, log: Callable[[str], Any]):
-        super().__init__(writers)
+        super().__init__()
         self._log, self._failed = log, set()
+        self.extend(writers)
+
+    def append(self, writer: Writer) -> None:
+        """Adds a writer. Raises TypeError for one that lacks a method."""
+        self.extend([writer])
+
+    def extend(self, writers: Iterable[Writer]) -> None:
+        """Adds several writers; raises as `append` does."""
+        writers = list(writers)
+        for writer in writers:
+            methods = ("resume", "write", "close")
+            if lacking := [name for name in methods if not callable(getattr(writer, name, None))]:
+                raise TypeError(
+                    "a writer of metrics has the methods resume(step), write(step, values) and close(), as "
+                    f"observability.Jsonl has; {type(writer).__name__} lacks {', '.join(lacking)}"
+                )
+        super().extend(writers)
 
     def resume(self, step: int) -> None:
         self._each(lambda writer: writer.resume(step))
@@ -268,8 +285,9 @@ class Meter:
 
 
 def _summary(values: Values) -> str:
-    shown = {
-        "loss": "loss {:.4f}",
+    # A policy's loss has the gradient of the reward, but its value says nothing: about 0 at every step.
+    shown = {"reward": "reward {:.4f}"} if "reward" in values else {"loss": "loss {:.4f}"}
+    shown |= {
         "eval/loss": "eval loss {:.4f}",
         "eval/accuracy": "accuracy {:.3f}",
         "tokens_per_second": "{:,.0f} tokens/s",

@@ -193,8 +193,7 @@ def _from_config(cfg: Any) -> Any:
         raise ValueError(
             f"{type(cfg).__name__} is not a Config of a known family; pass a function that builds the model"
         )
-    with nn.stack.skip_layer_check():  # a family's own layout; half the time of an estimate
-        return family.model(cfg, rngs=nnx.Rngs(0))
+    return family.model(cfg, rngs=nnx.Rngs(0))
 
 
 def by_name(thing: Any, what: str) -> Any:

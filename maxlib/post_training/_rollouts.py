@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.data._padding import Row, padded
+from maxlib.data._token_ids import token_ids
 from maxlib.inference import Completion, Sampler
 
 
@@ -89,8 +90,8 @@ def completion_batch(
         blank: With `images`, an empty row with the capacity for images that every row has (`ImageProcessor.blank`).
 
     Raises:
-        ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, or samplers
-            differ.
+        ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, samplers
+            differ, ids are no integers from 0 to 2147483647, or an advantage is not finite.
     """
     drawn = [one for one in completions if isinstance(one, Completion)]
     samplers = ({one.sampler for one in drawn} | {sampler}) - {None}
@@ -102,6 +103,11 @@ def completion_batch(
     if not len(prompts) == len(completions) == len(advantages):
         counts = f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         raise ValueError(f"there must be a prompt and an advantage for each completion, got {counts}")
+    if not np.isfinite(advantages).all():
+        at = int(np.flatnonzero(~np.isfinite(advantages))[0])
+        raise ValueError(
+            f"advantages must be finite, got {advantages[at]} for completion {at}: give 0 to learn nothing"
+        )
     texts = cast(Sequence[Sequence[int]], completions)
     rows = _completion_rows(prompts, texts, length=length, log_probs=sampler_log_probs, images=images, blank=blank)
     _check_ends(texts, stop_token_ids)
@@ -125,8 +131,8 @@ def _completion_rows(
     if log_probs is not None and sizes != given:
         raise ValueError(f"sampler_log_probs must be one for each token of each completion, {sizes}, got {given}")
     seen = _images_of_rows(images, blank, len(prompts))
-    each = zip(prompts, completions, scores, seen, strict=True)
-    return [_row(*one, length=length, blank=blank) for one in each]
+    rows = enumerate(zip(prompts, completions, scores, seen, strict=True))
+    return [_row(i, *columns, length=length, blank=blank) for i, columns in rows]
 
 
 def _check_ends(completions: Sequence[Sequence[int]], stop_token_ids: Collection[int]) -> None:
@@ -141,9 +147,13 @@ def _check_ends(completions: Sequence[Sequence[int]], stop_token_ids: Collection
         )
 
 
-def _row(prompt: Sequence[int], completion: Sequence[int], scores: Any, seen: Row, *, length: int, blank: Any) -> Row:
-    """Returns a prompt and its completion as a row; only the completion has targets and scores."""
-    tokens = np.array([*prompt, *completion], np.int32)
+def _row(
+    i: int, prompt: Sequence[int], completion: Sequence[int], scores: Any, seen: Row, *, length: int, blank: Any
+) -> Row:
+    """Returns prompt `i` and its completion as a row; only the completion has targets and scores."""
+    if not len(prompt):
+        raise ValueError(f"prompt {i} must have a token, which predicts the first of its completion: begin it with one")
+    tokens = np.concatenate([token_ids(prompt, f"prompt {i}"), token_ids(completion, f"completion {i}")])
     targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
     row = padded({"tokens": tokens, "targets": targets} | seen, length, images=blank)
     if scores is not None:

@@ -39,7 +39,8 @@ class HuggingFaceExport:
       keep: number of newest exports to keep; None keeps all.
       ema: True writes the averages of `training.ema` instead of the parameters.
       options: options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
-          from which the tokenizer, the chat template and the end-of-text ids are copied.
+          from which the tokenizer, the chat template and the end-of-text ids are copied, and `chat_template`, the
+          one that the model is trained on.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.

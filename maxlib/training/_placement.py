@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, nn, sharding
 from maxlib.sharding._create import check_no_aliases
+from maxlib.training._batch_checks import check_batch
 from maxlib.training.losses import Batch
 
 
@@ -34,9 +35,12 @@ def shard_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
       layout: layout of the global batch; None for the default device.
 
     Raises:
+      TypeError: for a batch that is no dictionary, and for lists and other libraries' arrays in it.
       ValueError: for rows or tokens that do not divide over the mesh, or when processes pass different data for the
           same rows.
     """
+    check_batch(batch)
+    sharding.check_layout(layout)
     if layout is None:
         return jax.device_put(batch)
     mesh = layout.mesh

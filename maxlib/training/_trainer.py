@@ -1,9 +1,10 @@
 """A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._gradients import bind_options
 from maxlib.training._placement import copy_model, host_rows, shard_batch
-from maxlib.training._prefetch import StatefulLoader, follow_layout
+from maxlib.training._prefetch import IterableLoader, StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
-from maxlib.training._trainer_arguments import check_arguments, check_layout
+from maxlib.training._trainer_arguments import check_arguments, check_known, check_layout
 from maxlib.training.losses import Batch, LossFunction, NextToken
 
 MOST_EMPTY = 10  # batches in a row without a target
@@ -53,8 +54,9 @@ class Trainer:
             parameters are created already sharded.
         optimizer: An optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
             optax.adamw does not clip.
-        loader: Returns this host's rows of every batch, and has a state; see `StatefulLoader`. The Trainer tells a
-            `data.Loader` which rows to read (`follow`).
+        loader: Returns this host's rows of every batch: a loader with a state (`StatefulLoader`), or any iterable of
+            batches, such as a list or a generator. Of an iterable, a resumed run reads and drops the batches of the
+            steps done. The Trainer tells a `data.Loader` which rows to read (`follow`).
         loss: The loss; see `make_train_step`.
         dtype: Dtype of the computation; None for the loss's default, bfloat16.
         remat: What layers keep for the backward pass; None keeps everything.
@@ -91,7 +93,7 @@ class Trainer:
         self,
         model: Any,
         optimizer: optax.GradientTransformation,
-        loader: StatefulLoader,
+        loader: StatefulLoader | Iterable[Batch],
         *,
         loss: LossFunction = NextToken(),
         dtype: Any = None,
@@ -108,7 +110,10 @@ class Trainer:
         directory: str | Path | None = None,
         timeout: float | None = None,
         key: jax.Array | int = 0,
+        **unknown: Any,
     ):
+        check_known(unknown, list(inspect.signature(Trainer).parameters)[:-1])
+        loader = as_loader(loader, "loader")
         check_arguments(model, loader, evaluation, checkpointer, callbacks)
         check_layout(layout)
         train_step = make_train_step(
@@ -138,6 +143,10 @@ class Trainer:
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
             here = f"one of {jax.device_count()} devices"
             self.log(f"this run uses {here}; layout=sharding.Layout(sharding.make_mesh(fsdp=-1)) uses all")
+        if checkpointer is not None and isinstance(loader, IterableLoader):
+            kind = f"a {type(loader.batches).__name__}"
+            again = f"give it {kind} of the same batches" if loader.is_one_pass else "which must be the same"
+            self.log(f"the loader is {kind}: a resumed run reads and drops the batches of the steps done, {again}")
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
@@ -301,6 +310,8 @@ class Trainer:
 
     def _dispatch_step(self, batch: Batch, **here: float) -> None:
         """Starts the next step, and reports the previous one."""
+        if not self._counted:
+            self.log("compiling the step ...")
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
                 self._batch_before, self.batch = self.batch, shard_batch(batch, self.layout)

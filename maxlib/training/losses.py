@@ -18,6 +18,7 @@ from maxlib import nn, ops
 from maxlib.nn.mtp import shift_left
 from maxlib.training._batch_checks import (
     INPUTS,
+    check_batch,
     check_batch_names,
     check_has_targets,
     trained_model,
@@ -125,6 +126,7 @@ class Loss:
         Raises:
             ValueError: when the batch has another library's name of an input that the loss reads, or no targets.
         """
+        check_batch(batch)
         self.check_names(batch)
         model, batch = self.prepare(model, batch, dtype=dtype, remat=remat)
         output = run_model(model, batch, dtype=dtype, remat=remat)

@@ -50,7 +50,7 @@ class ExpertLayer(nnx.Module):
 class Experts(nn.Decoder):
     def __init__(self, args, *, rngs: nnx.Rngs):
         self.embed = nn.Embed(args.vocab, args.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: ExpertLayer(args, rngs=rngs), args.layers, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: ExpertLayer(args, rngs=rngs), args.layers, rngs=rngs)
         self.norm = nn.RMSNorm(args.dim)
         self.masks, self.ropes = (ops.Causal(),), (ops.Rope(64),)
 

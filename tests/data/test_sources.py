@@ -152,9 +152,9 @@ def test_bad_arguments(tmp_path):
         data.in_memory([])
     with pytest.raises(ValueError, match="Document 1 is empty"):
         data.in_memory(["a", " "])
-    with pytest.raises(ValueError, match=r"Document 0 must be text or .* got a list of shape \(0,\)"):
+    with pytest.raises(ValueError, match=r"Document 0 is empty: remove it"):
         data.in_memory([[]])
-    with pytest.raises(ValueError, match=r"Document 0 must be .* float64"):
+    with pytest.raises(ValueError, match=r"Document 0, .* must be token ids, .* got float64"):
         data.in_memory([[0.5]])
 
 

@@ -231,8 +231,9 @@ def test_a_damaged_parquet_file_is_named(at, tmp_path):
         {"formats": {"a": {"bits": 4}}},
         {"formats": []},
         {"dtypes": {}},
-        {"layouts": {"layers": {"prefix": "0", "period": 1}}},
-        {"layouts": {"layers": {"prefix": 0}}},
+        {"layouts": {"layers": [[1, "4"]]}},
+        {"layouts": {"layers": [[1]]}},
+        {"version": 1},
     ],
 )
 def test_formats_of_weights_that_are_none(change, tmp_path):

@@ -291,8 +291,7 @@ class Conformance:
     def published(self, family: Family, cfg: Any) -> float:
         """The number of parameters of a preset."""
         if self.depths is None:
-            with nn.stack.skip_layer_check():
-                return self.count(family, cfg)
+            return self.count(family, cfg)
         (few, small), (more, large) = (
             (n, self.count(family, dataclasses.replace(cfg, num_layers=n))) for n in self.depths
         )

@@ -4,6 +4,7 @@ By default only results, as gradients take long to compile; `test_combinations.p
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,9 @@ MIXERS = (
 class Block(nn.Layer):
     """A mixer, an MLP and, if the model has them, a vector of each token for this layer."""
 
-    def __init__(self, i: int, vectors: bool, *, rngs: nnx.Rngs):
+    def __init__(self, mixer: Any, vectors: bool, *, rngs: nnx.Rngs):
         self.attn_norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.attn = MIXERS[i % len(MIXERS)](DIM, rngs=rngs)
+        self.attn = mixer(DIM, rngs=rngs)
         self.mlp = nn.GatedMLP(DIM, 24, rngs=rngs)
         self.per_layer = nn.per_layer.PerLayerGate(DIM, VECTOR, rngs=rngs) if vectors else None
 
@@ -60,8 +61,7 @@ class Mixed(nn.Decoder):
         count = 2 * len(MIXERS)
         self.embed = nn.Embed(VOCAB, DIM, rngs=rngs)
         self.per_layer = nn.per_layer.PerLayerEmbed(VOCAB, DIM, count, VECTOR, rngs=rngs) if vectors else None
-        make = lambda i, rngs: Block(i, vectors, rngs=rngs)
-        self.layers = nn.Stack(make, count, period=len(MIXERS), rngs=rngs)
+        self.layers = nn.Stack(lambda mixer, rngs: Block(mixer, vectors, rngs=rngs), 2 * MIXERS, rngs=rngs)
         self.norm = nn.RMSNorm(DIM)
         self.masks, self.ropes = (ops.Causal(), MASK), (HEADS["rope"], SIZES["rope"], INDEX["index_rope"])
 

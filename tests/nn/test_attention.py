@@ -246,7 +246,7 @@ def test_an_implementation_is_asked_for_by_name():
 
 
 def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():
-    model = nn.Stack(lambda i, rngs: build(rngs=rngs), 3, period=1, rngs=nnx.Rngs(0))
+    model = nn.Stack(lambda _, rngs: build(rngs=rngs), 3, rngs=nnx.Rngs(0))
     new = nn.with_attention(model, "mosaic_tpu")
     assert all(layer.implementation == "mosaic_tpu" for layer in new)
     assert all(layer.implementation is None for layer in model)

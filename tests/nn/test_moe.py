@@ -244,9 +244,9 @@ def test_balanced_routing_costs_the_weight():
 
 
 class Block(nnx.Module):
-    def __init__(self, i, *, rngs):
+    def __init__(self, kind, *, rngs):
         make = lambda: nn.Router(DIM, E, top_k=1, score=jax.nn.sigmoid, expert_bias=True, rngs=rngs)
-        self.mlp = nn.GatedMLP(DIM, MLP, rngs=rngs) if i == 0 else nn.MoE(DIM, MLP, router=make(), rngs=rngs)
+        self.mlp = nn.GatedMLP(DIM, MLP, rngs=rngs) if kind == "d" else nn.MoE(DIM, MLP, router=make(), rngs=rngs)
 
     def __call__(self, x, ctx, cache):
         y, aux = self.mlp(x, ctx) if isinstance(self.mlp, nn.MoE) else (self.mlp(x), {})
@@ -254,11 +254,10 @@ class Block(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("prefix", "period"), [(1, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 1), (6, 1)))]
+    "kinds", ["dababa", *(pytest.param(kinds, marks=pytest.mark.full) for kinds in ("daaaaa", "dabcef"))]
 )
-def test_router_bias_update_finds_every_layer(prefix, period):
-    make = lambda i, rngs: Block(i, rngs=rngs)
-    stack = filled(lambda: nn.Stack(make, 6, prefix=prefix, period=period, rngs=nnx.Rngs(0)))
+def test_router_bias_update_finds_every_layer(kinds):
+    stack = filled(lambda: nn.Stack(lambda kind, rngs: Block(kind, rngs=rngs), kinds, rngs=nnx.Rngs(0)))
     assert not any("expert_bias" in path for path in nn.partition(stack)[0])
     load = np.random.default_rng(0).dirichlet(np.ones(E), size=5).astype(np.float32)  # layer 0 has no experts
     new = jax.jit(functools.partial(nn.router.update_router_bias, rate=0.1))(stack, load)

@@ -210,7 +210,7 @@ def test_what_is_observed_is_what_a_model_computes():
     want = probes.norms_by_layer(grads, model)
     assert found.gradients == pytest.approx(want, rel=1e-3)
     assert want["layers.1.mlp.up.w"] == pytest.approx(
-        float(jnp.linalg.norm(grads["layers.body.0.mlp.up.w"][1])), rel=1e-4
+        float(jnp.linalg.norm(grads["layers.groups.0.0.mlp.up.w"][1])), rel=1e-4
     )
 
 
@@ -226,14 +226,14 @@ def test_logits_and_entropy_of_attention():
     assert float(entropy) == pytest.approx(-np.sum(p * np.log(np.where(p > 0, p, 1))) / 20, rel=1e-4)
 
 
-def test_layers_that_lead_a_stack_are_tapped_one_by_one():
-    model, _ = hooks.with_hooks(stacked.Model(prefix=0, period=2, lead=3))
+def test_layers_of_every_group_are_tapped_one_by_one():
+    model, _ = hooks.with_hooks(stacked.Model("aaabcbc"))
     rows = {path: v.shape for path, v in nn.variables(model).items() if path.endswith(".0.tap")}
-    assert rows == {f"layers.{place}.0.tap": (n, len(hooks.FIELDS)) for place, n in (("lead", 3), ("body", 2))}
-    order = ["layers.lead.0.w", "layers.lead.0", "layers.body.0", "layers.body.1", "norm"]
-    led = [(f"layers.lead.0{one}", row) for row in range(3) for one in (".w", "")]
-    body = [(f"layers.body.{slot}", row) for row in range(2) for slot in range(2)]
-    assert hooks.in_layer_order(order, checkpoint.groupings(model)) == [*led, *body, ("norm", None)]
+    assert rows == {f"layers.groups.{n}.0.tap": (repeats, len(hooks.FIELDS)) for n, repeats in ((0, 3), (1, 2))}
+    order = ["layers.groups.0.0.w", "layers.groups.0.0", "layers.groups.1.0", "layers.groups.1.1", "norm"]
+    first = [(f"layers.groups.0.0{name}", row) for row in range(3) for name in (".w", "")]
+    second = [(f"layers.groups.1.{slot}", row) for row in range(2) for slot in range(2)]
+    assert hooks.in_layer_order(order, checkpoint.groupings(model)) == [*first, *second, ("norm", None)]
 
 
 @pytest.mark.full
@@ -241,7 +241,7 @@ def test_the_first_layer_that_is_not_finite_is_named():
     model, batch = small()
     assert probes.find_nonfinite(model, batch, tiny.loss) is None
     params, rest = nn.partition(model)
-    path, down = "layers.body.0.mlp.up.w", "layers.body.0.mlp.down.w"
+    path, down = "layers.groups.0.0.mlp.up.w", "layers.groups.0.0.mlp.down.w"
     huge = nn.combine(params | {path: params[path].at[1].mul(1e25), down: params[down].at[1].mul(1e25)}, rest)
     text = probes.find_nonfinite(huge, batch, tiny.loss)
     assert text.startswith("forward: first the output of layers.1.mlp.down (")

@@ -183,5 +183,5 @@ def test_gradients_reach_the_modules_and_the_trunk(batch, remat):
         return both - NextToken()(model, batch, dtype=jnp.float32)[0]
 
     gradients = jax.jit(jax.grad(value), compiler_options=tiny.QUICKLY)(params)
-    for path in ("mtp.0.project.w", "mtp.0.block.moe.up.w", "layers.prefix.0.attn.o.w", "embed.w", "head.w"):
+    for path in ("mtp.0.project.w", "mtp.0.block.moe.up.w", "layers.groups.0.0.attn.o.w", "embed.w", "head.w"):
         assert np.abs(gradients[path]).max() > 1e-4, path

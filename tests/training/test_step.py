@@ -51,7 +51,9 @@ def test_a_misspelt_name_in_remat_is_refused():
 
     def trace(model, remat):
         state = jax.eval_shape(lambda: training.make_state(model(), SGD))
-        jax.eval_shape(training.make_train_step(training.NextToken(), SGD, dtype=jnp.float32, remat=remat), state, tiny.batch())
+        jax.eval_shape(
+            training.make_train_step(training.NextToken(), SGD, dtype=jnp.float32, remat=remat), state, tiny.batch()
+        )
 
     for remat in (("attention_output",), {"attention_output": "keep", "q": "keep"}):
         with pytest.raises(ValueError, match="names 'attention_output', .*: did you mean 'attention_out'"):
@@ -92,7 +94,7 @@ class Marking(tiny.Bigram):
 
     def __init__(self):
         super().__init__(rngs=nnx.Rngs(0))
-        make = lambda i, rngs: MarkingLayer(rngs=rngs)
+        make = lambda _, rngs: MarkingLayer(rngs=rngs)
         self.layers = nn.Stack(make, 2, rngs=nnx.Rngs(0))
 
 

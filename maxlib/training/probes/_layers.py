@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ class LayerStatistics:
         state: TrainState = trainer.state
         with trainer.sharded():
             found = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
-        values = by_stack(found, {name: stack["num_layers"] for name, stack in groupings(state.rest).items()})
+        values = by_stack(found, {name: len(stack) for name, stack in nn.tree.stacks(state.rest).items()})
         trainer.writers.write(trainer.step, values)
 
 
@@ -170,7 +170,7 @@ def _norm(x: Array, rank: int) -> Array:
     return jnp.minimum(norm, jnp.finfo(jnp.float32).max / jnp.squeeze(largest, axes)) * jnp.squeeze(largest, axes)
 
 
-def _by_layer(norms: dict[str, Array], laid: dict[str, dict[str, int]]) -> dict[str, float]:
+def _by_layer(norms: dict[str, Array], laid: Mapping[str, nn.stack.Grouping]) -> dict[str, float]:
     found = {}
     for path, norm in jax.device_get(norms).items():
         for name, row in layer_path(path, laid):
