@@ -12,7 +12,7 @@ from flax import nnx
 from maxlib import nn
 from maxlib.adapters._rules import LoRA, Rules, as_rules
 from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.quantization._apply import store

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import merge
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.weights._family import family_of
 from maxlib.weights._resolve import Piece, Tensor, resolve
 from maxlib.weights.names import with_fused_experts

@@ -1,5 +1,5 @@
 """Checkpoints that can be restored on another mesh or stack grouping, and that survive failures; see
-docs/decisions/0005.
+docs/decisions.md.
 """
 
 from maxlib.checkpoint._checkpointer import Checkpointer as Checkpointer

@@ -1,4 +1,4 @@
-"""The lock of a run's directory, so that only one run writes at a time, on any file system. See docs/decisions/0017."""
+"""The lock of a run's directory, so that only one run writes at a time, on any file system. See docs/decisions.md."""
 
 import collections
 import contextlib

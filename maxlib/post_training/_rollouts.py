@@ -68,7 +68,7 @@ def completion_batch(
     sampler: Sampler | None = None,
     sampler_log_probs: Sequence[Sequence[float]] | None = None,
     stop_token_ids: Collection[int] = (),
-    images: Sequence[nn.vision.Patches | None] | None = None,
+    images: Sequence[Any] | None = None,
     blank: nn.vision.Patches | None = None,
 ) -> Row:
     """Makes a batch for `policy_loss`: one prompt and one completion in each row.

@@ -15,7 +15,7 @@ from maxlib import nn, sharding, weights
 from maxlib._utils.files import read_json_object
 from maxlib._utils.paths import dotted
 from maxlib.checkpoint._migrations import current_names
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized

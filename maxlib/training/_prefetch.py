@@ -43,7 +43,7 @@ class IterableLoader:
 
     def __init__(self, batches: Iterable[Batch]):
         self.batches, self._iterator = batches, iter(batches)
-        self._read, self._last, self._again = 0, None, False
+        self._read, self._last, self._again = 0, {}, False
 
     @property
     def is_one_pass(self) -> bool:
@@ -115,7 +115,7 @@ class Prefetch:
 
     Copies are asynchronous, so no thread is needed for them. With `in_thread` the loader itself runs in a thread while
     the loop computes: completions are then sampled while the model trains, with weights that are `size` steps old
-    (docs/guides/grpo.md).
+    (docs/guides/post-training.md).
 
     `get_state` is the state after the last returned batch, not after the prefetched ones, which a resumed run reads
     again.

@@ -30,7 +30,8 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
       table: its weight table.
 
     Raises:
-      ValueError: for quantized weights, and when reading would miss tensors, find unused ones, or compute with other settings.
+      ValueError: for quantized weights, and when reading would miss tensors, find unused ones, or compute with other
+        settings.
     """
     if any(map(_is_quantized, jax.tree.leaves(model, is_leaf=_is_quantized))):
         raise ValueError(

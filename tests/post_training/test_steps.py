@@ -32,9 +32,9 @@ def pairs():
 
 LOSSES = {
     "sft": (training.NextToken(), rows),
-    "dpo": (functools.partial(pt.preference_loss, kind=pt.DPO(0.3)), pairs),
+    "dpo": (pt.DPO(0.3), pairs),
     "dapo": (
-        functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
+        pt.DAPO(temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
         functools.partial(rows, "advantages", "reference_log_probs"),
     ),
 }

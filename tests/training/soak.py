@@ -1,7 +1,7 @@
 """Repeats the operations of long runs, and fits a line to the process's threads, open files and memory.
 
 `python -m tests.training.soak [trainer generator weights loader] [--share 0.05] [--draw docs/soak.png]`; the numbers of
-docs/reliability.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
+docs/results.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
 """
 
 import argparse

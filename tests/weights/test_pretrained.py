@@ -297,7 +297,8 @@ def test_arguments_that_do_not_exist_are_named(exported):
         with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
             maxlib.from_pretrained(exported, **{given: 1})
     with pytest.raises(
-        TypeError, match=r"takes revision, token, layout, dtype, family and .*\(vocab, .*got quantize=True\."
+        TypeError,
+        match=r"takes revision, token, layout, dtype, family, ignore_fields and .*\(vocab, .*got quantize=True\.",
     ):
         maxlib.from_pretrained(exported, quantize=True)
 
