@@ -22,12 +22,12 @@ from maxlib.ops._rope import Rope
 Kind = TypeVar("Kind")
 LONG = 2**20  # tokens: longer than any window
 SCALINGS = {
-    "DynamicNTK": "dynamic NTK",
+    "DynamicNTKScaling": "dynamic NTK",
     "LinearScaling": "linear scaling",
     "Llama3Scaling": "Llama 3's scaling",
-    "LongRope": "LongRoPE",
-    "Proportional": "proportional RoPE",
-    "Yarn": "YaRN",
+    "LongRopeScaling": "LongRoPE",
+    "ProportionalScaling": "proportional RoPE",
+    "YarnScaling": "YaRN",
 }
 _POSITION_WORDS = ("partial RoPE", "layers without positions")
 _ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of the tables

@@ -78,7 +78,7 @@ class LinearScaling(Scaling):
 
 
 @dataclass(frozen=True)
-class Proportional(Scaling):
+class ProportionalScaling(Scaling):
     """Rotation of only the first `fraction` of the pairs, with the frequencies of the whole head (Gemma 4).
 
     Unlike a partial rotary embedding (`Rope.dim` below the head width), pairs are formed over the whole head.
@@ -96,13 +96,13 @@ class Proportional(Scaling):
         return np.where(rotated, plain_frequencies(dim, theta), np.float32(0)) / np.float32(self.factor)
 
     def check(self, dim: int) -> None:
-        check_positive("Proportional", factor=self.factor)
+        check_positive("ProportionalScaling", factor=self.factor)
         if not 0 <= self.fraction <= 1:
-            raise ValueError(f"Proportional.fraction must be between 0 and 1, got {self.fraction}.")
+            raise ValueError(f"ProportionalScaling.fraction must be between 0 and 1, got {self.fraction}.")
 
 
 @dataclass(frozen=True)
-class DynamicNTK(Scaling):
+class DynamicNTKScaling(Scaling):
     """NTK-aware scaling: the base grows with the sequence beyond `original_length` (https://arxiv.org/abs/2309.00071).
 
     Args:
@@ -128,9 +128,11 @@ class DynamicNTK(Scaling):
         return jnp.asarray(plain_frequencies(dim, theta)) * jnp.exp(-jnp.log(growth) * exponent)
 
     def check(self, dim: int) -> None:
-        check_positive("DynamicNTK", factor=self.factor, original_length=self.original_length)
+        check_positive("DynamicNTKScaling", factor=self.factor, original_length=self.original_length)
         if dim < 4:
-            raise ValueError(f"DynamicNTK needs at least 4 rotary dimensions (it divides by dim - 2), got dim={dim}.")
+            raise ValueError(
+                f"DynamicNTKScaling needs at least 4 rotary dimensions (it divides by dim - 2), got dim={dim}."
+            )
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class Llama3Scaling(Scaling):
 
 
 @dataclass(frozen=True)
-class Yarn(Scaling):
+class YarnScaling(Scaling):
     """YaRN: slow pairs are interpolated, fast ones kept, and attention is sharpened (https://arxiv.org/abs/2309.00071).
 
     Args:
@@ -232,7 +234,7 @@ class Yarn(Scaling):
 
     def check(self, dim: int) -> None:
         check_positive(
-            "Yarn",
+            "YarnScaling",
             factor=self.factor,
             original_length=self.original_length,
             beta_fast=self.beta_fast,
@@ -242,7 +244,7 @@ class Yarn(Scaling):
 
 
 @dataclass(frozen=True)
-class LongRope(Scaling):
+class LongRopeScaling(Scaling):
     """LongRoPE: a separate divisor for the frequency of each pair (https://arxiv.org/abs/2402.13753).
 
     Args:
@@ -279,7 +281,7 @@ class LongRope(Scaling):
 
     def check(self, dim: int) -> None:
         check_positive(
-            "LongRope",
+            "LongRopeScaling",
             factor=self.factor,
             original_length=self.original_length,
             attention_factor=self.attention_factor,
@@ -287,9 +289,9 @@ class LongRope(Scaling):
         for name, values in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(values) != dim // 2:
                 raise ValueError(
-                    f"LongRope.{name} must have one number per rotary pair ({dim // 2} for dim={dim}), got {len(values)}."
+                    f"LongRopeScaling.{name} must have one number per rotary pair ({dim // 2} for dim={dim}), got {len(values)}."
                 )
-            check_positive(f"LongRope.{name}", **{str(i): value for i, value in enumerate(values)})
+            check_positive(f"LongRopeScaling.{name}", **{str(i): value for i, value in enumerate(values)})
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -17,10 +17,10 @@ _given = jax.make_user_context(())
 
 
 @contextlib.contextmanager
-def tuned(*sizes: TileSizes) -> Iterator[None]:
+def tile_sizes(*sizes: TileSizes) -> Iterator[None]:
     """Makes kernels run with these tile sizes, whatever the tables say. It selects no kernel.
 
-    Each class of `ops.tiles` belongs to one kernel: `with ops.tuned(ops.tiles.ChunkedTiles(256, 512)): ...`. It
+    Each class of `ops.tiles` belongs to one kernel: `with ops.tile_sizes(ops.tiles.ChunkedTiles(256, 512)): ...`. It
     covers what is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
 
     Args:
@@ -33,9 +33,9 @@ def tuned(*sizes: TileSizes) -> Iterator[None]:
     kinds = [type(one) for one in sizes]
     for one in sizes:
         if not (isinstance(one, TileSizes) and hasattr(one, "kernel")):
-            raise TypeError(f"tuned takes sizes of whole kernels, classes of ops.tiles, got {one!r}")
+            raise TypeError(f"ops.tile_sizes takes sizes of whole kernels, classes of ops.tiles, got {one!r}")
     if len(set(kinds)) < len(kinds):
-        raise ValueError(f"tuned takes one size for each kernel, got {kinds}")
+        raise ValueError(f"ops.tile_sizes takes one size for each kernel, got {kinds}")
     # Sizes of other kernels from an outer `with` stay.
     with _given((*(one for one in _given.value if type(one) not in kinds), *sizes)):
         yield
@@ -47,7 +47,7 @@ class Tuned(Generic[S]):
 
     Args:
       sizes: what the kernel runs with.
-      source: "tuned" in code, "measured" by `python -m maxlib.ops tune`, or "default".
+      source: "code" (`ops.tile_sizes`), "measured" by `python -m maxlib.ops tune`, or "default".
       key: kernel and shape, as in a device's table.
     """
 
@@ -72,7 +72,7 @@ def choose(default: S, key: str, device_kind: str) -> Tuned[S]:
     key = f"{kind.kernel} {key}"
     for one in _given.value:
         if type(one) is kind:
-            return Tuned(one, "tuned", key)
+            return Tuned(one, "code", key)
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # a damaged entry counts as none
         if (found := _findings.tiles(key, device_kind)) is not None:
             return Tuned(kind.from_json(found), "measured", key)

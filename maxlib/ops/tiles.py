@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, a frozen dataclass for each: what `ops.tuned` takes and explanations show."""
+"""Tile sizes of the kernels, a frozen dataclass for each: what `ops.tile_sizes` takes and explanations show."""
 
 from maxlib.kernels.attention.mosaic_gpu.config import HopperAttentionTiles, HopperLatentTiles
 from maxlib.kernels.attention.mosaic_tpu.config import TPUAttentionTiles

@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
     def install(tiles: kernel.DeltaTPUTiles = kernel.DeltaTPUTiles(32, 3)):
         monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         monkeypatch.setattr(api, "current_device", lambda: V5P)
-        stack.enter_context(ops.tuned(tiles))
+        stack.enter_context(ops.tile_sizes(tiles))
         api._gated_delta_rule.clear_cache()
 
     with stack:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops import linear_cross_entropy, linear_log_probs
+from maxlib.ops import fused_linear_cross_entropy, fused_linear_log_probs
 from tests.ops.test_cross_entropy import B, T, V, close, inputs, mesh, sharded_inputs  # noqa: F401
 
 P = jax.sharding.PartitionSpec
@@ -64,7 +64,7 @@ def test_values_and_gradients(softcap, temperature, entropy, chunk, ignore_index
     hidden, weight, targets, _ = inputs(dtype, ignore_index=ignore_index)
     d_log_prob, d_entropy = factors((B, T))
     options = {"softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
-    run = lambda h, w: linear_log_probs(h, w, targets, entropy=entropy, chunk=chunk, **options)
+    run = lambda h, w: fused_linear_log_probs(h, w, targets, entropy=entropy, chunk=chunk, **options)
     (_, out), grads = weighted(run, d_log_prob, d_entropy)(hidden, weight)
     want, want_grads = truth(hidden, weight, targets, d_log_prob, entropy * d_entropy, **options)
     assert out.log_prob.dtype == jnp.float32
@@ -82,11 +82,11 @@ def test_the_same_numbers_as_the_loss():
     hidden, weight, targets, weights = inputs()
 
     def loss(h, w):
-        out = linear_cross_entropy(h, w, targets, weights=weights, softcap=2.0, chunk=4)
+        out = fused_linear_cross_entropy(h, w, targets, weights=weights, softcap=2.0, chunk=4)
         return out.loss, out
 
     def by_token(h, w):
-        out = linear_log_probs(h, w, targets, softcap=2.0, chunk=4)
+        out = fused_linear_log_probs(h, w, targets, softcap=2.0, chunk=4)
         return -jnp.sum(weights * out.log_prob), out
 
     gradients = lambda f: jax.jit(jax.grad(f, (0, 1), has_aux=True))(hidden, weight)
@@ -100,7 +100,7 @@ def test_ignored_tokens_are_zero_and_have_no_gradient():
     hidden, weight, targets, _ = inputs()
     ignored = np.asarray(targets) == -1
     poisoned = jnp.where(ignored[..., None], jnp.nan, hidden)
-    run = weighted(lambda h, w: linear_log_probs(h, w, targets, entropy=True, chunk=4), *factors((B, T)))
+    run = weighted(lambda h, w: fused_linear_log_probs(h, w, targets, entropy=True, chunk=4), *factors((B, T)))
     (_, out), grads = run(poisoned, weight)
     assert ignored.any() and all((np.asarray(x)[ignored] == 0).all() for x in out)
     assert (np.asarray(grads[0])[ignored] == 0).all()
@@ -109,7 +109,7 @@ def test_ignored_tokens_are_zero_and_have_no_gradient():
 
 def test_logits_far_apart_stay_finite():
     hidden, weight, targets, _ = inputs()
-    run = weighted(lambda h, w: linear_log_probs(h, w, targets, entropy=True, chunk=4), *factors((B, T)))
+    run = weighted(lambda h, w: fused_linear_log_probs(h, w, targets, entropy=True, chunk=4), *factors((B, T)))
     (_, out), grads = run(hidden * 1e4, weight)
     assert all(np.isfinite(x).all() for x in (*out, *grads))
     close(out.entropy, np.zeros((B, T)), 1e-6)
@@ -123,7 +123,7 @@ def test_under_transformations(mapping):
     d_log_prob, d_entropy = (jnp.asarray(x) for x in factors((B, T)))
 
     def total(h, w, y, a, b):
-        out = linear_log_probs(h, w, y, entropy=True, temperature=0.7, chunk=4)
+        out = fused_linear_log_probs(h, w, y, entropy=True, temperature=0.7, chunk=4)
         return jnp.sum(a * out.log_prob + b * out.entropy)
 
     def mapped(h, w):
@@ -155,7 +155,7 @@ def test_memory_never_holds_all_logits():
         return jnp.take_along_axis(log_p, y[:, None], 1)[:, 0], -jnp.sum(jnp.exp(log_p) * log_p, 1)
 
     def ours(h, w, y):
-        out = linear_log_probs(h, w, y, entropy=True, chunk=chunk)
+        out = fused_linear_log_probs(h, w, y, entropy=True, chunk=chunk)
         return out.log_prob, out.entropy
 
     assert temporary(ours) < 4 * (3 * chunk * vocab + 2 * vocab * dim + 4 * tokens * dim) < 4 * tokens * vocab
@@ -169,7 +169,7 @@ def test_split_vocabulary_equals_one_device(mesh, check):  # noqa: F811
     options = {"softcap": 4.0, "temperature": 0.7, "entropy": True, "chunk": 3}
 
     def split(hidden, weight):
-        local = lambda *args: linear_log_probs(*args, axis_name="tensor", **options)
+        local = lambda *args: fused_linear_log_probs(*args, axis_name="tensor", **options)
         specs = (P("data"), P("tensor"), P("data"))
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)(
             hidden, weight, args[2]
@@ -198,6 +198,6 @@ def test_split_vocabulary_equals_one_device(mesh, check):  # noqa: F811
 def test_options_out_of_range_are_refused(options, message):
     hidden, weight, targets, _ = inputs()
     with pytest.raises(ValueError, match=message):
-        linear_log_probs(hidden, weight, targets, **options)
+        fused_linear_log_probs(hidden, weight, targets, **options)
     with pytest.raises(ValueError, match=rf"targets must be in \[0, {V}\)"):
-        linear_log_probs(hidden, weight, targets.at[0, 0].set(V))
+        fused_linear_log_probs(hidden, weight, targets.at[0, 0].set(V))

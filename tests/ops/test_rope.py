@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from maxlib.ops import (
-    DynamicNTK,
+    DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
-    LongRope,
-    Proportional,
+    LongRopeScaling,
+    ProportionalScaling,
     Rope,
-    Yarn,
+    YarnScaling,
     apply_rope,
     yarn_mscale,
 )
@@ -28,7 +28,7 @@ DEEPSEEK = {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 
 CASES = {
     "default": (None, {"rope_type": "default"}, LENGTH),
     "linear": (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}, LENGTH),
-    "dynamic": (DynamicNTK(2.5, 64), {"rope_type": "dynamic", "factor": 2.5}, 64),
+    "dynamic": (DynamicNTKScaling(2.5, 64), {"rope_type": "dynamic", "factor": 2.5}, 64),
     "llama3": (
         Llama3Scaling(8.0, 1.0, 4.0, 64),
         {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **EXTENDED},
@@ -39,37 +39,41 @@ CASES = {
         {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 1.0, **EXTENDED},
         LENGTH,
     ),
-    "yarn": (Yarn(8.0, 64), {"rope_type": "yarn", **EXTENDED}, LENGTH),
-    "yarn-gpt-oss": (Yarn(8.0, 64, truncate=False), {"rope_type": "yarn", "truncate": False, **EXTENDED}, LENGTH),
+    "yarn": (YarnScaling(8.0, 64), {"rope_type": "yarn", **EXTENDED}, LENGTH),
+    "yarn-gpt-oss": (
+        YarnScaling(8.0, 64, truncate=False),
+        {"rope_type": "yarn", "truncate": False, **EXTENDED},
+        LENGTH,
+    ),
     "yarn-deepseek": (
-        Yarn(8.0, 64, beta_fast=16, beta_slow=2, mscale=0.7, mscale_all_dim=1.0),
+        YarnScaling(8.0, 64, beta_fast=16, beta_slow=2, mscale=0.7, mscale_all_dim=1.0),
         {"rope_type": "yarn", **EXTENDED, **DEEPSEEK},
         LENGTH,
     ),
     "yarn-factor": (
-        Yarn(8.0, 64, attention_factor=1.3),
+        YarnScaling(8.0, 64, attention_factor=1.3),
         {"rope_type": "yarn", "attention_factor": 1.3, **EXTENDED},
         LENGTH,
     ),
     "yarn-narrow": (  # the ramp has no width and must not divide by zero
-        Yarn(8.0, 32, beta_fast=2, beta_slow=2, truncate=False),
+        YarnScaling(8.0, 32, beta_fast=2, beta_slow=2, truncate=False),
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 2, "beta_slow": 2}
         | {"truncate": False},
         LENGTH,
     ),
     "longrope": (
-        LongRope(SHORT, LONG, 64, 8.0),
+        LongRopeScaling(SHORT, LONG, 64, 8.0),
         {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG), **EXTENDED},
         LENGTH,
     ),
     "longrope-factor": (
-        LongRope(SHORT, LONG, 64, 8.0, attention_factor=0.9),
+        LongRopeScaling(SHORT, LONG, 64, 8.0, attention_factor=0.9),
         {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG), "attention_factor": 0.9}
         | EXTENDED,
         LENGTH,
     ),
     "proportional": (
-        Proportional(0.4, 2.0),
+        ProportionalScaling(0.4, 2.0),
         {"rope_type": "proportional", "partial_rotary_factor": 0.4, "factor": 2.0},
         LENGTH,
     ),
@@ -184,7 +188,7 @@ def test_a_ramp_that_ends_behind_the_last_pair_ends_there():
         400,
         np.zeros((1, 1)),
     )
-    np.testing.assert_allclose(Rope(DIM, 10.0, Yarn(8.0, 4096)).inv_freq(400), inv_freq, rtol=6e-7)
+    np.testing.assert_allclose(Rope(DIM, 10.0, YarnScaling(8.0, 4096)).inv_freq(400), inv_freq, rtol=6e-7)
 
 
 def test_length_matters_to_no_other_scaling():
@@ -258,7 +262,9 @@ def test_bfloat16_is_rounded_once():
 
 
 def test_specs_are_values():
-    assert Rope(DIM, scaling=LongRope(list(SHORT), list(LONG), 64, 8.0)) == Rope(DIM, scaling=CASES["longrope"][0])
+    assert Rope(DIM, scaling=LongRopeScaling(list(SHORT), list(LONG), 64, 8.0)) == Rope(
+        DIM, scaling=CASES["longrope"][0]
+    )
     assert len({Rope(DIM, scaling=scaling) for scaling, *_ in CASES.values()}) == len(CASES)
 
 
@@ -293,12 +299,15 @@ def test_too_long_is_refused_where_the_length_is_known():
         (lambda: Rope(8, theta=float("nan")), "Rope.theta"),
         (lambda: Rope(8, max_length=0), "Rope.max_length"),
         (lambda: Rope(8, scaling=LinearScaling(-1.0)), "LinearScaling.factor"),
-        (lambda: Rope(2, scaling=DynamicNTK(2.0, 64)), "at least 4 rotary dimensions"),
+        (lambda: Rope(2, scaling=DynamicNTKScaling(2.0, 64)), "at least 4 rotary dimensions"),
         (lambda: Rope(8, scaling=Llama3Scaling(8.0, 4.0, 3.9, 64)), "high_freq_factor must not be less"),
-        (lambda: Rope(8, scaling=Yarn(8.0, 0)), "Yarn.original_length"),
-        (lambda: Rope(8, scaling=LongRope((1.0,), (1.0,) * 4, 64, 8.0)), "short_factor must have one number per"),
-        (lambda: Rope(8, scaling=LongRope((1.0,) * 4, (0.0,) * 4, 64, 8.0)), "long_factor.0 must be a positive"),
-        (lambda: Rope(8, scaling=Proportional(1.5)), "Proportional.fraction must be between 0 and 1"),
+        (lambda: Rope(8, scaling=YarnScaling(8.0, 0)), "YarnScaling.original_length"),
+        (
+            lambda: Rope(8, scaling=LongRopeScaling((1.0,), (1.0,) * 4, 64, 8.0)),
+            "short_factor must have one number per",
+        ),
+        (lambda: Rope(8, scaling=LongRopeScaling((1.0,) * 4, (0.0,) * 4, 64, 8.0)), "long_factor.0 must be a positive"),
+        (lambda: Rope(8, scaling=ProportionalScaling(1.5)), "ProportionalScaling.fraction must be between 0 and 1"),
     ],
 )
 def test_impossible_specs_are_refused(build, message):

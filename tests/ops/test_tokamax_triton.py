@@ -77,7 +77,7 @@ def test_on_blackwell_the_gradient_of_the_weights_is_a_kernel():
     assert calls(both, H100, *given()) == (0, 3)  # maxlib's own
     assert calls(both, B200, *given()) == (1, 2)
     assert calls(both, B200, *given(width=40)) == (3, 0)  # a width that JAX's kernels refuse
-    with ops.tuned(RaggedBlackwellTiles(d_weights=None)):
+    with ops.tile_sizes(RaggedBlackwellTiles(d_weights=None)):
         assert calls(lambda *x: both(*x), B200, *given()) == (0, 2)
 
 

@@ -109,20 +109,20 @@ def test_sizes_in_code_are_part_of_jits_key():
         return ops.attention(q, q, q)
 
     want = run(Q)
-    with ops.tuned(tiles.ChunkedTiles(16, 32)):
+    with ops.tile_sizes(tiles.ChunkedTiles(16, 32)):
         got = run(Q)
-        with ops.tuned(tiles.ChunkedTiles(8, 8), tiles.SplitTiles(32, 8)):
+        with ops.tile_sizes(tiles.ChunkedTiles(8, 8), tiles.SplitTiles(32, 8)):
             run(Q)
         run(Q)
     run(Q)
-    assert [(one.sizes.queries, one.source) for one in seen] == [(64, "default"), (16, "tuned"), (8, "tuned")]
+    assert [(one.sizes.queries, one.source) for one in seen] == [(64, "default"), (16, "code"), (8, "code")]
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_the_backward_pass_has_the_sizes_of_the_forward_pass():
     """Also where it is traced later, outside: four blocks of 16 queries instead of one of 64."""
     run = lambda q: ops.attention(q, q, q).sum()
-    with ops.tuned(tiles.ChunkedTiles(16, 32)):
+    with ops.tile_sizes(tiles.ChunkedTiles(16, 32)):
         _, pull = jax.vjp(run, Q)
     text = str(jax.make_jaxpr(pull)(jnp.float32(1)))
     assert "f32[4,1,2,16,16]" in text and "f32[1,1,2,64,16]" not in text
@@ -173,7 +173,7 @@ def test_every_kernel_takes_its_sizes_and_gives_the_same_numbers(sizes, monkeypa
         monkeypatch.setattr(_attention.api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
     both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), tuple(range(len(given)))))
     want, text = both(*given), str(jax.make_jaxpr(both)(*given))
-    with ops.tuned(sizes):
+    with ops.tile_sizes(sizes):
         got, other = both(*given), str(jax.make_jaxpr(both)(*given))
     assert text != other
     error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
@@ -185,8 +185,8 @@ def test_explanations_print_the_sizes_and_their_source():
     device = ("tpu", "TPU v5p")
     assert f"{MEGABLOX}, default" in str(ops.explain_grouped_matmul(rows, weights, device=device))
     q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
-    with ops.tuned(SPLASH):
-        assert f"{SPLASH}, tuned" in str(ops.explain_attention(q, q, q, device=device))
+    with ops.tile_sizes(SPLASH):
+        assert f"{SPLASH}, code" in str(ops.explain_attention(q, q, q, device=device))
     assert "SSDTiles(chunk=128, block=128), default" in str(ops.explain_ssd(q, q, device=device))
     assert "SSDTiles(chunk=64, block=256), default" in str(ops.explain_ssd(q, q, device=("cpu", "cpu")))
     delta = ops.explain_gated_delta_rule(q, q, device=device, implementation="mosaic_tpu")
@@ -206,7 +206,7 @@ def test_a_soft_cap_has_tile_sizes_of_its_own():
 
 
 def test_tuned_takes_whole_kernels_once():
-    with pytest.raises(TypeError, match="takes sizes of whole kernels"), ops.tuned(SPLASH.forward):
+    with pytest.raises(TypeError, match="takes sizes of whole kernels"), ops.tile_sizes(SPLASH.forward):
         pass
-    with pytest.raises(ValueError, match="one size for each kernel"), ops.tuned(SPLASH, SPLASH):
+    with pytest.raises(ValueError, match="one size for each kernel"), ops.tile_sizes(SPLASH, SPLASH):
         pass

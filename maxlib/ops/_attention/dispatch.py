@@ -97,7 +97,7 @@ class Implementation:
 
     def sized(self, call: Call) -> tuple[str, TileSizes | None]:
         """Returns its name and the tile sizes of a call."""
-        # Chosen once, and static from then on: the backward pass may be traced later, outside of `ops.tuned`.
+        # Chosen once, and static from then on: the backward pass may be traced later, outside of `ops.tile_sizes`.
         sizes = self.sizes(call)
         return self.name, sizes and sizes.sizes
 

@@ -16,7 +16,7 @@ Interval = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class TokenPositions:
     """Position and document of each query: all fields are indices into the key array, shape `B T`.
 
     Args:
@@ -88,7 +88,7 @@ class Mask:
     intervals; all masks here satisfy this.
     """
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         """Returns `[k_start, k_end)` for each query, two arrays of shape `B T`."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class Mask:
         """Returns the mask without bidirectional blocks, for rows that have none; more kernels support it."""
         return self
 
-    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+    def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         """Returns a segment id for each token; tokens of different segments never attend to each other."""
         return tokens.start
 
@@ -134,7 +134,7 @@ class Full(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full")
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         return tokens.start, tokens.stop
 
 
@@ -151,7 +151,7 @@ class Causal(Mask):
     def static(self) -> StaticMask:
         return StaticMask("causal")
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         return tokens.start, tokens.index + 1
 
 
@@ -185,7 +185,7 @@ class SlidingWindow(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full", self.window)
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         return jnp.maximum(tokens.start, tokens.index - self.window + 1), tokens.stop
 
 
@@ -213,10 +213,10 @@ class Chunked(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full", segmented=True)
 
-    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+    def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         return self.interval(tokens)[0]
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         # Round the position within the document down to the first token of its chunk.
         start = tokens.start + (tokens.index - tokens.start) // self.chunk * self.chunk
         return start, jnp.minimum(start + self.chunk, tokens.stop)
@@ -232,7 +232,7 @@ class Prefix(Mask):
 
     length: int
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         inside = tokens.index < tokens.start + self.length
         stop = jnp.minimum(tokens.start + self.length, tokens.stop)
         return jnp.where(inside, tokens.start, tokens.index), jnp.where(inside, stop, tokens.index + 1)
@@ -242,10 +242,10 @@ class Prefix(Mask):
 class BidirectionalBlocks(Mask):
     """Bidirectional blocks: the tokens of one span (an image) attend to each other.
 
-    Use it as `Causal() | BidirectionalBlocks()`. The spans come from `Tokens.span_start` and `Tokens.span_stop`.
+    Use it as `Causal() | BidirectionalBlocks()`. The spans come from `TokenPositions.span_start` and `TokenPositions.span_stop`.
     """
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         if tokens.span_start is None or tokens.span_stop is None:
             return tokens.index, tokens.index + 1
         return tokens.span_start, tokens.span_stop
@@ -274,10 +274,10 @@ class _And(Mask):
     def without_blocks(self) -> Mask:
         return self.left.without_blocks & self.right.without_blocks
 
-    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+    def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         return jnp.maximum(self.left.segments(tokens), self.right.segments(tokens))
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         # [a, b) and [c, d): an intersection of intervals is an interval, possibly empty.
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.maximum(a, c), jnp.minimum(b, d)
@@ -307,7 +307,7 @@ class _Or(Mask):
         rest = [one.without_blocks for one in (self.left, self.right) if not isinstance(one, BidirectionalBlocks)]
         return rest[0] if len(rest) == 1 else self
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.minimum(a, c), jnp.maximum(b, d)  # the hull, which is the union if the intervals overlap
 
@@ -322,7 +322,7 @@ def has_open_window(mask: Mask) -> bool:
     with jax.ensure_compile_time_eval():
         # Test a token in the middle of a document that is longer than any window.
         index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
-        return bool((mask.interval(Tokens(index, start, stop))[1] > index + 1).all())
+        return bool((mask.interval(TokenPositions(index, start, stop))[1] > index + 1).all())
 
 
 def _has_window(mask: Mask) -> bool:
@@ -330,7 +330,7 @@ def _has_window(mask: Mask) -> bool:
     return isinstance(mask, SlidingWindow) or any(map(_has_window, sides))
 
 
-def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
+def key_intervals(mask: Mask, tokens: TokenPositions) -> Interval:
     """Lowers `mask` to `[k_start, k_end)` per query; padding gets the empty interval `[i, i)`."""
     # [i, i) rather than [0, 0), so that the bounds are non-decreasing along the row.
     start, end = mask.interval(tokens)

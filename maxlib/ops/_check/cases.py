@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlib.ops import _attention, _gated_delta, _grouped_matmul, _kda, _ssd
-from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, Tokens, key_intervals
+from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, TokenPositions, key_intervals
 from maxlib.ops._check.recurrences import SMALL_ENOUGH, GatedDelta, KimiDelta, Recurrence, StateSpace
 from maxlib.ops._explanation import Explanation
 
@@ -75,7 +75,7 @@ class Attention:
         start = index // length * length
         stop = np.minimum(start + length, filled)
         rows = (np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, stop))
-        tokens = Tokens(*map(jnp.asarray, rows))
+        tokens = TokenPositions(*map(jnp.asarray, rows))
         # Kernels for named masks get the hint that `nn.Attention` would pass.
         hint = self.mask.static
         if hint is not None:

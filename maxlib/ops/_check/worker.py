@@ -272,7 +272,7 @@ def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: 
         if label not in skip:
             yield {"begins": label}
             own = functools.partial(run, tiles=sizes) if how == "interpreted" else run
-            with _tuning.tuned(sizes), _interpreter(implementation, how):
+            with _tuning.tile_sizes(sizes), _interpreter(implementation, how):
                 row = _tried(case, own, given, truth, rounds)
             yield {"case": label, "key": tiles.key, "tiles": sizes.to_json(), "how": how} | row
 

@@ -17,7 +17,7 @@ IGNORED = -1, -100  # maxlib's targets without a loss, and those of Hugging Face
 
 
 class CrossEntropy(NamedTuple):
-    """Result of `linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
+    """Result of `fused_linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
 
     loss: Float[Array, ""]
     """Sum over tokens of `weights * token_loss`; differentiate this field, which is the fastest."""
@@ -31,7 +31,7 @@ class CrossEntropy(NamedTuple):
     """True if no other token has a higher logit than the target."""
 
 
-def linear_cross_entropy(
+def fused_linear_cross_entropy(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, "*B"],
@@ -54,7 +54,7 @@ def linear_cross_entropy(
 
         hidden, weight, targets = jnp.ones((2, 8, 64)), jnp.ones((1000, 64)), jnp.zeros((2, 8), jnp.int32)
         weights = jnp.full((2, 8), 1 / 16)  # a mean
-        loss = ops.linear_cross_entropy(hidden, weight, targets, weights=weights).loss
+        loss = ops.fused_linear_cross_entropy(hidden, weight, targets, weights=weights).loss
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.

@@ -61,7 +61,7 @@ def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]
     return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
 
 
-def linear_divergence(
+def fused_linear_divergence(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     teacher_hidden: Float[Array, "*C E"],
@@ -88,7 +88,7 @@ def linear_divergence(
         where: Tokens to compare, all by default; the others give 0 and have no gradient, even if not finite.
         beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher); values in between as in `divergence`.
         temperature: Divisor of both models' logits, after their soft-caps.
-        softcap: The student's, see `linear_cross_entropy`.
+        softcap: The student's, see `fused_linear_cross_entropy`.
         teacher_softcap: The teacher's.
         chunk: Tokens per chunk; changes the result by rounding only.
         axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of both weights are split.
@@ -117,7 +117,7 @@ def linear_divergence(
     return out if where is None else jnp.where(where, out, 0)
 
 
-def linear_gather_log_probs(
+def fused_linear_gather_log_probs(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     ids: Int[Array, "*B K"],
@@ -127,16 +127,16 @@ def linear_gather_log_probs(
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*B K"]:
-    """Computes the log-probabilities of K tokens at each position; use `linear_log_probs` for a single one.
+    """Computes the log-probabilities of K tokens at each position; use `fused_linear_log_probs` for a single one.
 
     Args:
         hidden: The model's output after its final norm.
         weight: The unembedding.
         ids: Tokens to look up, in [0, V); others give NaN.
         temperature: Divisor of the logits, after the soft-cap.
-        softcap: See `linear_cross_entropy`.
+        softcap: See `fused_linear_cross_entropy`.
         chunk: Tokens per chunk.
-        axis_name: As in `linear_divergence`.
+        axis_name: As in `fused_linear_divergence`.
 
     Returns:
         Log-probabilities, differentiable with respect to `hidden` and `weight`.
@@ -156,7 +156,7 @@ def linear_gather_log_probs(
     return _by_chunks(look_up, rows, (weight,), chunk, axis_name).reshape(ids.shape)
 
 
-def linear_top_k(
+def fused_linear_top_k(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     k: int,
@@ -173,9 +173,9 @@ def linear_top_k(
         weight: The unembedding.
         k: Number of tokens.
         temperature: Divisor of the logits, after the soft-cap.
-        softcap: See `linear_cross_entropy`.
+        softcap: See `fused_linear_cross_entropy`.
         chunk: Tokens per chunk.
-        axis_name: As in `linear_divergence`.
+        axis_name: As in `fused_linear_divergence`.
 
     Returns:
         Their log-probabilities in descending order, and their ids.

@@ -11,7 +11,7 @@ from maxlib.ops._cross_entropy.terms import AxisName, Options
 
 
 class LogProbs(NamedTuple):
-    """Result of `linear_log_probs`: one value per token, 0 (False) where the target is ignored."""
+    """Result of `fused_linear_log_probs`: one value per token, 0 (False) where the target is ignored."""
 
     log_prob: Float[Array, "*B"]
     """Log-probability of the target at the temperature, float32 (float64 from float64)."""
@@ -21,7 +21,7 @@ class LogProbs(NamedTuple):
     """Entropy of the distribution in nats; None unless requested."""
 
 
-def linear_log_probs(
+def fused_linear_log_probs(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, "*B"],
@@ -37,7 +37,7 @@ def linear_log_probs(
 
     `log_prob` and `entropy` are differentiable with respect to `hidden` and `weight`; the backward pass computes the
     logits of each chunk again, so temporary memory is `chunk * V` logits and one float32 `V D`, as for
-    `linear_cross_entropy`. If the factor of each token is known in advance, that function needs one matmul less.
+    `fused_linear_cross_entropy`. If the factor of each token is known in advance, that function needs one matmul less.
 
     Args:
         hidden: the model's output after its final norm, with any leading axes.
@@ -50,7 +50,7 @@ def linear_log_probs(
             Any other target outside `[0, V)` gives NaN inside `jit`.
         chunk: tokens per chunk; results differ only by rounding.
         axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
-            `linear_cross_entropy`.
+            `fused_linear_cross_entropy`.
 
     Raises:
         ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.

@@ -167,7 +167,7 @@ def test_they_compile_without_spills(gpu, width):
 @pytest.mark.skipif(not has_gpu_compiler(), reason="needs jax's plugin for CUDA")
 def test_tiles_that_spill_do_not_compile():
     large = TritonAttentionTiles(TritonAttentionTile(128, 32, 4), TritonAttentionTile(128, 64, 8))
-    with ops.tuned(large), pytest.raises(Exception, match="register spilling"):
+    with ops.tile_sizes(large), pytest.raises(Exception, match="register spilling"):
         compile_for("A100", lambda *x: both(*x, implementation="tokamax_triton"), *given())
 
 
