@@ -13,10 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.ops._attention import Mask, MaskHint, StaticMask, TokenPositions, key_intervals
-from maxlib.ops._axes_rope import AxialRope, MRope
-from maxlib.ops._grid_rope import GridRope
-from maxlib.ops._rope import Rope
+from maxlib.ops import AxialRope, GridRope, Mask, MaskHint, MRope, Rope, StaticMask, TokenPositions, key_intervals
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
 
 AnyRope = Rope | GridRope | MRope | AxialRope

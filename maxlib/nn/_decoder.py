@@ -15,7 +15,7 @@ from maxlib.nn._model import Output
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack, WithShared
-from maxlib.ops._attention import Mask
+from maxlib.ops import Mask
 from maxlib.sharding import constrain
 
 

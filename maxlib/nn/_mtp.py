@@ -18,7 +18,7 @@ from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
-from maxlib.ops._attention import Causal, Mask
+from maxlib.ops import Causal, Mask
 from maxlib.sharding import constrain
 
 

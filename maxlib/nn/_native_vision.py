@@ -13,7 +13,7 @@ from maxlib.nn._patches import Patches, check_patches, mrope_positions, take_fea
 from maxlib.nn._vision import check_placeholders, unseen
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
-from maxlib.ops._axes_rope import MRope
+from maxlib.ops import MRope
 
 
 class NativeVisionDecoder(Decoder):

@@ -18,7 +18,7 @@ from maxlib.nn._context import AnyRope, Context
 from maxlib.nn._linear import Einsum
 from maxlib.nn._mlp import MLP
 from maxlib.nn.norm import LayerNorm
-from maxlib.ops._attention import Full
+from maxlib.ops import Full
 from maxlib.sharding import constrain
 
 

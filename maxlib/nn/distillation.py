@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.nn._head import _ROWS, _on_parts, head_split
-from maxlib.ops._cross_entropy.distillation import check_vocabulary
+from maxlib.ops import check_vocabulary
 
 _WIDE = (*_ROWS, None)
 
@@ -25,7 +25,7 @@ def token_divergence(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
 ) -> Float[Array, "B T"]:
-    """Computes the divergence of the student's next-token distribution from the teacher's (`ops.fused_linear_divergence`).
+    """Computes `ops.fused_linear_divergence` of the student's next-token distribution from the teacher's.
 
     Args:
         hidden: The student's `Output.hidden`.

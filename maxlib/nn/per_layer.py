@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.nn._linear import Einsum, Embed
 from maxlib.nn.norm import RMSNorm
-from maxlib.ops._glu import geglu
+from maxlib.ops import geglu
 from maxlib.sharding import constrain
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from maxlib.ops._rope_scaling import Frequencies, Length, Scaling, check_positive, plain_frequencies
+from maxlib.ops._rope_scaling import Frequencies, Length, RopeScaling, check_positive, plain_frequencies
 
 Lengths = Length | Int[Array, " B"]
 
@@ -40,7 +40,7 @@ class Rope:
 
     dim: int
     theta: float = 10_000.0
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
     interleaved: bool = False
     max_length: int | None = None
 

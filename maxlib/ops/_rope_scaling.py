@@ -32,7 +32,7 @@ def check_positive(name: str, **values: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class RopeScaling:
     """Base class of the rules that change RoPE's frequencies so that a model can use longer contexts."""
 
     needs_length: ClassVar[bool] = False  # True: the frequencies depend on the length of the sequence
@@ -61,7 +61,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class LinearScaling(Scaling):
+class LinearScaling(RopeScaling):
     """Position interpolation: positions are divided by `factor` (https://arxiv.org/abs/2306.15595).
 
     Args:
@@ -78,7 +78,7 @@ class LinearScaling(Scaling):
 
 
 @dataclass(frozen=True)
-class ProportionalScaling(Scaling):
+class ProportionalScaling(RopeScaling):
     """Rotation of only the first `fraction` of the pairs, with the frequencies of the whole head (Gemma 4).
 
     Unlike a partial rotary embedding (`Rope.dim` below the head width), pairs are formed over the whole head.
@@ -102,7 +102,7 @@ class ProportionalScaling(Scaling):
 
 
 @dataclass(frozen=True)
-class DynamicNTKScaling(Scaling):
+class DynamicNTKScaling(RopeScaling):
     """NTK-aware scaling: the base grows with the sequence beyond `original_length` (https://arxiv.org/abs/2309.00071).
 
     Args:
@@ -136,7 +136,7 @@ class DynamicNTKScaling(Scaling):
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(Scaling):
+class Llama3Scaling(RopeScaling):
     """Llama 3's scaling: long wavelengths are stretched, short ones kept (https://arxiv.org/abs/2407.21783).
 
     Pairs between the two bounds are interpolated smoothly. Equal bounds give a hard step (Llama 4 Scout).
@@ -178,7 +178,7 @@ class Llama3Scaling(Scaling):
 
 
 @dataclass(frozen=True)
-class YarnScaling(Scaling):
+class YarnScaling(RopeScaling):
     """YaRN: slow pairs are interpolated, fast ones kept, and attention is sharpened (https://arxiv.org/abs/2309.00071).
 
     Args:
@@ -244,7 +244,7 @@ class YarnScaling(Scaling):
 
 
 @dataclass(frozen=True)
-class LongRopeScaling(Scaling):
+class LongRopeScaling(RopeScaling):
     """LongRoPE: a separate divisor for the frequency of each pair (https://arxiv.org/abs/2402.13753).
 
     Args:

@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         "--remat",
         help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
-    add("--attention", help="attention implementation of all layers, such as mosaic_tpu (default: the best available)")
+    add("--attention", help="attention implementation of all layers, such as splash (default: the best available)")
     add("--optimizer", default="adamw", help="adamw (default) or sgd")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.ops import is_learned
-from maxlib.ops._segments import is_filled, segment_sums, token_counts
 from maxlib.post_training._models import frozen_log_probs
+from maxlib.post_training._segments import is_filled, segment_sums, token_counts
 from maxlib.post_training.preferences import DPO, KTO, Answers, Mixture, Preference
 from maxlib.training._objectives.objective import Batch, Quotient, Stats, objective, scores
 from maxlib.training._objectives.second_model import trained_and_frozen

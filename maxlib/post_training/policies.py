@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxlib._utils.choices import check_choice
-from maxlib.ops._segments import Segments, is_filled, segment_sums, spread, token_counts
+from maxlib.post_training._segments import Segments, is_filled, segment_sums, spread, token_counts
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 Mean = Union[Literal["sequence", "token"], "FixedLengthMean"]

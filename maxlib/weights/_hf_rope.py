@@ -7,14 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from maxlib.ops._rope import Rope
-from maxlib.ops._rope_scaling import (
+from maxlib.ops import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
-    Scaling,
+    Rope,
+    RopeScaling,
     YarnScaling,
 )
 
@@ -130,7 +130,7 @@ def _parts(fields: Fields, layer_type: str | None, scaling_field: str | None) ->
     return tuple(parts)
 
 
-def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> Scaling | None:
+def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> RopeScaling | None:
     top = spelled.fields.take(ORIGINAL, None, kind=int)  # Phi stores it here; without scaling it has no meaning
     if kind == "default":
         return None
@@ -173,7 +173,7 @@ def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
     return original
 
 
-def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
+def _reach(scaling: RopeScaling | None, limit: int | None) -> int | None:
     """Computes the number of positions that the config supports; some configs store the length before scaling
     separately.
     """
@@ -248,7 +248,7 @@ def _limit(rope: Rope, given: int | None) -> int:
     return limit
 
 
-def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
+def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
     """Returns a scaling's fields under Hugging Face's names, without those that are None."""
     if scaling is None:
         return {}

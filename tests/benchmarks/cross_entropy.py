@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops._cross_entropy import fused_linear_cross_entropy
+from maxlib.ops import fused_linear_cross_entropy
 
 
 def plain_loss(hidden, weight, targets):

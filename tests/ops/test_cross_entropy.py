@@ -9,8 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib.ops import fused_linear_gather_log_probs, is_learned
-from maxlib.ops._cross_entropy import CrossEntropy, fused_linear_cross_entropy, fused_linear_log_probs
+from maxlib.ops import (
+    CrossEntropy,
+    fused_linear_cross_entropy,
+    fused_linear_gather_log_probs,
+    fused_linear_log_probs,
+    is_learned,
+)
 
 B, T, D, V = 3, 7, 8, 29
 FIELDS = ("token_loss", "log_prob", "lse")

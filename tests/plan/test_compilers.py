@@ -64,7 +64,7 @@ def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
 @pytest.mark.full
 def test_a_kernel_counts_about_what_blockwise_attention_does():
     chunked, kernel = (
-        plan.plan(plan.Job(CONFIG, "v5p-8", sequence=4096, attention=name)) for name in ("chunked", "mosaic_tpu")
+        plan.plan(plan.Job(CONFIG, "v5p-8", sequence=4096, attention=name)) for name in ("chunked", "splash")
     )
     assert chunked.costs.unknown_loops > 0 and kernel.costs.unknown_loops == 0
     # The forward pass runs twice, and backward there are seven matmuls in two kernels, five in blocks. Tiles on the

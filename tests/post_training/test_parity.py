@@ -11,8 +11,8 @@ import pytest
 from maxlib import nn, ops
 from maxlib import post_training as pt
 from maxlib.nn import TokenLogProbs
-from maxlib.ops._segments import segment_sums
 from maxlib.post_training._preference_losses import interleaved
+from maxlib.post_training._segments import segment_sums
 from maxlib.training._step import means
 from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
 

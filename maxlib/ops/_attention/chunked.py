@@ -19,12 +19,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.loops import scan
 from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
 from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops._loops import scan
 
 
 class Spec(NamedTuple):

@@ -84,8 +84,7 @@ class Mask:
     """Base class of masks: a frozen spec that lowers to key intervals; `&` intersects, `|` unites.
 
     A union is only correct if the two intervals of each query overlap, which holds for all masks here, because each
-    interval contains the query itself. Neither bound may decrease along a row, because the backward pass transposes the
-    intervals; all masks here satisfy this.
+    interval contains the query itself.
     """
 
     def interval(self, tokens: TokenPositions) -> Interval:
@@ -109,6 +108,23 @@ class Mask:
     def without_blocks(self) -> "Mask":
         """Returns the mask without bidirectional blocks, for rows that have none; more kernels support it."""
         return self
+
+    @property
+    def has_open_window(self) -> bool:
+        """Is True if the mask has a sliding window but lets tokens attend to later ones outside of prefix and blocks.
+
+        Examples are a window without `Causal()`, and a union that undoes a causal mask: `Causal() | SlidingWindow(8)`.
+        """
+        if not self._has_window:
+            return False
+        with jax.ensure_compile_time_eval():
+            # Test a token in the middle of a document that is longer than any window.
+            index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
+            return bool((self.interval(TokenPositions(index, start, stop))[1] > index + 1).all())
+
+    @property
+    def _has_window(self) -> bool:
+        return False
 
     def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         """Returns a segment id for each token; tokens of different segments never attend to each other."""
@@ -185,6 +201,10 @@ class SlidingWindow(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full", self.window)
 
+    @property
+    def _has_window(self) -> bool:
+        return True
+
     def interval(self, tokens: TokenPositions) -> Interval:
         return jnp.maximum(tokens.start, tokens.index - self.window + 1), tokens.stop
 
@@ -242,7 +262,7 @@ class Prefix(Mask):
 class BidirectionalBlocks(Mask):
     """Bidirectional blocks: the tokens of one span (an image) attend to each other.
 
-    Use it as `Causal() | BidirectionalBlocks()`. The spans come from `TokenPositions.span_start` and `TokenPositions.span_stop`.
+    Use it as `Causal() | BidirectionalBlocks()`. `TokenPositions` has the spans.
     """
 
     def interval(self, tokens: TokenPositions) -> Interval:
@@ -257,6 +277,10 @@ class _And(Mask):
     right: Mask
 
     @property
+    def _has_window(self) -> bool:
+        return self.left._has_window or self.right._has_window
+
+    @property
     def ring(self) -> int | None:
         rings = [mask.ring for mask in (self.left, self.right) if mask.ring is not None]
         return rings[0] if len(rings) == 1 else None  # rings of two masks do not nest: keep every key
@@ -266,7 +290,7 @@ class _And(Mask):
         left, right = self.left.static, self.right.static
         if left is None or right is None or "any" in (left.kind, right.kind):
             return None
-        windows = [one.window for one in (left, right) if one.window is not None]
+        windows = [side.window for side in (left, right) if side.window is not None]
         kind = "causal" if "causal" in (left.kind, right.kind) else "full"
         return StaticMask(kind, min(windows, default=None), left.segmented or right.segmented)
 
@@ -289,22 +313,25 @@ class _Or(Mask):
     right: Mask
 
     @property
+    def _has_window(self) -> bool:
+        return self.left._has_window or self.right._has_window
+
+    @property
     def ring(self) -> int | None:
-        return (
-            self.left.ring if isinstance(self.right, BidirectionalBlocks) else None
-        )  # a span is always in a single call
+        # A span is always in a single call.
+        return self.left.ring if isinstance(self.right, BidirectionalBlocks) else None
 
     @property
     def static(self) -> StaticMask | None:
         # The union starts at the beginning of the document if one of the two does; windows and chunks do not.
         sides = self.left.static, self.right.static
-        whole = any(one is not None and one.window is None and not one.segmented for one in sides)
-        return StaticMask("any") if whole else None
+        reaches_start = any(side is not None and side.window is None and not side.segmented for side in sides)
+        return StaticMask("any") if reaches_start else None
 
     @property
     def without_blocks(self) -> Mask:
         # A token outside of all blocks is a block by itself, and every other mask lets it attend to itself anyway.
-        rest = [one.without_blocks for one in (self.left, self.right) if not isinstance(one, BidirectionalBlocks)]
+        rest = [side.without_blocks for side in (self.left, self.right) if not isinstance(side, BidirectionalBlocks)]
         return rest[0] if len(rest) == 1 else self
 
     def interval(self, tokens: TokenPositions) -> Interval:
@@ -312,55 +339,9 @@ class _Or(Mask):
         return jnp.minimum(a, c), jnp.maximum(b, d)  # the hull, which is the union if the intervals overlap
 
 
-def has_open_window(mask: Mask) -> bool:
-    """Returns True if `mask` has a sliding window but lets tokens attend to later ones outside of prefix and blocks.
-
-    Examples are a window without `Causal()`, and a union that undoes a causal mask: `Causal() | SlidingWindow(8)`.
-    """
-    if not _has_window(mask):
-        return False
-    with jax.ensure_compile_time_eval():
-        # Test a token in the middle of a document that is longer than any window.
-        index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
-        return bool((mask.interval(TokenPositions(index, start, stop))[1] > index + 1).all())
-
-
-def _has_window(mask: Mask) -> bool:
-    sides = (mask.left, mask.right) if isinstance(mask, _And | _Or) else ()
-    return isinstance(mask, SlidingWindow) or any(map(_has_window, sides))
-
-
 def key_intervals(mask: Mask, tokens: TokenPositions) -> Interval:
     """Lowers `mask` to `[k_start, k_end)` per query; padding gets the empty interval `[i, i)`."""
-    # [i, i) rather than [0, 0), so that the bounds are non-decreasing along the row.
+    # [i, i) rather than [0, 0), so that the bounds do not decrease along the row, and tiles stay narrow.
     start, end = mask.interval(tokens)
     empty = tokens.stop <= tokens.start
     return jnp.where(empty, tokens.index, start), jnp.where(empty, tokens.index, end)
-
-
-def query_intervals(
-    k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], num_keys: int
-) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """Transposes key intervals: finds the queries `[q_start, q_end)` that attend to each key.
-
-    The result is exact because both bounds are non-decreasing along a row; it may include empty rows in between.
-
-    Args:
-      k_start: index of the first key of each query.
-      k_end: one past the index of the last key of each query.
-      num_keys: number of keys, S.
-
-    Returns:
-      `q_start` and `q_end`, both of shape `B S`.
-    """
-    # Query i attends to key j if k_start[i] <= j < k_end[i]. The bounds are sorted, so k_end[i] <= j holds for the
-    # first q_start queries, and k_start[i] <= j for the first q_end queries.
-    keys = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (k_start.shape[0], num_keys))
-    count = lambda ends: _count_up_to(ends, keys)
-    q_start, q_end = count(k_end), count(k_start)
-    return jnp.minimum(q_start, q_end), q_end
-
-
-def _count_up_to(ends: Int[Array, "B T"], keys: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """Counts, for each key `j`, the entries of the non-decreasing row `ends` that are `<= j`."""
-    return jax.vmap(lambda row, j: jnp.searchsorted(row, j, side="right").astype(jnp.int32))(ends, keys)

@@ -2,7 +2,8 @@
 
 The kernels mask keys by a function of the query's and the key's index, and by segments. Each query gets the index
 `k_end - 1`, so that one comparison with the key's index ends its interval: in whole rows, with a cache, and in a part
-of a ring. Blocks to which no row of the batch attends are skipped; the table of blocks is computed from the intervals.
+of a ring. Blocks to which no row of the batch attends are skipped; the table of blocks is computed from the
+intervals.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 
@@ -31,7 +32,7 @@ MOST_BLOCKS = 2**16  # entries in a table of blocks: two int32 tables take half 
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks(TileSizes):
+class SplashBlock(TileSizes):
     """Sizes of a block: `queries` times `keys`, computed `compute` keys at a time (by the kernels that can)."""
 
     queries: int
@@ -41,11 +42,11 @@ class Blocks(TileSizes):
     def __post_init__(self):
         self.require(LANES)
 
-    def fit(self, T: int, S: int) -> "Blocks":
+    def fit(self, T: int, S: int) -> "SplashBlock":
         """Shrinks the block to minimize padding while T queries and S keys are split into as many pieces."""
         keys = _even(S, self.keys)
         fitting = (size for size in range(LANES, min(self.compute, keys) + 1, LANES) if keys % size == 0)
-        return Blocks(_even(T, self.queries), keys, max(fitting))
+        return SplashBlock(_even(T, self.queries), keys, max(fitting))
 
     def count(self, T: int, S: int) -> int:
         """Returns the number of blocks of T queries and S keys."""
@@ -62,9 +63,9 @@ def _even(length: int, block: int) -> int:
 class SplashTiles(TileSizes):
     """Blocks of the kernels. Without `dq`, one backward kernel computes all gradients, with partial sums of dq."""
 
-    forward: Blocks
-    dq: Blocks | None
-    dkv: Blocks
+    forward: SplashBlock
+    dq: SplashBlock | None
+    dkv: SplashBlock
 
     kernel: ClassVar[str] = "attention/splash"
 
@@ -86,8 +87,8 @@ def splash_tiles(T: int, S: int, key_dim: int, value_dim: int) -> SplashTiles:
     # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4.
     size = 512 if S <= 8 * 512 else 1024
     # The backward pass holds a block's logits, probabilities and their gradients; the forward pass holds the first two.
-    forward = Blocks(512 if wide else size, size).fit(T, S)
-    backward = Blocks(512, 512 if wide else size).fit(T, S)
+    forward = SplashBlock(512 if wide else size, size).fit(T, S)
+    backward = SplashBlock(512, 512 if wide else size).fit(T, S)
     fused = not wide and backward.count(backward.queries, S) <= MOST_PARTS
     return SplashTiles(forward, None if fused else backward, backward)
 
@@ -195,7 +196,7 @@ def _backward(spec: Spec, residuals, cotangents):
         jnp.where(seen, delta, 0.0),
     )
 
-    def gradients(block: Blocks, kernel: Callable, *, by_keys: bool, whole: bool = False, **more: Any):
+    def gradients(block: SplashBlock, kernel: Callable, *, by_keys: bool, whole: bool = False, **more: Any):
         own = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys, whole=whole)
         fill = (0.0, jnp.inf, 0.0)
         given = [_by_head(x, own.T, value) for x, value in zip(rows, fill, strict=True)]
@@ -234,7 +235,7 @@ class _Call:
     """Operands of one kernel, heads first and padded to whole blocks, and the table of visited blocks."""
 
     spec: Spec
-    block: Blocks
+    block: SplashBlock
     operands: tuple[Any, ...]  # q `B N T Hk`, k and v `B K S H`, the index of each query, segments of queries and keys
     data_next: Int[Array, "1 _ _"]
     block_mask: Int[Array, "1 _ _"]
@@ -244,7 +245,7 @@ class _Call:
 
     @classmethod
     def of(
-        cls, spec: Spec, block: Blocks, q, k, v, k_start, k_end, ids, *, by_keys: bool = False, whole: bool = False
+        cls, spec: Spec, block: SplashBlock, q, k, v, k_start, k_end, ids, *, by_keys: bool = False, whole: bool = False
     ) -> "_Call":
         """Prepares a call that iterates over keys or queries; `whole` visits every block."""
         T, S = (-(-size // whole) * whole for size, whole in ((q.shape[1], block.queries), (k.shape[1], block.keys)))
@@ -312,7 +313,7 @@ def _visible(index, key, *, window: int | None, keys: int | None):
     return seen if keys is None else seen & (key < keys)
 
 
-def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
+def _visited(block: SplashBlock, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
     """Finds the blocks to which some query of the batch attends."""
     pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
     # [B, Q, C] -> [Q, C]: one table for all rows; the mask function masks the keys of a single row.
@@ -320,7 +321,7 @@ def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bo
     return visited.any(axis=0)
 
 
-def _window_width(mask: StaticMask, block: Blocks, by_keys: bool) -> int | None:
+def _window_width(mask: StaticMask, block: SplashBlock, by_keys: bool) -> int | None:
     """Returns the maximum number of visited blocks in a row (or column) of blocks under a window; None if unknown."""
     if mask.window is None or not mask.aligned:
         return None

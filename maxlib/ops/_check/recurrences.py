@@ -8,10 +8,8 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxlib.ops._explanation import Explanation
-from maxlib.ops._gated_delta import api as gated_delta
-from maxlib.ops._kda import api as kda
-from maxlib.ops._ssd import api as ssd
+from maxlib.ops._dispatch import Explanation
+from maxlib.ops._recurrent import gated_delta, kimi_delta, ssd
 
 R = TypeVar("R", bound="Recurrence")
 SMALL_ENOUGH = 4096  # tokens for which the definition can keep a state of each
@@ -54,15 +52,18 @@ class Recurrence:
         """Names the implementation to compare with: where the definition's states do not fit, one that was compared."""
         return "chunked" if self.tokens > SMALL_ENOUGH else "sequential"
 
-    def call(self, run: Callable, given: dict[str, jax.Array]) -> jax.Array:
+    def call(self, run: Callable, arrays: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like that of the operation in `ops`, on both parts."""
         third = self.tokens // 3  # not the border of a chunk
         # As layers do: rows of one document have no starts. Arrays of one axis belong to heads, not to tokens.
-        x = given if self.documents == 1 else given | {"is_start": self._starts()}
-        part = lambda at: {name: a if a.ndim == 1 else a[:, at] for name, a in x.items()}
+        x = arrays if self.documents == 1 else arrays | {"is_start": self._starts()}
+
+        def tokens(at: slice) -> dict[str, jax.Array]:
+            return {name: a if a.ndim == 1 else a[:, at] for name, a in x.items()}
+
         # Like prefill in two calls: the output and gradients of the second depend on the state in between.
-        first, state = run(**part(slice(third)))
-        last, _ = run(**part(slice(third, None)), initial_state=state)
+        first, state = run(**tokens(slice(third)))
+        last, _ = run(**tokens(slice(third, None)), initial_state=state)
         return jnp.concatenate([first, last], axis=1)
 
     def _starts(self) -> jax.Array:
@@ -97,9 +98,9 @@ class GatedDelta(Recurrence):
         rates = {"log_decay": -slow * jax.nn.softplus(decay), "beta": jax.nn.sigmoid(beta)}
         return _narrow(dtype, q=q, k=k, v=v, d_out=d_out) | rates
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
+        return gated_delta.explain_gated_delta_rule(arrays["q"], arrays["v"], **options)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes, of the chunked form."""
@@ -112,13 +113,13 @@ class KimiDelta(GatedDelta):
     op = "kimi_delta_attention"
     by_channel = True
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return kda.explain_kimi_delta_attention(given["q"], given["v"], **options)
+        return kimi_delta.explain_kimi_delta_attention(arrays["q"], arrays["v"], **options)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(kda._flops, self.arrays, "q", "k", "v")
+        return _both(kimi_delta._flops, self.arrays, "q", "k", "v")
 
 
 class StateSpace(Recurrence):
@@ -138,9 +139,9 @@ class StateSpace(Recurrence):
         x, dt, b, c, d_out = self._normal(values, (self.heads,), keys, keys, values)
         return _narrow(dtype, x=x, b=b, c=c, d_out=d_out) | {"dt": jax.nn.softplus(dt), "a": -self._slow()}
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return ssd.explain_ssd(given["x"], given["b"], **options)
+        return ssd.explain_ssd(arrays["x"], arrays["b"], **options)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes, of the chunked form."""

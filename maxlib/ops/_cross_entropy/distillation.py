@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._utils.loops import each
 from maxlib.ops._cross_entropy.api import check_chunk
 from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split, _vary, _varying
 from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of, vocab_size
-from maxlib.ops._loops import each
 
 
 def divergence(
@@ -202,8 +202,8 @@ def _of_all_parts(x: Array, axis_name: AxisName) -> Array:
     """Gathers `m k` of each device to `m (n k)`; implemented as a sum, so that JAX knows it to be equal on
     all devices.
     """
-    own = jax.lax.axis_index(axis_name)
-    parts = jnp.zeros((x.shape[0], jax.lax.axis_size(axis_name), x.shape[1]), x.dtype).at[:, own].set(x)
+    device = jax.lax.axis_index(axis_name)
+    parts = jnp.zeros((x.shape[0], jax.lax.axis_size(axis_name), x.shape[1]), x.dtype).at[:, device].set(x)
     return jax.lax.psum(parts, axis_name).reshape(x.shape[0], -1)
 
 
@@ -246,10 +246,9 @@ def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis
     rows = tuple(
         _vary(x, everywhere if jnp.issubdtype(x.dtype, jnp.floating) else everywhere - _axes(axis_name)) for x in rows
     )
-    wide = lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32))
-    weights = tuple(wide(_vary(w, everywhere)) for w in weights)
-    one = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
-    out = each(lambda xs: one(xs, weights), tuple(_split(x, count) for x in rows))
+    weights = tuple(_vary(w, everywhere).astype(jnp.promote_types(w.dtype, jnp.float32)) for w in weights)
+    run = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
+    out = each(lambda xs: run(xs, weights), tuple(_split(x, count) for x in rows))
     # [count, size, ...] -> [M, ...]: chunk i has every count-th row (`_split`).
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:M], out)
 

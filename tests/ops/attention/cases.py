@@ -7,16 +7,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops._attention import (
-    BidirectionalBlocks,
-    Causal,
-    Chunked,
-    Full,
-    Prefix,
-    SlidingWindow,
-    TokenPositions,
-    key_intervals,
-)
+from maxlib.ops import BidirectionalBlocks, Causal, Chunked, Full, Prefix, SlidingWindow, TokenPositions, key_intervals
 
 FACTORS = {
     "heads": [(4, 4), (4, 2), (3, 1)],  # N, K

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops._attention import attention
+from maxlib.ops import attention
 from maxlib.ops._attention.chunked import ChunkedTiles, chunked
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.ops._attention.reference import reference

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib.ops._attention import attention
+from maxlib.ops import attention
 from maxlib.ops._attention.chunked import ChunkedTiles, _attend, _attend_bwd, chunked, chunked_tiles
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases

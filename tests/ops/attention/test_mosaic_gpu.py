@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
-from maxlib.ops._attention import attention, explain_attention
+from maxlib.ops import attention, explain_attention
 from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases, emulator
