@@ -7,24 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops import attention
+from maxlib.ops import attention, attention_implementations
 from maxlib.ops._attention.chunked import ChunkedTiles, chunked
-from maxlib.ops._attention.dispatch import implementations
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.split_kv import SplitTiles, split_kv
 from tests.ops.attention import cases
 
 # Blocks smaller than the test's sequences, so that there are many tiles, and partial ones at every edge.
-EVERYWHERE = [one for one in implementations() if one.platforms is None]  # the others have tests of their own
+EVERYWHERE = [kernel for kernel in attention_implementations() if kernel.platforms is None]  # the others have tests of their own
 RUNS = {
-    **{one.name: one.run for one in EVERYWHERE if one.name != "reference"},
+    **{kernel.name: kernel.run for kernel in EVERYWHERE if kernel.name != "reference"},
     "chunked 8x16": functools.partial(chunked, tiles=ChunkedTiles(8, 16)),
     "chunked 16x8": functools.partial(chunked, tiles=ChunkedTiles(16, 8)),
     "split_kv 16/4": functools.partial(
         split_kv, tiles=SplitTiles(16, 4)
     ),  # it runs everywhere, but is chosen on GPUs and TPUs only
 }
-NAMES = [one.name for one in EVERYWHERE]
+NAMES = [kernel.name for kernel in EVERYWHERE]
 KERNELS = [name for name in NAMES if name != "reference"]
 QUICKLY = {"xla_backend_optimization_level": "0"}  # compiling is what takes the time here
 

@@ -14,7 +14,7 @@ from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
 from maxlib.ops._attention import table, tokamax_gpu, tokamax_triton
 from maxlib.ops._attention.reference import reference
-from maxlib.ops._attention.triton_tiles import TritonAttentionTile, TritonAttentionTiles, triton_tiles
+from maxlib.ops._attention.tokamax_triton import TritonAttentionTile, TritonAttentionTiles, triton_tiles
 from maxlib.plan._targets import has_gpu_compiler
 from tests.ops.attention import cases, triton_interpreter
 from tests.ops.attention.kernels import compiled, some_masks
