@@ -14,7 +14,9 @@ from maxlib.ops._attention.split_kv import SplitTiles, split_kv
 from tests.ops.attention import cases
 
 # Blocks smaller than the test's sequences, so that there are many tiles, and partial ones at every edge.
-EVERYWHERE = [kernel for kernel in attention_implementations() if kernel.platforms is None]  # the others have tests of their own
+EVERYWHERE = [
+    kernel for kernel in attention_implementations() if kernel.platforms is None
+]  # the others have tests of their own
 RUNS = {
     **{kernel.name: kernel.run for kernel in EVERYWHERE if kernel.name != "reference"},
     "chunked 8x16": functools.partial(chunked, tiles=ChunkedTiles(8, 16)),

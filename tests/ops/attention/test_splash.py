@@ -10,9 +10,9 @@ from jax import export
 
 from maxlib import nn, ops, sharding
 from maxlib.ops._attention import splash
+from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.table import ATTENTION, FEATURES
 from maxlib.ops._dispatch import Kernel
-from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
 from tests.ops.attention.kernels import check
 
