@@ -16,8 +16,8 @@ import pytest
 from maxlib import ops
 from maxlib.ops import __main__ as command
 from maxlib.ops import _findings
-from maxlib.ops._attention import dispatch
-from maxlib.ops._attention.splash import Blocks, SplashTiles
+from maxlib.ops._attention.splash import SplashBlock, SplashTiles
+from maxlib.ops._attention.table import ATTENTION
 from maxlib.ops._check import cases, parent, recurrences, worker
 
 H100 = ("gpu", "NVIDIA H100 80GB HBM3")
@@ -95,10 +95,10 @@ def test_one_that_passes_again_may_run_again(tables, workers):
     assert _findings.refused("attention", "tokamax", H100[1])
 
 
-@pytest.mark.parametrize("package", ["jaxlib", "tokamax", "fla-core", "triton"])
+@pytest.mark.parametrize("package", ["jaxlib", "tokamax", "triton"])
 def test_findings_with_other_versions_do_not_count(package, tables, monkeypatch):
     """Of the compiler, or of a package of kernels, which may be upgraded because of what was found."""
-    now = {"jax": "1", "jaxlib": "1", "tokamax": "1", "fla-core": "1", "triton": "1"}
+    now = {"jax": "1", "jaxlib": "1", "tokamax": "1", "triton": "1"}
     monkeypatch.setattr(_findings, "version", lambda name: now[name] if name in now else absent(name))
     _findings.write(H100[1], refused={"attention/tokamax": "wrong"})
     assert _findings.refused("attention", "tokamax", H100[1])
@@ -130,7 +130,7 @@ def test_what_the_package_ships_gives_way_to_what_was_measured_here(tables, tmp_
 
 
 def test_measured_tiles_are_taken_where_they_were_measured(tables):
-    sizes = SplashTiles(Blocks(256, 512, 512), None, Blocks(512, 1024, 512))
+    sizes = SplashTiles(SplashBlock(256, 512, 512), None, SplashBlock(512, 1024, 512))
     explain = lambda T, kind="TPU v5p": splash_tiles(T, ("tpu", kind))
     _findings.write("TPU v5p", tiles={explain(4096).key: sizes.to_json()})
     assert (explain(4096).sizes, explain(4096).source) == (sizes, "measured")
@@ -143,19 +143,19 @@ def splash_tiles(T: int, device):
     return ops.explain_attention(q, q, q, mask_hint=causal, device=device).tiles
 
 
-@pytest.mark.parametrize("name", sorted({name for op in worker.OPS for name in worker.names(op)}))
+@pytest.mark.parametrize("name", sorted({name for op in cases.OPS for name in worker.names(op)}))
 def test_tune_tries_every_kernel_that_runs_here(name, monkeypatch):
     """On a CPU in an interpreter; what ended a process before is left out."""
     monkeypatch.setattr(worker, "_tried", lambda case, run, given, truth, rounds: {"status": "right"})
     every = [line["begins"] for line in worker.tune([name], [], 1) if "begins" in line]
-    here = {"splash", "mosaic_tpu", "chunked", "tiled"}
+    here = {"splash", "chunked", "tiled"}
     assert bool(every) == (name in here)
     assert [line["begins"] for line in worker.tune([name], every[:1], 1) if "begins" in line] == every[1:]
 
 
 def test_tiles_that_are_wrong_are_found(monkeypatch):
     """A kernel that gives something else with one of its sizes."""
-    right = dispatch.by_name("chunked").run
+    right = ATTENTION["chunked"].run
 
     def run(*args, tiles, **options):
         out, lse = right(*args, tiles=tiles, **options)
@@ -163,10 +163,8 @@ def test_tiles_that_are_wrong_are_found(monkeypatch):
 
     small = cases.Attention(50, heads=2, kv_heads=2, key_dim=16, value_dim=16)
     monkeypatch.setattr(worker, "cases", lambda op: {"small": small} if op == "attention" else {})
-    broken = [
-        dataclasses.replace(one, run=run if one.name == "chunked" else one.run) for one in dispatch._implementations
-    ]
-    monkeypatch.setattr(dispatch, "_implementations", broken)
+    broken = [dataclasses.replace(k, run=run if k.name == "chunked" else k.run) for k in ATTENTION.kernels]
+    monkeypatch.setitem(vars(ATTENTION), "kernels", tuple(broken))
     rows = {row["tiles"]["queries"]: row["status"] for row in worker.tune(["chunked"], [], 1) if "tiles" in row}
     assert rows == {50: "right", 25: "wrong", 100: "right"}
 
@@ -192,10 +190,10 @@ def test_an_implementation_that_is_wrong_is_found(monkeypatch):
     monkeypatch.setitem(cases.CASES, "small", right)
     monkeypatch.setattr(worker, "cases", lambda op: {"small": right})
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
-    off = lambda *args, **kwargs: 1.01 * dispatch.by_name("reference").run(*args, **kwargs)[0]
+    off = lambda *args, **kwargs: 1.01 * ATTENTION["reference"].run(*args, **kwargs)[0]
     run = lambda q, k, v, *, mask_hint, **more: off(q, k, v, scale=q.shape[-1] ** -0.5, **more)
-    monkeypatch.setitem(worker.INTERPRETED, ("attention", "cudnn"), run)
-    rows = [row for row in worker.check("attention", "cudnn", [], 1) if "case" in row]
+    monkeypatch.setattr(worker, "_interpreted_splash", run)
+    rows = [row for row in worker.check("attention", "splash", [], 1) if "case" in row]
     assert [row["status"] for row in rows] == ["wrong"] and rows[0]["error"] == pytest.approx(0.01, rel=0.2)
 
 
@@ -303,7 +301,7 @@ def test_calls_with_a_cache_are_those_of_a_layer(name):
     assert (case.room > 0) == (case.small().room > 0)
 
 
-@pytest.mark.parametrize("name", ["chunked", "mosaic_tpu"])
+@pytest.mark.parametrize("name", ["chunked", "splash"])
 def test_values_may_be_channels_of_the_keys(name, monkeypatch):
     small = cases.CASES["decode latents"].small()
     monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
@@ -314,10 +312,10 @@ def test_values_may_be_channels_of_the_keys(name, monkeypatch):
 def test_a_kernel_that_sees_empty_slots_is_found(monkeypatch):
     small = dataclasses.replace(cases.CASES["prefill"].small(), tokens=40, room=20)
     monkeypatch.setattr(worker, "cases", lambda op: {"small": small})
-    right = worker.functions
+    right = worker.bound
     off = lambda q, k, v, *, k_end, **more: right("attention", "chunked")(q, k, v, k_end=k_end + 1, **more)
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["right"]
-    monkeypatch.setattr(worker, "functions", lambda op, one: off if one == "chunked" else right(op, one))
+    monkeypatch.setattr(worker, "bound", lambda op, one: off if one == "chunked" else right(op, one))
     assert [row["status"] for row in worker.check("attention", "chunked", [], 1) if "case" in row] == ["wrong"]
 
 
@@ -358,7 +356,7 @@ def compare(case, run):
 
 @pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
 def test_roundings_of_a_recurrence_are_right(case, rounded_operands):
-    row = compare(case, cases.functions(case.op, "chunked"))
+    row = compare(case, cases.bound(case.op, "chunked"))
     assert row["status"] == "right" and 2e-3 < row["error"] < cases.tolerance(case, row["of"], "bfloat16")
 
 
@@ -392,14 +390,14 @@ BUT_KIMI = [
 @pytest.mark.parametrize(("name", "of"), EACH)
 def test_a_gradient_of_a_recurrence_that_is_3_percent_off_is_found(name, of):
     case = RECURRENCES[name]
-    right = cases.functions(case.op, "chunked")
+    right = cases.bound(case.op, "chunked")
     row = compare(case, lambda **given: right(**given | {of: steeper(given[of])}))
     assert (row["status"], row["of"]) == ("wrong", f"d_{of}") and row["error"] == pytest.approx(0.03, rel=0.02)
 
 
 @pytest.mark.parametrize("case", BUT_KIMI)
 def test_an_output_of_a_recurrence_that_is_2_percent_off_is_found(case):
-    right = cases.functions(case.op, "chunked")
+    right = cases.bound(case.op, "chunked")
     row = compare(case, lambda **given: (lambda out, state: ((1.02 * out).astype(out.dtype), state))(*right(**given)))
     assert row["status"] == "wrong" and "more than 1e-02" in row["why"]
 
@@ -407,7 +405,7 @@ def test_an_output_of_a_recurrence_that_is_2_percent_off_is_found(case):
 @pytest.mark.parametrize("case", BUT_KIMI)
 def test_a_state_that_is_not_passed_on_is_found(case):
     """A recurrence runs in two parts, which meet within a chunk."""
-    right = cases.functions(case.op, "chunked")
+    right = cases.bound(case.op, "chunked")
     row = compare(case, lambda initial_state=None, **given: right(**given))
     assert row["status"] == "wrong"
 
@@ -416,7 +414,7 @@ def test_every_operation_of_a_recurrence_has_an_ordinary_and_an_odd_case():
     for op in ("gated_delta_rule", "kimi_delta_attention", "ssd"):
         sizes = [case.tokens for case in cases.CASES.values() if case.op == op]
         assert any(size % 64 for size in sizes) and any(size % 64 == 0 for size in sizes)
-        assert {"jax_linear_attention", "fla", "chunked"} <= set(worker.names(op)) and op in worker.OPS
+        assert {"jax_linear_attention", "chunked"} <= set(worker.names(op)) and op in cases.OPS
 
 
 @pytest.mark.full
@@ -424,7 +422,7 @@ def test_everything_that_runs_on_a_cpu_passes(capsys):
     rows = parent.check(write=False)
     assert {row["status"] for row in rows} == {"right", "refused"}
     right = {row["implementation"] for row in rows if row["status"] == "right"}
-    assert right == {"splash", "mosaic_tpu", "chunked", "tiled", "ragged_dot"}
+    assert right == {"splash", "chunked", "tiled", "ragged_dot"}
 
 
 @pytest.mark.parametrize(

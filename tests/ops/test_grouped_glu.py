@@ -15,7 +15,7 @@ from jax import export
 from maxlib import nn, ops
 from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from maxlib.observability._flops import forward_flops
-from maxlib.ops._grouped_matmul import api, dispatch
+from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul import glu as glu_module
 from tests.ops.attention import emulator
 from tests.ops.hopper import gpu, no_gpu
@@ -92,7 +92,7 @@ def test_each_row_gets_the_bias_of_its_expert(experts):
     of = np.repeat(np.eye(experts), counts, axis=0)  # rows in use, E
     of = np.concatenate([of, np.zeros((4, experts))])
     with jax.enable_x64(True):
-        out, pull = jax.vjp(lambda rows, b: glu_module.add_bias(rows, b, jnp.array(counts)), rows, bias)
+        out, pull = jax.vjp(lambda rows, b: ops.add_expert_bias(rows, b, jnp.array(counts)), rows, bias)
         close([out, *pull(d_out)], [rows + of @ bias, d_out, of.T @ d_out])
 
 
@@ -204,7 +204,9 @@ def test_an_activation_that_the_kernel_cannot_apply_runs_outside_of_it(monkeypat
 
 def test_a_name_never_falls_back():
     rows, gate, up, _, _ = arrays(8, 64, 64, 2)
-    with pytest.raises(ValueError, match=r"grouped_glu: mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
+    with pytest.raises(
+        ValueError, match=r"grouped_matmul: mosaic_gpu was requested, but it runs on gpu.* Pass implementation=None"
+    ):
         ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), activation=ops.swiglu, implementation="mosaic_gpu")
 
 
@@ -232,7 +234,7 @@ def mixture(implementation, activation=ops.swiglu):
 
 @no_gpu
 def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
-    monkeypatch.setattr(dispatch, "_hopper_refuses", lambda *call: None)  # there is no GPU
+    monkeypatch.setattr(api.GROUPED_MATMUL.__class__, "refusal", lambda *call: None)  # there is no GPU
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 10, 64)), jnp.float32)
 
     def run(layer):  # gradients are in test_equals_the_formula and test_the_kernels_code_equals_the_formula

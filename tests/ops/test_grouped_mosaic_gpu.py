@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
-from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, config, groups, mosaic_gpu
-from maxlib.ops._grouped_matmul import dispatch
+from maxlib.kernels.grouped_matmul import rows as row_tables
+from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, config, mosaic_gpu
 from tests.ops.attention import emulator
 from tests.ops.hopper import gpu, no_gpu
 from tests.ops.test_grouped_matmul import arrays, close, loop
@@ -136,7 +136,7 @@ def test_tiles_are_wide_where_little_is_wasted():
     assert config.row_tiles(4096, 2) == config.row_tiles(384, 1) == config.Tiles(columns=128, stages=4)
 
 
-TILES = jax.jit(groups.tiles, static_argnums=(1, 2))
+TILES = jax.jit(row_tables.tiles, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -165,12 +165,14 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
 def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
-    refusals = dispatch.refusals(rows, weights, "EOI", options["out_dtype"], options["device"])
-    assert re.search(reason, refusals["mosaic_gpu"])
+    found = ops.explain_grouped_matmul(rows, weights, out_dtype=options["out_dtype"], device=options["device"])
+    assert re.search(reason, found.refused["mosaic_gpu"])
 
 
 def test_a_name_never_falls_back():
-    with pytest.raises(ValueError, match=r"mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
+    with pytest.raises(
+        ValueError, match=r"mosaic_gpu was requested, but it runs on gpu, not on cpu.*Pass implementation=None"
+    ):
         ops.grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 64)), jnp.array([4, 4]), implementation="mosaic_gpu")
 
 

@@ -174,6 +174,7 @@ print(ops.explain_gated_delta_rule(x, x, device=("gpu", "H100")).chosen, "jla" i
 """
 
 
+@pytest.mark.full
 def test_nothing_imports_the_package_before_it_runs(tmp_path):
     (tmp_path / "jla").mkdir()
     (tmp_path / "jla/__init__.py").write_text("raise RuntimeError('imported')")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, ops
 from maxlib.hardware import is_blackwell, is_hopper
-from maxlib.ops._grouped_matmul import api, dispatch
+from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul import jax_mosaic_gpu as module
 from maxlib.ops._grouped_matmul.jax_mosaic_gpu import jax_mosaic_gpu, tiles_for
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, RaggedTile, hopper_tiles
@@ -189,24 +189,23 @@ def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=HOPPER, dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     shapes = (8, options["width"]), (2, 64, options["width"])
     rows, weights = (jax.ShapeDtypeStruct(shape, options["dtype"]) for shape in shapes)
-    refusals = dispatch.refusals(rows, weights, "EOI", options["out_dtype"], options["device"])
-    assert re.search(reason, refusals["jax_mosaic_gpu"])
+    found = ops.explain_grouped_matmul(rows, weights, out_dtype=options["out_dtype"], device=options["device"])
+    assert re.search(reason, found.refused["jax_mosaic_gpu"])
 
 
 def test_quantized_weights_are_restored_expert_by_expert():
     sizes = {"outputs": (0, 1), "group": None, "axes": ("expert", "out", "in")}
     weights = nn.quantized.QuantizedWeight(jnp.ones((2, 64, I), jnp.bfloat16), qtype="int8", **sizes)
-    why = dispatch.refusals(given()[0], weights, "EOI", None, HOPPER)
-    assert "for all experts at once" in why["jax_mosaic_gpu"] and why["tiled"] is None
+    found = ops.explain_grouped_matmul(given()[0], weights, device=HOPPER)
+    assert "for all experts at once" in found.refused["jax_mosaic_gpu"] and found.chosen == "tiled"
 
 
 def test_a_mesh_must_not_have_the_kernels_axes():
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     rows, weights = given()[:2]
     with jax.sharding.use_abstract_mesh(mesh):
-        assert re.search(
-            "the mesh must not have: x", dispatch.refusals(rows, weights, "EOI", None, BLACKWELL)["jax_mosaic_gpu"]
-        )
+        found = ops.explain_grouped_matmul(rows, weights, device=BLACKWELL)
+        assert "the mesh must not have: x" in found.refused["jax_mosaic_gpu"]
 
 
 def test_few_rows_get_small_tiles():

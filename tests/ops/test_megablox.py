@@ -12,11 +12,11 @@ from jax.experimental.pallas.ops.tpu.megablox import ops as _  # noqa: F401  loa
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
+from maxlib.kernels.grouped_matmul.megablox_tiles import MegabloxTiles, Sizes, Tiles, choose_tiles
 from maxlib.kernels.vector_memory import asking, vmem_of
 from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul import megablox as module
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops._grouped_matmul.tiling import MegabloxTiles, Sizes, Tiles, choose_tiles
 from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
 
 KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]

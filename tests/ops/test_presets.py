@@ -19,9 +19,9 @@ LACKING = {
     "gpt-oss-20b": {},
     "mimo-v2-flash": {},
     "deepseek-v2-lite": {},
-    "qwen3.5-0.8b": {"the gated delta rule": TPUS},
-    "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": TPUS},
-    "kimi-linear-48b-a3b": {"Kimi delta attention": TPUS},
+    "qwen3.5-0.8b": {"the gated delta rule": ("A100", "B200", *TPUS)},
+    "nemotron-3-nano-30b-a3b": {"Mamba-2's recurrence": ("A100", "B200", *TPUS)},
+    "kimi-linear-48b-a3b": {"Kimi delta attention": ("A100", "B200", *TPUS)},
     "lfm2-350m": {},
 }
 

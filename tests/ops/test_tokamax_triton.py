@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
-from maxlib.ops import _explanation
+from maxlib.ops import _dispatch
 from maxlib.ops._attention import tokamax_gpu
-from maxlib.ops._grouped_matmul import api, dispatch, jax_mosaic_gpu, tokamax_triton
+from maxlib.ops._grouped_matmul import api, jax_mosaic_gpu, tokamax_triton
 from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, TritonTile, TritonTiles
 from maxlib.ops._grouped_matmul.tokamax_triton import has_triton, tokamax
 from tests.ops.hopper import no_gpu, on_a_gpu
@@ -125,11 +125,11 @@ def test_where_they_are_not_installed_the_reason_says_how(monkeypatch):
 
 
 def test_a_gpu_says_once_why_experts_run_in_plain_xla(monkeypatch, caplog):
-    monkeypatch.setattr(_explanation, "_said", set())
+    monkeypatch.setattr(_dispatch, "_warned", set())
     monkeypatch.setattr(tokamax_triton, "has_triton", lambda: False)
     monkeypatch.setattr(api, "current_device", lambda: ("gpu", A100))
     rows, weights = jax.ShapeDtypeStruct((1000, I), jnp.bfloat16), jax.ShapeDtypeStruct((4, O, I), jnp.bfloat16)
-    choose = lambda name=None: api.choose("grouped_matmul", rows, weights, "EOI", None, name)
+    choose = lambda name=None: api.GROUPED_MATMUL.choose(api.describe(rows, weights, "EOI", None), name).kernel
     assert choose("tiled") == "tiled" and not caplog.records  # asked for
     assert [choose(), choose()] == ["tiled", "tiled"]
     (said,) = caplog.records
@@ -200,6 +200,6 @@ def test_on_a_gpu_they_equal_a_loop(dtype, counts):
 
 
 def test_tokamax_comes_after_jaxs_kernels_and_before_xla():
-    names = list(dispatch.TABLE)
+    names = [kernel.name for kernel in api.GROUPED_MATMUL.kernels]
     assert names.index("jax_mosaic_gpu") < names.index("tokamax") < names.index("tiled")
     assert TritonTiles().kernel == "grouped_matmul/tokamax"

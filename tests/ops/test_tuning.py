@@ -9,23 +9,21 @@ import pytest
 
 from maxlib import ops
 from maxlib.kernels.attention.mosaic_gpu import config as hopper
-from maxlib.kernels.attention.mosaic_tpu import config as tpu
+from maxlib.kernels.grouped_matmul.megablox_tiles import Matmuls, Tiles
 from maxlib.kernels.grouped_matmul.mosaic_gpu import config as grouped
-from maxlib.ops import _attention, _tuning, tiles
-from maxlib.ops._attention.dispatch import Call
-from maxlib.ops._attention.splash import Blocks
+from maxlib.ops import _tuning, tiles
+from maxlib.ops._attention import api
+from maxlib.ops._attention.splash import SplashBlock
+from maxlib.ops._attention.table import AttentionCall
 from maxlib.ops._grouped_matmul.ragged_tiles import hopper_tiles
-from maxlib.ops._grouped_matmul.tiling import Matmuls, Tiles
 
 HOPPER = hopper.attention_tiles(128, 128, False)
-V5E = tpu.attention_tiles(tpu.V5E, 4096, 8, 128)
 MEGABLOX = Matmuls.of(4096, (8, 512, 256), "EOI", 2, 4).tiles()
-SPLASH = tiles.SplashTiles(Blocks(512, 512), None, Blocks(512, 1024))
+SPLASH = tiles.SplashTiles(SplashBlock(512, 512), None, SplashBlock(512, 1024))
 EVERY = [
     HOPPER,
     hopper.attention_tiles(256, 256, True),
     hopper.latent_tiles(320),
-    V5E,
     SPLASH,
     tiles.ChunkedTiles(128, 256),
     tiles.SplitTiles(),
@@ -39,7 +37,6 @@ EVERY = [
     tiles.TritonAttentionTiles(),
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),
-    tiles.DeltaTPUTiles(),
     tiles.KimiTiles(),
     tiles.SSDTiles(),
 ]
@@ -65,21 +62,18 @@ def test_sizes_are_static_and_come_back_from_a_table(one):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Blocks(100, 128), "queries must be a multiple of 128 of at least 128, got 100"),
-        (lambda: Blocks(128, 0), "keys must be a multiple of 128"),
+        (lambda: SplashBlock(100, 128), "queries must be a multiple of 128 of at least 128, got 100"),
+        (lambda: SplashBlock(128, 0), "keys must be a multiple of 128"),
         (lambda: tiles.ChunkedTiles(16, -1), "keys must be a whole number of at least 1, got -1"),
         (lambda: hopper.Tiles(4, 128), "warpgroups must be at most 3, whose registers fit, got 4"),
         (lambda: hopper.Tiles(2, 128, 1), "stages must be a whole number of at least 2, got 1"),
         (lambda: dataclasses.replace(HOPPER, decode=hopper.Tiles(2, 128)), "decode must have 1 warpgroup, got 2"),
         (lambda: dataclasses.replace(HOPPER, dq=hopper.Tiles(3, 64)), "dq must take a divisor of 128 .* got 192"),
-        (lambda: tpu.Blocks(24, 128), "rows must be a multiple of 16"),
         (lambda: grouped.Tiles(512), "columns must be at most 256"),
         (lambda: dataclasses.replace(grouped.grouped_tiles(64, 64), glu=grouped.Tiles(256)), "at most 128 columns"),
         (lambda: tiles.TiledTiles((16, 64)), "sizes must fall"),
         (lambda: tiles.DeltaTiles(chunk=48), "chunk must be a power of two, got 48"),
         (lambda: tiles.KimiTiles(chunk=48), "chunk must be a power of two, got 48"),
-        (lambda: tiles.DeltaTPUTiles(chunk=8), "chunk must be a multiple of 16"),
-        (lambda: tiles.DeltaTPUTiles(chunk=48), "DeltaTPUTiles: chunk must be a power of two, got 48"),
     ],
 )
 def test_an_error_says_what_must_hold(make, message):
@@ -170,7 +164,7 @@ MARKED = [pytest.param(sizes, marks=() if sizes in FIRST else pytest.mark.full) 
 def test_every_kernel_takes_its_sizes_and_gives_the_same_numbers(sizes, monkeypatch):
     run, given = CALLS[sizes]
     if isinstance(sizes, tiles.SplitTiles):  # it is refused on a CPU, where it runs as well
-        monkeypatch.setattr(_attention.api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
+        monkeypatch.setattr(api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
     both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), tuple(range(len(given)))))
     want, text = both(*given), str(jax.make_jaxpr(both)(*given))
     with ops.tile_sizes(sizes):
@@ -189,8 +183,6 @@ def test_explanations_print_the_sizes_and_their_source():
         assert f"{SPLASH}, code" in str(ops.explain_attention(q, q, q, device=device))
     assert "SSDTiles(chunk=128, block=128), default" in str(ops.explain_ssd(q, q, device=device))
     assert "SSDTiles(chunk=64, block=256), default" in str(ops.explain_ssd(q, q, device=("cpu", "cpu")))
-    delta = ops.explain_gated_delta_rule(q, q, device=device, implementation="mosaic_tpu")
-    assert "DeltaTPUTiles(chunk=128, chunks=8), default" in str(delta)
     assert ops.explain_attention(q, q, q, device=("gpu", "NVIDIA H200")).tiles is None  # cuDNN has its own
 
 
@@ -201,7 +193,7 @@ def test_a_key_holds_the_kernel_and_the_shape():
 
 def test_a_soft_cap_has_tile_sizes_of_its_own():
     sizes = dict(batch=1, queries=64, keys=64, heads=2, kv_heads=2, key_dim=16, value_dim=16, dtype="float32")
-    call = lambda *features: Call(**sizes, features=frozenset(features), platform="tpu", device_kind="TPU v5p")
+    call = lambda *features: AttentionCall(**sizes, features=frozenset(features), platform="tpu", device_kind="TPU v5p")
     assert call("sinks").key == call().key and call("softcap").key == call().key + " softcap=1"
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.ops._attention.api import attention
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 

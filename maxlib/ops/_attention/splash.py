@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._xla_workarounds import together
-from maxlib.kernels.attention.sinks import merge_sinks
-from maxlib.kernels.attention.tiles import tiles as find_tiles
+from maxlib.kernels.attention.merge import merge_sinks
+from maxlib.kernels.attention.tiles import tiles_of
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
@@ -317,7 +317,7 @@ def _visited(block: SplashBlock, k_start, k_end, num_keys: int, T: int, S: int) 
     """Finds the blocks to which some query of the batch attends."""
     pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
     # [B, Q, C] -> [Q, C]: one table for all rows; the mask function masks the keys of a single row.
-    visited, _ = find_tiles(pad(k_start), pad(k_end), S, block.queries, block.keys)
+    visited, _ = tiles_of(pad(k_start), pad(k_end), S, block.queries, block.keys)
     return visited.any(axis=0)
 
 

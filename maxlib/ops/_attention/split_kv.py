@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxlib.kernels.attention.merge import merge_parts
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import chunked
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
+from maxlib import ops
+from maxlib.ops._cost import registered_flops
 from maxlib.ops._dispatch import Explanation
-from maxlib.ops._recurrent import gated_delta, kimi_delta, ssd
 
 R = TypeVar("R", bound="Recurrence")
 SMALL_ENOUGH = 4096  # tokens for which the definition can keep a state of each
@@ -39,6 +40,8 @@ class Recurrence:
     documents: int = 1
 
     op: ClassVar[str]
+    deciding: ClassVar[tuple[str, ...]] = ("q", "v")  # arrays that decide the kernel
+    counted: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # arrays from which FLOPs are counted
     gradients: ClassVar[bool] = True
 
     def small(self: R) -> R:
@@ -65,6 +68,22 @@ class Recurrence:
         first, state = run(**tokens(slice(third)))
         last, _ = run(**tokens(slice(third, None)), initial_state=state)
         return jnp.concatenate([first, last], axis=1)
+
+    def arrays(self, dtype: Any) -> dict[str, jax.Array]:
+        """Returns the operation's arrays and the output's cotangent; rates are float32, as in layers."""
+        raise NotImplementedError
+
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
+        """Explains which implementation would run the arrays."""
+        return getattr(ops, f"explain_{self.op}")(*(arrays[name] for name in self.deciding), **options)
+
+    def flops(self) -> tuple[float, float]:
+        """Returns the FLOPs of both passes, of the chunked form."""
+        formula = registered_flops(f"maxlib.ops.{self.op}")
+        assert formula is not None
+        shapes = jax.eval_shape(functools.partial(self.arrays, jnp.bfloat16))
+        once = float(formula.flops(*(shapes[name] for name in self.counted)))
+        return once, 2 * once
 
     def _starts(self) -> jax.Array:
         """Returns True for the first token of each document but the first, `B T`."""
@@ -98,28 +117,12 @@ class GatedDelta(Recurrence):
         rates = {"log_decay": -slow * jax.nn.softplus(decay), "beta": jax.nn.sigmoid(beta)}
         return _narrow(dtype, q=q, k=k, v=v, d_out=d_out) | rates
 
-    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return gated_delta.explain_gated_delta_rule(arrays["q"], arrays["v"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(gated_delta._flops, self.arrays, "q", "k", "v")
-
 
 class KimiDelta(GatedDelta):
     """One call of Kimi delta attention in two parts."""
 
     op = "kimi_delta_attention"
     by_channel = True
-
-    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return kimi_delta.explain_kimi_delta_attention(arrays["q"], arrays["v"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(kimi_delta._flops, self.arrays, "q", "k", "v")
 
 
 class StateSpace(Recurrence):
@@ -130,6 +133,7 @@ class StateSpace(Recurrence):
     """
 
     op = "ssd"
+    deciding = counted = ("x", "b")
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns inputs, steps, rates, projections, and the output's cotangent; steps and rates are float32, as in
@@ -139,21 +143,6 @@ class StateSpace(Recurrence):
         x, dt, b, c, d_out = self._normal(values, (self.heads,), keys, keys, values)
         return _narrow(dtype, x=x, b=b, c=c, d_out=d_out) | {"dt": jax.nn.softplus(dt), "a": -self._slow()}
 
-    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return ssd.explain_ssd(arrays["x"], arrays["b"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(ssd._flops, self.arrays, "x", "b")
-
 
 def _narrow(dtype: Any, **arrays: jax.Array) -> dict[str, jax.Array]:
     return {name: x.astype(dtype) for name, x in arrays.items()}
-
-
-def _both(formula: Callable, arrays: Callable, *names: str) -> tuple[float, float]:
-    """Returns the FLOPs of both passes, by an operation's formula of the forward pass and some of a case's arrays."""
-    shapes = jax.eval_shape(functools.partial(arrays, jnp.bfloat16))
-    once = float(formula(*(shapes[name] for name in names)))
-    return once, 2 * once

@@ -12,7 +12,8 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory, mosaic_gpu
+from maxlib.kernels.attention.mosaic_gpu import config, memory, mosaic_gpu
+from maxlib.kernels.attention.tiles import tiles_of, walk
 from maxlib.ops import attention, explain_attention
 from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
@@ -291,7 +292,7 @@ def test_asking_for_them_on_a_cpu_is_an_error():
         attention(q, q, q, implementation="mosaic_gpu")
 
 
-TILES, WALK = jax.jit(intervals.tiles, static_argnums=(2, 3, 4)), jax.jit(intervals.walk)
+TILES, WALK = jax.jit(tiles_of, static_argnums=(2, 3, 4)), jax.jit(walk)
 
 
 @pytest.mark.parametrize("mask", cases.MASKS)
@@ -306,11 +307,11 @@ def test_visited_and_full_tiles_are_those_of_the_mask(mask, emulated):
     for rows, whole in ((visited, full), (visited.swapaxes(1, 2), full.swapaxes(1, 2))):
         walks = np.asarray(WALK(rows, whole)).reshape(-1, 4)
         rows, whole = (np.asarray(x).reshape(-1, x.shape[2]) for x in (rows, whole))
-        for walk, row, full_row in zip(walks, rows, whole, strict=True):
-            order = [int(memory.column(step, walk[0], walk[2], walk[3])) for step in range(walk[1])]
-            assert sorted(order) == list(range(walk[0], walk[0] + walk[1]))
+        for steps, row, full_row in zip(walks, rows, whole, strict=True):
+            order = [int(memory.column(step, steps[0], steps[2], steps[3])) for step in range(steps[1])]
+            assert sorted(order) == list(range(steps[0], steps[0] + steps[1]))
             assert set(np.flatnonzero(row)) <= set(order)
-            assert all(full_row[column] for column in order[: walk[3]])
+            assert all(full_row[column] for column in order[: steps[3]])
 
 
 @pytest.mark.parametrize("widths", FACTORS["widths"], ids=str)

@@ -22,10 +22,10 @@ from jaxtyping import Array, Float
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import Logits
-from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory
+from maxlib.kernels.attention.mosaic_gpu import config, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
-from maxlib.kernels.attention.tiles import causal_tiles
+from maxlib.kernels.attention.tiles import causal_tiles, tiles_of, walk
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -95,7 +95,7 @@ class QueryScratch(NamedTuple):
 def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T N Hk"]:
     """Computes the gradient of the queries."""
     (B, T, N, Hk), (S, _, Hv), W = given.q.shape, given.v.shape[1:], tiles.warpgroups
-    visits = intervals.walk(*intervals.tiles(given.start, given.end, S, tiles.rows, tiles.columns))
+    visits = walk(*tiles_of(given.start, given.end, S, tiles.rows, tiles.columns))
     shared = memory.matrices(given.q.dtype, Hk, Hv, tiles.columns)
     scratch = QueryScratch(
         q=shared(W, ROWS, Hk),
@@ -189,8 +189,8 @@ def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles)
     """Computes the gradients of keys and values that are `wanted`, of "dk" and "dv" in this order."""
     (B, S, K, Hk), Hv = given.k.shape, given.v.shape[3]
     # [B, Q, C] -> [B, C, Q]: a block of keys visits the blocks of queries that attend to it.
-    tiled = intervals.tiles(given.start, given.end, S, tiles.columns, tiles.rows)
-    visits = intervals.walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
+    tiled = tiles_of(given.start, given.end, S, tiles.columns, tiles.rows)
+    visits = walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
     parts = config.key_gradient_parts(visits.shape[0] * visits.shape[1] * K, given.q.shape[2] // K)
     kernel = functools.partial(_keys_kernel, wanted=wanted, parts=parts, logits=logits, tiles=tiles)
     like, dtype = {"dk": given.k, "dv": given.v}, given.k.dtype if parts == 1 else jnp.float32

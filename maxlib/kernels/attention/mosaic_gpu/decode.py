@@ -69,7 +69,7 @@ def decode_latents(
 
 
 def _visits(start: Int[Array, "B T"], end: Int[Array, "B T"], columns: int) -> Int[Array, "B 4"]:
-    """Describes the blocks of keys that any query of a row visits, as `intervals.walk` does.
+    """Describes the blocks of keys that any query of a row visits, as `tiles.walk` does.
 
     All tiles of a row visit the same ones. Without queries' blocks to compare, this is one small program for XLA.
     """

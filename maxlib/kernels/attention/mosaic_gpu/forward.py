@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
-from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, online_softmax, per_row, settle, spread
-from maxlib.kernels.attention.tiles import causal_tiles
+from maxlib.kernels.attention.tiles import causal_tiles, tiles_of, walk
 
 
 class Scratch(NamedTuple):
@@ -56,7 +56,7 @@ def forward(
     """
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
     padded = start.shape[1]  # P
-    visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
+    visits = walk(*tiles_of(start, end, S, tiles.rows, tiles.columns))
     # An empty block of queries processes one masked tile, so that the loop's first step needs no condition.
     visits = visits.at[..., 1].max(1)
     pairs = B * N * causal_tiles(padded // tiles.rows, -(-S // tiles.columns)) * tiles.rows * tiles.columns

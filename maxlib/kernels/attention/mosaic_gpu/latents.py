@@ -61,7 +61,7 @@ def latents(
       q: queries, rows after rows.
       keys: latents.
       bounds: first key of every row, and one past its last.
-      visits: first visited block, number visited (at least 1), first full one, number full (`intervals.walk`).
+      visits: first visited block, number visited (at least 1), first full one, number full (`tiles.walk`).
       value_dim: channels that are values.
       logits: the maths.
       tiles: latents of a block, and blocks in flight.

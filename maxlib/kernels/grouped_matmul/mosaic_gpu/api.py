@@ -12,9 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib._utils.varying import vary_alike
-from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles, grouped_tiles
-from maxlib.kernels.grouped_matmul.rows import NAMES, only_used
+from maxlib.kernels.grouped_matmul.rows import NAMES, bounds, only_used
 
 
 def mosaic_gpu(
@@ -144,7 +143,7 @@ def _glu_backward(weight_order, activation, tiles, residuals, d_out):
 
 def _bias_gradient(d_found, bias, rows_per_expert):
     """Sums over each expert's rows: [M, E]^T [M, O] -> [E, O]; rows of no expert need not be finite."""
-    first, last = groups.bounds(rows_per_expert).T[:, None]
+    first, last = bounds(rows_per_expert).T[:, None]
     row = jnp.arange(len(d_found))[:, None]
     share = ((first <= row) & (row < last)).astype(d_found.dtype)
     d_found = only_used(d_found, rows_per_expert)

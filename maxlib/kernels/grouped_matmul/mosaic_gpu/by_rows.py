@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import processors
-from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels.grouped_matmul import rows as row_tables
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import REGISTERS, ROWS, SUMMED, WARPGROUPS, Tiles
 
 STORED = 64  # columns of a copy out of shared memory: rows of 128 bytes
@@ -73,7 +73,7 @@ def by_rows(
     """
     (M, _), dtype, width = rows[0].shape, rows[0].dtype, weights[0][0].shape[1 if turned else 2]
     products = len(weights[0])
-    tiles, used = groups.tiles(rows_per_expert, M, WARPGROUPS * ROWS)
+    tiles, used = row_tables.tiles(rows_per_expert, M, WARPGROUPS * ROWS)
     num_columns = -(-width // sizes.columns)
     call = _compat.kernel(
         functools.partial(_kernel, turned=turned, activation=activation, num_columns=num_columns, sizes=sizes),
@@ -87,7 +87,7 @@ def by_rows(
         compiler_params=_compat.compiler_params(),
         flops=2 * products * width * sum(x.size for x in rows),
     )
-    return call(rows, weights, [groups.whole_blocks(b, sizes.columns) for b in biases], tiles, used)
+    return call(rows, weights, [row_tables.whole_blocks(b, sizes.columns) for b in biases], tiles, used)
 
 
 def _scratch(dtype, products: int, turned: bool, sizes: Tiles) -> Scratch:
@@ -120,7 +120,7 @@ def _tile(tiles, index, rows, weights, num_columns: int, sizes: Tiles) -> _Tile:
     experts = weights[0][0].shape[0]
     return _Tile(
         expert=jnp.minimum(expert, experts - 1),
-        begin=pl.multiple_of(begin, groups.ALIGNED),
+        begin=pl.multiple_of(begin, row_tables.ALIGNED),
         first=first,
         last=last,
         column=pl.multiple_of(column * sizes.columns, sizes.columns),
