@@ -204,12 +204,12 @@ class YarnScaling(RopeScaling):
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
         powers = _powers(dim, theta)
-        interpolated, kept = np.float32(1) / (np.float32(self.factor) * powers), np.float32(1) / powers
+        interpolated, plain = np.float32(1) / (np.float32(self.factor) * powers), np.float32(1) / powers
         low, high = self._ramp(dim, theta)
         ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
         # keep is 1 for the fast pairs before `low` and 0 for the slow ones after `high`.
         keep = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
-        return interpolated * (np.float32(1) - keep) + kept * keep
+        return interpolated * (np.float32(1) - keep) + plain * keep
 
     def _ramp(self, dim: int, theta: float) -> tuple[float, float]:
         """Returns the indices of the pairs where the ramp begins and ends."""

@@ -13,7 +13,7 @@ from maxlib.ops import _findings
 S = TypeVar("S", bound=TileSizes)
 
 # Part of jit's cache key, which a plain context variable would not be: sizes are chosen while a program is traced.
-_given = jax.make_user_context(())
+_in_code = jax.make_user_context(())
 
 
 @contextlib.contextmanager
@@ -30,14 +30,14 @@ def tile_sizes(*sizes: TileSizes) -> Iterator[None]:
       TypeError: when one of them is something else, or the sizes of one pass only.
       ValueError: when two are for the same kernel.
     """
-    kinds = [type(one) for one in sizes]
-    for one in sizes:
-        if not (isinstance(one, TileSizes) and hasattr(one, "kernel")):
-            raise TypeError(f"ops.tile_sizes takes sizes of whole kernels, classes of ops.tiles, got {one!r}")
+    kinds = [type(size) for size in sizes]
+    for size in sizes:
+        if not (isinstance(size, TileSizes) and hasattr(size, "kernel")):
+            raise TypeError(f"ops.tile_sizes takes sizes of whole kernels, classes of ops.tiles, got {size!r}")
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"ops.tile_sizes takes one size for each kernel, got {kinds}")
     # Sizes of other kernels from an outer `with` stay.
-    with _given((*(one for one in _given.value if type(one) not in kinds), *sizes)):
+    with _in_code((*(size for size in _in_code.value if type(size) not in kinds), *sizes)):
         yield
 
 
@@ -70,12 +70,12 @@ def choose(default: S, key: str, device_kind: str) -> Tuned[S]:
     # The class of the default says which kernel asks: one class belongs to one kernel.
     kind: Any = type(default)
     key = f"{kind.kernel} {key}"
-    for one in _given.value:
-        if type(one) is kind:
-            return Tuned(one, "code", key)
+    for size in _in_code.value:
+        if type(size) is kind:
+            return Tuned(size, "code", key)
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # a damaged entry counts as none
-        if (found := _findings.tiles(key, device_kind)) is not None:
-            return Tuned(kind.from_json(found), "measured", key)
+        if (measured := _findings.tiles(key, device_kind)) is not None:
+            return Tuned(kind.from_json(measured), "measured", key)
     return Tuned(default, "default", key)
 
 

@@ -226,9 +226,7 @@ def test_an_implementation_is_asked_for_by_name():
     x = inputs()
     asked, best = build(implementation="reference"), build()
     np.testing.assert_allclose(run(asked, x), run(best, x), rtol=1e-5, atol=1e-5)
-    with pytest.raises(
-        ValueError, match="splash was requested, but it runs on tpu, not on cpu; chunked can run it"
-    ):
+    with pytest.raises(ValueError, match="splash was requested, but it runs on tpu, not on cpu; chunked can run it"):
         run(build(implementation="splash"), x)
 
 

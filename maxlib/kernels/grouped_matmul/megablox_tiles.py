@@ -64,8 +64,8 @@ class Tiles(TileSizes):
         # Rows are padded to whole tiles; K and N are not, so a tile never reaches beyond them.
         tiles = Tiles(self.rows, min(self.summed, of.summed), min(self.out, of.out))
         for name, size in (("summed", of.summed), ("out", of.out)):
-            if (found := getattr(tiles, name)) < size and found % LANES:
-                raise ValueError(f"MegabloxTiles: {name} must be a multiple of {LANES}, or all {size}, got {found}")
+            if (tile := getattr(tiles, name)) < size and tile % LANES:
+                raise ValueError(f"MegabloxTiles: {name} must be a multiple of {LANES}, or all {size}, got {tile}")
         if (needed := tiles.vmem(of)) > of.vmem:
             raise ValueError(f"MegabloxTiles: tiles must fit in {of.vmem:,} bytes, {tiles} of {of} takes {needed:,}")
         return tiles
@@ -84,8 +84,8 @@ class Tiles(TileSizes):
         in kernels that libtpu compiled for v6e.
         """
         needed = self.vmem(of)
-        more = needed // 16 + of.width * self.rows * self.summed + MIB
-        return None if needed <= DEFAULT_VMEM else needed + more
+        spare = needed // 16 + of.width * self.rows * self.summed + MIB
+        return None if needed <= DEFAULT_VMEM else needed + spare
 
     def moved(self, of: Sizes) -> int:
         """Returns the bytes moved between the device's main memory and its vector memory."""
@@ -144,7 +144,9 @@ class MegabloxTiles(TileSizes):
 
     def fit(self, of: "Matmuls") -> "MegabloxTiles":
         """Shrinks the tiles to a call's matmuls, as `Tiles.fit` does."""
-        return MegabloxTiles(*(getattr(self, one.name).fit(getattr(of, one.name)) for one in dataclasses.fields(self)))
+        return MegabloxTiles(
+            *(getattr(self, field.name).fit(getattr(of, field.name)) for field in dataclasses.fields(self))
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,7 +226,10 @@ def _forward_sums(spec: Spec, row: Rows, keys, values) -> tuple[Array, Array, Ar
         return _tile_sums(spec, row, keys, values, 0, floor)
     zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
     init = zeros + floor, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
-    step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
+
+    def step(j, carry):
+        return _forward_tile(spec, row, keys, values, j, *carry)
+
     return lax.fori_loop(*_visited(row, keys), step, init)
 
 
@@ -252,7 +255,10 @@ def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
     rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
     lse, delta = (_fold(x[..., None], k.shape[2], spec.block_q)[..., 0] for x in (lse, delta))
     d_out = _fold(d_out, k.shape[2], spec.block_q)
-    block = lambda totals, xs: _backward_block(spec, keys, values, totals, *xs)
+
+    def block(totals, xs):
+        return _backward_block(spec, keys, values, totals, *xs)
+
     totals = keys.zeros(rows.q), values.zeros(rows.q)
     (dk, dv), (dq, d_bias) = scan(block, totals, (rows, lse, delta, d_out))
     return _unfold(dq, *q.shape[1:3]), _turn(dk).astype(k.dtype), _turn(dv).astype(v.dtype), d_bias
@@ -260,9 +266,13 @@ def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
 
 def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_out):
     """Computes dq and d_bias of one block of queries, and adds its share to the totals of dk and dv."""
-    zeros = lambda x: None if x is None else _zeros(x.shape, _compute_dtype(row.q), row.q)
-    init = *totals, zeros(row.q), zeros(row.bias)
-    step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
+    dtype = _compute_dtype(row.q)
+    d_bias = None if row.bias is None else _zeros(row.bias.shape, dtype, row.q)
+    init = *totals, _zeros(row.q.shape, dtype, row.q), d_bias
+
+    def step(j, carry):
+        return _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
+
     dk, dv, dq, d_bias = _over_visible(row, keys, step, init)
     return (dk, dv), (dq.astype(row.q.dtype), jax.tree.map(lambda d, bias: d.astype(bias.dtype), d_bias, row.bias))
 
@@ -334,8 +344,8 @@ def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
     ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
     start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
     rows = Rows(_fold(q, K, spec.block_q), start, end, bias)
-    blocks = lambda x: _KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype)
-    return rows, blocks(k), blocks(v)
+    keys, values = (_KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype) for x in (k, v))
+    return rows, keys, values
 
 
 class _KeyBlocks:

@@ -59,10 +59,10 @@ def _parameters() -> tuple[str, ...]:
     try:
         theirs = _jax()
         needed = ("dot_product_attention", "MaskType", "AttentionLayout", "_dot_product_attention_bwd_p_wrapper")
-        found = inspect.signature(theirs._dot_product_attention_bwd_impl).parameters
+        parameters = inspect.signature(theirs._dot_product_attention_bwd_impl).parameters
     except (ImportError, AttributeError):
         return ()
-    return tuple(found) if all(hasattr(theirs, name) for name in needed) else ()
+    return tuple(parameters) if all(hasattr(theirs, name) for name in needed) else ()
 
 
 def refuses_sinks() -> str | None:
@@ -109,8 +109,8 @@ def _forward(mask: Mask, q, k, v, sinks):
     return out, (q, k, v, sinks, out, lse)
 
 
-def _backward(mask: Mask, kept, d_out):
-    q, k, v, sinks, out, lse = kept
+def _backward(mask: Mask, residuals, d_out):
+    q, k, v, sinks, out, lse = residuals
     dq, dk, dv = _kernel(mask, q, k, v, jnp.swapaxes(lse, 1, 2), out, d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
     share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)  # of the weights of a row, [1, 1, N] - [B, T, N]

@@ -153,21 +153,21 @@ def splash(
 def _attend(spec: Spec, q, k, v, k_start, k_end, ids):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    own = _Call.of(spec, spec.tiles.forward, q, k, v, k_start, k_end, ids)
-    block = own.block
+    call = _Call.of(spec, spec.tiles.forward, q, k, v, k_start, k_end, ids)
+    block = call.block
     sizes = kernels.BlockSizes(block_q=block.queries, block_kv=block.keys, block_kv_compute=block.compute)
 
     def run(q, k, v, index, q_ids, k_ids):  # of one row: N T Hk, K S Hk, K S Hv, T, T, S
         options = {"mask_value": kernels.DEFAULT_MASK_VALUE, "is_mqa": False, "block_sizes": sizes}
         out, (lse,) = kernels._splash_attention_forward(
-            own.info(index), q, k, v, own.segments(q_ids, k_ids), None, residual_checkpoint_name=None,
-            save_residuals=True, **options, **own.options,
+            call.info(index), q, k, v, call.segments(q_ids, k_ids), None, residual_checkpoint_name=None,
+            save_residuals=True, **options, **call.options,
         )  # fmt: skip
         return out, lse
 
-    with jax.named_scope(own.name):
+    with jax.named_scope(call.name):
         # The kernel returns each log-sum-exp 128 times. Without this the copies live until the backward pass.
-        out, lse = together(*own.over_rows(run))
+        out, lse = together(*call.over_rows(run))
     T, seen = q.shape[1], (jnp.maximum(k_start, 0) < jnp.minimum(k_end, k.shape[1]))[:, :, None]  # [B, T, 1]
     out, lse = jnp.swapaxes(out, 1, 2)[:, :T], jnp.swapaxes(lse, 1, 2)[:, :T]  # [B, N, T, H] -> [B, T, N, H]
     # For a row that attends to nothing, the kernel averages masked values or divides zero by zero.
@@ -196,31 +196,32 @@ def _backward(spec: Spec, residuals, cotangents):
         jnp.where(seen, delta, 0.0),
     )
 
-    def gradients(block: SplashBlock, kernel: Callable, *, by_keys: bool, whole: bool = False, **more: Any):
-        own = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys, whole=whole)
+    def gradients(block: SplashBlock, kernel: Callable, *, by_keys: bool, every_block: bool = False, **extra: Any):
+        call = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys, every_block=every_block)
         fill = (0.0, jnp.inf, 0.0)
-        given = [_by_head(x, own.T, value) for x, value in zip(rows, fill, strict=True)]
+        row_arrays = [_by_head(x, call.T, value) for x, value in zip(rows, fill, strict=True)]
 
         def run(q, k, v, index, q_ids, k_ids, d_out, lse, delta):
             layout = kernels.QKVLayout.HEAD_DIM_MINOR
             return kernel(
-                q, k, v, own.segments(q_ids, k_ids), None, lse, d_out, delta, bq=block.queries, bkv=block.keys,
-                is_mqa=False, mask_info=own.info(index), mask_value=kernels.DEFAULT_MASK_VALUE, q_layout=layout,
-                k_layout=layout, v_layout=layout, **more, **own.options,
+                q, k, v, call.segments(q_ids, k_ids), None, lse, d_out, delta, bq=block.queries, bkv=block.keys,
+                is_mqa=False, mask_info=call.info(index), mask_value=kernels.DEFAULT_MASK_VALUE, q_layout=layout,
+                k_layout=layout, v_layout=layout, **extra, **call.options,
             )  # fmt: skip
 
-        with jax.named_scope(own.name):
-            return own.over_rows(run, *given)
+        with jax.named_scope(call.name):
+            return call.over_rows(run, *row_arrays)
 
     tiles, dkv = spec.tiles, kernels._splash_attention_bwd_dkv
     fused = tiles.dq is None
     options = {"bkv_compute": tiles.dkv.compute, "use_fused_bwd_kernel": fused}
-    dq, dk, dv = gradients(tiles.dkv, dkv, by_keys=True, whole=fused, **options)
+    dq, dk, dv = gradients(tiles.dkv, dkv, by_keys=True, every_block=fused, **options)
     if tiles.dq is not None:
         # Two kernels sum over keys and over queries in vector memory, so there are no partial sums in main memory.
         dq = gradients(tiles.dq, kernels._splash_attention_bwd_dq, by_keys=False)
-    natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
-    return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
+    # [B, N, T, H] -> [B, T, N, H], without the padding
+    dq, dk, dv = (jnp.swapaxes(d, 1, 2)[:, : x.shape[1]] for d, x in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, None, None, None
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
@@ -245,19 +246,29 @@ class _Call:
 
     @classmethod
     def of(
-        cls, spec: Spec, block: SplashBlock, q, k, v, k_start, k_end, ids, *, by_keys: bool = False, whole: bool = False
+        cls,
+        spec: Spec,
+        block: SplashBlock,
+        q,
+        k,
+        v,
+        k_start,
+        k_end,
+        ids,
+        *,
+        by_keys: bool = False,
+        every_block: bool = False,
     ) -> "_Call":
-        """Prepares a call that iterates over keys or queries; `whole` visits every block."""
-        T, S = (-(-size // whole) * whole for size, whole in ((q.shape[1], block.queries), (k.shape[1], block.keys)))
+        """Prepares a call that iterates over keys or queries; `every_block` visits all of them."""
+        T, S = -(-q.shape[1] // block.queries) * block.queries, -(-k.shape[1] // block.keys) * block.keys
         visited = _visited(block, k_start, k_end, k.shape[1], T, S)
-        width = None if whole else _window_width(spec.mask, block, by_keys)
+        width = None if every_block else _window_width(spec.mask, block, by_keys)
         data_next, block_mask = _listed(visited, axis=0 if by_keys else 1, width=width)
-        pad = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
         # Under a causal mask over whole rows, all rows have the same indices: one copy for the batch.
         shared = spec.mask.aligned and spec.mask.kind == "causal"
-        index = jnp.arange(T, dtype=jnp.int32) if shared else pad(k_end - 1, T, -1)
+        index = jnp.arange(T, dtype=jnp.int32) if shared else _padded(k_end - 1, T, -1)
         # Padded keys and padded queries get different segments, so they match nothing.
-        segments = (None, None) if ids is None else (pad(ids[0], T, -1), pad(ids[1], S, -2))
+        segments = (None, None) if ids is None else (_padded(ids[0], T, -1), _padded(ids[1], S, -2))
         # q [B, T, N, Hk], k [B, S, K, Hk], v [B, S, K, Hv]: heads first
         heads = (_by_head(x, size, 0.0) for x, size in ((q, T), (k, S), (v, S)))
         return cls(spec, block, (*heads, index, *segments), data_next, block_mask, T, S, keys=k.shape[1])
@@ -293,10 +304,15 @@ class _Call:
 
         return None if q_ids is None else SegmentIds(q=q_ids, kv=k_ids)
 
-    def over_rows(self, run: Callable, *more):
+    def over_rows(self, run: Callable, *arrays):
         """Runs the kernel for every row of the batch; arrays that all rows share are not repeated."""
         axes = [None if x is not None and x.ndim == 1 else 0 for x in self.operands]
-        return jax.vmap(run, in_axes=(*axes, *[0] * len(more)))(*self.operands, *more)
+        return jax.vmap(run, in_axes=(*axes, *[0] * len(arrays)))(*self.operands, *arrays)
+
+
+def _padded(x, length: int, fill: int):
+    """Pads `B T` to `length` tokens."""
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=fill)
 
 
 def _by_head(x, length: int, fill: float):
@@ -315,9 +331,11 @@ def _visible(index, key, *, window: int | None, keys: int | None):
 
 def _visited(block: SplashBlock, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
     """Finds the blocks to which some query of the batch attends."""
-    pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
+    start, end = (
+        jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge") for x in (k_start, k_end)
+    )
     # [B, Q, C] -> [Q, C]: one table for all rows; the mask function masks the keys of a single row.
-    visited, _ = tiles_of(pad(k_start), pad(k_end), S, block.queries, block.keys)
+    visited, _ = tiles_of(start, end, S, block.queries, block.keys)
     return visited.any(axis=0)
 
 

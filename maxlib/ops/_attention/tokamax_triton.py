@@ -145,8 +145,8 @@ def _forward(static: Static, q, k, v, sinks, start, end):
     return out, (q, k, v, sinks, start, end, out, lse)
 
 
-def _backward(static: Static, kept, d_out):
-    q, k, v, sinks, start, end, out, lse = kept
+def _backward(static: Static, residuals, d_out):
+    q, k, v, sinks, start, end, out, lse = residuals
     masks = named(start, end, static.mask)
     pairs = q.shape[1] * k.shape[1] if masks.keys() & {"k_start", "k_end"} else 0
     run = _by_kernel if static.softcap is None and pairs <= MOST_PAIRS else _by_blocks
@@ -169,9 +169,16 @@ def _forward_kernel(static: Static, q, k, v, start, end):
     # The check asks the default device, which need not be the one that a program is compiled for. The softmax is
     # relative to each row's maximum, as the log-sum-exp of large logits needs.
     run = PallasTritonFlashAttention(config=config, bypass_device_check=True, use_stable_softmax=True)
-    how = {"logits_scale": static.scale, "logits_soft_cap": static.softcap, "return_residuals": True}
     with jax.numpy_rank_promotion("allow"):
-        out, (peak, total) = run(q, k, v, mask=Mask(**named(start, end, static.mask)), **how)
+        out, (peak, total) = run(
+            q,
+            k,
+            v,
+            mask=Mask(**named(start, end, static.mask)),
+            logits_scale=static.scale,
+            logits_soft_cap=static.softcap,
+            return_residuals=True,
+        )
     return out, jnp.swapaxes(peak + jnp.log(total), 1, 2)
 
 
@@ -187,16 +194,26 @@ def _by_kernel(static: Static, q, k, v, start, end, out, lse, d_out):
     run = PallasTritonFlashAttentionVjp(config=config, bypass_device_check=True)
 
     unused = ("bias", "logits_soft_cap", "dropout_mask", "paging_info", "q_indices", "k_indices")
-    how = dict.fromkeys(unused) | {"precision": (jax.lax.DotAlgorithmPreset.DEFAULT,) * 2, "dropout_rate": 0.0}
-    how |= {"logits_dtype": jnp.dtype(jnp.float32), "logits_scale": static.scale, "normalize_output": True}
 
     def rows(q, k, v, start, end, out, lse, d_out):
         # The kernel weighs by exp(logit - peak) / total, and a log-sum-exp is a peak whose total is 1.
         peak = jnp.swapaxes(lse, 1, 2)
-        found = run(
-            (peak, jnp.ones_like(peak)), out, d_out, q, k, v, mask=Mask(**named(start, end, static.mask)), **how
+        gradients = run(
+            (peak, jnp.ones_like(peak)),
+            out,
+            d_out,
+            q,
+            k,
+            v,
+            mask=Mask(**named(start, end, static.mask)),
+            logits_scale=static.scale,
+            logits_dtype=jnp.dtype(jnp.float32),
+            precision=(jax.lax.DotAlgorithmPreset.DEFAULT,) * 2,
+            normalize_output=True,
+            dropout_rate=0.0,
+            **dict.fromkeys(unused),
         )
-        return found["q"], found["k"], found["v"]
+        return gradients["q"], gradients["k"], gradients["v"]
 
     with jax.numpy_rank_promotion("allow"):
         return _in_groups(rows, q, k, v, start, end, out, lse, d_out)

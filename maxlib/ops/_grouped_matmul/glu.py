@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,9 @@ def grouped_glu(
             for w in (gate, up)
         ]
         if biases:
-            products = [add_expert_bias(y, b, rows_per_expert) for y, b in zip(products, biases, strict=True)]
+            products = [
+                add_expert_bias(y, cast(Array, b), rows_per_expert) for y, b in zip(products, biases, strict=True)
+            ]
         return activation(*map(checkpoint_name, products, NAMES))
     gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
     counts = rows_per_expert.astype(jnp.int32)

@@ -1,6 +1,6 @@
 """Inputs of the gated delta rule and of Kimi delta attention, and the norm of their queries and keys."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class DeltaInputs(NamedTuple):
     v: Array
     log_decay: Array
     beta: Array
-    is_start: Array | None
+    is_start: Any
 
 
 def prepare(q, k, v, log_decay, beta, is_start, valid) -> DeltaInputs:

@@ -22,7 +22,7 @@ from maxlib.ops._recurrent.recurrence import (
     Settings,
     check_floating,
     check_shapes,
-    device_fields,
+    device_of,
     recurrent_op,
     require,
     run_kernel,
@@ -120,6 +120,7 @@ def explain_gated_delta_rule(
 
 def _describe(q, v, l2_norm, axis_name, device: tuple[str, str] | None = None) -> RecurrentCall:
     (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
+    platform, device_kind = device_of(device)
     return RecurrentCall(
         batch=B,
         tokens=T,
@@ -131,7 +132,8 @@ def _describe(q, v, l2_norm, axis_name, device: tuple[str, str] | None = None) -
         dtype=str(v.dtype),
         l2_norm=l2_norm,
         tracked=is_tracked(q, v),
-        **device_fields(device),
+        platform=platform,
+        device_kind=device_kind,
     )
 
 

@@ -181,9 +181,9 @@ def _through_states(x: DeltaInputs, c: _Chunks, s: _Saved, dot: Callable) -> tup
     d_written = dot("nbkgiv,nbkgdv->nbkgid", s.values, s.d_states)
     d_rows = sum_heads(_times(jnp.concatenate([c.into, c.into], axis=-1), d_read))
     by_keys, by_queries = jnp.split(inner(d_read, c.rows), 2, axis=-1)
-    flat = lambda states: states.reshape(*c.across.shape, -1)
-    d_kept = inner(flat(s.states), flat(s.d_states))
-    return d_rows, sum_heads(_times(c.out_of, d_written)), by_keys + by_queries, inner(d_written, c.k), d_kept
+    states, d_states = (x.reshape(*c.across.shape, -1) for x in (s.states, s.d_states))
+    d_across = inner(states, d_states)
+    return d_rows, sum_heads(_times(c.out_of, d_written)), by_keys + by_queries, inner(d_written, c.k), d_across
 
 
 def _times(weight: Array, a: Array) -> Array:

@@ -20,7 +20,7 @@ from maxlib.ops._recurrent.recurrence import (
     Settings,
     check_floating,
     check_shapes,
-    device_fields,
+    device_of,
     recurrent_op,
     require,
     run_kernel,
@@ -116,6 +116,7 @@ def explain_kimi_delta_attention(
 
 def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> RecurrentCall:
     (B, T, N, Hk), Hv = q.shape, v.shape[-1]
+    platform, device_kind = device_of(device)
     return RecurrentCall(
         batch=B,
         tokens=T,
@@ -127,7 +128,8 @@ def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> Recurre
         dtype=str(v.dtype),
         tracked=is_tracked(q, v),
         letters=("N", "N", "Hk", "Hv"),
-        **device_fields(device),
+        platform=platform,
+        device_kind=device_kind,
     )
 
 

@@ -106,7 +106,8 @@ def _chunks(x: DeltaInputs, dot) -> tuple[tuple[Array, Array, Array, Array], Arr
     same = document[..., :, None] == document[..., None, :]
     # The chunks of a head one after the other, so that each can be taken for two of half the size:
     # n B N C Hk -> B N n C Hk.
-    products = _products(*(jnp.moveaxis(a, 0, 2) for a in (x.q, x.k, x.log_decay)), dot)
+    by_head = [jnp.moveaxis(a, 0, 2) for a in (x.q, x.k, x.log_decay)]
+    products = _products(by_head[0], by_head[1], by_head[2], dot)
     of_q, of_k, up_to, behind = (jnp.moveaxis(y, 2, 0) for y in products)
     of_q, of_k = jnp.where(same, of_q, 0), jnp.where(same, of_k, 0)
     into = jnp.where(first[..., None], jnp.exp(up_to), 0)
@@ -131,8 +132,8 @@ def _products(q: Array, k: Array, log_decay: Array, dot) -> tuple[Array, Array, 
         return of_q, of_k, log_decay, jnp.zeros_like(log_decay)
     # Both triangles at once, as chunks of half the size. An axis for the halves at each level would make eight axes,
     # and XLA for CPUs (jax 0.10.2) crashes in x y^T of eight axes.
-    halves = (a.reshape(B, N, 2 * n, size // 2, width) for a in (q, k, log_decay))
-    *triangles, up_to, behind = _products(*halves, dot)
+    halves = [a.reshape(B, N, 2 * n, size // 2, width) for a in (q, k, log_decay)]
+    *triangles, up_to, behind = _products(halves[0], halves[1], halves[2], dot)
     (up_to1, up_to2), (behind1, behind2) = _pairs(up_to), _pairs(behind)
     columns = k[..., : size // 2, :] * jnp.exp(behind1)
 

@@ -133,10 +133,9 @@ def without_padding(out: Array, valid: Array | None) -> Array:
     return out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
 
 
-def device_fields(device: tuple[str, str] | None) -> dict[str, str]:
-    """Returns the fields of a call that describe the device; None for the device in use."""
-    platform, device_kind = device or current_device()
-    return {"platform": platform, "device_kind": device_kind}
+def device_of(device: tuple[str, str] | None) -> tuple[str, str]:
+    """Returns the platform and the kind of a device; None for the device in use."""
+    return device or current_device()
 
 
 def require(op: str, holds: bool, must: str, got: Any) -> None:

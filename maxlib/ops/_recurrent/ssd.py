@@ -19,7 +19,7 @@ from maxlib.ops._recurrent.recurrence import (
     Settings,
     check_floating,
     check_shapes,
-    device_fields,
+    device_of,
     recurrent_op,
     require,
     run_kernel,
@@ -99,6 +99,7 @@ def explain_ssd(
 
 def _describe(x, b, device: tuple[str, str] | None = None) -> RecurrentCall:
     (B, T, N, P), (G, S) = x.shape, b.shape[2:]
+    platform, device_kind = device_of(device)
     return RecurrentCall(
         batch=B,
         tokens=T,
@@ -109,7 +110,8 @@ def _describe(x, b, device: tuple[str, str] | None = None) -> RecurrentCall:
         dtype=str(x.dtype),
         tracked=is_tracked(x, b),
         letters=("G", "N", "S", "P"),
-        **device_fields(device),
+        platform=platform,
+        device_kind=device_kind,
     )
 
 

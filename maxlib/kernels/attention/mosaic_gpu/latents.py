@@ -199,7 +199,7 @@ def _attend(
 
 
 def _anew(index):
-    """Returns an index whose address is computed at every use, as `memory.own` does."""
+    """Returns an index whose address is computed at every use, as `memory.local` does."""
     return lax.optimization_barrier(jnp.int32(index))
 
 

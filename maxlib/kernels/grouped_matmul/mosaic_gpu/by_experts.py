@@ -71,7 +71,10 @@ def _kernel(d_out, rows, bounds, out, scratch, *, sizes: Tiles):
     warpgroup, expert = lax.axis_index("warpgroup"), lax.axis_index("expert")
     first, last = bounds[expert, 0], bounds[expert, 1]
     begin = lax.div(first, jnp.int32(row_tables.ALIGNED)) * row_tables.ALIGNED
-    output = lambda w: pl.ds((lax.axis_index("output") * WARPGROUPS + w) * OUTPUTS, OUTPUTS)
+
+    def output(w):
+        return pl.ds((lax.axis_index("output") * WARPGROUPS + w) * OUTPUTS, OUTPUTS)
+
     inputs = pl.ds(lax.axis_index("input") * sizes.columns, sizes.columns)
     steps = jnp.where(first < last, lax.div(last - begin + SUMMED - 1, jnp.int32(SUMMED)), 0)
 

@@ -134,13 +134,15 @@ def _kernel(rows, weights, biases, tiles, used, *rest, turned: bool, activation,
     (*outs, scratch), warpgroup, processor = rest, lax.axis_index("warpgroup"), lax.axis_index("processor")
     count = jnp.int32(min(processors(), tiles.shape[0] * num_columns))  # blocks of threads in the grid
     mine = lax.div(used[0] * num_columns - processor + count - 1, count)  # tiles of this block
-    tile = lambda i: _tile(tiles, processor + i * count, rows, weights, num_columns, sizes)
+
+    def tile(i):
+        return _tile(tiles, processor + i * count, rows, weights, num_columns, sizes)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
 
-        def one(i, done):
+        def compute_tile(i, done):
             here = tile(i)
             steps = len(rows) * here.steps
             products = pl.run_scoped(
@@ -153,21 +155,21 @@ def _kernel(rows, weights, biases, tiles, used, *rest, turned: bool, activation,
                 _store(_or_zero(here, x).astype(out.dtype), scratch.out.at[warpgroup], out, here, warpgroup)
             return done + steps
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        lax.fori_loop(0, mine, compute_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _memory():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
-        def one(i, done):
+        def fetch_tile(i, done):
             here = tile(i)
             for some_rows, matrices in zip(rows, weights, strict=True):
                 _fetch(scratch, some_rows, matrices, here, done, turned=turned, sizes=sizes)
                 done = done + here.steps
             return done
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        lax.fori_loop(0, mine, fetch_tile, jnp.int32(0))
 
 
 def _fetch(scratch: Scratch, rows, matrices, tile: _Tile, done, *, turned: bool, sizes: Tiles):
@@ -187,8 +189,12 @@ def _fetch(scratch: Scratch, rows, matrices, tile: _Tile, done, *, turned: bool,
 
 def _sum(scratch: Scratch, warpgroup, done, steps, *accs, turned: bool, sizes: Tiles):
     """Sums the products of a tile's steps; the next step's matmuls are issued before this one's are done."""
-    slot = lambda step: lax.rem(done + step, jnp.int32(sizes.stages))
-    free = lambda step: plgpu.barrier_arrive(scratch.free.at[slot(step)])
+
+    def slot(step):
+        return lax.rem(done + step, jnp.int32(sizes.stages))
+
+    def free(step):
+        plgpu.barrier_arrive(scratch.free.at[slot(step)])
 
     @pl.loop(0, steps)
     def _(i):
