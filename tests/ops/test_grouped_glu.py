@@ -83,19 +83,6 @@ def test_equals_the_formula(implementation):
     close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
 
 
-@pytest.mark.parametrize("experts", [1, glu_module.FEW, glu_module.FEW + 1])
-def test_each_row_gets_the_bias_of_its_expert(experts):
-    """Whether biases are selected or gathered: values, and gradients as sums over an expert's rows."""
-    rng = np.random.default_rng(0)
-    counts = rng.permutation([3, 0, 5, 1, 2, 4, 0, 6, 2][:experts])
-    rows, bias, d_out = (rng.normal(size=(n, 7)) for n in (counts.sum() + 4, experts, counts.sum() + 4))
-    of = np.repeat(np.eye(experts), counts, axis=0)  # rows in use, E
-    of = np.concatenate([of, np.zeros((4, experts))])
-    with jax.enable_x64(True):
-        out, pull = jax.vjp(lambda rows, b: ops.add_expert_bias(rows, b, jnp.array(counts)), rows, bias)
-        close([out, *pull(d_out)], [rows + of @ bias, d_out, of.T @ d_out])
-
-
 # ---------------------------------------------------------------------------------------------- the kernel
 
 
@@ -127,15 +114,6 @@ def test_the_kernels_code_equals_the_formula(emulated, name, weight_order, biase
             close([alone(jnp.array(counts), *spoiled[:4])], want[:1])
         if about in ("uneven", "rows left over"):
             close(both(jnp.array(counts), *spoiled), want)
-
-
-@no_gpu
-@pytest.mark.full
-def test_tanh_joins_in_the_kernel(emulated):
-    """Of products of more steps than there are places in shared memory."""
-    given, counts = arrays(100, 6 * 64, 64, 4), [60, 0, 33, 2]
-    run = by_kernel(jnp.array(counts), "EOI", emulator.in_numpy(geglu))
-    close([jax.jit(run)(*given[:4])], in_float64(*given, counts, geglu)[:1])
 
 
 def shapes(dtype=jnp.bfloat16, *, weight_order="EOI", biased=False):

@@ -11,10 +11,9 @@ from maxlib import ops
 from maxlib.kernels.attention.mosaic_gpu import config as hopper
 from maxlib.kernels.grouped_matmul.megablox_tiles import Matmuls, Tiles
 from maxlib.kernels.grouped_matmul.mosaic_gpu import config as grouped
-from maxlib.ops import _tuning, tiles
+from maxlib.ops import tiles
 from maxlib.ops._attention import api
 from maxlib.ops._attention.splash import SplashBlock
-from maxlib.ops._attention.table import AttentionCall
 from maxlib.ops._grouped_matmul.ragged_tiles import hopper_tiles
 
 HOPPER = hopper.attention_tiles(128, 128, False)
@@ -113,15 +112,6 @@ def test_sizes_in_code_are_part_of_jits_key():
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_the_backward_pass_has_the_sizes_of_the_forward_pass():
-    """Also where it is traced later, outside: four blocks of 16 queries instead of one of 64."""
-    run = lambda q: ops.attention(q, q, q).sum()
-    with ops.tile_sizes(tiles.ChunkedTiles(16, 32)):
-        _, pull = jax.vjp(run, Q)
-    text = str(jax.make_jaxpr(pull)(jnp.float32(1)))
-    assert "f32[4,1,2,16,16]" in text and "f32[1,1,2,64,16]" not in text
-
-
 def draw(*shapes):
     return [0.5 * jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
 
@@ -184,17 +174,6 @@ def test_explanations_print_the_sizes_and_their_source():
     assert "SSDTiles(chunk=128, block=128), default" in str(ops.explain_ssd(q, q, device=device))
     assert "SSDTiles(chunk=64, block=256), default" in str(ops.explain_ssd(q, q, device=("cpu", "cpu")))
     assert ops.explain_attention(q, q, q, device=("gpu", "NVIDIA H200")).tiles is None  # cuDNN has its own
-
-
-def test_a_key_holds_the_kernel_and_the_shape():
-    found = _tuning.choose(tiles.SplitTiles(), _tuning.key_of({"T": 3000, "S": 4097}, {"Hk": 96}), "cpu")
-    assert found.key == "attention/split_kv T=4096 S=8192 Hk=96"
-
-
-def test_a_soft_cap_has_tile_sizes_of_its_own():
-    sizes = dict(batch=1, queries=64, keys=64, heads=2, kv_heads=2, key_dim=16, value_dim=16, dtype="float32")
-    call = lambda *features: AttentionCall(**sizes, features=frozenset(features), platform="tpu", device_kind="TPU v5p")
-    assert call("sinks").key == call().key and call("softcap").key == call().key + " softcap=1"
 
 
 def test_tuned_takes_whole_kernels_once():

@@ -126,26 +126,6 @@ def test_kernels_for_ampere_do_not_run_on_older_gpus(kind):
         assert explain_attention(q, q, q, device=("gpu", kind)).chosen == "chunked"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "NVIDIA A100-SXM4-80GB",
-        "NVIDIA A10G",
-        "NVIDIA L4",
-        "NVIDIA RTX A6000",
-        "NVIDIA GeForce RTX 2050",
-        "NVIDIA GeForce RTX 3090",
-        "NVIDIA RTX 2000 Ada Generation",
-        "NVIDIA GeForce RTX 5090",
-        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-        "NVIDIA GB10",
-    ],
-)
-def test_kernels_for_ampere_run_on_later_gpus(kind):
-    q = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
-    assert explain_attention(q, q, q, device=("gpu", kind)).chosen == "cudnn"
-
-
 @pytest.mark.parametrize("device", [("gpu", "H1000"), ("tpu", "H100"), ("gpu", "v5p"), ("cuda", "H100"), ("tpu", "v9")])
 def test_an_unknown_device_is_refused(device):
     rows, weights = f32(8, 16), f32(2, 4, 16)
@@ -156,12 +136,6 @@ def test_an_unknown_device_is_refused(device):
     ):
         with pytest.raises(ValueError, match="no device is known as .*h100, .*v5p, v6e"):
             explain()
-
-
-def test_a_device_in_use_may_be_unknown(monkeypatch):
-    monkeypatch.setattr("maxlib.hardware.current_device", lambda: ("gpu", "Radeon"))
-    assert explain_attention(f32(2, 17, 4, 8), K, K).chosen == "chunked"
-    assert explain_attention(f32(2, 17, 4, 8), K, K, device=("gpu", "Radeon")).chosen == "chunked"
 
 
 def test_the_table_has_every_implementation_and_feature(fast):

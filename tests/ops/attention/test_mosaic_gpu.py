@@ -70,13 +70,6 @@ def test_the_kernels_code_equals_the_reference_pairwise(case, emulated):
 
 
 @no_gpu
-@pytest.mark.full
-@pytest.mark.parametrize("lengths", [(72, 140), (200, 330)], ids=str)
-def test_every_mask(lengths, emulated):
-    check(mosaic_gpu, cases.Case((2, 1), (64, 64), lengths, None, True, None), MASKS, jnp.float32, 1e-5)
-
-
-@no_gpu
 @pytest.mark.parametrize("processors", [1, slow_if(True, 2), slow_if(True, 132)], ids="processors={}".format)
 def test_keys_are_summed_over_parts_of_their_heads_where_processors_would_be_idle(processors, emulated, monkeypatch):
     """Not at all, two of the four heads at a time, and one."""
@@ -115,13 +108,6 @@ def test_a_cache_of_which_little_is_filled(filled, emulated):
     got, want = (values(run, case)(given, *bounds) for run in (mosaic_gpu, reference))
     np.testing.assert_allclose(got["out"], want["out"], atol=1e-5)
     np.testing.assert_allclose(got["lse"], want["lse"], atol=1e-5)
-
-
-@no_gpu
-@pytest.mark.full
-@pytest.mark.parametrize("case", DECODING, ids=str)
-def test_decoding_equals_the_reference_with_every_mask(case, emulated):
-    check(mosaic_gpu, case, MASKS, jnp.float32, 1e-5, results=values)
 
 
 LATENTS = [  # rows of one tile and of two, several queries among them; empty keys, few and many
@@ -167,14 +153,6 @@ def test_parts_of_latents_fill_the_processors():
     """By rounds of 132 blocks of threads; short caches are not cut."""
     assert [config.latent_parts(blocks, 32768) for blocks in (8, 16, 128, 132)] == [16, 8, 1, 1]
     assert config.latent_parts(8, 800) == 1 and config.latent_parts(70, 32768) > 1
-
-
-@no_gpu
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
-def test_low_precision(dtype, emulated):
-    case = cases.Case((4, 2), (64, 64), (137, 137), None, True, None)
-    check(mosaic_gpu, case, MASKS[3:6], dtype, 4 * jnp.finfo(dtype).eps)
 
 
 @no_gpu
@@ -241,12 +219,6 @@ def test_decoding_latents_lowers(widths):
     run = jax.jit(functools.partial(mosaic_gpu_mla, scale=0.1))
     lowered = export.export(run, platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(**given, **bounds)
     assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
-
-
-@no_gpu
-@pytest.mark.full
-def test_half_precision_lowers_for_one_query():
-    lower(cases.Case((8, 8), (128, 128), (1, 4096), None, False, None), jnp.float16)
 
 
 # ------------------------------------------------------------------------------------------------ dispatch and tiles
