@@ -20,12 +20,12 @@ class TileSizes:
         """Checks fields, or all of them that are numbers.
 
         Args:
-          multiple: number of which each field must be a multiple.
-          *names: names of the fields; default: all that are not passes.
-          least: smallest value.
+            multiple: Number of which each field must be a multiple.
+            *names: Names of the fields; default: all that are not passes.
+            least: Smallest value.
 
         Raises:
-          ValueError: when a field is something else.
+            ValueError: When a field is something else.
         """
         for name in names or [field.name for field in dataclasses.fields(self)]:
             value = getattr(self, name)
@@ -71,7 +71,7 @@ class TileSizes:
         """Inverts `to_json`.
 
         Raises:
-          ValueError, TypeError, AttributeError: when `found` does not describe such sizes.
+            ValueError, TypeError, AttributeError: When `found` does not describe such sizes.
         """
         hints = typing.get_type_hints(cls)
         return cls(**{name: _read(hints[name], x) for name, x in entries.items() if name in hints})

@@ -21,12 +21,12 @@ class MRope:
     equal positions, for which this equals `rope`.
 
     Args:
-      rope: the frequencies and the layout of pairs.
-      sections: number of pairs that rotate by time, row and column.
+        rope: The frequencies and the layout of pairs.
+        sections: Number of pairs that rotate by time, row and column.
 
     Raises:
-      ValueError: when the sections are not three numbers whose sum is the number of pairs of `rope`, or the second or
-          third is too large.
+        ValueError: When the sections are not three numbers whose sum is the number of pairs of `rope`, or the second or
+            third is too large.
     """
 
     rope: Rope
@@ -74,11 +74,11 @@ class MRope:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
-          positions: `B T 3`, time, row and column of each token; `B T` if the three are equal.
-          length: as for `Rope.tables`.
+            positions: `B T 3`, time, row and column of each token; `B T` if the three are equal.
+            length: As for `Rope.tables`.
 
         Raises:
-          ValueError: when positions do not have three rows.
+            ValueError: When positions do not have three rows.
         """
         if positions.ndim == 2:
             return self.rope.tables(positions, length=length)
@@ -105,12 +105,12 @@ class AxialRope:
     rows have those with even indices and columns those with odd indices.
 
     Args:
-      dim: number of rotary dimensions, a multiple of 4.
-      theta: base of the frequencies.
-      alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
+        dim: Number of rotary dimensions, a multiple of 4.
+        theta: Base of the frequencies.
+        alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
 
     Raises:
-      ValueError: when `dim` is not a multiple of 4.
+        ValueError: When `dim` is not a multiple of 4.
     """
 
     dim: int
@@ -135,8 +135,8 @@ class AxialRope:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
-          positions: `B T 2`, row and column of each patch.
-          length: ignored; present for the signature of `Rope.tables`.
+            positions: `B T 2`, row and column of each patch.
+            length: Ignored; present for the signature of `Rope.tables`.
         """
         axis = Rope(self.dim if self.alternating else self.dim // 2, self.theta)
         (cos_y, sin_y), (cos_x, sin_x) = (axis.tables(positions[:, :, n]) for n in range(2))
@@ -154,13 +154,13 @@ class GridRope:
     the last patch (a class token) are not rotated.
 
     Args:
-      dim: number of rotary dimensions, a multiple of 4.
-      side: number of patches along each side of the image.
-      theta: base of the frequencies.
-      interleaved: layout of the pairs, as in `Rope`.
+        dim: Number of rotary dimensions, a multiple of 4.
+        side: Number of patches along each side of the image.
+        theta: Base of the frequencies.
+        interleaved: Layout of the pairs, as in `Rope`.
 
     Raises:
-      ValueError: when `dim` is not a multiple of 4 or `side` is below 1.
+        ValueError: When `dim` is not a multiple of 4 or `side` is below 1.
     """
 
     dim: int
@@ -185,8 +185,8 @@ class GridRope:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
-          positions: index of each patch, counted row by row from 0.
-          length: ignored; present for the signature of `Rope.tables`.
+            positions: Index of each patch, counted row by row from 0.
+            length: Ignored; present for the signature of `Rope.tables`.
         """
         positions = jnp.asarray(positions)
         inside = positions < self.side**2  # False for a class token: angle 0, no rotation

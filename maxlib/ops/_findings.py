@@ -76,7 +76,7 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
     """Merges `refused` or `tiles` into the user's table of a device kind; a value of None removes an entry.
 
     Returns:
-      The path of the table.
+        The path of the table.
     """
     path = file_of(device_kind)
     table: dict[str, Any] = {"device": device_kind, **_read(path), "versions": versions()}

@@ -41,9 +41,9 @@ class RopeScaling:
         """Returns the frequency of each of the `dim / 2` pairs, in radians per position.
 
         Args:
-          dim: number of rotary dimensions.
-          theta: base of the frequencies.
-          length: number of positions in the sequence; ignored unless `needs_length`.
+            dim: Number of rotary dimensions.
+            theta: Base of the frequencies.
+            length: Number of positions in the sequence; ignored unless `needs_length`.
         """
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class RopeScaling:
         """Checks the parameters.
 
         Raises:
-          ValueError: when a parameter is out of range, or the scaling cannot be used with `dim` rotary dimensions.
+            ValueError: When a parameter is out of range, or the scaling cannot be used with `dim` rotary dimensions.
         """
 
 
@@ -65,7 +65,7 @@ class LinearScaling(RopeScaling):
     """Position interpolation: positions are divided by `factor` (https://arxiv.org/abs/2306.15595).
 
     Args:
-      factor: ratio of the new context length to the original one.
+        factor: Ratio of the new context length to the original one.
     """
 
     factor: float
@@ -84,8 +84,8 @@ class ProportionalScaling(RopeScaling):
     Unlike a partial rotary embedding (`Rope.dim` below the head width), pairs are formed over the whole head.
 
     Args:
-      fraction: share of the pairs that rotate, from 0 to 1; the other pairs have frequency 0.
-      factor: divisor of the frequencies, as in `LinearScaling`.
+        fraction: Share of the pairs that rotate, from 0 to 1; the other pairs have frequency 0.
+        factor: Divisor of the frequencies, as in `LinearScaling`.
     """
 
     fraction: float
@@ -106,8 +106,8 @@ class DynamicNTKScaling(RopeScaling):
     """NTK-aware scaling: the base grows with the sequence beyond `original_length` (https://arxiv.org/abs/2309.00071).
 
     Args:
-      factor: ratio of the longest supported context to the original one.
-      original_length: number of positions the model was first trained with.
+        factor: Ratio of the longest supported context to the original one.
+        original_length: Number of positions the model was first trained with.
     """
 
     factor: float
@@ -142,10 +142,10 @@ class Llama3Scaling(RopeScaling):
     Pairs between the two bounds are interpolated smoothly. Equal bounds give a hard step (Llama 4 Scout).
 
     Args:
-      factor: divisor of the low frequencies.
-      low_freq_factor: pairs that turn fewer times than this within `original_length` are divided by `factor`.
-      high_freq_factor: pairs that turn more often than this within `original_length` keep their frequency.
-      original_length: number of positions the model was first trained with.
+        factor: Divisor of the low frequencies.
+        low_freq_factor: Pairs that turn fewer times than this within `original_length` are divided by `factor`.
+        high_freq_factor: Pairs that turn more often than this within `original_length` keep their frequency.
+        original_length: Number of positions the model was first trained with.
     """
 
     factor: float
@@ -182,15 +182,15 @@ class YarnScaling(RopeScaling):
     """YaRN: slow pairs are interpolated, fast ones kept, and attention is sharpened (https://arxiv.org/abs/2309.00071).
 
     Args:
-      factor: ratio of the new context length to the original one.
-      original_length: number of positions the model was first trained with.
-      beta_fast: pairs that turn more often than this within `original_length` keep their frequency.
-      beta_slow: pairs that turn less often than this are divided by `factor`; a linear ramp connects the two.
-      attention_factor: factor on cosine and sine. By default it is computed: `yarn_mscale(factor, mscale) /
-        yarn_mscale(factor, mscale_all_dim)` when both are given (DeepSeek), else `yarn_mscale(factor)`.
-      mscale: numerator of that quotient.
-      mscale_all_dim: denominator of that quotient.
-      truncate: rounds the ends of the ramp outwards to whole pairs.
+        factor: Ratio of the new context length to the original one.
+        original_length: Number of positions the model was first trained with.
+        beta_fast: Pairs that turn more often than this within `original_length` keep their frequency.
+        beta_slow: Pairs that turn less often than this are divided by `factor`; a linear ramp connects the two.
+        attention_factor: Factor on cosine and sine. By default it is computed: `yarn_mscale(factor, mscale) /
+            yarn_mscale(factor, mscale_all_dim)` when both are given (DeepSeek), else `yarn_mscale(factor)`.
+        mscale: Numerator of that quotient.
+        mscale_all_dim: Denominator of that quotient.
+        truncate: Rounds the ends of the ramp outwards to whole pairs.
     """
 
     factor: float
@@ -248,11 +248,11 @@ class LongRopeScaling(RopeScaling):
     """LongRoPE: a separate divisor for the frequency of each pair (https://arxiv.org/abs/2402.13753).
 
     Args:
-      short_factor: `dim / 2` divisors for sequences of up to `original_length` positions.
-      long_factor: `dim / 2` divisors for longer sequences.
-      original_length: number of positions the model was first trained with.
-      factor: ratio of the longest to the original length; it sets the magnitude unless `attention_factor` is given.
-      attention_factor: factor on cosine and sine; default `sqrt(1 + ln(factor) / ln(original_length))`.
+        short_factor: `dim / 2` divisors for sequences of up to `original_length` positions.
+        long_factor: `dim / 2` divisors for longer sequences.
+        original_length: Number of positions the model was first trained with.
+        factor: Ratio of the longest to the original length; it sets the magnitude unless `attention_factor` is given.
+        attention_factor: Factor on cosine and sine; default `sqrt(1 + ln(factor) / ln(original_length))`.
     """
 
     short_factor: Sequence[float]
@@ -300,7 +300,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     DeepSeek multiplies its softmax scale by the square of it.
 
     Args:
-      factor: ratio of the new context length to the original one; the magnitude is 1 for factors up to 1.
-      mscale: strength of the correction.
+        factor: Ratio of the new context length to the original one; the magnitude is 1 for factors up to 1.
+        mscale: Strength of the correction.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

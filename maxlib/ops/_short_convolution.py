@@ -31,20 +31,20 @@ def short_convolution(
     convolution of LFM2 is `c * short_convolution(b * x, weight)[0]`.
 
     Args:
-      x: input; its channels may have several axes, such as heads and their width.
-      weight: taps of each channel; the last one multiplies the current token.
-      bias: added to the result.
-      is_start: True for the first token of a document; None if every row continues `tail`.
-      valid: False for padding; None if every token is real.
-      tail: the last W - 1 real inputs before this call; None for zeros.
-      act: applied to the result; None for none. The backward pass keeps only the inputs and computes both again.
-      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+        x: Input; its channels may have several axes, such as heads and their width.
+        weight: Taps of each channel; the last one multiplies the current token.
+        bias: Added to the result.
+        is_start: True for the first token of a document; None if every row continues `tail`.
+        valid: False for padding; None if every token is real.
+        tail: The last W - 1 real inputs before this call; None for zeros.
+        act: Applied to the result; None for none. The backward pass keeps only the inputs and computes both again.
+        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
 
     Returns:
-      The result, in the dtype of `x`, and the tail for the next call, in the dtype of `tail`.
+        The result, in the dtype of `x`, and the tail for the next call, in the dtype of `tail`.
 
     Raises:
-      ValueError: when shapes do not agree.
+        ValueError: When shapes do not agree.
     """
     width = weight.shape[-1]
     shape = (x.shape[0], width - 1, *x.shape[2:])

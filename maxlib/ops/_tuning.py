@@ -24,11 +24,11 @@ def tile_sizes(*sizes: TileSizes) -> Iterator[None]:
     covers what is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
 
     Args:
-      *sizes: one of each kernel; `explain_attention(...).tiles.sizes` are those that a call gets.
+        *sizes: One of each kernel; `explain_attention(...).tiles.sizes` are those that a call gets.
 
     Raises:
-      TypeError: when one of them is something else, or the sizes of one pass only.
-      ValueError: when two are for the same kernel.
+        TypeError: When one of them is something else, or the sizes of one pass only.
+        ValueError: When two are for the same kernel.
     """
     kinds = [type(size) for size in sizes]
     for size in sizes:
@@ -46,9 +46,9 @@ class Tuned(Generic[S]):
     """Sizes and where they come from.
 
     Args:
-      sizes: what the kernel runs with.
-      source: "code" (`ops.tile_sizes`), "measured" by `python -m maxlib.ops tune`, or "default".
-      key: kernel and shape, as in a device's table.
+        sizes: What the kernel runs with.
+        source: "code" (`ops.tile_sizes`), "measured" by `python -m maxlib.ops tune`, or "default".
+        key: Kernel and shape, as in a device's table.
     """
 
     sizes: S
@@ -63,9 +63,9 @@ def choose(default: S, key: str, device_kind: str) -> Tuned[S]:
     """Chooses the sizes of a call.
 
     Args:
-      default: the kernel's own choice for the call.
-      key: `key_of` the call's shape.
-      device_kind: jax's name of the device.
+        default: The kernel's own choice for the call.
+        key: `key_of` the call's shape.
+        device_kind: jax's name of the device.
     """
     # The class of the default says which kernel asks: one class belongs to one kernel.
     kind: Any = type(default)

@@ -10,11 +10,11 @@ def merge_parts(
     """Merges attention over P disjoint parts of the keys.
 
     Args:
-      outs: output of each part, normalised over its own keys.
-      lses: log-sum-exp of the logits of each part.
+        outs: Output of each part, normalised over its own keys.
+        lses: Log-sum-exp of the logits of each part.
 
     Returns:
-      The output and the log-sum-exp over all keys; zeros and `-inf` for a row without a visible key in any part.
+        The output and the log-sum-exp over all keys; zeros and `-inf` for a row without a visible key in any part.
     """
     # out = sum_p exp(lse_p) out_p / sum_p exp(lse_p), shifted by the largest lse so that no exponential overflows.
     peak = jnp.max(lses, axis=0, keepdims=True)
@@ -34,12 +34,12 @@ def merge_sinks(
     The result is exact, and differentiable in `out`, `lse` and `sinks`.
 
     Args:
-      out: output of attention without sinks.
-      lse: log-sum-exp of its logits.
-      sinks: the additional logit of each head.
+        out: Output of attention without sinks.
+        lse: Log-sum-exp of its logits.
+        sinks: The additional logit of each head.
 
     Returns:
-      The output and the log-sum-exp with the sinks included.
+        The output and the log-sum-exp with the sinks included.
     """
     # A softmax with one more logit is the old one times exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink). It is
     # computed as an exponential, because the gradient of the sigmoid would lose the digits of a small sink.

@@ -14,14 +14,14 @@ def tiles_of(
     """Finds the tiles to visit and those that need no mask; the intervals may be in any order.
 
     Args:
-      start: index of the first key of each query, padded to whole blocks.
-      end: index after the last key of each query.
-      num_keys: number of keys.
-      block_q: queries per tile.
-      block_k: keys per tile.
+        start: Index of the first key of each query, padded to whole blocks.
+        end: Index after the last key of each query.
+        num_keys: Number of keys.
+        block_q: Queries per tile.
+        block_k: Keys per tile.
 
     Returns:
-      Two boolean arrays: visited tiles, and full tiles.
+        Two boolean arrays: Visited tiles, and full tiles.
     """
     start, end = (x.reshape(x.shape[0], -1, block_q) for x in (start, end))  # [B, P] -> [B, Q, block_q]
     seen = start < end

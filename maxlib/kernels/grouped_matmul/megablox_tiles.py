@@ -59,7 +59,7 @@ class Tiles(TileSizes):
         """Shrinks the tile to the matmul.
 
         Raises:
-          ValueError: when what is left is no whole register, or does not fit into vector memory.
+            ValueError: When what is left is no whole register, or does not fit into vector memory.
         """
         # Rows are padded to whole tiles; K and N are not, so a tile never reaches beyond them.
         tiles = Tiles(self.rows, min(self.summed, of.summed), min(self.out, of.out))

@@ -76,30 +76,30 @@ def attention(
         y = ops.attention(q, k, k, k_end=k_end)  # causal: query i attends to the keys up to i
 
     Args:
-      q: queries, N heads.
-      k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
-      v: values, K heads, of any width; or their width Hv, if they are the first channels of the keys (latent
-          attention), which some kernels then read only once.
-      k_start: index of the first key that each query attends to; default 0.
-      k_end: one past the index of the last key that each query attends to; default S. Bounds may be out of range. An
-          empty interval gives zeros.
-      scale: factor on the products of queries and keys; default `Hk ** -0.5`.
-      softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
-      sinks: an extra logit per query head in the softmax's denominator, without a value (GPT-OSS).
-      bias: added to the logits; B and N may be 1.
-      mask_hint: static description of the intervals (`Mask.static`), with segments if they hide keys, for kernels that
-          take a named mask. It must agree with the intervals. By default it is derived from absent bounds.
-      implementation: name of the implementation to run. None runs the first in order of preference that supports the
-          call; `explain_attention` shows which one and why. "offline" runs the first that also compiles without the
-          device, for plans.
-      return_lse: True also returns the log-sum-exp of every row's logits.
+        q: Queries, N heads.
+        k: Keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
+        v: Values, K heads, of any width; or their width Hv, if they are the first channels of the keys (latent
+            attention), which some kernels then read only once.
+        k_start: Index of the first key that each query attends to; default 0.
+        k_end: One past the index of the last key that each query attends to; default S. Bounds may be out of range. An
+            empty interval gives zeros.
+        scale: Factor on the products of queries and keys; default `Hk ** -0.5`.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None for no cap.
+        sinks: An extra logit per query head in the softmax's denominator, without a value (GPT-OSS).
+        bias: Added to the logits; B and N may be 1.
+        mask_hint: Static description of the intervals (`Mask.static`), with segments if they hide keys, for kernels
+            that take a named mask. It must agree with the intervals. By default it is derived from absent bounds.
+        implementation: Name of the implementation to run. None runs the first in order of preference that supports the
+            call; `explain_attention` shows which one and why. "offline" runs the first that also compiles without the
+            device, for plans.
+        return_lse: True also returns the log-sum-exp of every row's logits.
 
     Returns:
-      The output, in the dtype of `q`; with `return_lse` also the float32 log-sum-exp (sink included, `-inf` for empty
-      rows). Both are differentiable.
+        The output, in the dtype of `q`; with `return_lse` also the float32 log-sum-exp (sink included, `-inf` for empty
+        rows). Both are differentiable.
 
     Raises:
-      ValueError: when shapes do not agree, or the named implementation cannot run the call.
+        ValueError: When shapes do not agree, or the named implementation cannot run the call.
     """
     hint, shared = _hint(mask_hint, k_start, k_end), isinstance(v, int)
     v = _values(k, v) if isinstance(v, int) else v
@@ -161,25 +161,25 @@ def explain_attention(
     """Explains which implementation `attention` would run for these arguments, and why.
 
     Args:
-      q: queries; this and every other array may be a `jax.ShapeDtypeStruct`.
-      k: keys.
-      v: values, or their width.
-      k_start: as in `attention`.
-      k_end: as in `attention`.
-      softcap: as in `attention`.
-      sinks: as in `attention`.
-      bias: as in `attention`.
-      mask_hint: as in `attention`.
-      implementation: as in `attention`.
-      return_lse: as in `attention`.
-      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")` or `("tpu", "v6e")`; default:
-        the device in use.
+        q: Queries; this and every other array may be a `jax.ShapeDtypeStruct`.
+        k: Keys.
+        v: Values, or their width.
+        k_start: As in `attention`.
+        k_end: As in `attention`.
+        softcap: As in `attention`.
+        sinks: As in `attention`.
+        bias: As in `attention`.
+        mask_hint: As in `attention`.
+        implementation: As in `attention`.
+        return_lse: As in `attention`.
+        device: Platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")` or `("tpu", "v6e")`;
+            default: the device in use.
 
     Returns:
-      An `Explanation`, which prints as a readable text.
+        An `Explanation`, which prints as a readable text.
 
     Raises:
-      ValueError: when shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
+        ValueError: When shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
     """
     hint, shared, device = _hint(mask_hint, k_start, k_end), isinstance(v, int), explained_device(device)
     v = jax.eval_shape(functools.partial(_values, width=v), k) if isinstance(v, int) else v

@@ -64,16 +64,16 @@ def chunked(
     Differentiable once (reverse mode) in q, k, v, sinks and bias.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
-      k_start: index of the first key that each query attends to.
-      k_end: one past the index of the last key.
-      scale: factor on the products of queries and keys.
-      softcap: bound of the logits, or None.
-      sinks: an extra logit per head, without a value.
-      bias: added to the logits.
-      tiles: sizes of a block; default: `chunked_tiles`.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        k_start: Index of the first key that each query attends to.
+        k_end: One past the index of the last key.
+        scale: Factor on the products of queries and keys.
+        softcap: Bound of the logits, or None.
+        sinks: An extra logit per head, without a value.
+        bias: Added to the logits.
+        tiles: Sizes of a block; default: `chunked_tiles`.
     """
     tiles = tiles or chunked_tiles(q.shape[1], q.shape[2], k.shape[1], current_device()[0])
     spec = tiles.spec(q.shape, k.shape[1], scale, softcap, whole_batch=bias is not None)
@@ -105,9 +105,9 @@ class ChunkedTiles(TileSizes):
     """Blocks of `chunked`.
 
     Args:
-      queries: queries of a block; at most all.
-      keys: keys of a block; at most all.
-      logits: most numbers of a tile, of all heads and as many rows of the batch as fit, at least one.
+        queries: Queries of a block; at most all.
+        keys: Keys of a block; at most all.
+        logits: Most numbers of a tile, of all heads and as many rows of the batch as fit, at least one.
     """
 
     queries: int
@@ -165,12 +165,12 @@ def attend_backward(spec: Spec, args, out, lse, d_out, d_lse):
     """Returns the gradients of q, k, v and the bias, from the results of any forward pass.
 
     Args:
-      spec: the maths and the blocks.
-      args: `(q, k, v, bias, k_start, k_end)`.
-      out: the output.
-      lse: the log-sum-exp of each row's logits, a sink's included.
-      d_out: gradient of the output.
-      d_lse: gradient of the log-sum-exp.
+        spec: The maths and the blocks.
+        args: `(q, k, v, bias, k_start, k_end)`.
+        out: The output.
+        lse: The log-sum-exp of each row's logits, a sink's included.
+        d_out: Gradient of the output.
+        d_lse: Gradient of the log-sum-exp.
     """
     # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse. This one number per row replaces the
     # sum over all keys in the softmax's gradient, so tiles are independent of each other.

@@ -85,13 +85,13 @@ def attend_with_sinks(
     """Returns attention with a sink logit per query head; it is differentiable in all four arrays.
 
     Args:
-      q: queries, in bfloat16 or float16, as keys and values.
-      k: keys.
-      v: values.
-      sinks: one logit per query head, without a value.
-      scale: factor on the products of queries and keys.
-      causal: True if a query attends to no later key.
-      window: number of keys that a query attends to, its own included, under a causal mask; None for no limit.
+        q: Queries, in bfloat16 or float16, as keys and values.
+        k: Keys.
+        v: Values.
+        sinks: One logit per query head, without a value.
+        scale: Factor on the products of queries and keys.
+        causal: True if a query attends to no later key.
+        window: Number of keys that a query attends to, its own included, under a causal mask; None for no limit.
     """
     return _attend(Mask(scale, causal, window), *vary_alike((q, k, v, sinks)))
 

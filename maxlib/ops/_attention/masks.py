@@ -20,12 +20,12 @@ class TokenPositions:
     """Position and document of each query: all fields are indices into the key array, shape `B T`.
 
     Args:
-      index: the query's own key.
-      start: first key of its document.
-      stop: one past the last key of its document; `stop <= start` marks padding.
-      span_start: first token of the query's bidirectional span (an image, a prefix); its own index if it has none. None
-          if no query has one.
-      span_stop: one past the last token of that span.
+        index: The query's own key.
+        start: First key of its document.
+        stop: One past the last key of its document; `stop <= start` marks padding.
+        span_start: First token of the query's bidirectional span (an image, a prefix); its own index if it has none.
+            None if no query has one.
+        span_stop: One past the last token of that span.
     """
 
     index: Int[Array, "B T"]
@@ -43,12 +43,12 @@ class StaticMask:
     implementations use the intervals.
 
     Args:
-      kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
-      window: maximum number of keys that a query attends to, including its own; None for no limit. With `kind="full"`
-          it only makes sense intersected with a causal mask, and no kernel supports it.
-      segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
-      aligned: True if query `i` has the index of key `i` and all keys belong to its row; False with a cache, or if the
-          sequence is split over devices.
+        kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
+        window: Maximum number of keys that a query attends to, including its own; None for no limit. With `kind="full"`
+            it only makes sense intersected with a causal mask, and no kernel supports it.
+        segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
+        aligned: True if query `i` has the index of key `i` and all keys belong to its row; False with a cache, or if
+            the sequence is split over devices.
     """
 
     kind: Literal["causal", "full", "any"]
@@ -66,8 +66,8 @@ class MaskHint(NamedTuple):
     """Facts about a mask that a kernel may use in addition to its intervals.
 
     Args:
-      static: description of the intervals at compile time.
-      segment_ids: segments of the queries, `B T`, and of the keys, `B S`, if `static.segmented`.
+        static: Description of the intervals at compile time.
+        segment_ids: Segments of the queries, `B T`, and of the keys, `B S`, if `static.segmented`.
     """
 
     static: StaticMask
@@ -182,10 +182,10 @@ class SlidingWindow(Mask):
         attn = nn.Attention(64, num_heads=4, head_dim=16, mask=mask, rngs=nnx.Rngs(0))
 
     Args:
-      window: number of keys, including the query's own (Mistral's convention).
+        window: Number of keys, including the query's own (Mistral's convention).
 
     Raises:
-      ValueError: when `window` is not an integer of at least 1.
+        ValueError: When `window` is not an integer of at least 1.
     """
 
     window: int
@@ -214,10 +214,10 @@ class Chunked(Mask):
     """Chunked mask: the keys of the query's own chunk (Llama 4); use as `Causal() & Chunked(n)`.
 
     Args:
-      chunk: tokens per chunk, counted from the start of the document.
+        chunk: Tokens per chunk, counted from the start of the document.
 
     Raises:
-      ValueError: when `chunk` is not an integer of at least 1.
+        ValueError: When `chunk` is not an integer of at least 1.
     """
 
     chunk: int
@@ -247,7 +247,7 @@ class Prefix(Mask):
     """Prefix mask: the first `length` tokens of a document attend to each other; use as `Causal() | Prefix(n)`.
 
     Args:
-      length: number of tokens in the prefix.
+        length: Number of tokens in the prefix.
     """
 
     length: int

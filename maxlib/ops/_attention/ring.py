@@ -48,25 +48,25 @@ def ring_attention(
     Differentiable once (reverse mode) in q, k, v and sinks.
 
     Args:
-      q: this device's queries.
-      k: this device's part of the keys.
-      v: this device's part of the values.
-      k_start: first key of each query, as an index into the whole key array of all devices.
-      k_end: one past the last key of each query.
-      mask_hint: as in `attention`, for the whole sequence; segments are those of this device's queries and keys.
-      axis_name: mesh axis over which keys are split.
-      pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last of
-        `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
-      scale: as in `attention`.
-      softcap: as in `attention`.
-      sinks: as in `attention`.
-      implementation: as in `attention`; it runs on each part.
+        q: This device's queries.
+        k: This device's part of the keys.
+        v: This device's part of the values.
+        k_start: First key of each query, as an index into the whole key array of all devices.
+        k_end: One past the last key of each query.
+        mask_hint: As in `attention`, for the whole sequence; segments are those of this device's queries and keys.
+        axis_name: Mesh axis over which keys are split.
+        pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last
+            of `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
+        scale: As in `attention`.
+        softcap: As in `attention`.
+        sinks: As in `attention`.
+        implementation: As in `attention`; it runs on each part.
 
     Returns:
-      The output for this device's queries, over the keys of all devices.
+        The output for this device's queries, over the keys of all devices.
 
     Raises:
-      ValueError: when `pieces` is neither 1 nor 2, or does not divide the device's number of keys.
+        ValueError: When `pieces` is neither 1 nor 2, or does not divide the device's number of keys.
     """
     if pieces not in (1, 2) or k.shape[1] % pieces:
         raise ValueError(

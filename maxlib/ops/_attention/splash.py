@@ -122,18 +122,18 @@ def splash(
     Differentiable once (reverse mode) in q, k, v and sinks.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
-      k_start: index of the first key that each query attends to.
-      k_end: one past the index of the last key; it may be out of range.
-      scale: factor on the products of queries and keys.
-      softcap: bound of the logits, or None.
-      sinks: an extra logit per head, without a value.
-      bias: not supported.
-      mask_hint: static description of the intervals, with segments if it is segmented.
-      tiles: block sizes, shrunk to the lengths; default: `splash_tiles`.
-      interpret: True runs the kernels in Pallas's interpreter, on any device.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        k_start: Index of the first key that each query attends to.
+        k_end: One past the index of the last key; it may be out of range.
+        scale: Factor on the products of queries and keys.
+        softcap: Bound of the logits, or None.
+        sinks: An extra logit per head, without a value.
+        bias: Not supported.
+        mask_hint: Static description of the intervals, with segments if it is segmented.
+        tiles: Block sizes, shrunk to the lengths; default: `splash_tiles`.
+        interpret: True runs the kernels in Pallas's interpreter, on any device.
     """
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape

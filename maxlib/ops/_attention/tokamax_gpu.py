@@ -42,7 +42,7 @@ def parse_no_flags() -> None:
     """Marks absl's flags as parsed: otherwise tokamax parses the program's arguments and exits at unknown ones.
 
     Raises:
-      ImportError: when absl, which tokamax needs, is not installed.
+        ImportError: When absl, which tokamax needs, is not installed.
     """
     from absl import flags
 

@@ -40,10 +40,10 @@ class TritonAttentionTile(TileSizes):
     """A tile of one pass: a block of threads keeps one side and passes over the other.
 
     Args:
-      stays: queries of a block forward; backward, keys for their gradient, and queries for theirs.
-      streams: keys of a step forward; backward, queries of a step, and keys.
-      warps: warps of a block.
-      stages: steps whose operands are in shared memory at once.
+        stays: Queries of a block forward; backward, keys for their gradient, and queries for theirs.
+        streams: Keys of a step forward; backward, queries of a step, and keys.
+        warps: Warps of a block.
+        stages: Steps whose operands are in shared memory at once.
     """
 
     stays: int = 64
@@ -63,8 +63,8 @@ class TritonAttentionTiles(TileSizes):
     """Tiles of tokamax's attention in Triton, one for each pass.
 
     Args:
-      forward: tile of the forward pass.
-      backward: tile of the backward pass. Near a causal mask's diagonal a step is half as long, and at least 16.
+        forward: Tile of the forward pass.
+        backward: Tile of the backward pass. Near a causal mask's diagonal a step is half as long, and at least 16.
     """
 
     forward: TritonAttentionTile = TritonAttentionTile(128, 64, 8)

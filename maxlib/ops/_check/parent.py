@@ -29,17 +29,17 @@ def check(
     device kind's table and no longer runs here. It is removed from the table when it passes again.
 
     Args:
-      implementations: names of the implementations to check; default: all.
-      deadline: time limit in seconds for each case, including compilation, and for the result to compare it with.
-      rounds: number of rounds of ten timed calls.
-      write: True writes the results to the table.
+        implementations: Names of the implementations to check; default: all.
+        deadline: Time limit in seconds for each case, including compilation, and for the result to compare it with.
+        rounds: Number of rounds of ten timed calls.
+        write: True writes the results to the table.
 
     Returns:
-      One row per implementation and case: op, implementation, case, status, error, rates.
+        One row per implementation and case: Op, implementation, case, status, error, rates.
 
     Raises:
-      ValueError: when no implementation has one of the names.
-      RuntimeError: when JAX does not start.
+        ValueError: When no implementation has one of the names.
+        RuntimeError: When JAX does not start.
     """
     about = _described(deadline)
     if about["platform"] == "cpu":
@@ -66,16 +66,16 @@ def tune(
     for TPUs run in an interpreter, which shows only that their sizes give the right result.
 
     Args:
-      implementations: names of those to try; default: all of them.
-      deadline: time limit per choice of sizes in seconds, including compilation.
-      rounds: rounds of ten timed calls.
+        implementations: Names of those to try; default: all of them.
+        deadline: Time limit per choice of sizes in seconds, including compilation.
+        rounds: Rounds of ten timed calls.
 
     Returns:
-      The fastest sizes by key: kernel, lengths (as powers of two) and widths.
+        The fastest sizes by key: Kernel, lengths (as powers of two) and widths.
 
     Raises:
-      ValueError: when a name is not that of an implementation.
-      RuntimeError: when JAX does not start.
+        ValueError: When a name is not that of an implementation.
+        RuntimeError: When JAX does not start.
     """
     about = _described(deadline)
     _known(about, implementations)
@@ -150,7 +150,7 @@ def _ended(begun: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """Returns the row of the case during which a process ended.
 
     Raises:
-      RuntimeError: when there was none.
+        RuntimeError: When there was none.
     """
     if "begins" in begun:
         return {"case": begun["begins"], "status": line["ended"], "why": line["why"]}

@@ -21,14 +21,14 @@ class Recurrence:
     """One call of a recurrence in two parts; the second starts from the state of the first.
 
     Args:
-      tokens: tokens of a row.
-      batch: rows.
-      key_heads: heads of keys and queries, in Kimi delta attention as many as of values, or groups of state-space
-        duality.
-      heads: heads of values.
-      key_dim: width of keys, or size of the state of state-space duality.
-      value_dim: width of values.
-      documents: documents in a row.
+        tokens: Tokens of a row.
+        batch: Rows.
+        key_heads: Heads of keys and queries, in Kimi delta attention as many as of values, or groups of state-space
+            duality.
+        heads: Heads of values.
+        key_dim: Width of keys, or size of the state of state-space duality.
+        value_dim: Width of values.
+        documents: Documents in a row.
     """
 
     tokens: int = 8192

@@ -204,9 +204,9 @@ def tune(implementations: list[str], skip: list[str], rounds: int) -> Iterator[d
     """Tries tile sizes of every kernel that runs here, a line for each; on a CPU one small case of each, without times.
 
     Args:
-      implementations: names of those to try; none for all.
-      skip: labels of tries that ended a process.
-      rounds: rounds of ten timed calls.
+        implementations: Names of those to try; none for all.
+        skip: Labels of tries that ended a process.
+        rounds: Rounds of ten timed calls.
     """
     few = 1 if jax.default_backend() == "cpu" else None
     for op in OPS:

@@ -67,25 +67,25 @@ def fused_linear_cross_entropy(
         loss = ops.fused_linear_cross_entropy(hidden, weight, targets, weights=weights).loss
 
     Args:
-        hidden: the model's output after its final norm, with any leading axes.
-        weight: the unembedding, in Hugging Face's orientation.
-        targets: the next tokens, of the shape of `hidden` without its last axis.
-        weights: factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
-        ignore_index: this target is ignored, like -1 and -100: ignored targets add exactly 0 to the loss and to every
+        hidden: The model's output after its final norm, with any leading axes.
+        weight: The unembedding, in Hugging Face's orientation.
+        targets: The next tokens, of the shape of `hidden` without its last axis.
+        weights: Factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
+        ignore_index: This target is ignored, like -1 and -100: ignored targets add exactly 0 to the loss and to every
             gradient, even if `hidden` is not finite. Any other target outside `[0, V)` is an error outside `jit`, and
             inside makes the loss and the gradients NaN.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
-        z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
-        label_smoothing: probability mass spread evenly over the vocabulary.
-        chunk: tokens per chunk, by default 4096 on NVIDIA GPUs and 1024 elsewhere. Larger chunks are faster and need
+        softcap: Logits become `softcap * tanh(logits / softcap)`.
+        z_loss: Factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        label_smoothing: Probability mass spread evenly over the vocabulary.
+        chunk: Tokens per chunk, by default 4096 on NVIDIA GPUs and 1024 elsewhere. Larger chunks are faster and need
             more memory; results differ only by rounding.
-        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
+        axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
             and `targets` are equal along it, and so are the results. Other axes are not named here: sum `.loss` over
             them.
         implementation: "chunked" (the default) or "reference", the specification, which computes all logits at once.
 
     Raises:
-        ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.
+        ValueError: Shapes disagree, an option is out of range, or (outside `jit`) a target is.
     """
     _check_shapes(hidden, weight, targets, weights)
     _check_options(softcap, z_loss, label_smoothing, chunk)
@@ -123,20 +123,20 @@ def fused_linear_log_probs(
     `fused_linear_cross_entropy`. If the factor of each token is known in advance, that function needs one matmul less.
 
     Args:
-        hidden: the model's output after its final norm, with any leading axes.
-        weight: the unembedding, in Hugging Face's orientation.
-        targets: the next tokens, of the shape of `hidden` without its last axis.
-        temperature: divisor of the logits after the soft-cap. For a policy, use the temperature of its sampler.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
+        hidden: The model's output after its final norm, with any leading axes.
+        weight: The unembedding, in Hugging Face's orientation.
+        targets: The next tokens, of the shape of `hidden` without its last axis.
+        temperature: Divisor of the logits after the soft-cap. For a policy, use the temperature of its sampler.
+        softcap: Logits become `softcap * tanh(logits / softcap)`.
         entropy: True also computes the entropy `-sum_v p_v log p_v` of the same distribution.
-        ignore_index: tokens with this target, -1 or -100 give 0 and have no gradient, even if `hidden` is not finite.
+        ignore_index: Tokens with this target, -1 or -100 give 0 and have no gradient, even if `hidden` is not finite.
             Any other target outside `[0, V)` gives NaN inside `jit`.
-        chunk: tokens per chunk; results differ only by rounding.
-        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
+        chunk: Tokens per chunk; results differ only by rounding.
+        axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
             `fused_linear_cross_entropy`.
 
     Raises:
-        ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.
+        ValueError: Shapes disagree, an option is out of range, or (outside `jit`) a target is.
     """
     _check_shapes(hidden, weight, targets, None)
     check_chunk(chunk)

@@ -94,7 +94,7 @@ def fused_linear_divergence(
         axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of both weights are split.
 
     Raises:
-        ValueError: when shapes disagree, vocabularies differ or an option is out of range.
+        ValueError: When shapes disagree, vocabularies differ or an option is out of range.
     """
     check_vocabulary(weight, teacher_weight)
     _check(temperature, chunk)

@@ -36,27 +36,27 @@ def grouped_matmul(
     their dtype, without rounding to another dtype first.
 
     Args:
-      rows: rows sorted by expert.
-      weights: one matrix per expert: an array, or an object such as `nn.quantized.QuantizedWeight`, a pytree of arrays
-          with a leading axis E whose `weights[...]` are the matrices; it has no gradient.
-      rows_per_expert: number of rows of each expert, possibly 0. The sum must be at most M, which cannot be checked
-          inside `jit`. Rows beyond the sum give zeros and have zero gradients.
-      weight_order: order of the dimensions of `weights`; "EIO" multiplies by `weights[e]` without a transpose.
-      out_dtype: dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
-        accumulated in int32), and there is no gradient. None: the dtype of `rows`.
-      implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
-          "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and "jax_mosaic_gpu"
-          (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's, if it is installed,
-          or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses kernels in Triton. "tiled"
-          (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is
-          XLA's own. "reference" is the specification, a loop over experts.
+        rows: Rows sorted by expert.
+        weights: One matrix per expert: an array, or an object such as `nn.quantized.QuantizedWeight`, a pytree of
+            arrays with a leading axis E whose `weights[...]` are the matrices; it has no gradient.
+        rows_per_expert: Number of rows of each expert, possibly 0. The sum must be at most M, which cannot be checked
+            inside `jit`. Rows beyond the sum give zeros and have zero gradients.
+        weight_order: Order of the dimensions of `weights`; "EIO" multiplies by `weights[e]` without a transpose.
+        out_dtype: Dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
+            accumulated in int32), and there is no gradient. None: the dtype of `rows`.
+        implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
+            "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and
+            "jax_mosaic_gpu" (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's,
+            if it is installed, or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses
+            kernels in Triton. "tiled" (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to
+            the rows. "ragged_dot" is XLA's own. "reference" is the specification, a loop over experts.
 
     Returns:
-      One row of outputs for each row.
+        One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown, or the named implementation
-          cannot run the call.
+        ValueError: When shapes do not agree, `weight_order` or `implementation` is unknown, or the named implementation
+            cannot run the call.
     """
     check_shapes("grouped_matmul", rows, weights, rows_per_expert, weight_order)
     call = describe(rows, weights, weight_order, out_dtype)
@@ -79,16 +79,16 @@ def grouped_outer(
     Operands are multiplied in their own dtypes, including narrow ones. The function is not differentiable.
 
     Args:
-      d_out: gradients of the results, sorted by expert.
-      rows: inputs of the forward matmul.
-      rows_per_expert: number of rows of each expert.
-      implementation: as in `grouped_matmul`.
+        d_out: Gradients of the results, sorted by expert.
+        rows: Inputs of the forward matmul.
+        rows_per_expert: Number of rows of each expert.
+        implementation: As in `grouped_matmul`.
 
     Returns:
-      A matrix for each expert, in float32 (float64 for float64).
+        A matrix for each expert, in float32 (float64 for float64).
 
     Raises:
-      ValueError: when `d_out` and `rows` differ in their number of rows, or the implementation is unknown.
+        ValueError: When `d_out` and `rows` differ in their number of rows, or the implementation is unknown.
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
@@ -184,7 +184,7 @@ def check_shapes(op: str, rows, weights, rows_per_expert, weight_order) -> None:
     """Checks `weight_order` and the shapes.
 
     Raises:
-      ValueError: when they do not agree.
+        ValueError: When they do not agree.
     """
     if weight_order not in ("EOI", "EIO"):
         raise ValueError(f"{op}: weight_order must be 'EOI' or 'EIO', got {weight_order!r}")

@@ -62,26 +62,27 @@ def grouped_glu(
     In policies of `jax.checkpoint`, gate and up have the names "expert_gate" and "expert_up".
 
     Args:
-      rows: rows sorted by expert, as in `grouped_matmul`.
-      gate: matrices of the gate projection.
-      up: matrices of the up projection, of the same shape.
-      rows_per_expert: number of rows of each expert.
-      activation: an elementwise function of both products, such as `ops.swiglu` or `ops.ClampedSwiGLU()`. It must be
-          hashable, and map zeros to zero.
-      gate_bias: bias of the gate projection; pass both biases or neither.
-      up_bias: bias of the up projection.
-      weight_order: dimensions of `gate` and `up`, as in `grouped_matmul`.
-      implementation: as in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
-          `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and applies
-          the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the activation. By
-          default it runs only activations of arithmetic, min, max, exp, tanh and the logistic function.
+        rows: Rows sorted by expert, as in `grouped_matmul`.
+        gate: Matrices of the gate projection.
+        up: Matrices of the up projection, of the same shape.
+        rows_per_expert: Number of rows of each expert.
+        activation: An elementwise function of both products, such as `ops.swiglu` or `ops.ClampedSwiGLU()`. It must be
+            hashable, and map zeros to zero.
+        gate_bias: Bias of the gate projection; pass both biases or neither.
+        up_bias: Bias of the up projection.
+        weight_order: Dimensions of `gate` and `up`, as in `grouped_matmul`.
+        implementation: As in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
+            `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and
+            applies the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the
+            activation. By default it runs only activations of arithmetic, min, max, exp, tanh and the logistic
+            function.
 
     Returns:
-      One row of outputs for each row.
+        One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown,
-        or the named implementation cannot run the call.
+        ValueError: When shapes do not agree, `weight_order` or `implementation` is unknown,
+            or the named implementation cannot run the call.
     """
     _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), weight_order)
     choice = GROUPED_MATMUL.choose(describe(rows, gate, weight_order, None), implementation)

@@ -161,8 +161,8 @@ def _processors(module: Any, count: int) -> Iterator[None]:
     """Lets a kernel of JAX be compiled without a GPU, as plans do: it asks the first device how many processors it has.
 
     Args:
-      module: the kernel's module.
-      count: what it is told if that device is no GPU.
+        module: The kernel's module.
+        count: What it is told if that device is no GPU.
     """
     if jax.devices()[0].platform == "gpu":
         yield

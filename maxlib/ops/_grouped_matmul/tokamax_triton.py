@@ -88,11 +88,11 @@ def by_experts(left, right, rows_per_expert, dtype: Any, tile: TritonTile):
     """Computes `left[start:end].T @ right[start:end]` for each expert, in float32: `M K` and `M N` to `E K N`.
 
     Args:
-      left: rows, whose columns become the result's rows.
-      right: rows of the same number.
-      rows_per_expert: number of rows of each expert.
-      dtype: dtype to which the sums are rounded.
-      tile: tile of the kernel.
+        left: Rows, whose columns become the result's rows.
+        right: Rows of the same number.
+        rows_per_expert: Number of rows of each expert.
+        dtype: Dtype to which the sums are rounded.
+        tile: Tile of the kernel.
     """
     with jax.named_scope("grouped_matmul_d_weights"):
         return _kernel(left, right, rows_per_expert, OVER_ROWS, dtype, tile)

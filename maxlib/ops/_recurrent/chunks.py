@@ -87,13 +87,13 @@ def decays(log_decay: Array, starts: Array | None) -> tuple[Array, Array, Array,
     """Returns the factors between the tokens of a chunk, and between each token and the states around the chunk.
 
     Args:
-      log_decay: `n B K G C`.
-      starts: number of documents that begin in the chunk up to each token, `n B C` (`count_starts`); None if there are
-        none.
+        log_decay: `n B K G C`.
+        starts: Number of documents that begin in the chunk up to each token, `n B C` (`count_starts`); None if there
+            are none.
 
     Returns:
-      Four factors: D, `n B K G C C`; from the incoming state to each token, `n B K G C`; from each token to the
-      outgoing state, `n B K G C`; from the incoming to the outgoing state, `n B K G`.
+        Four factors: D, `n B K G C C`; from the incoming state to each token, `n B K G C`; from each token to the
+        outgoing state, `n B K G C`; from the incoming to the outgoing state, `n B K G`.
     """
     size = log_decay.shape[-1]
     # [i, l]: token l is not after i. [l, j]: l is after j.

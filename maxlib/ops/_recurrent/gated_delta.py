@@ -51,26 +51,26 @@ def gated_delta_rule(
     float32 (float64 for float64 inputs), whatever the dtype of the inputs.
 
     Args:
-      q: queries, K heads.
-      k: keys, K heads; each is shared by N / K consecutive value heads.
-      v: values, N heads of any width.
-      log_decay: logarithm of the factor on the state, at most 0.
-      beta: step towards the value, in [0, 1], or in [0, 2] to allow negative eigenvalues.
-      is_start: True for the first token of a document, before which the state is set to zero; None if every row
-        continues `initial_state` (`nn.Context.is_start`).
-      valid: False for padding, which does not change the state and outputs zero; None if every token is real.
-      initial_state: state before the first token; None for zero.
-      scale: factor on the queries; default `Hk ** -0.5`.
-      l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
-      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-          GPUs of that package. None chooses the fastest; `explain_gated_delta_rule` shows which one and why.
+        q: Queries, K heads.
+        k: Keys, K heads; each is shared by N / K consecutive value heads.
+        v: Values, N heads of any width.
+        log_decay: Logarithm of the factor on the state, at most 0.
+        beta: Step towards the value, in [0, 1], or in [0, 2] to allow negative eigenvalues.
+        is_start: True for the first token of a document, before which the state is set to zero; None if every row
+            continues `initial_state` (`nn.Context.is_start`).
+        valid: False for padding, which does not change the state and outputs zero; None if every token is real.
+        initial_state: State before the first token; None for zero.
+        scale: Factor on the queries; default `Hk ** -0.5`.
+        l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
+        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+        implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+            GPUs of that package. None chooses the fastest; `explain_gated_delta_rule` shows which one and why.
 
     Returns:
-      The output, in the dtype of `v`, and the state after the last real token, for the next call.
+        The output, in the dtype of `v`, and the state after the last real token, for the next call.
 
     Raises:
-      ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
+        ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
     choice = GATED_DELTA.choose(_describe(q, v, l2_norm, axis_name), implementation)
@@ -102,18 +102,18 @@ def explain_gated_delta_rule(
     """Explains which implementation `gated_delta_rule` would run for these arguments, and why.
 
     Args:
-      q: queries, `B T K Hk`, an array or a `jax.ShapeDtypeStruct`.
-      v: values, `B T N Hv`, likewise.
-      l2_norm: as in `gated_delta_rule`.
-      axis_name: as in `gated_delta_rule`.
-      implementation: as in `gated_delta_rule`.
-      device: platform, and jax's `device_kind` or a short name, such as `("tpu", "v5p")`; default: the device in use.
+        q: Queries, `B T K Hk`, an array or a `jax.ShapeDtypeStruct`.
+        v: Values, `B T N Hv`, likewise.
+        l2_norm: As in `gated_delta_rule`.
+        axis_name: As in `gated_delta_rule`.
+        implementation: As in `gated_delta_rule`.
+        device: Platform, and jax's `device_kind` or a short name, such as `("tpu", "v5p")`; default: the device in use.
 
     Returns:
-      An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+        An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
 
     Raises:
-      ValueError: when no implementation has this name, or the device is unknown.
+        ValueError: When no implementation has this name, or the device is unknown.
     """
     return GATED_DELTA.explain(_describe(q, v, l2_norm, axis_name, explained_device(device)), implementation)
 

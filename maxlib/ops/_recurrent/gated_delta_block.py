@@ -30,14 +30,14 @@ class _Chunks(NamedTuple):
     """Properties of the chunks of a block that do not depend on the state.
 
     Args:
-      rows: k above q, `n B K G 2C Hk`.
-      products: `k k^T` above `q k^T`, `n B K G 2C C`.
-      decay: D, `n B K G C C`.
-      into: exp(G), the factor from the state before a chunk to each token, `n B K G C`.
-      out_of: exp(G[C] - G), the factor from each token to the state after it, `n B K G C`.
-      across: exp(G[C]), `n B K G`.
-      inverse: T, `n B K G C C`.
-      scores: `q k^T D`, `n B K G C C`.
+        rows: K above q, `n B K G 2C Hk`.
+        products: `k k^T` above `q k^T`, `n B K G 2C C`.
+        decay: D, `n B K G C C`.
+        into: Exp(G), the factor from the state before a chunk to each token, `n B K G C`.
+        out_of: Exp(G[C] - G), the factor from each token to the state after it, `n B K G C`.
+        across: Exp(G[C]), `n B K G`.
+        inverse: T, `n B K G C C`.
+        scores: `q k^T D`, `n B K G C C`.
     """
 
     rows: Array
@@ -67,13 +67,13 @@ def forward(state: Array, x: DeltaInputs, dot: Callable) -> tuple[Array, Array]:
     """Computes the state after a block and its outputs.
 
     Args:
-      state: state before the block, `B K G Hk Hv`.
-      x: inputs in float32 or wider, q and k `n B K C Hk`, v `n B K G C Hv`, rates `n B K G C`; `is_start` is the number
-        of starts in the chunk up to each token, `n B C`, or None.
-      dot: einsum in the chosen precision.
+        state: State before the block, `B K G Hk Hv`.
+        x: Inputs in float32 or wider, q and k `n B K C Hk`, v `n B K G C Hv`, rates `n B K G C`; `is_start` is the
+            number of starts in the chunk up to each token, `n B C`, or None.
+        dot: Einsum in the chosen precision.
 
     Returns:
-      The state, and the outputs, `n B K G C Hv`.
+        The state, and the outputs, `n B K G C Hv`.
     """
     c = _prepare(x, dot)
 
@@ -101,12 +101,12 @@ class _Saved(NamedTuple):
     """Values of the chunks from which the gradients of their inputs follow.
 
     Args:
-      states: states before the chunks, `n B K G Hk Hv`.
-      d_states: gradients of the states after them.
-      missing: v - exp(G) k S, `n B K G C Hv`.
-      values: V.
-      solved: X.
-      d_out: gradients of the outputs.
+        states: States before the chunks, `n B K G Hk Hv`.
+        d_states: Gradients of the states after them.
+        missing: V - exp(G) k S, `n B K G C Hv`.
+        values: V.
+        solved: X.
+        d_out: Gradients of the outputs.
     """
 
     states: Array
@@ -121,11 +121,11 @@ def backward(state: Array, x: DeltaInputs, d_out: Array, d_state: Array, dot: Ca
     """Computes the gradients of a block's inputs (none of `is_start`) and of the state before it.
 
     Args:
-      state: state before the block.
-      x: inputs, as in `forward`.
-      d_out: gradient of the outputs, `n B K G C Hv`.
-      d_state: gradient of the state after the block, `B K G Hk Hv`.
-      dot: einsum in the chosen precision.
+        state: State before the block.
+        x: Inputs, as in `forward`.
+        d_out: Gradient of the outputs, `n B K G C Hv`.
+        d_state: Gradient of the state after the block, `B K G Hk Hv`.
+        dot: Einsum in the chosen precision.
     """
     c = _prepare(x, dot)
 

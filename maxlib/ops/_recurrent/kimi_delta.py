@@ -49,26 +49,26 @@ def kimi_delta_attention(
     float32 (float64 for float64 inputs), whatever the dtype of the inputs.
 
     Args:
-      q: queries, N heads.
-      k: keys, N heads.
-      v: values, N heads of any width.
-      log_decay: logarithm of the factor on each row of the state, at most 0.
-      beta: step towards the value, in [0, 1].
-      is_start: True for the first token of a document, before which the state is set to zero; None if every row
-        continues `initial_state` (`nn.Context.is_start`).
-      valid: False for padding, which leaves the state as it is and has the output zero; None if every token is real.
-      initial_state: state before the first token; None for zero.
-      scale: factor on the queries; default `Hk ** -0.5`.
-      l2_norm: divide each head of `q` and `k` by its length, with 1e-6 added to its square.
-      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-          GPUs of that package. None chooses the fastest; `explain_kimi_delta_attention` shows which one and why.
+        q: Queries, N heads.
+        k: Keys, N heads.
+        v: Values, N heads of any width.
+        log_decay: Logarithm of the factor on each row of the state, at most 0.
+        beta: Step towards the value, in [0, 1].
+        is_start: True for the first token of a document, before which the state is set to zero; None if every row
+            continues `initial_state` (`nn.Context.is_start`).
+        valid: False for padding, which leaves the state as it is and has the output zero; None if every token is real.
+        initial_state: State before the first token; None for zero.
+        scale: Factor on the queries; default `Hk ** -0.5`.
+        l2_norm: Divide each head of `q` and `k` by its length, with 1e-6 added to its square.
+        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+        implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+            GPUs of that package. None chooses the fastest; `explain_kimi_delta_attention` shows which one and why.
 
     Returns:
-      The output, in the dtype of `v`, and the state after the last real token, for the next call.
+        The output, in the dtype of `v`, and the state after the last real token, for the next call.
 
     Raises:
-      ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
+        ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
     choice = KIMI_DELTA.choose(_describe(q, v, axis_name), implementation)
@@ -99,17 +99,18 @@ def explain_kimi_delta_attention(
     """Explains which implementation `kimi_delta_attention` would run for these arguments, and why.
 
     Args:
-      q: queries, `B T N Hk`, an array or a `jax.ShapeDtypeStruct`.
-      v: values, `B T N Hv`, likewise.
-      axis_name: as in `kimi_delta_attention`.
-      implementation: as in `kimi_delta_attention`.
-      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in use.
+        q: Queries, `B T N Hk`, an array or a `jax.ShapeDtypeStruct`.
+        v: Values, `B T N Hv`, likewise.
+        axis_name: As in `kimi_delta_attention`.
+        implementation: As in `kimi_delta_attention`.
+        device: Platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in
+            use.
 
     Returns:
-      An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+        An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
 
     Raises:
-      ValueError: when no implementation has this name, or the device is unknown.
+        ValueError: When no implementation has this name, or the device is unknown.
     """
     return KIMI_DELTA.explain(_describe(q, v, axis_name, explained_device(device)), implementation)
 

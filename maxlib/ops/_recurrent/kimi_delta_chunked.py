@@ -97,8 +97,8 @@ def _chunks(x: DeltaInputs, dot) -> tuple[tuple[Array, Array, Array, Array], Arr
     """Computes what all chunks of a block do to a state, and the scores P(q), `n B N C C`.
 
     Returns:
-      W above exp(G) q, `n B N 2C Hk`, which read the state before a chunk; U, `n B N C Hv`; exp(G[C] - G) k, `n B N C
-      Hk`, which write; and exp(G[C]), `n B N Hk`. Then the scores.
+        W above exp(G) q, `n B N 2C Hk`, which read the state before a chunk; U, `n B N C Hv`; exp(G[C] - G) k, `n B N C
+        Hk`, which write; and exp(G[C]), `n B N Hk`. Then the scores.
     """
     # q, k and rates are `n B N C Hk`, v is `n B N C Hv`, beta is `n B N C`, is_start is `n B C`.
     document = jnp.cumsum(x.is_start, axis=-1)[:, :, None]  # n B 1 C: 0 for the one that began before
@@ -123,8 +123,8 @@ def _products(q: Array, k: Array, log_decay: Array, dot) -> tuple[Array, Array, 
     """Computes P(q) and P(k) of `B N n C Hk`, and sums of log decays.
 
     Returns:
-      P(q) and P(k), `B N n C C`; the sums from the first token to each, itself included, and those of the tokens behind
-      each, `B N n C Hk`. None is a difference of large sums, which would round.
+        P(q) and P(k), `B N n C C`; the sums from the first token to each, itself included, and those of the tokens
+        behind each, `B N n C Hk`. None is a difference of large sums, which would round.
     """
     B, N, n, size, width = q.shape
     if size == 1:

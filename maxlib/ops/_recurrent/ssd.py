@@ -48,25 +48,25 @@ def ssd(
     inputs), whatever the dtype of the inputs.
 
     Args:
-      x: inputs, N heads of width P.
-      dt: step of each token, at least 0 (after softplus).
-      a: decay rate of each head, at most 0 (after `-exp`).
-      b: input projections of the state, G groups, each shared by N / G consecutive heads.
-      c: output projections of the state, G groups as for `b`.
-      d: skip connection: factor of each head on its input, added to the output; None adds nothing.
-      is_start: True for the first token of a document, before which the state is set to zero; None if every row
-        continues `initial_state` (`nn.Context.is_start`).
-      valid: False for padding, which does not change the state and outputs zero; None if every token is real.
-      initial_state: state before the first token; None for zero.
-      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-      implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-          GPUs of that package. None chooses the fastest; `explain_ssd` shows which one and why.
+        x: Inputs, N heads of width P.
+        dt: Step of each token, at least 0 (after softplus).
+        a: Decay rate of each head, at most 0 (after `-exp`).
+        b: Input projections of the state, G groups, each shared by N / G consecutive heads.
+        c: Output projections of the state, G groups as for `b`.
+        d: Skip connection: factor of each head on its input, added to the output; None adds nothing.
+        is_start: True for the first token of a document, before which the state is set to zero; None if every row
+            continues `initial_state` (`nn.Context.is_start`).
+        valid: False for padding, which does not change the state and outputs zero; None if every token is real.
+        initial_state: State before the first token; None for zero.
+        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+        implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+            GPUs of that package. None chooses the fastest; `explain_ssd` shows which one and why.
 
     Returns:
-      The output, in the dtype of `x`, and the state after the last real token, for the next call.
+        The output, in the dtype of `x`, and the state after the last real token, for the next call.
 
     Raises:
-      ValueError: when shapes do not agree, or the named implementation does not exist or cannot run the call.
+        ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(x, dt, a, b, c, d, is_start, valid, initial_state)
     choice = SSD.choose(_describe(x, b), implementation)
@@ -83,16 +83,17 @@ def explain_ssd(
     """Explains which implementation `ssd` would run for these arguments, and why.
 
     Args:
-      x: inputs, `B T N P`, an array or a `jax.ShapeDtypeStruct`.
-      b: input projections of the state, `B T G S`, likewise.
-      implementation: as in `ssd`.
-      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in use.
+        x: Inputs, `B T N P`, an array or a `jax.ShapeDtypeStruct`.
+        b: Input projections of the state, `B T G S`, likewise.
+        implementation: As in `ssd`.
+        device: Platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in
+            use.
 
     Returns:
-      An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+        An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
 
     Raises:
-      ValueError: when no implementation has this name, or the device is unknown.
+        ValueError: When no implementation has this name, or the device is unknown.
     """
     return SSD.explain(_describe(x, b, explained_device(device)), implementation)
 

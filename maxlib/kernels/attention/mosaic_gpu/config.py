@@ -117,11 +117,11 @@ class HopperAttentionTiles(TileSizes):
     """Tiles of maxlib's attention on Hopper.
 
     Args:
-      forward: queries stay, keys and values stream.
-      decode: few queries stay, keys and values stream.
-      dq: queries and output gradients stay, keys and values stream.
-      dk: keys and values stay, queries and output gradients stream.
-      dv: the same; None if the kernel for dk makes dv too, which saves a matmul and takes more registers.
+        forward: Queries stay, keys and values stream.
+        decode: Few queries stay, keys and values stream.
+        dq: Queries and output gradients stay, keys and values stream.
+        dk: Keys and values stay, queries and output gradients stream.
+        dv: The same; None if the kernel for dk makes dv too, which saves a matmul and takes more registers.
     """
 
     forward: Tiles

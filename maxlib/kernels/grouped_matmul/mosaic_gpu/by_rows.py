@@ -59,17 +59,17 @@ def by_rows(
     """Computes the products `sum_j rows[j] @ weights[j][k][e] + biases[k][e]` for k = 0, 1, ...
 
     Args:
-      rows: arrays of rows, sorted by expert.
-      weights: for each of `rows`, one array of matrices for each product.
-      rows_per_expert: number of rows of each expert e.
-      turned: multiply by the transposed matrices, `rows[j] @ weights[j][k][e].T`.
-      biases: one array for each product, or none.
-      activation: function that joins the products to a single result, in float32; None to return all products.
-      name: end of the kernel's name, for profiles.
-      sizes: tiles of each product.
+        rows: Arrays of rows, sorted by expert.
+        weights: For each of `rows`, one array of matrices for each product.
+        rows_per_expert: Number of rows of each expert e.
+        turned: Multiply by the transposed matrices, `rows[j] @ weights[j][k][e].T`.
+        biases: One array for each product, or none.
+        activation: Function that joins the products to a single result, in float32; None to return all products.
+        name: End of the kernel's name, for profiles.
+        sizes: Tiles of each product.
 
     Returns:
-      The products, or the one joined result; zeros in rows of no expert.
+        The products, or the one joined result; zeros in rows of no expert.
     """
     (M, _), dtype, width = rows[0].shape, rows[0].dtype, weights[0][0].shape[1 if turned else 2]
     products = len(weights[0])
