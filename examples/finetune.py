@@ -69,9 +69,8 @@ def main() -> None:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
     target = args.out / "model"
-    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)  # with tokenizer and ends of text
-    if args.chats:  # in the format that it was trained on
-        (target / "chat_template.jinja").write_text(args.template.source, encoding="utf-8")
+    template = args.template if args.chats else None  # the format that it was trained on
+    maxlib.save_pretrained(model, target, like=args.model, chat_template=template, overwrite=True)
     command = f"chat {target}" if args.chats else f"generate {target} {args.prompt!r} --raw"
     print(f"\nThe model is {target}; try it with: maxlib {command}")
     if args.chats:
@@ -130,7 +129,7 @@ def documents(tokenizer: Tokenizer, args):
         read = data.chats(args.files)
         tokenize = lambda part: data.tokenize_chats(part, tokenizer, args.template, images=args.images)
     else:
-        read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
+        read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_docs()
         ids = special_ids(args.model)
         tokenize = lambda part: data.tokenize(part, tokenizer, **ids)
     return tokenize, *data.split(read, validation=args.validation)
@@ -197,7 +196,7 @@ def show_answer(model, tokenizer: Tokenizer, held_out, args) -> None:
 
 
 def write(model, tokenizer: Tokenizer, prompt, args, **options) -> None:
-    generator, ends = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.model)
+    generator, ends = inference.Generator(model, dtype=DTYPE), inference.stop_tokens(args.out / "model")
     for piece in inference.stream_text(generator, tokenizer, prompt, max_new_tokens=60, stop_token_ids=ends, **options):
         print(piece, end="", flush=True)
     print()

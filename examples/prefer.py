@@ -5,7 +5,7 @@ answer; `prompt` may hold the messages before. Run the same command again to res
 
 With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. That adapter is
 frozen, and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
-Pairs are text; docs/guides/dpo.md says how to train on pairs with images.
+Pairs are text; docs/guides/post-training.md says how to train on pairs with images.
 """
 
 import argparse
@@ -74,8 +74,7 @@ def main() -> None:
         print("\n".join(adapters.save(model, args.out / "adapter", base=args.base, overwrite=True)))
         model = adapters.merge(model)
     target = args.out / "model"
-    maxlib.save_pretrained(model, target, like=args.model, overwrite=True)
-    (target / "chat_template.jinja").write_text(args.template.source, encoding="utf-8")
+    maxlib.save_pretrained(model, target, like=args.model, chat_template=args.template, overwrite=True)
     print(f"\nThe model is {target}; try it with: maxlib chat {target}")
 
 

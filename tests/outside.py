@@ -1,6 +1,6 @@
 """A model unknown to maxlib: parallel blocks, every second one with a window, and an auxiliary loss in each.
 
-It keeps the contracts of docs/decisions and nothing else.
+It keeps the contracts of docs/decisions.md and nothing else.
 """
 
 from typing import Any
@@ -16,10 +16,9 @@ VOCAB, DIM = 48, 16
 
 
 class ParallelBlock(nnx.Module):
-    """Attention and MLP side by side, as in GPT-J; odd layers see 4 tokens back."""
+    """Attention and MLP side by side, as in GPT-J."""
 
-    def __init__(self, i: int, *, rngs: nnx.Rngs):
-        mask = ops.Causal() & ops.SlidingWindow(4) if i % 2 else ops.Causal()
+    def __init__(self, mask: ops.Mask, *, rngs: nnx.Rngs):
         self.norm = nn.LayerNorm(DIM)
         self.attn = nn.Attention(DIM, num_heads=2, head_dim=8, mask=mask, rope=ops.Rope(8), rngs=rngs)
         self.mlp = nn.MLP(DIM, 32, rngs=rngs)
@@ -37,13 +36,15 @@ class ParallelBlock(nnx.Module):
 
 
 class Outside(nnx.Module):
+    """Odd layers see 4 tokens back."""
+
     softcap = 20.0
 
-    def __init__(self, num_layers: int = 5, *, prefix: int = 1, period: int = 2, rngs: nnx.Rngs):
+    def __init__(self, num_layers: int = 5, *, unstacked: bool = False, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, DIM, rngs=rngs)
-        self.blocks = nn.Stack(
-            lambda i, rngs: ParallelBlock(i, rngs=rngs), num_layers, prefix=prefix, period=period, rngs=rngs
-        )
+        masks = [ops.Causal() & ops.SlidingWindow(4) if i % 2 else ops.Causal() for i in range(num_layers)]
+        blocks = nn.Stack(lambda mask, rngs: ParallelBlock(mask, rngs=rngs), masks, rngs=rngs)
+        self.blocks = blocks.unstacked() if unstacked else blocks
         self.norm = nn.LayerNorm(DIM, bias=False)
 
     def __call__(

@@ -68,10 +68,9 @@ class GatedRecurrence(nn.SequenceMixer):
 
 
 class Block(nnx.Module):
-    def __init__(self, i: int, *, attention: bool, rngs: nnx.Rngs):
+    def __init__(self, *, attends: bool, rngs: nnx.Rngs):
         self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         heads = {"num_heads": 2, "head_dim": 8, "rope": ops.Rope(8)}
-        attends = attention and i % 2 == 1
         self.mixer = nn.Attention(DIM, **heads, rngs=rngs) if attends else GatedRecurrence(DIM, rngs=rngs)
         self.mlp = nn.GatedMLP(DIM, 32, rngs=rngs)
 
@@ -89,8 +88,8 @@ class Hybrid(nn.Decoder):
 
     def __init__(self, num_layers: int = 4, *, attention: bool = True, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, DIM, rngs=rngs)
-        make = lambda i, rngs: Block(i, attention=attention, rngs=rngs)
-        self.layers = nn.Stack(make, num_layers, period=2, rngs=rngs)
+        attends = [attention and i % 2 == 1 for i in range(num_layers)]
+        self.layers = nn.Stack(lambda attends, rngs: Block(attends=attends, rngs=rngs), attends, rngs=rngs)
         self.norm = nn.RMSNorm(DIM)
         self.masks = (ops.Causal(),)
 

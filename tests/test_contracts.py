@@ -1,4 +1,4 @@
-"""The contracts of docs/decisions, on a model unknown to maxlib (tests/outside.py)."""
+"""The contracts of docs/decisions.md, on a model unknown to maxlib (tests/outside.py)."""
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,15 @@ def test_the_callers_model_is_still_there(model, run):
 
 
 def test_it_saves_and_restores_in_another_layout(tmp_path, run):
-    """Saved with prefix 1 and period 2, continued with every layer on its own: the same run."""
+    """Saved with scanned layers, continued with every layer on its own: the same run."""
     from maxlib.checkpoint import Checkpointer, groupings
 
-    abstract = lambda **layout: jax.eval_shape(lambda: Outside(**layout, rngs=nnx.Rngs(0)))
-    model, other, (state, _) = abstract(prefix=1, period=2), abstract(prefix=5, period=1), run
+    abstract = lambda unstacked: jax.eval_shape(lambda: Outside(unstacked=unstacked, rngs=nnx.Rngs(0)))
+    model, other, (state, _) = abstract(False), abstract(True), run
     with Checkpointer(tmp_path, groupings=groupings(model)) as saver:
         saver.save(3, {"params": state.trainable, "opt": state.opt_state})
     optimizer = training.adamw(3e-2, mask=training.decay_mask(other))
-    fresh = jax.eval_shape(lambda: training.make_state(Outside(prefix=5, period=1, rngs=nnx.Rngs(0)), optimizer))
+    fresh = jax.eval_shape(lambda: training.make_state(Outside(unstacked=True, rngs=nnx.Rngs(0)), optimizer))
     with Checkpointer(tmp_path, groupings=groupings(other)) as reader:
         items = reader.restore(like={"params": fresh.trainable, "opt": fresh.opt_state})
     trainable = lambda model: [nn.partition(layer)[0] for layer in model.blocks]

@@ -94,7 +94,7 @@ def test_it_trains_and_generates(run):
 def test_it_is_saved_and_restored_in_another_layout(tmp_path, run):
     state, _ = run
     other = filled(hybrid)
-    other.layers = other.layers.regrouped(prefix=4, period=1)
+    other.layers = other.layers.unstacked()
     with Checkpointer(tmp_path, groupings=groupings(state.rest)) as saver:
         saver.save(2, {"params": state.trainable})
     fresh, rest = nn.partition(other)
@@ -137,7 +137,7 @@ def test_zigzag_order_is_refused():
     class Forced(Hybrid):
         def enter(self, x, *, cache=None, **inputs):
             x, ctx = super().enter(x, cache=cache, **inputs)
-            return nn._context.zigzag_shard(x, ctx)
+            return nn.decoder._context.zigzag_shard(x, ctx)
 
     model.__class__ = Forced
     with (

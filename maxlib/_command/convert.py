@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         quantization.save(low, args.directory, like=source, overwrite=args.overwrite)
     else:
         maxlib.save_pretrained(model, args.directory, max_shard_bytes=shard, like=source, overwrite=args.overwrite)
-    if not (source / GENERATION).exists():  # then only config.json has the end-of-text ids
+    if not (args.directory / GENERATION).exists():  # then only config.json has the end-of-text ids
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if ids := {k: v for k, v in first_ids(config, config.get("text_config") or {}).items() if v is not None}:
             (args.directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")

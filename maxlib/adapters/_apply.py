@@ -11,8 +11,8 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.adapters._rules import LoRA, Rules, as_rules
-from maxlib.nn import _sites as sites
-from maxlib.nn._layer_axis import layer_axis, map_layers
+from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
+from maxlib.nn import sites
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.quantization._apply import store
@@ -24,7 +24,7 @@ Model = TypeVar("Model")
 def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     """Returns a model with adapters that initially add zero; weights and their paths do not change.
 
-    A stack whose layers get different adapters is regrouped, so that equal layers are still scanned. Works on
+    A stack whose layers get different adapters gets other groups, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
     depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
 
@@ -51,24 +51,32 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
 def base_model(model: Model) -> Model:
     """Returns the model without its trainable adapters; its arrays are those of `model`, not copies.
 
-    It is the reference policy of a model that started with a new adapter. Adapters from `freeze` remain.
+    It is the reference policy of a model that started with a new adapter. Adapters and saved modules from `freeze`
+    remain.
 
     Raises:
-        ValueError: when there are no trainable adapters: the model would be its own reference.
+        ValueError: when there are no trainable adapters: the model would be its own reference; and when modules are
+            trained as a whole (`modules_to_save`), whose former weights are gone.
     """
     if not any(trains(site) for _, site in adapted(model)):
         raise ValueError("the model has no trainable adapters to remove, so its base would be the model itself")
+    if saved := [path for path, v in nn.variables(model).items() if is_saved(v) and trainable(path, v)]:
+        raise ValueError(
+            f"{saved[:5]} are trained as a whole (modules_to_save), so `model` no longer has the base's weights: keep the "
+            "base beside it (post_training.WithFrozen), or `freeze` the model and `add` a new adapter"
+        )
     return _with_matmul(model, lambda matmul: matmul.inner)
 
 
 def freeze(model: Model) -> Model:
-    """Returns a model whose adapters, with copied factors, are no longer trainable and belong to its base.
+    """Returns a model whose adapters and saved modules, with copied arrays, are no longer trainable.
 
-    `add` adds new adapters on top of them; `base_model` only removes the new ones.
+    They belong to its base: `add` adds new adapters on top of them, and `base_model` only removes the new ones. `save`
+    still writes them.
     """
     kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
     fixed = lambda v: nnx.Variable(jnp.copy(v[...]), **kept(v)) if isinstance(v, nnx.LoRAParam) else v
-    return _with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable))
+    return not_trained(_with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable)))
 
 
 def merge(model: Model, *, requantize: bool = False) -> Model:
@@ -80,11 +88,13 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
             in their original dtype, because rounding again loses part of the adapter.
     """
     one = lambda site: _merged(site, requantize)
-    return sites.map_sites(model, lambda _, site: map_layers(one, site) if levels(site) else site)
+    return as_parameters(
+        sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site)
+    )
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
-    """Returns True for the factors of adapters: the default filter of a `Trainer` for a model with adapters."""
+    """Returns True for factors of adapters and modules saved with them: a `Trainer`'s default for adapted models."""
     return isinstance(variable, nnx.LoRAParam)
 
 
@@ -108,7 +118,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
         raise ValueError(f"{path}: embeddings and heads have no matmul to adapt; exclude it from the rules")
     if trains(site):
         raise ValueError(f"{path} already has an adapter: `freeze` keeps it below a new one, `merge` writes it into w")
-    matmul = map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
+    matmul = nn.stack.map_layers(lambda both: _low_rank(both[0], lora, *values(*both)), (site, *args))
     return sites.replace(site, matmul=matmul)
 
 
@@ -121,7 +131,7 @@ def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | No
     """Returns a layer with a new adapter, whose random key only depends on its path and index."""
     key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.asarray(layers or (0,)))
-    keys = keys if layer_axis(site) is not None else keys[0]
+    keys = keys if nn.stack.layer_axis(site) is not None else keys[0]
     return make(site, path, lora, lambda site, key: _initial(site, lora, key), keys)
 
 
@@ -140,7 +150,7 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
     experts, kept, summed = sites.dimensions(site)
     of_a, of_b = (*named(experts), "lora_rank", *named(summed)), (*named(experts), *named(kept), "lora_rank")
     a, b = nnx.LoRAParam(a, axes=of_a, summed=named(summed)), nnx.LoRAParam(b, axes=of_b, summed=("lora_rank",))
-    new = LowRank(site.matmul, a, b, scale=lora.scale, summed=summed, kept=kept)
+    new = LowRank(site.matmul, a, b, scale=lora.scale, summed=summed, kept=kept, rslora=lora.rslora)
     if not lora.dora:
         return new
     start = new.row_norms(site.w).astype(lora.dtype) if magnitude is None else magnitude

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import Any
 from maxlib._utils.files import read_json_object
 from maxlib.adapters._rules import LoRA
 
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
-# The tensors determine what is adapted and saved; the other fields only concern training, or how modules are found.
-_WITHOUT_EFFECT = """auto_mapping base_model_name_or_path ensure_weight_tying exclude_modules fan_in_fan_out inference_mode
-    init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core modules_to_save peft_version
-    qalora_group_size revision runtime_config target_modules target_parameters task_type"""
+_HONOURED = """alpha_pattern ensure_weight_tying lora_alpha modules_to_save peft_type r rank_pattern use_dora
+    use_rslora"""
+# The tensors determine what is adapted; the other fields only concern training, or how modules are found.
+_WITHOUT_EFFECT = """auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode
+    init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core peft_version qalora_group_size
+    revision runtime_config target_modules target_parameters task_type"""
 # Initializers that do not change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -36,6 +38,15 @@ class Config:
         alpha = _by_pattern(self.fields.get("alpha_pattern"), module, self.fields["lora_alpha"])
         flags = {"rslora": bool(self.fields.get("use_rslora")), "dora": bool(self.fields.get("use_dora"))}
         return LoRA(rank, alpha, **flags, dtype=dtype)
+
+    def saves(self, module: str) -> bool:
+        """Returns True for a module that PEFT copies and trains as a whole."""
+        return module.endswith(tuple(self.fields.get("modules_to_save") or ()))
+
+    @property
+    def ties(self) -> bool:
+        """Returns True if the embedding and the head have one adapter or one copy where the base has one table."""
+        return bool(self.fields.get("ensure_weight_tying"))
 
     @property
     def version(self) -> tuple[int, ...] | None:
@@ -60,9 +71,9 @@ def read(directory: Path) -> Config:
     if wrong := {name: fields.get(name) for name, is_right in _KINDS.items() if not is_right(fields.get(name))}:
         raise ValueError(
             f"{path}: r must be an integer, lora_alpha a number, patterns tables of them by regular expressions, "
-            f"target_parameters names; the scale of the adapter depends on them. Got {wrong!r:.200}"
+            f"target_parameters and modules_to_save names; the scale of the adapter depends on them. Got {wrong!r:.200}"
         )
-    known = _HONOURED | {*_WITHOUT_EFFECT.split()}
+    known = {*_HONOURED.split(), *_WITHOUT_EFFECT.split()}
     asks = lambda name, value: bool(value) and (name, value) != ("bias", "none")
     refused = {name: value for name, value in fields.items() if name not in known and asks(name, value)}
     if not isinstance(init := fields.get("init_lora_weights"), str | bool | None) or init not in _INITS:
@@ -84,12 +95,18 @@ def _is_table(table: Any, of: Callable[[Any], bool]) -> bool:
         return False
 
 
+def _is_names(names: Any) -> bool:
+    """Returns whether a value is None or a list of names."""
+    return names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))
+
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "r": _is_rank,
     "lora_alpha": _is_alpha,
     "rank_pattern": partial(_is_table, of=_is_rank),
     "alpha_pattern": partial(_is_table, of=_is_alpha),
-    "target_parameters": lambda x: x is None or (isinstance(x, list) and all(isinstance(name, str) for name in x)),
+    "target_parameters": _is_names,
+    "modules_to_save": _is_names,
 }
 
 
@@ -100,48 +117,90 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
 
 
 def make(
-    adapters: Mapping[str, tuple[int, float]], *, experts: Mapping[str, tuple[int, float]], dora: bool, base: str | None
+    adapters: Mapping[str, tuple[int, float]],
+    *,
+    experts: Mapping[str, tuple[int, float]],
+    modules: Sequence[str],
+    parameters: Sequence[str],
+    saved: Sequence[str],
+    tied: bool,
+    dora: bool,
+    rslora: bool,
+    base: str | None,
 ) -> dict[str, Any]:
-    """Returns the fields of a config from the rank and scale of modules, and of expert parameters, by name.
+    """Returns the fields of a config. Omitted fields have PEFT's defaults, which have no effect.
 
-    Omitted fields have PEFT's defaults, which have no effect.
+    Args:
+        adapters: Rank and scale by name of the module.
+        experts: Those of experts' parameters.
+        modules: `target_modules`.
+        parameters: `target_parameters` besides those of experts.
+        saved: `modules_to_save`.
+        tied: True if one table is saved as the embedding and as the head.
+        dora: `use_dora`.
+        rslora: `use_rslora`.
+        base: Name of the base model.
     """
     everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
+    each = {name: _EXPERT.fullmatch(name) for name in adapters}
     for name, value in everything.items():  # a tensor per expert: PEFT takes their rank from `r`
-        counts[value] += len(everything) if ".experts." in name and name in adapters else 1
+        counts[value] += len(everything) if each.get(name) else 1
     (rank, scale), _ = counts.most_common(1)[0]
-    others: dict[str, tuple[int, float]] = {}
-    for name, value in sorted(everything.items()):
-        others |= _patterns(name, *value) if value != (rank, scale) else {}
+    patterns = {
+        rf"{re.escape(name)}(\.weight)?": value
+        for name, value in sorted(everything.items())
+        if value != (rank, scale) and not each.get(name)
+    }
+    for name, match in sorted(each.items()):
+        if match is not None and adapters[name] != (rank, scale):
+            patterns[rf"{re.escape(match[1])}\.\d+\.{match[2]}"] = adapters[name]
+    for name, (fused_rank, fused_scale) in _fused_experts(adapters).items():
+        if (fused_rank, fused_scale) != ((1 if name.endswith("down_proj") else 2) * rank, scale):
+            patterns[re.escape(name)] = fused_rank, fused_scale
     return {
-        "alpha_pattern": {name: _alpha(*value) for name, value in others.items()},
+        "alpha_pattern": {name: _alpha(*value, rslora=rslora) for name, value in patterns.items()},
         "base_model_name_or_path": base,
         "bias": "none",
+        "ensure_weight_tying": tied,
         "inference_mode": True,
-        "lora_alpha": _alpha(rank, scale),
+        "lora_alpha": _alpha(rank, scale, rslora=rslora),
         "lora_dropout": 0.0,
+        "modules_to_save": [*saved] or None,
         "peft_type": "LORA",
         "peft_version": "0.19.1",  # the first one that reads experts as they are written
         "r": rank,
-        "rank_pattern": {name: value[0] for name, value in others.items()},
-        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in experts}) or None,
+        "rank_pattern": {name: value[0] for name, value in patterns.items()},
+        "target_modules": [*modules],
+        "target_parameters": sorted({*parameters, *(".".join(name.split(".")[-2:]) for name in experts)}) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": dora,
-        "use_rslora": False,
+        "use_rslora": rslora,
     }
 
 
-def _patterns(name: str, rank: int, scale: float) -> dict[str, tuple[int, float]]:
-    """Returns the patterns of a module; those of experts also for the fused parameter that PEFT makes of them."""
-    found = re.fullmatch(r"(.+\.experts)\.\d+\.(\w+)", name)
-    if found is None:
-        return {rf"{re.escape(name)}(\.weight)?": (rank, scale)}
-    stem, down = re.escape(found[1]), found[2] in ("down_proj", "w2")
-    fused = rf"{stem.replace('block_sparse_moe', 'mlp')}\.{'down_proj' if down else 'gate_up_proj'}"
-    return {rf"{stem}\.\d+\.{found[2]}": (rank, scale), fused: (rank if down else 2 * rank, scale)}
+def fused_expert(name: str) -> str | None:
+    """Returns the parameter in which PEFT puts a module of one expert; None for other modules."""
+    if (match := _EXPERT.fullmatch(name)) is None:
+        return None
+    stem = match[1].replace("block_sparse_moe", "mlp")
+    return f"{stem}.{'down_proj' if match[2] in ('down_proj', 'w2') else 'gate_up_proj'}"
 
 
-def _alpha(rank: int, scale: float) -> int | float:
+def _fused_experts(adapters: Mapping[str, tuple[int, float]]) -> dict[str, tuple[int, float]]:
+    """Returns the rank and scale of the parameters that PEFT makes of a module per expert.
+
+    Gate and up are joined: their ranks are added, and the scale must be the same.
+    """
+    ranks: dict[str, dict[str, int]] = {}
+    scales: dict[str, float] = {}
+    for name, (rank, scale) in adapters.items():
+        if (fused := fused_expert(name)) is not None:
+            ranks.setdefault(fused, {})[name.rpartition(".")[2]] = rank
+            scales[fused] = scale
+    return {name: (sum(projections.values()), scales[name]) for name, projections in ranks.items()}
+
+
+def _alpha(rank: int, scale: float, *, rslora: bool) -> int | float:
     """Returns the alpha that gives this scale, as an int if possible."""
-    alpha = scale * rank
+    alpha = scale * (math.sqrt(rank) if rslora else rank)
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha

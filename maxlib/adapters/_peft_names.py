@@ -9,9 +9,9 @@ import numpy as np
 
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import merge
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.weights._family import family_of
-from maxlib.weights._resolve import Piece, resolve
+from maxlib.weights._resolve import Piece, Tensor, resolve
 from maxlib.weights.names import with_fused_experts
 
 CURRENT = {".block_sparse_moe.": ".mlp.", ".mlp.shared_mlp.": ".mlp.shared_experts."}  # Mixtral, Hy3
@@ -59,7 +59,7 @@ class Names:
     """Names of a model's weights in transformers."""
 
     parts: dict[str, list[Part]]  # by every adaptable module (or expert parameter)
-    whole: dict[str, str]  # paths of leaves that are a whole tensor, by the tensor's name
+    tensors: dict[str, Tensor]  # by name
     tables: set[str]  # modules that are embeddings or heads
     table: weights.Table
     family: str
@@ -71,9 +71,14 @@ class Names:
         return _current(name)
 
     def in_transformers(self, name: str) -> str:
-        """Returns the name of a module in transformers, which for some models differs from that in files."""
+        """Returns the name of a module in transformers, which for some models differs from that in files.
+
+        A prefix that reading removes belongs to files with encoders; the class of the text alone has none.
+        """
         for entry in self.table:
-            if isinstance(entry, weights.Renamed) and entry.to and not entry.to.endswith(entry.hf_prefix):
+            if not isinstance(entry, weights.Renamed) or entry.hf_prefix.startswith(entry.to):
+                continue
+            if not entry.to.endswith(entry.hf_prefix):
                 name = entry.hf_prefix + name.removeprefix(entry.to) if name.startswith(entry.to) else name
         return name
 
@@ -90,14 +95,12 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
     table = with_fused_experts(family.table(model.cfg)) if fused else family.table(model.cfg)
     found, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
     parts: dict[str, list[Part]] = {}
-    whole, tables = {}, set()
-    for name, tensor in resolve(plain, table).tensors.items():
+    tensors, tables = resolve(plain, table).tensors, set()
+    for name, tensor in tensors.items():
         lengths = dict(zip([a for group in tensor.pieces[0].groups for a in group], tensor.lengths, strict=True))
         for piece in tensor.pieces:
             path = piece.place.path
             site = found.get(path.removesuffix(".w"))
-            if len(tensor.pieces) == 1 and piece.place.index is None:
-                whole[name] = path
             # Skip modules in which heads of several layers alternate.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue
@@ -106,7 +109,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
             module = _current(name.removesuffix(".weight"))
             parts.setdefault(module, []).append(part)
             tables |= {module} if isinstance(site, nn.Embed) else set()
-    return Names(parts, whole, tables, table, family.name)
+    return Names(parts, {_current(name): t for name, t in tensors.items()}, tables, table, family.name)
 
 
 def _current(module: str) -> str:

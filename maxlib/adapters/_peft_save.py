@@ -1,5 +1,6 @@
 """Saves adapters of models as PEFT directories."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from maxlib import nn
 from maxlib.adapters import _peft_config as peft
 from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._report import readers
-from maxlib.nn._layer_axis import layer_axis
+from maxlib.adapters._saved_modules import is_saved, is_tied, untied
 from maxlib.weights._files import Header, write_file
 from maxlib.weights._saving import whole_directory, write_json
 
@@ -43,7 +45,7 @@ def save(
     """Writes the adapters of `model` atomically as a PEFT directory, on one host.
 
     A fused matrix (gate and up, or queries, keys and values) whose parts have different first factors is written with
-    the sum of their ranks.
+    the sum of their ranks. Modules that `load` wrote into the base are written as `modules_to_save`.
 
         tuned = adapters.add(model, adapters.LoRA(rank=8, alpha=16), rngs=nnx.Rngs(0))
         adapters.save(tuned, "adapter", base="org/name")  # PEFT opens it
@@ -53,7 +55,7 @@ def save(
         directory: Where to write.
         base: Name or directory of the base model, recorded as `base_model_name_or_path`.
         experts: "each" writes a module per expert, "fused" the parameters of transformers 5; None follows the published
-            files of the family.
+            files of the family, where PEFT reads such adapters completely.
         overwrite: True replaces an existing directory.
 
     Returns:
@@ -65,10 +67,18 @@ def save(
     """
     if not adapted(model):
         raise ValueError("the model has no adapters to save; add some with adapters.add")
-    names = names_of(model, fused=experts == "fused")
+    one_table = is_tied(model) and is_saved(model.embed.w)  # PEFT has a copy of it at the embedding and at the head
+    shapes = jax.eval_shape(untied, model) if one_table else model
+    names = names_of(shapes, fused=experts == "fused")
     if experts == "each" and any(parts[0].fused for parts in names.parts.values()):
         raise ValueError(f"{names.family} stores its experts in fused matrices, without modules: use experts=None")
     modules = _modules(model, names)
+    if reason := _half_read(modules):
+        if experts == "each":
+            raise ValueError(f'{reason}: pass experts="fused", or adapt gate, up and down of all experts')
+        names = names_of(shapes, fused=True)
+        modules = _modules(model, names)
+    modules = _with_common_scales(modules)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}
     for name, factors in modules.items():
@@ -76,20 +86,94 @@ def save(
         tensors |= {peft.PREFIX + key: np.ascontiguousarray(value) for key, value in made.items()}
     whole = {n: r for n, r in ranks.items() if modules[names.in_table(n)][0].part.fused}
     single = {n: r for n, r in ranks.items() if n not in whole}
-    dora = _dora(modules)
-    config = peft.make(single, experts=whole, dora=dora, base=base) | {"target_modules": _targets(names, single)}
+    each = [n for n in single if peft.fused_expert(n)]
+    saved = _saved_modules(untied(model) if one_table else model, names)
+    tensors |= {peft.PREFIX + name: value for name, value in saved.items()}
+    dora, dense = _dora(modules), _dense_beside_experts(single, names)
+    parameters = [] if dora else dense
+    config = peft.make(
+        single,
+        experts=whole,
+        modules=_targets(names, [name for name in single if name not in parameters], single),
+        parameters=[f"{name}.weight" for name in parameters],
+        saved=sorted({name.rpartition(".")[0] for name in saved}),
+        tied=one_table,
+        dora=dora,
+        # PEFT doubles rank and alpha of gate and up when it joins them, which changes the scale with rsLoRA.
+        rslora=not each and all(level.rslora for _, site in adapted(model) for level in levels(site)),
+        base=base,
+    )
     headers = (Header(name, value.dtype, value.shape) for name, value in sorted(tensors.items()))
     headers = sorted(headers, key=lambda header: -header.dtype.itemsize)
     with whole_directory(directory, overwrite=overwrite) as part:
         write_json(part / peft.CONFIG, config)
         write_file(part / peft.TENSORS, headers, (tensors[header.name] for header in headers))
-    each = [n for n in single if ".experts." in n]
-    dense = [n for n in single if n.endswith((".gate_proj", ".up_proj", ".down_proj")) and ".experts." not in n]
-    kinds = {"dora": dora, "experts": bool(each or whole), "fused": bool(whole)}
-    lines = readers(ranks.values(), **kinds, beside=dense if each else ())
-    if each and dense:
+    kinds = {"dora": dora, "experts": bool(each or whole), "fused": bool(whole), "saved": bool(saved)}
+    ignored = dense if dora else []
+    lines = readers(ranks.values(), **kinds, beside=ignored)
+    if ignored:
         warnings.warn(f"{directory}: {lines[0]}", stacklevel=2)
     return lines
+
+
+def _dense_beside_experts(modules: Iterable[str], names: Names) -> list[str]:
+    """Returns the dense MLP modules of a model that also has experts.
+
+    PEFT takes their names in `target_modules` for those of experts, but reads them as parameters, without DoRA.
+    """
+    if not any(part.experts for parts in names.parts.values() for part in parts):
+        return []
+    return [n for n in modules if n.endswith((".gate_proj", ".up_proj", ".down_proj")) and ".experts." not in n]
+
+
+def _half_read(modules: Iterable[str]) -> str | None:
+    """Returns why PEFT does not read all modules of single experts; None if it does.
+
+    It joins gate and up, which needs both, and looks for the result below an adapter of down.
+    """
+    projections: dict[str, set[str]] = {}  # by layer
+    for name in modules:
+        if peft.fused_expert(name):
+            projections.setdefault(name.partition(".experts.")[0], set()).add(name.rpartition(".")[2])
+    gates = {layer: names & {"gate_proj", "up_proj", "w1", "w3"} for layer, names in projections.items()}
+    if layers := [layer for layer, names in gates.items() if len(names) == 1]:
+        return f"PEFT reads modules of single experts only with adapters of both gate and up, which {layers[0]} has not"
+    has_down = any(names & {"down_proj", "w2"} for names in projections.values())
+    if any(gates.values()) and not has_down:
+        return "PEFT reads gate and up of single experts only beside adapters of down"
+    return None
+
+
+def _with_common_scales(modules: dict[str, list["_Factors"]]) -> dict[str, list["_Factors"]]:
+    """Gives one scale to the modules of single experts that PEFT joins in a parameter, by changing `b`."""
+    scales: dict[str, float] = {}
+    new: dict[str, list[_Factors]] = {}
+    for name, factors in modules.items():
+        fused = peft.fused_expert(name)
+        scale = factors[0].scale if fused is None else scales.setdefault(fused, factors[0].scale)
+        new[name] = [
+            dataclasses.replace(f, b=f.b * np.asarray(f.scale / scale, f.b.dtype), scale=scale) for f in factors
+        ]
+    return new
+
+
+def _saved_modules(model: Any, names: Names) -> dict[str, np.ndarray]:
+    """Returns the tensors of modules that `load` wrote into the base, by name."""
+    marked = {path: v.get_value() for path, v in nn.variables(model).items() if is_saved(v)}
+    host = {path: np.asarray(jax.device_get(value)) for path, value in marked.items()}
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in names.tensors.items():
+        if not {piece.place.path for piece in tensor.pieces} <= host.keys():
+            continue
+        tensors[name] = np.empty(tensor.shape, host[tensor.pieces[0].place.path].dtype)
+        for piece in tensor.pieces:
+            cut = tuple(slice(0, n) for n in piece.place.shape)
+            leaf = host[piece.place.path]
+            value = leaf if piece.place.index is None else leaf[piece.place.index]
+            piece.in_leaf_order(tensors[name], tensor.lengths, cut)[...] = value[piece.within(cut)]
+    return {
+        f"{names.in_transformers(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": x for name, x in tensors.items()
+    }
 
 
 def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
@@ -117,7 +201,7 @@ def _joined(path: str, site: Any) -> tuple[list[Any], float]:
         raise ValueError(f"{path}: PEFT cannot express DoRA on top of another adapter; merge the lower one first")
     host = lambda v: np.asarray(jax.device_get(v.get_value()))
     scale, experts = found[0].scale, hasattr(site, "weight_order") and len(site.w.shape) > 2
-    a = np.concatenate([host(level.a) for level in found], axis=int(layer_axis(site) is not None) + experts)
+    a = np.concatenate([host(level.a) for level in found], axis=int(nn.stack.layer_axis(site) is not None) + experts)
     b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in found], axis=-1)
     return [a, b, None if found[0].magnitude is None else host(found[0].magnitude)], scale
 
@@ -181,8 +265,8 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
     return {f"{where}.lora_A.weight": a, f"{where}.lora_B.weight": b}
 
 
-def _targets(names: Names, modules: Iterable[str]) -> list[str]:
-    """Returns `target_modules`: last names if they only match adapted modules, else full names."""
+def _targets(names: Names, modules: Iterable[str], adapted: Iterable[str]) -> list[str]:
+    """Returns `target_modules`: last names of `modules` if they only match adapted ones, else full names."""
     last = lambda name: name.rpartition(".")[2]
-    shared = {last(name) for name in {names.in_transformers(n) for n in names.parts} - {*modules}}
+    shared = {last(name) for name in {names.in_transformers(n) for n in names.parts} - {*adapted}}
     return sorted({name if last(name) in shared else last(name) for name in modules})

@@ -9,9 +9,11 @@ from flax import nnx
 from rich import box
 from rich.table import Table
 
+from maxlib import nn
 from maxlib._utils.tables import to_text
 from maxlib.adapters._apply import adapted, levels
-from maxlib.nn._sites import Kind, kind_of
+from maxlib.adapters._saved_modules import is_saved
+from maxlib.nn.sites import Kind, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +38,12 @@ class Report:
     Attributes:
         rows: One row per adapted layer.
         base_bytes: Bytes of everything else.
+        saved: Paths of weights that `load` wrote into the base (`modules_to_save`).
     """
 
     rows: tuple[Row, ...]
     base_bytes: int
+    saved: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -55,7 +59,7 @@ class Report:
             rank, scale = written.get(row.path, (0, row.scale))
             written[row.path] = rank + row.rank, scale
         dora, experts = any(row.dora for row in self.rows), any(row.kind == "expert" for row in self.rows)
-        return readers(written.values(), dora=dora, experts=experts)
+        return readers(written.values(), dora=dora, experts=experts, saved=bool(self.saved))
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE, show_footer=True)
@@ -66,6 +70,8 @@ class Report:
         for row in self.rows:
             name = f"{'DoRA' if row.dora else 'LoRA'} r={row.rank}{'' if row.trained else ', frozen'}"
             table.add_row(row.path, row.kind, name, f"{row.scale:g}", f"{row.bytes:,}")
+        for path in self.saved:
+            table.add_row(path, "saved module", "", "", "")
         return to_text(table)
 
 
@@ -81,11 +87,18 @@ def report(model: Any) -> Report:
         return Row(path, kind_of(site), *what, _bytes((matmul.a, matmul.b, matmul.magnitude)))
 
     rows = tuple(row(path, site, matmul) for path, site in adapted(model) for matmul in levels(site))
-    return Report(rows, _bytes(model) - sum(row.bytes for row in rows))
+    saved = tuple(path for path, variable in nn.variables(model).items() if is_saved(variable))
+    return Report(rows, _bytes(model) - sum(row.bytes for row in rows), saved)
 
 
 def readers(
-    written: Iterable[tuple[int, float]], *, dora: bool, experts: bool, fused: bool = False, beside: Sequence[str] = ()
+    written: Iterable[tuple[int, float]],
+    *,
+    dora: bool,
+    experts: bool,
+    saved: bool,
+    fused: bool = False,
+    beside: Sequence[str] = (),
 ) -> tuple[str, str]:
     """Describes what PEFT and vLLM read of a PEFT directory with these ranks and scales.
 
@@ -94,8 +107,13 @@ def readers(
     peft, kinds = "PEFT: from 0.19" if experts else "PEFT: all of it", {*written}
     if beside:
         peft = f"PEFT: ignores {len(beside)} dense MLP modules beside experts, such as {beside[0]}; vLLM reads them"
-    found = {"DoRA": dora, "several ranks or scales in one directory": len(kinds) > 1, "fused experts": fused}
-    if missing := [what for what, is_there in found.items() if is_there]:
+    unsupported = {
+        "DoRA": dora,
+        "several ranks or scales in one directory": len(kinds) > 1,
+        "fused experts": fused,
+        "saved modules": saved,
+    }
+    if missing := [what for what, is_there in unsupported.items() if is_there]:
         return peft, f"vLLM: does not support {', '.join(missing)}; merge the adapters to serve the model there"
     return peft, f"vLLM: with max_lora_rank of at least {max(rank for rank, _ in kinds)}"
 

@@ -20,19 +20,21 @@ class SkipBadRecords:
     Missing files and failing disks are not bad records: their errors are raised.
 
     Args:
-      limit: largest number of bad documents.
-      path: file to which a line of JSON is appended for each: `source`, `record` (its index) and `error`. Records in an
-          existing file count too, so a resumed run continues the count. Each host needs its own path.
+        limit: Largest number of bad documents.
+        path: File to which a line of JSON is appended for each: `source`, `record` (its index) and `error`. Records in
+            an existing file count too, so a resumed run continues the count; a last line that a kill cut off is
+            removed, and its record counts when it is read again. Each host needs its own path.
     """
 
     def __init__(self, *, limit: int, path: str | os.PathLike | None = None):
-        if limit < 0:
+        if not limit >= 0:  # nor NaN
             raise ValueError(f"limit must be at least 0, got {limit}.")
         self._limit, self._path, self._lock = limit, None if path is None else Path(path), threading.Lock()
         self._seen: set[tuple[str, int]] = set()
         if self._path is not None and self._path.exists():
-            lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
-            self._seen = {(line["source"], line["record"]) for line in lines}
+            _cut_torn_line(self._path)
+            lines = self._path.read_bytes().splitlines()
+            self._seen = {_entry(line, self._path, number) for number, line in enumerate(lines, 1)}
 
     def __len__(self) -> int:
         """Returns the number of bad records."""
@@ -62,6 +64,28 @@ class SkipBadRecords:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Removes what follows the last line ending, since the process was stopped while it wrote that."""
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _entry(line: bytes, path: Path, number: int) -> tuple[str, int]:
+    """Reads the source and the record of a line."""
+    try:
+        entry = json.loads(line)
+        source, record = entry["source"], entry["record"]
+    except (ValueError, KeyError, TypeError) as error:
+        source, record = None, error
+    if not isinstance(source, str) or type(record) is not int:
+        raise ValueError(
+            f"{path}: line {number} must be an object with a 'source' and a 'record', its index, got {line!r:.100}: remove "
+            "the line, or give another path"
+        )
+    return source, record
 
 
 class _Guarded(grain.MapDataset):

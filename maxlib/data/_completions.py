@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from maxlib import nn
-from maxlib.data._padding import Row, padded
+from maxlib.data._documents import Row, token_ids
+from maxlib.data._padding import pad_document
 
 Texts = Sequence[Sequence[int]]
 
@@ -28,8 +29,8 @@ def completion_rows(
     if log_probs is not None and sizes != given:
         raise ValueError(f"sampler_log_probs must be one for each token of each completion, {sizes}, got {given}")
     seen = _images_of_rows(images, blank, len(prompts))
-    each = zip(prompts, completions, scores, seen, strict=True)
-    return [_row(*one, length=length, blank=blank) for one in each]
+    rows = enumerate(zip(prompts, completions, scores, seen, strict=True))
+    return [_row(i, *columns, length=length, blank=blank) for i, columns in rows]
 
 
 def check_ends(completions: Texts, stop_token_ids: Collection[int]) -> None:
@@ -44,11 +45,15 @@ def check_ends(completions: Texts, stop_token_ids: Collection[int]) -> None:
         )
 
 
-def _row(prompt: Sequence[int], completion: Sequence[int], scores: Any, seen: Row, *, length: int, blank: Any) -> Row:
-    """Returns a prompt and its completion as a row; only the completion has targets and scores."""
-    tokens = np.array([*prompt, *completion], np.int32)
+def _row(
+    i: int, prompt: Sequence[int], completion: Sequence[int], scores: Any, seen: Row, *, length: int, blank: Any
+) -> Row:
+    """Returns prompt `i` and its completion as a row; only the completion has targets and scores."""
+    if not len(prompt):
+        raise ValueError(f"prompt {i} must have a token, which predicts the first of its completion: begin it with one")
+    tokens = np.concatenate([token_ids(prompt, f"prompt {i}"), token_ids(completion, f"completion {i}")])
     targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-    row = padded({"tokens": tokens, "targets": targets} | seen, length, images=blank)
+    row = pad_document({"tokens": tokens, "targets": targets} | seen, length=length, images=blank)
     if scores is not None:
         row["sampler_log_probs"] = np.zeros(length, np.float32)
         row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = scores

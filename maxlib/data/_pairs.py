@@ -7,13 +7,12 @@ import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._chats import map_named, with_targets
+from maxlib.data._documents import Document, Row, is_messages, map_named
 from maxlib.data._images import ImageProcessor
-from maxlib.data._sources import Document
+from maxlib.data._tokenize import with_targets
 from maxlib.tokenization import ChatTemplate
 
 LOOK_AHEAD = 100
-Row = dict[str, Any]
 Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
 
@@ -35,8 +34,8 @@ def pairs(
             Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
-        images: The image processor of a vision model; each half then has `"images"`, as in
-            `tokenize_chats`. Give `pad` a row that has room for them.
+        images: The image processor of a vision model; each half then has `"images"`, as in `tokenize_chats`. Give `pad`
+            a row that has room for them.
         audio: The audio processor of a model that hears, likewise.
 
     Returns:
@@ -76,28 +75,34 @@ def kto_examples(
         ValueError: when reading a document whose next 100 documents have the same prompt: shuffle the documents.
     """
 
-    def one(document: Document, index: int) -> Row:
-        prompt = document["messages"][:-1]
-        other = [*prompt, _answer_to_another(documents, index, prompt)]
-        tokenize = lambda messages: _answered(document, messages, tokenizer, template, images, audio)
-        return tokenize(document["messages"]) | {
-            "desirable": np.bool_(document["desirable"]),
-            "mismatched": tokenize(other),
-        }
+    def example(document: Document, index: int) -> Row:
+        messages = document["messages"]
+        mismatched = [*messages[:-1], _answer_to_another(documents, index, messages[:-1])]
+        row = _answered(document, messages, tokenizer, template, images, audio)
+        row["desirable"] = _truth(document["desirable"])
+        row["mismatched"] = _answered(document, mismatched, tokenizer, template, images, audio)
+        return row
 
-    return _mapped(documents, one)
+    return _mapped(documents, example)
 
 
 def _answer_to_another(documents: Documents, index: int, prompt: Sequence[Any]) -> Any:
     """Returns the last message of the next document after `index` whose prompt differs."""
     for ahead in range(1, min(len(documents), LOOK_AHEAD + 1)):
-        messages = documents[(index + ahead) % len(documents)]["messages"]
-        if messages[:-1] != prompt:
-            return messages[-1]
+        other = documents[(index + ahead) % len(documents)]
+        if other is not None and other["messages"][:-1] != prompt:  # None is filtered out
+            return other["messages"][-1]
     raise ValueError(
         f"kto_examples needs an answer to another prompt, but the next {min(len(documents) - 1, LOOK_AHEAD)} documents have "
         "the same one: shuffle the documents"
     )
+
+
+def _truth(desirable: Any) -> np.bool_:
+    """Returns a label; raises ValueError for one whose truth is not meant, such as "false"."""
+    if not isinstance(desirable, int | np.integer | np.bool_) or desirable not in (0, 1):
+        raise ValueError(f"'desirable' must be True or False, got {desirable!r}")
+    return np.bool_(desirable)
 
 
 def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:
@@ -106,16 +111,28 @@ def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> g
     return map_named(documents, function, "document")
 
 
-def _answered(document: Document, messages: Sequence[Any], *how: Any) -> Row:
-    """Returns tokens, targets, images and sound of a chat with the document's tools; only the last answer has targets.
+def _answered(
+    document: Document,
+    messages: Sequence[Any],
+    tokenizer: Any,
+    template: ChatTemplate,
+    images: ImageProcessor | None,
+    audio: AudioProcessor | None,
+) -> Row:
+    """Returns tokens, targets, images and sound of a chat; only its last answer has targets."""
+    if not is_messages(messages) or messages[-1]["role"] != "assistant":
+        roles = [message.get("role") for message in messages] if is_messages(messages) else messages
+        raise ValueError(f"the compared answer must be the last message, of the role 'assistant', got {roles!r:.200}")
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images, audio)
 
-    `how` holds the tokenizer, the template and the processors of images and sound.
-    """
-    tokenizer, template, *processors = how
-    return with_targets({**document, "messages": messages}, tokenizer, template, "last", *processors)
 
-
-def _pair(document: Document, *how: Any) -> dict[str, Row]:
+def _pair(
+    document: Document,
+    tokenizer: Any,
+    template: ChatTemplate,
+    images: ImageProcessor | None,
+    audio: AudioProcessor | None,
+) -> dict[str, Row]:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
@@ -123,8 +140,10 @@ def _pair(document: Document, *how: Any) -> dict[str, Row]:
         raise ValueError(
             "chosen and rejected must answer the same prompt, but the messages before their last turns differ"
         )
-    halves = {"chosen": chosen, "rejected": rejected}
-    out = {half: _answered(document, messages, *how) for half, messages in halves.items()}
-    if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
+    pair = {
+        "chosen": _answered(document, chosen, tokenizer, template, images, audio),
+        "rejected": _answered(document, rejected, tokenizer, template, images, audio),
+    }
+    if np.array_equal(pair["chosen"]["tokens"], pair["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
-    return out
+    return pair

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from maxlib.inference._sampling import GREEDY as GREEDY
     from maxlib.inference._sampling import Sampler as Sampler
     from maxlib.inference._server import ServerEngine as ServerEngine
+    from maxlib.inference._server import ServerError as ServerError
     from maxlib.inference._speculate import Speculated as Speculated
     from maxlib.inference._speculate import speculate as speculate
     from maxlib.inference._text import encode as encode
@@ -30,7 +31,7 @@ __getattr__, __dir__ = lazy(
         "_generate": ("Generator", "generate"),
         "_harness": ("Harness",),
         "_sampling": ("GREEDY", "Sampler"),
-        "_server": ("ServerEngine",),
+        "_server": ("ServerEngine", "ServerError"),
         "_speculate": ("Speculated", "speculate"),
         "_text": ("encode", "stream_text"),
     },

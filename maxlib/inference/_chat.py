@@ -13,13 +13,15 @@ from maxlib._utils.files import read_json_object
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._text import encode, stream_text
-from maxlib.tokenization import ChatTemplate, load_tokenizer
+from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights import from_pretrained, model_directory
 from maxlib.weights._files import QUANTIZED
 
 
 def stop_tokens(directory: str | Path) -> list[int]:
-    """Returns the ids that end a text or a turn: `eos_token_id` of generation_config.json, or else of config.json.
+    """Returns the ids that end a text or a turn.
+
+    They are `eos_token_id` of generation_config.json, or else of config.json, or else the tokenizer's `eos_token`.
 
     Args:
         directory: A Hugging Face directory.
@@ -35,7 +37,11 @@ def stop_tokens(directory: str | Path) -> list[int]:
             if not all(type(i) is int for i in ids):
                 raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, got {found!r:.100}")
             return ids
-    return []
+    end = special_tokens(directory).get("eos_token")
+    if end is None or not (Path(directory) / "tokenizer.json").exists():
+        return []
+    end_id = load_tokenizer(directory).token_to_id(end)
+    return [] if end_id is None else [end_id]
 
 
 def _end_of_text(path: Path) -> Any:

@@ -7,8 +7,8 @@ Shapes: S slots, T tokens of a prompt with padding, D width, V vocabulary. A slo
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
-from maxlib.inference._engine import Completion, FinishReason, limits
+from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
+from maxlib.inference._engine import Completion, FinishReason
 from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
-    Prompts,
     check_inputs,
     check_length,
-    check_stop,
+    check_prefix,
     empty_cache,
     right_padded,
     shared_capacity,
 )
-from maxlib.inference._sampling import GREEDY, Keys, Sampler
+from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler, scaled
 
 
 class LocalEngine:
@@ -59,16 +59,15 @@ class LocalEngine:
         self,
         model: Any,
         *,
-        slots: int = 8,
-        capacity: int | None = None,
+        slots: SupportsIndex = 8,
+        capacity: SupportsIndex | None = None,
         dtype: Any = jnp.bfloat16,
         cache_dtype: Any = None,
         seed: int = 0,
     ):
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, got {slots}")
+        self.slots, self._keys = integer("slots", slots), Keys(seed)
+        self.capacity = None if capacity is None else integer("capacity", capacity)
         self.generator = Generator(model, dtype=dtype, cache_dtype=cache_dtype)
-        self.slots, self.capacity, self._keys = slots, capacity, Keys(seed)
         _check_rows(self.generator.model)
 
     def update(self, weights: Any) -> None:
@@ -79,38 +78,40 @@ class LocalEngine:
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int | Sequence[int],
+        max_new_tokens: SupportsIndex | Ids,
         images: Sequence[Images | None] | None = None,
         audio: Sequence[Audio | None] | None = None,
-        num_samples: int = 1,
+        num_samples: SupportsIndex = 1,
         sampler: Sampler = GREEDY,
-        stop_token_ids: Collection[int] = (),
+        stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
         """Returns `num_samples` completions of each prompt; the arguments are those of `stream`."""
-        found: list[list[Any]] = [[None] * num_samples for _ in prompts]
-        options: Any = {
-            "images": images,
-            "audio": audio,
-            "num_samples": num_samples,
-            "sampler": sampler,
-            "stop_token_ids": stop_token_ids,
-            "key": key,
-        }
-        for prompt, number, completion in self.stream(prompts, max_new_tokens=max_new_tokens, **options):
-            found[prompt][number] = completion
-        return found
+        completions = self.stream(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            audio=audio,
+            num_samples=num_samples,
+            sampler=sampler,
+            stop_token_ids=stop_token_ids,
+            key=key,
+        )
+        groups: list[list[Any]] = [[None for _ in range(num_samples)] for _ in prompts]
+        for prompt, number, completion in completions:
+            groups[prompt][number] = completion
+        return groups
 
     def stream(
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int | Sequence[int],
+        max_new_tokens: SupportsIndex | Ids,
         images: Sequence[Images | None] | None = None,
         audio: Sequence[Audio | None] | None = None,
-        num_samples: int = 1,
+        num_samples: SupportsIndex = 1,
         sampler: Sampler = GREEDY,
-        stop_token_ids: Collection[int] = (),
+        stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
         """Yields completions as they end, each with the index of its prompt and its index within the prompt.
@@ -132,19 +133,18 @@ class LocalEngine:
             ValueError: when a prompt is empty or does not fit with its new tokens, when ids are outside the vocabulary,
                 when the model does not read images or audio, or when they and their placeholders do not match.
         """
-        most = limits(max_new_tokens, prompts)
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        stop = check_stop(stop_token_ids, self.generator.vocab)
-        seen = self._checked_inputs(prompts, images, audio)
-        capacity = self._checked_capacity(prompts, most)
+        check_sampler(sampler)
+        texts, stop = check_prompts(prompts, self.generator.vocab), check_stop(stop_token_ids, self.generator.vocab)
+        limits, count = check_limits(max_new_tokens, len(texts)), integer("num_samples", num_samples)
+        seen = self._checked_inputs(texts, images, audio)
+        capacity = self._checked_capacity(texts, limits)
         key = self._keys(key)
         # The same keys as `Generator.generate` with each prompt repeated `num_samples` times.
-        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(prompts) * num_samples)))
+        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(texts) * count)))
         rows = [
-            _Row(n, i, list(prompt), seen[n], most[n], keys[n * num_samples + i])
-            for n, prompt in enumerate(prompts)
-            for i in range(num_samples)
+            _Row(n, i, text, seen[n], limits[n], keys[n * count + i])
+            for n, text in enumerate(texts)
+            for i in range(count)
         ]
         # Start the longest rows first, so that no slot is left with a long row at the end.
         rows.sort(key=lambda row: -row.limit)
@@ -152,26 +152,28 @@ class LocalEngine:
         return _Run(self.generator, self.slots, capacity, options, stop).completions(rows)
 
     def _checked_inputs(
-        self, prompts: Prompts, images: Sequence[Images | None] | None, audio: Sequence[Audio | None] | None
+        self, texts: list[list[int]], images: Sequence[Images | None] | None, audio: Sequence[Audio | None] | None
     ) -> list[dict[str, Images | Audio]]:
         """Returns each prompt's inputs besides its tokens; raises ValueError for images or audio that do not match."""
-        both = [_of_prompts(name, x, len(prompts)) for name, x in (("images", images), ("audio", audio))]
-        tokens, _ = right_padded(prompts, self.generator.vocab)
-        return [check_inputs(self.generator.model, ids[None], *own) for ids, *own in zip(tokens, *both, strict=True)]
+        images, audio = (_of_prompts("images", images, len(texts)), _of_prompts("audio", audio, len(texts)))
+        inputs = zip(right_padded(texts)[0], images, audio, strict=True)
+        return [check_inputs(self.generator.model, ids[None], seen, heard) for ids, seen, heard in inputs]
 
-    def _checked_capacity(self, prompts: Prompts, most: list[int]) -> int:
+    def _checked_capacity(self, texts: list[list[int]], limits: list[int]) -> int:
         """Returns the required capacity of a slot; raises ValueError for prompts that the model cannot continue."""
         model = self.generator.model
-        lengths = [len(prompt) + n for prompt, n in zip(prompts, most, strict=True)]
+        lengths = [len(text) + limit for text, limit in zip(texts, limits, strict=True)]
         check_length(model, max(lengths))
+        check_prefix(model, texts)
         switch = getattr(model, "recompute_cache_at", None)
-        if switch is not None and any(len(p) < switch <= n for p, n in zip(prompts, lengths, strict=True)):
+        if switch is not None and any(len(text) < switch <= n for text, n in zip(texts, lengths, strict=True)):
             raise ValueError(
                 f"{type(model).__name__} rotates keys differently from {switch} tokens on, and a row must not cross "
-                "that "
-                "length while decoding: use inference.Generator, which recomputes its cache"
+                "that length while decoding: use inference.Generator, which recomputes its cache"
             )
-        capacity = self.capacity or min(shared_capacity(max(lengths)), getattr(model, "max_length", None) or 1 << 62)
+        capacity = self.capacity
+        if capacity is None:
+            capacity = min(shared_capacity(max(lengths)), getattr(model, "max_length", None) or 1 << 62)
         if max(lengths) > capacity:
             raise ValueError(f"prompt and new tokens must fit the slots' capacity of {capacity}, got {max(lengths)}")
         return capacity
@@ -300,16 +302,15 @@ def _prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], seen, 
 @functools.partial(jax.jit, static_argnames="slots")
 def _empty(cache, hidden, key, *, slots) -> _Slots:
     """Makes the arrays of empty slots, of the shapes of one row."""
-    rows = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)
-    return _Slots(jax.tree.map(rows, cache), rows(hidden), rows(key[None]), jnp.zeros(slots, jnp.int32))
+    row = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
+    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), row)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _insert(state: _Slots, cache, hidden, key, slot) -> _Slots:
     """Writes a prompt's row into a slot, overwriting the previous row completely."""
-    put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0)
-    new = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
-    return jax.tree.map(put, state, new)
+    row = _Slots(cache, hidden, key[None], jnp.zeros(1, jnp.int32))
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype", "impl"), donate_argnames="state")
@@ -331,7 +332,7 @@ def _step(model, state: _Slots, active: Bool[Array, " S"], *, sampler, dtype, im
 
 def drawn_log_probs(logits: Float[Array, "B V"], token: Int[Array, " B"], temperature: float) -> Float[Array, " B"]:
     """Returns the log-probability of each token at a temperature; 0 (greedy) counts as 1."""
-    scores = jax.nn.log_softmax(logits / (temperature or 1.0), axis=-1)
+    scores = jax.nn.log_softmax(scaled(logits, temperature or 1.0), axis=-1)
     return jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
 
 
@@ -350,6 +351,5 @@ def _check_rows(model: Any) -> None:
         if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
             raise ValueError(
                 f"{type(model).__name__}: the first axis of the cache's array {jax.tree_util.keystr(path)} must be "
-                "rows, got "
-                f"{a.shape} for 2 rows; without it a slot cannot get a new row: use inference.Generator"
+                f"rows, got {a.shape} for 2 rows; without it a slot cannot get a new row: use inference.Generator"
             )

@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Array, Key
 
-from maxlib.inference._generate import Prompts
 from maxlib.inference._sampling import GREEDY, Sampler
 
 FinishReason = Literal["stop", "length"]
@@ -40,7 +39,7 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int | Sequence[int],
         num_samples: int = 1,
@@ -50,11 +49,3 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Returns `num_samples` completions of each prompt; without `key`, every call uses a new key."""
         ...
-
-
-def limits(max_new_tokens: int | Sequence[int], prompts: Prompts) -> list[int]:
-    """Returns the maximum number of new tokens of each prompt; raises ValueError unless all are positive."""
-    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(most) != len(prompts) or any(n < 1 for n in most):
-        raise ValueError(f"max_new_tokens must be at least 1, one for all or one per prompt, got {max_new_tokens}")
-    return most

@@ -1,4 +1,4 @@
-"""Generation: prefill and decode with any `nn.Model` (docs/decisions/0001).
+"""Generation: prefill and decode with any `nn.Model` (docs/decisions.md).
 
 Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
 """
@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn, sharding
-from maxlib.inference._sampling import GREEDY, Keys, Sampler
+from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
+from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 
-Prompts = Sequence[Sequence[int]]
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 Audio = nn.audio.Clips
 
@@ -75,16 +75,15 @@ class Generator:
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int,
+        max_new_tokens: SupportsIndex,
         images: Images | None = None,
         audio: Audio | None = None,
         sampler: Sampler = GREEDY,
-        stop_token_ids: Collection[int] = (),
+        stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
-        capacity: int | None = None,
+        capacity: SupportsIndex | None = None,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, including the one that ended it; takes the arguments of `stream`."""
-        texts: list[list[int]] = [[] for _ in prompts]
         steps = self.stream(
             prompts,
             max_new_tokens=max_new_tokens,
@@ -95,6 +94,7 @@ class Generator:
             key=key,
             capacity=capacity,
         )
+        texts: list[list[int]] = [[] for _ in prompts]
         for tokens in steps:
             for text, token in zip(texts, tokens, strict=True):
                 if token is not None:
@@ -105,13 +105,13 @@ class Generator:
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int,
+        max_new_tokens: SupportsIndex,
         images: Images | None = None,
         audio: Audio | None = None,
         sampler: Sampler = GREEDY,
-        stop_token_ids: Collection[int] = (),
+        stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
-        capacity: int | None = None,
+        capacity: SupportsIndex | None = None,
     ) -> Iterator[list[int | None]]:
         """Yields each prompt's next token, step by step; None for a prompt that has ended.
 
@@ -133,16 +133,18 @@ class Generator:
             ValueError: when a prompt is empty or does not fit `capacity`, when ids are outside the vocabulary, when the
                 model does not read images or audio, or when they and their placeholders do not match.
         """
-        tokens, _ = right_padded(prompts, self.vocab)
-        stop = check_stop(stop_token_ids, self.vocab)
-        longest = max(map(len, prompts)) + max_new_tokens
-        check_length(self.model, longest)
+        check_sampler(sampler)
+        texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
+        count, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
+        check_length(self.model, longest + count)
+        check_prefix(self.model, texts)
         if capacity is None:
-            capacity = min(shared_capacity(longest), getattr(self.model, "max_length", None) or 1 << 62)
-        check_room(prompts, max_new_tokens, capacity)
-        seen = check_inputs(self.model, tokens, images, audio)
-        keys = jax.random.split(self._keys(key), len(prompts))
-        return self._steps([list(prompt) for prompt in prompts], seen, max_new_tokens, sampler, stop, keys, capacity)
+            capacity = min(shared_capacity(longest + count), getattr(self.model, "max_length", None) or 1 << 62)
+        capacity = integer("capacity", capacity)
+        check_room(longest, count, capacity)
+        seen = check_inputs(self.model, right_padded(texts)[0], images, audio)
+        keys = jax.random.split(self._keys(key), len(texts))
+        return self._steps(texts, seen, count, sampler, stop, keys, capacity)
 
     def _steps(self, texts, seen, max_new_tokens, sampler, stop, keys, capacity):
         """Yields new tokens and appends them to `texts`, including those of stopped rows."""
@@ -166,7 +168,7 @@ class Generator:
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
         """Returns the next token of each text, and a cache of the texts; equal texts in a row are computed once."""
         count = 1 if seen else _repeats(texts)
-        tokens, valid = right_padded(texts[::count], self.vocab, most=capacity)
+        tokens, valid = right_padded(texts[::count], most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
         return _prefill(self.model, tokens, valid, seen, keys, step, count=count, **options)
 
@@ -175,11 +177,11 @@ def generate(
     model: Any,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: SupportsIndex,
     images: Images | None = None,
     audio: Audio | None = None,
     sampler: Sampler = GREEDY,
-    stop_token_ids: Collection[int] = (),
+    stop_token_ids: StopIds = (),
     key: Key[Array, ""] | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> list[list[int]]:
@@ -232,7 +234,7 @@ def _prefill(
     cache_dtype,
 ):
     """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
-    empty = lambda rows: empty_cache(model, rows, capacity, cache_dtype)
+    empty = functools.partial(empty_cache, model, capacity=capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
     # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
@@ -289,22 +291,24 @@ def cast_matrices(model: Any, dtype: Any) -> Any:
         is_matrix = isinstance(variable, nnx.Param) and len(axes) > 1 and jnp.issubdtype(value.dtype, jnp.floating)
         return variable.replace(value.astype(dtype)) if is_matrix else variable
 
-    is_variable = lambda x: isinstance(x, nnx.Variable)
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
     return jax.tree.map(lambda x: cast(x) if is_variable(x) else x, model, is_leaf=is_variable)
 
 
 def _check_shapes(old: Any, new: Any) -> None:
     """Raises ValueError for the first weight of `new` whose shape differs from that of the same path in `old`."""
-    here, given = nn.variables(old), nn.variables(new)
-    for path in sorted(here.keys() & given.keys()):
-        if here[path].shape != given[path].shape:
+    here, update = nn.variables(old), nn.variables(new)
+    for path in sorted(here.keys() & update.keys()):
+        if here[path].shape != update[path].shape:
             raise ValueError(
-                f"update takes weights of the same shapes; {path} is {here[path].shape} here, got {given[path].shape}"
+                f"update takes weights of the same shapes; {path} is {here[path].shape} here, got {update[path].shape}"
             )
 
 
 def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
-    """Returns copies of weights as those of `like`, which is unstacked; None for those that are not given.
+    """Returns copies of weights as those of `like`, which is unstacked; None for those that `weights` lacks.
 
     Args:
         shapes: The original model.
@@ -316,8 +320,10 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
     _check_shapes(like, new)
     if jax.tree.structure(new) != jax.tree.structure(like):
         raise ValueError("update takes a model of the same structure; make a new Generator for another model")
-    copy = lambda old, x: None if isinstance(x, np.ndarray) else jnp.array(x, old.dtype, copy=True)
-    return [copy(*both) for both in zip(jax.tree.leaves(like), jax.tree.leaves(new), strict=True)]
+    return [
+        None if isinstance(x, np.ndarray) else jnp.array(x, old.dtype, copy=True)
+        for old, x in zip(jax.tree.leaves(like), jax.tree.leaves(new), strict=True)
+    ]
 
 
 def check_inputs(
@@ -345,20 +351,6 @@ def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
     return set() if at is None else {at - len(text) for text in texts}
 
 
-def check_stop(stop_token_ids: Collection[int], vocab: int | None = None) -> frozenset[int]:
-    """Returns the ids as a set; raises ValueError for texts, None, and ids outside a vocabulary of `vocab` tokens."""
-    is_id = lambda x: isinstance(x, int | np.integer) and 0 <= x < (vocab or x + 1)
-    listed = isinstance(stop_token_ids, Collection)
-    wrong = [x for x in stop_token_ids if not is_id(x)] if listed else [stop_token_ids]
-    if wrong:
-        below = "" if vocab is None else f" below the vocabulary of {vocab}"
-        raise ValueError(
-            f"stop_token_ids must be a list of ids, integers from 0{below}, got {wrong[0]!r}: for a text use "
-            "tokenizer.token_to_id(text), for a model's end-of-text ids inference.stop_tokens(directory)"
-        )
-    return frozenset(map(int, stop_token_ids))
-
-
 def check_length(model: Any, length: int) -> None:
     """Raises ValueError if `length` tokens exceed the model's `max_length`, if it has one."""
     limit = getattr(model, "max_length", None)
@@ -369,49 +361,38 @@ def check_length(model: Any, length: int) -> None:
         )
 
 
-def right_padded(prompts: Prompts, vocab: int, *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts as one array with padding on the right, and a mask of real tokens.
+def check_prefix(model: Any, texts: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change."""
+    prefix = max((mask.prefix for mask in getattr(model, "masks", ())), default=0)
+    if (shortest := min(map(len, texts))) < prefix:
+        raise ValueError(
+            f"a prompt must have the whole prefix of {prefix} tokens, which attend to each other, got {shortest} tokens: "
+            "new tokens inside the prefix would change what is cached"
+        )
+
+
+def right_padded(rows: Sequence[Sequence[int]], *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows as one array with padding on the right, and a mask of real tokens.
 
     The length is rounded up, so that similar calls share a program.
 
     Args:
-        prompts: Ids of each row.
-        vocab: Number of ids in the vocabulary.
+        rows: Ids of each row.
         most: Maximum length after rounding up; None for no limit.
     """
-    if not len(prompts):
-        raise ValueError("there must be at least one prompt, got none")
-    if any(np.ndim(p) == 0 and not isinstance(p, str) for p in prompts):
-        raise ValueError(
-            "prompts must be a list of prompts, each of which is a list of ids; got ids: put them in a list"
-        )
-    if not all(len(p) for p in prompts):
-        raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
-    longest = max(map(len, prompts))
+    longest = max(map(len, rows))
     length = max(longest, min(_round_up(longest, 16), most or 1 << 62))
-    tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
-    for row, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if not np.issubdtype(ids.dtype, np.integer):
-            got = "text" if isinstance(prompt, str) else ids.dtype
-            raise ValueError(
-                f"prompt {row} must consist of integer ids, got {got}: encode text first, with tokenizer.encode(text).ids"
-            )
-        if ids.min() < 0 or ids.max() >= vocab:
-            raise ValueError(
-                f"prompt {row} holds the id {ids.min() if ids.min() < 0 else ids.max()}, the model's vocabulary is "
-                f"[0, {vocab}); is this the tokenizer the model was trained with?"
-            )
-        tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
+    tokens, valid = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
+    for n, row in enumerate(rows):
+        tokens[n, : len(row)], valid[n, : len(row)] = row, True
     return tokens, valid
 
 
-def check_room(prompts: Prompts, max_new_tokens: int, capacity: int) -> None:
-    """Raises ValueError for prompts that leave no room in the cache."""
-    longest = max(map(len, prompts))
-    if max_new_tokens < 1 or longest + max_new_tokens > capacity:
+def check_room(longest: int, max_new_tokens: int, capacity: int) -> None:
+    """Raises ValueError if a prompt of `longest` tokens leaves no room in the cache."""
+    if longest + max_new_tokens > capacity:
         raise ValueError(
-            f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}, at least 1) "
+            f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}) "
             f"must fit the capacity of the cache ({capacity}); shorten one or enlarge capacity"
         )
 

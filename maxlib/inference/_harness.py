@@ -1,6 +1,8 @@
 """Evaluation with EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness)."""
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._scoring import Score, continue_until, score
-from maxlib.tokenization import ChatTemplate, load_tokenizer
+from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights import model_directory
 
+logger = logging.getLogger(__name__)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -45,6 +48,7 @@ class Harness(_TemplateLM):
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face one.
         eos: Id that ends a text; by default the tokenizer's `eos_token_id`.
         bos: Id before a text without context; by default the tokenizer's `bos_token_id`, or else `eos`.
+        stop_token_ids: Ids that end an answer; by default `eos`.
         template: Chat template for `apply_chat_template=True`.
         batch_size: Number of rows computed at once.
         max_length: Maximum number of tokens that the model reads; by default its own maximum, or 2048.
@@ -64,6 +68,7 @@ class Harness(_TemplateLM):
         *,
         eos: int | None = None,
         bos: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
         template: ChatTemplate | None = None,
         batch_size: int = 8,
         max_length: int | None = None,
@@ -80,6 +85,7 @@ class Harness(_TemplateLM):
         bos = getattr(tokenizer, "bos_token_id", None) if bos is None else bos
         self.generator, self.tokenizer, self.template = Generator(model, dtype=dtype), tokenizer, template
         self._eos, self._bos, self._key = eos, eos if bos is None else bos, key
+        self._stop_token_ids = [eos] if stop_token_ids is None else list(stop_token_ids)
         self._batch, self.max_gen_toks = batch_size, max_new_tokens
         self.max_length = max_length or getattr(model, "max_length", None) or 2048
         if min(batch_size, self.max_length, max_new_tokens) < 1:
@@ -88,7 +94,7 @@ class Harness(_TemplateLM):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> "Harness":
-        """Loads a model with its tokenizer, its chat template and the id that ends a text.
+        """Loads a model with its tokenizer, its chat template, and the ids that begin and end texts.
 
         Args:
             name: A Hugging Face directory, or a name on the hub.
@@ -97,8 +103,16 @@ class Harness(_TemplateLM):
         directory = model_directory(name)
         with contextlib.suppress(FileNotFoundError):
             options = {"template": ChatTemplate.from_directory(directory)} | options
-        options = {"eos": next(iter(stop_tokens(directory)), None)} | options
-        return cls(read_model(directory), load_tokenizer(directory), **options)
+        tokenizer, stops = load_tokenizer(directory), stop_tokens(directory)
+        tokens = {name: tokenizer.token_to_id(text) for name, text in special_tokens(directory).items() if text}
+        eos = tokens.get("eos_token")
+        options = {
+            "eos": next(iter(stops), None) if eos is None else eos,
+            "bos": tokens.get("bos_token"),
+            "stop_token_ids": stops or None,
+            **options,
+        }
+        return cls(read_model(directory), tokenizer, **options)
 
     def evaluate(self, tasks: Sequence[Any], **options: Any) -> dict[str, float]:
         """Runs tasks, and returns numbers by name: `task/metric`, with `/filter` if the task has filters.
@@ -164,14 +178,31 @@ class Harness(_TemplateLM):
         return list(getattr(encoded, "ids", encoded))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders a chat as the prompt of its next answer."""
+        """Renders a chat as the prompt of its next answer, or of the rest of its last one.
+
+        Templates that refuse a system message get the chat without it.
+        """
         if self.template is None:
             raise ValueError(
                 "this Harness has no chat template: give it one, template=ChatTemplate.from_directory(...)"
             )
-        if not add_generation_prompt:
-            raise ValueError("a task that begins the answer itself (gen_prefix) cannot be rendered as a chat here")
-        return self.template(chat_history)
+        render = functools.partial(
+            self.template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        try:
+            return render(chat_history)
+        except ValueError:
+            without_system = [message for message in chat_history if message["role"] != "system"]
+            if len(without_system) == len(chat_history):
+                raise
+            logger.warning("the chat template refuses these messages: rendering them without the system message")
+            return render(without_system)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the source of the template, by which lm-eval distinguishes its caches."""
+        return self.template.source if chat_template and self.template is not None else None
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Sums the log-probabilities of all tokens of each text, window by window."""
@@ -235,7 +266,7 @@ class Harness(_TemplateLM):
             [self.tok_encode(prompt)[-(self.max_length - most) :] for prompt in prompts],
             decode=self._decode,
             until=[*until, self._decode([self._eos], special=True)],
-            end=self._eos,
+            stop_token_ids=self._stop_token_ids,
             max_new_tokens=most,
             sampler=sampler,
             key=key,

@@ -1,11 +1,17 @@
 """Sampling of the next token from logits."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from maxlib.inference._arguments import integer, number
+
+_LOWEST, _HIGHEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # temperatures above 0
 
 
 @jax.tree_util.register_static  # a batch of rollouts may have one, whose values are then static under jit
@@ -15,13 +21,14 @@ class Sampler:
 
     Args:
         temperature: Divisor of the scores; 0 chooses the best token (greedy).
-        top_k: Keeps the k best tokens.
+        top_k: Keeps the k best tokens, and those that equal the k-th; None keeps all.
         top_p: Keeps the fewest tokens whose probabilities sum to at least p (nucleus sampling, Holtzman et al. 2020,
-            arXiv:1904.09751).
-        min_p: Keeps tokens at least `min_p` times as probable as the best one (Nguyen et al. 2024, arXiv:2407.01082).
+            arXiv:1904.09751); of equal tokens the lowest ids. None keeps all.
+        min_p: Keeps tokens at least `min_p` times as probable as the best one (Nguyen et al. 2024, arXiv:2407.01082);
+            None keeps all.
 
     Raises:
-        ValueError: when a setting is out of range.
+        ValueError: when a setting is no number or out of range.
     """
 
     temperature: float = 1.0
@@ -30,19 +37,25 @@ class Sampler:
     min_p: float | None = None
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], got {value}")
+        temperature = number("temperature", self.temperature)
+        if temperature != 0 and not _LOWEST <= temperature <= _HIGHEST:
+            raise ValueError(f"temperature must be 0 (greedy) or a normal float32 above it, got {temperature}")
+        # A sampler is a static argument and part of a request: store what hashes and is written as JSON.
+        object.__setattr__(self, "temperature", temperature)
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", integer("top_k", self.top_k))
+        for name in ("top_p", "min_p"):
+            if getattr(self, name) is not None:
+                share = number(name, getattr(self, name))
+                if not 0 < share <= 1:
+                    raise ValueError(f"{name} must lie in (0, 1], got {share}")
+                object.__setattr__(self, name, share)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws a token for each row with the row's key, so that it does not depend on other rows."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = self.filtered(logits.astype(jnp.float32) / self.temperature)
+        logits = self.filtered(scaled(logits.astype(jnp.float32), self.temperature))
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
     def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -50,12 +63,23 @@ class Sampler:
         if self.top_k is not None:
             kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
             logits = jnp.where(logits < kth, -jnp.inf, logits)
-        if self.top_p is not None:
-            logits = jnp.where(logits < _nucleus_floor(logits, self.top_p), -jnp.inf, logits)
+        if self.top_p is not None and self.top_p < 1:
+            logits = jnp.where(_in_nucleus(logits, self.top_p), logits, -jnp.inf)
         if self.min_p is not None:
             # p >= min_p * p_max, in logarithms: the normalization cancels.
-            logits = jnp.where(logits < logits.max(axis=-1, keepdims=True) + jnp.log(self.min_p), -jnp.inf, logits)
+            logits = jnp.where(logits < logits.max(axis=-1, keepdims=True) + math.log(self.min_p), -jnp.inf, logits)
         return logits
+
+
+def scaled(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
+    """Divides logits by a temperature, less their maximum, so that a low temperature does not overflow."""
+    return (logits - logits.max(axis=-1, keepdims=True)) / temperature
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raises ValueError for anything but a sampler."""
+    if not isinstance(sampler, Sampler):
+        raise ValueError(f"sampler must be an inference.Sampler, such as Sampler(temperature=0.7), got {sampler!r}")
 
 
 def check_scored(sampler: Any, temperature: float) -> None:
@@ -73,17 +97,21 @@ def check_scored(sampler: Any, temperature: float) -> None:
     filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
     if filters:
         raise ValueError(
-            f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: omit "
-            "that"
+            f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: "
+            "omit that"
         )
 
 
-def _nucleus_floor(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """Returns the smallest score inside the nucleus."""
+def _in_nucleus(logits: Float[Array, "B V"], top_p: float) -> Bool[Array, "B V"]:
+    """Returns whether each token is in the nucleus, the smallest set whose mass is at least `top_p`."""
     ranked = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs  # probability mass of the better tokens
-    return jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
+    size = jnp.maximum((before < top_p).sum(axis=-1, keepdims=True), 1)  # [B, 1]
+    last = jnp.take_along_axis(ranked, size - 1, axis=-1)
+    better, equal = logits > last, logits == last
+    # Of several tokens that equal the last one, the first fill the set.
+    return better | (equal & (jnp.cumsum(equal, axis=-1) <= size - better.sum(axis=-1, keepdims=True)))
 
 
 GREEDY = Sampler(temperature=0.0)
@@ -97,15 +125,16 @@ class Keys:
     """
 
     def __init__(self, seed: int):
-        self._seed = seed
-        self._last: Key[Array, ""] | None = (
-            None  # created at the first call, because a key starts jax's backend, which an import must not do
-        )
+        self._seed = integer("seed", seed, least=None)
+        # Created at the first call, because a key starts jax's backend, which an import must not do.
+        self._last: Key[Array, ""] | None = None
 
-    def __call__(self, given: Key[Array, ""] | None) -> Key[Array, ""]:
-        """Returns the given key, or the next one."""
-        if given is not None:
-            return given
+    def __call__(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
+        """Returns the caller's key, or the next one."""
+        if key is not None:
+            if not isinstance(key, jax.Array | np.ndarray):
+                raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}")
+            return key
         self._last = jax.random.key(self._seed) if self._last is None else self._last
         self._last, new = jax.random.split(self._last)
         return new

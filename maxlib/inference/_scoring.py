@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn
-from maxlib.inference._generate import Generator, Prompts, right_padded, shared_capacity
+from maxlib.inference._arguments import Prompts, check_prompts, integer
+from maxlib.inference._generate import Generator, right_padded, shared_capacity
 from maxlib.inference._sampling import GREEDY, Sampler
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
 Score = tuple[float, bool]
-Decode = Callable[[list[int]], str]
+Decode = Callable[..., str]
 
 
 def score(
@@ -34,16 +35,18 @@ def score(
         max_length: Maximum number of tokens that the model reads at once.
 
     Raises:
-        ValueError: when a part is empty, a continuation is longer than `max_length`, or an id is outside the
-            vocabulary.
+        ValueError: when a context or a continuation is empty, a continuation is longer than `max_length`, an id is
+            outside the vocabulary, or a size is not a positive integer.
     """
+    batch_size, max_length = integer("batch_size", batch_size), integer("max_length", max_length)
     _check(pairs, max_length)
-    rows = [list(context) + list(continuation) for context, continuation in pairs]
+    rows = [[*context, *continuation] for context, continuation in pairs]
+    rows = check_prompts(rows, generator.vocab) if rows else []
     for numbers in _batches([len(row) for row in rows], batch_size):
         # The last token is only predicted. Fill an incomplete batch with its first row, to share the program.
         full = numbers + [numbers[0]] * (batch_size - len(numbers))
-        kept = [rows[n][-(max_length + 1) :] for n in full]
-        log_prob, correct = _scored(generator, kept, [len(pairs[n][1]) for n in full], max_length)
+        ends = [rows[n][-(max_length + 1) :] for n in full]
+        log_prob, correct = _scored(generator, ends, [len(pairs[n][1]) for n in full], max_length)
         for n, p, c in zip(numbers, log_prob, correct, strict=False):
             yield n, (float(p), bool(c))
 
@@ -54,21 +57,21 @@ def continue_until(
     *,
     decode: Decode,
     until: Sequence[str],
-    end: int,
+    stop_token_ids: Sequence[int],
     max_new_tokens: int,
     sampler: Sampler = GREEDY,
     key: Key[Array, ""] | None = None,
 ) -> list[str]:
-    """Returns the text that follows each prompt, before the first of `until` or the token `end`.
+    """Returns the text that follows each prompt, before the first of `until` or `stop_token_ids`.
 
     Decoding stops when every row has one of them.
 
     Args:
         generator: The model.
         prompts: Token ids of each prompt.
-        decode: Converts ids to text.
-        until: Texts that end a row and are not part of it.
-        end: Id that ends a row.
+        decode: Converts ids to text, with `special=True` including special tokens, of which answers have none.
+        until: Texts that end a row and are not part of it; also those of special tokens.
+        stop_token_ids: Ids that end a row.
         max_new_tokens: Maximum number of new tokens per prompt.
         sampler: Draws tokens.
         key: Random key for sampling.
@@ -78,14 +81,17 @@ def continue_until(
     tail = 8 + max((len(text.encode()) for text in until), default=0)
     rows: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(rows)))
-    options = {"sampler": sampler, "stop_token_ids": [end], "key": key}
+    options = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
     for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, **options):
         for n in tuple(running):
             token = tokens[n]
             assert token is not None  # ended rows do not run
-            if token != end:
-                rows[n].append(token)
-            if token == end or any(text in decode(rows[n][-tail:]) for text in until):
+            if token in stop_token_ids:
+                running.discard(n)
+                continue
+            rows[n].append(token)
+            recent = decode(rows[n][-tail:], special=True)
+            if any(text in recent for text in until):
                 running.discard(n)
         if not running:
             break
@@ -121,17 +127,20 @@ def _scored(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores the last `counts` tokens of each row."""
     length = min(shared_capacity(max(map(len, rows)) - 1), max_length)
-    whole, valid = right_padded(rows, generator.vocab)
-    size = lambda x: np.pad(x, ((0, 0), (0, max(0, length + 1 - x.shape[1]))))[:, : length + 1]
-    whole, valid = size(whole), size(valid)
+    tokens, valid = (_of_width(x, length + 1) for x in right_padded(rows))
     last = valid.sum(axis=1)[:, None] - 1  # [B, 1]: of each row's tokens, the last one, which is only predicted
     place = np.arange(length)[None]
     # Position t predicts token t + 1; those of the context and of padding are not scored.
     learned = (place >= last - np.asarray(counts)[:, None]) & (place < last)
-    targets = np.where(learned, whole[:, 1:], -1).astype(np.int32)
+    targets = np.where(learned, tokens[:, 1:], -1).astype(np.int32)
     read = valid[:, :-1] & (place < last)
-    log_prob, correct = _score(generator.model, whole[:, :-1], read, targets, dtype=generator.dtype)
+    log_prob, correct = _score(generator.model, tokens[:, :-1], read, targets, dtype=generator.dtype)
     return np.asarray(log_prob), np.asarray(correct)
+
+
+def _of_width(x: np.ndarray, width: int) -> np.ndarray:
+    """Returns rows truncated, or padded with zeros on the right."""
+    return np.pad(x, ((0, 0), (0, max(0, width - x.shape[1]))))[:, :width]
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -140,5 +149,5 @@ def _score(
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Sums the log-probabilities of each row's targets, and returns whether all of them are the best tokens."""
     out = model(tokens, valid=valid, dtype=dtype)
-    found = nn.token_log_probs(out.hidden, model.head_weight(), targets, softcap=model.softcap)
-    return found.log_prob.sum(axis=1), (found.correct | (targets < 0)).all(axis=1)
+    scores = nn.token_log_probs(out.hidden, model.head_weight(), targets, softcap=model.softcap)
+    return scores.log_prob.sum(axis=1), (scores.correct | (targets < 0)).all(axis=1)

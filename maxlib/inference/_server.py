@@ -1,19 +1,46 @@
 """An engine that uses a server with OpenAI's HTTP API: sends token ids, receives token ids and log-probabilities."""
 
 import concurrent.futures
+import contextlib
+import functools
+import http.client
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Collection, Sequence
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import jax
 from jaxtyping import Array, Key
 
-from maxlib.inference._engine import Completion, limits
-from maxlib.inference._generate import Prompts, check_stop
-from maxlib.inference._sampling import GREEDY, Keys, Sampler
+from maxlib.inference._arguments import (
+    Ids,
+    Prompts,
+    StopIds,
+    check_limits,
+    check_prompts,
+    check_stop,
+    integer,
+    is_id,
+    number,
+)
+from maxlib.inference._engine import Completion
+from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
+
+_LARGEST = 1 << 28  # bytes of an answer
+_READ, _QUOTED = 1 << 16, 300  # bytes of an answer that are read for an error, and characters that it shows
+_IMPOSSIBLE = -9999.0  # what servers write for a probability of zero
+_ROUNDING = 1e-5  # a rounded log-probability may exceed 0 by this
+
+
+class ServerError(RuntimeError):
+    """A server cannot be reached, rejects a request, or gives an answer that cannot be used.
+
+    The message quotes the beginning of the answer, without the API key.
+    """
 
 
 class ServerEngine:
@@ -21,7 +48,8 @@ class ServerEngine:
 
     Prompts are sent as ids, all at once, and the server batches them. Ids are read from `token_ids` (vLLM's
     `return_token_ids`) or from tokens written as `token_id:7`. A server that only returns text is an error, because
-    encoding text again may change tokens.
+    encoding text again may change tokens. The server is called directly: redirects are an error, since the API key must
+    not go elsewhere, and proxies of the environment are not used.
 
     Args:
         url: Address of the server, "http://host:8000".
@@ -32,9 +60,14 @@ class ServerEngine:
         logprobs_mode: Kind of log-probabilities that the server reports, in vLLM's terms: those of the model
             ("raw_logprobs") or those after temperature and filters ("processed_logprobs").
         connections: Maximum number of concurrent requests.
-        timeout: Time limit of a request in seconds.
+        timeout: Time limit of a request in seconds, from its connection to the end of the answer.
         api_key: API key of the server; None if it needs none.
+        vocab: Number of ids in the vocabulary, so that ids outside it are errors, in prompts as in answers. None
+            accepts all int32 from 0.
         seed: Seed of the random keys of calls without a key.
+
+    Raises:
+        ValueError: when an argument is out of range.
     """
 
     def __init__(
@@ -44,15 +77,27 @@ class ServerEngine:
         *,
         save: Callable[[Any], str | Path] | None = None,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
-        connections: int = 64,
+        connections: SupportsIndex = 64,
         timeout: float = 600.0,
         api_key: str | None = None,
+        vocab: SupportsIndex | None = None,
         seed: int = 0,
     ):
         if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ValueError(f"logprobs_mode must be raw_logprobs or processed_logprobs, got {logprobs_mode!r}")
+        if api_key is not None and not (
+            api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
+        ):
+            raise ValueError(
+                "api_key must be printable ASCII without spaces around it: read it from its file with .strip()"
+            )
         self.url, self.model, self.base, self.save = url.rstrip("/"), model, model, save
-        self.logprobs_mode, self.connections, self.timeout, self.api_key = logprobs_mode, connections, timeout, api_key
+        self._address = _parsed(self.url)
+        self.logprobs_mode, self.api_key = logprobs_mode, api_key
+        self.connections, self.timeout = integer("connections", connections), number("timeout", timeout)
+        if not 0 < self.timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"timeout must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds, got {timeout}")
+        self.vocab = None if vocab is None else integer("vocab", vocab)
         self.updates, self._keys = 0, Keys(seed)
 
     def update(self, weights: Any) -> None:
@@ -60,6 +105,7 @@ class ServerEngine:
 
         Raises:
             ValueError: when there is no `save`.
+            ServerError: when the server cannot be reached or does not load them.
         """
         if self.save is None:
             raise ValueError("update needs save=, a function that writes weights where the server reads them")
@@ -74,10 +120,10 @@ class ServerEngine:
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int | Sequence[int],
-        num_samples: int = 1,
+        max_new_tokens: SupportsIndex | Ids,
+        num_samples: SupportsIndex = 1,
         sampler: Sampler = GREEDY,
-        stop_token_ids: Collection[int] = (),
+        stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
     ) -> list[list[Completion]]:
         """Returns `num_samples` completions of each prompt.
@@ -92,21 +138,32 @@ class ServerEngine:
                 the same order in every run.
 
         Raises:
-            ValueError: when `stop_token_ids` are not ids, or the server returns no ids or log-probabilities, or those
-                of another temperature.
-            RuntimeError: when the server rejects a request or cannot be reached.
+            ValueError: when an argument is out of range, or the server reports log-probabilities of another
+                temperature.
+            ServerError: when the server cannot be reached, rejects a request, or returns anything but `num_samples`
+                completions with the id and the log-probability of each token.
         """
+        check_sampler(sampler)
         self._check(sampler)
-        stop = check_stop(stop_token_ids)
-        seeds = jax.random.randint(self._keys(key), (len(prompts),), 0, 1 << 30).tolist()
-        shared = self._options(sampler, num_samples, stop)
+        texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
+        limits, count = check_limits(max_new_tokens, len(texts)), integer("num_samples", num_samples)
+        seeds = jax.random.randint(self._keys(key), (len(texts),), 0, 1 << 30).tolist()
+        shared = self._options(sampler, count, stop)
         requests = [
-            shared | {"prompt": [int(t) for t in prompt], "max_tokens": most, "seed": seed}
-            for prompt, most, seed in zip(prompts, limits(max_new_tokens, prompts), seeds, strict=True)
+            shared | {"prompt": text, "max_tokens": limit, "seed": seed}
+            for text, limit, seed in zip(texts, limits, seeds, strict=True)
         ]
         with concurrent.futures.ThreadPoolExecutor(self.connections) as pool:
-            answers = list(pool.map(lambda request: self._post("/v1/completions", request), requests))
-        return [_completions(answer, num_samples, stop, sampler) for answer in answers]
+            return list(pool.map(functools.partial(self._complete, stop=stop, sampler=sampler), requests))
+
+    def _complete(self, request: dict[str, Any], stop: frozenset[int], sampler: Sampler) -> list[Completion]:
+        """Returns the completions of one prompt."""
+        path = "/v1/completions"
+        answer = self._post(path, request)
+        try:
+            return _completions(answer, request["n"], request["max_tokens"], stop, sampler, self.vocab)
+        except (ValueError, RecursionError) as error:
+            raise self._error(path, f"gave an answer that cannot be used ({error})", answer) from None
 
     def _options(self, sampler: Sampler, num_samples: int, stop: Collection[int]) -> dict[str, Any]:
         """Returns the part of a request that is the same for all prompts."""
@@ -131,48 +188,143 @@ class ServerEngine:
                 f"processed_logprobs are computed after filters, so there must be no filters; got {sampler}"
             )
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """Posts JSON, and returns the answer, parsed if it is JSON."""
-        headers = {"Content-Type": "application/json"}
+    def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        """Posts JSON, and returns the answer; raises ServerError if there is none or its status is not of success."""
+        headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        deadline = time.monotonic() + self.timeout
+        secure = self._address.scheme == "https"
+        connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(
+            self._address.netloc, timeout=self.timeout
+        )
+        late = f"did not answer within {self.timeout:g} s"
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                text = answer.read().decode()
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:500]
-            raise RuntimeError(f"{self.url}{path} answered {error.code}: {said}") from error
-        except OSError as error:  # refused, timed out
-            raise RuntimeError(f"{self.url}{path} cannot be reached: {error}") from error
-        return json.loads(text) if text[:1] in ("{", "[") else text
+            connection.connect()
+            with _cut_at(deadline, connection.sock):
+                connection.request("POST", self._address.path + path, json.dumps(body).encode(), headers)
+                answer = connection.getresponse()
+                text = answer.read(_LARGEST + 1)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            ended = isinstance(error, TimeoutError) or time.monotonic() >= deadline
+            happened = "cannot be reached" if isinstance(error, OSError) else "did not answer by HTTP"
+            raise self._error(path, late if ended else f"{happened}: {error!r}") from None
+        finally:
+            connection.close()
+        if time.monotonic() >= deadline:  # a cut answer may look like a complete one
+            raise self._error(path, f"{late} to the end, with status {answer.status}", text)
+        if len(text) > _LARGEST:
+            raise self._error(path, f"gave an answer of more than {_LARGEST} bytes", text)
+        if answer.status in range(300, 400):
+            location = answer.headers.get("Location", "")
+            raise self._error(path, f"answered {answer.status}, a redirect, which is not followed", location.encode())
+        if answer.status not in range(200, 300):
+            raise self._error(path, f"answered {answer.status}", text)
+        return text
+
+    def _error(self, path: str, happened: str, answer: bytes | None = None) -> ServerError:
+        """Returns an error that quotes the beginning of an answer, without the API key."""
+        quotes = [happened] if answer is None else [happened, repr(answer[:_READ].decode(errors="replace"))]
+        if self.api_key is not None:
+            quotes = [quote.replace(self.api_key, "[api_key]") for quote in quotes]
+        # Shorten after the key is out, so that no piece of it stays.
+        quotes = [quote if len(quote) <= _QUOTED else f"{quote[:_QUOTED]}..." for quote in quotes]
+        return ServerError(f"{self.url}{path} {': '.join(quotes)}")
 
 
-def _completions(answer: dict[str, Any], num_samples: int, stop: frozenset[int], sampler: Sampler) -> list[Completion]:
-    """Reads the completions of one prompt; raises ValueError if ids or log-probabilities are missing."""
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if len(choices) != num_samples:
-        raise ValueError(f"the server must return {num_samples} completions, got {len(choices)}")
-    return [_completion(choice, stop, sampler) for choice in choices]
+@contextlib.contextmanager
+def _cut_at(deadline: float, connected: socket.socket) -> Iterator[None]:
+    """Ends a connection at a time of `time.monotonic`: a socket's own timeout is that of each read."""
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):  # it has ended already
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)  # also of TLS, whose own would first say goodbye
+
+    timer = threading.Timer(deadline - time.monotonic(), cut)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
-def _completion(choice: dict[str, Any], stop: frozenset[int], sampler: Sampler) -> Completion:
-    found = choice.get("logprobs") or {}
-    tokens, scores = choice.get("token_ids") or _ids(found.get("tokens") or ()), found.get("token_logprobs")
-    if not tokens or scores is None or len(tokens) != len(scores) or None in scores:
+def _parsed(url: str) -> urllib.parse.SplitResult:
+    """Returns the parts of a server's address; raises ValueError for anything else."""
+    address = urllib.parse.urlsplit(url)
+    _ = address.port  # raises ValueError if it is no number
+    if address.username is not None or address.password is not None:
+        raise ValueError("url must hold no user or password: pass a key as api_key=")
+    if address.scheme not in ("http", "https") or not address.hostname or address.query or address.fragment:
+        raise ValueError(f"url must be an address such as http://host:8000, got {url!r}")
+    return address
+
+
+def _completions(
+    answer: bytes, count: int, limit: int, stop: frozenset[int], sampler: Sampler, vocab: int | None
+) -> list[Completion]:
+    """Reads the completions of one prompt; raises ValueError for an answer that is not as the API and the request say.
+
+    Args:
+        answer: JSON.
+        count: Number of completions.
+        limit: Maximum number of tokens.
+        stop: Ids that end a completion.
+        sampler: The sampler.
+        vocab: Number of ids in the vocabulary.
+    """
+    fields = json.loads(answer)
+    choices = fields.get("choices") if isinstance(fields, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ValueError("it must be a JSON object with a list of choices")
+    numbered = {choice.get("index"): choice for choice in choices if type(choice.get("index")) is int}
+    if len(choices) != count or numbered.keys() != set(range(count)):
+        raise ValueError(
+            f"the server must return {count} completions, with the indices from 0, got {len(choices)} with "
+            f"{[choice.get('index') for choice in choices]}"
+        )
+    return [_completion(numbered[n], limit, stop, sampler, vocab) for n in range(count)]
+
+
+def _completion(
+    choice: dict[str, Any], limit: int, stop: frozenset[int], sampler: Sampler, vocab: int | None
+) -> Completion:
+    details = choice.get("logprobs")
+    details = details if isinstance(details, dict) else {}
+    tokens, log_probs = choice.get("token_ids") or _ids(details.get("tokens")), details.get("token_logprobs")
+    tokens, log_probs = (x if isinstance(x, list) else [] for x in (tokens, log_probs))
+    if not tokens or len(tokens) != len(log_probs):
         raise ValueError(
             "the server must return the id and the log-probability of each token, got "
-            f"{len(tokens)} ids and {len(scores or ())} log-probabilities: text alone cannot be trained on. vLLM returns both"
+            f"{len(tokens)} ids and {len(log_probs)} log-probabilities: text alone cannot be trained on. vLLM returns both"
         )
+    for token, log_prob in zip(tokens, log_probs, strict=True):
+        if not is_id(token, vocab):
+            raise ValueError(f"ids must be integers of the vocabulary, [0, {vocab or 'int32'}), got {token!r}")
+        if type(log_prob) not in (int, float) or not _IMPOSSIBLE < log_prob <= _ROUNDING:
+            raise ValueError(
+                f"log-probabilities of drawn tokens must be numbers above {_IMPOSSIBLE} and at most 0, got {log_prob!r}"
+            )
     ended, reason = tokens[-1] in stop, choice.get("finish_reason")
-    if reason not in ("stop", "length") or (reason == "stop") != ended:
+    if reason not in ("stop", "length") or (reason == "stop" and not ended) or not stop.isdisjoint(tokens[:-1]):
         raise ValueError(
-            f"a completion must end with one of stop_token_ids or by its length; got {reason!r} after id {tokens[-1]}"
+            "a completion must end with the first of stop_token_ids or by its length; got "
+            f"{reason!r} after id {tokens[-1]}"
         )
-    return Completion(list(tokens), [float(score) for score in scores], reason, sampler)
+    if len(tokens) > limit or (reason == "length" and len(tokens) < limit):
+        raise ValueError(
+            f"a completion must have max_new_tokens={limit} tokens unless a stop token ends it, got {len(tokens)} tokens "
+            f"and {reason!r}: does the prompt fit the server's maximum length with them?"
+        )
+    log_probs = [min(float(log_prob), 0.0) for log_prob in log_probs]
+    # Some servers say "length" of a stop token that is the last one allowed.
+    return Completion(tokens, log_probs, "stop" if ended else "length", sampler)
 
 
-def _ids(tokens: Sequence[str]) -> list[int]:
+def _ids(tokens: Any) -> list[int]:
     """Reads tokens written as `token_id:7`; returns none if there are others."""
-    parts = [token.partition("token_id:") for token in tokens]
-    return [int(number) for _, _, number in parts] if all(name for _, name, _ in parts) else []
+    names = tokens if isinstance(tokens, list) else []
+    numbers = [name.removeprefix("token_id:") if isinstance(name, str) else "" for name in names]
+    written = all(
+        name == f"token_id:{n}" and n.isascii() and n.isdecimal() for name, n in zip(names, numbers, strict=True)
+    )
+    return [int(n) for n in numbers] if written else []

@@ -6,8 +6,8 @@ Shapes: B rows, T tokens of the longest prompt with padding, N drafts.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxlib import nn
+from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
-    Prompts,
     cast_matrices,
     check_inputs,
     check_length,
+    check_prefix,
     check_room,
-    check_stop,
     right_padded,
     shared_capacity,
 )
@@ -59,13 +59,13 @@ def speculate(
     generator: Generator,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: SupportsIndex,
     drafter: Any = None,
-    num_drafts: int = 4,
+    num_drafts: SupportsIndex = 4,
     images: Images | None = None,
     audio: Audio | None = None,
-    stop_token_ids: Collection[int] = (),
-    capacity: int | None = None,
+    stop_token_ids: StopIds = (),
+    capacity: SupportsIndex | None = None,
 ) -> Speculated:
     """Generates the same tokens as greedy `generator.generate`, with the same kinds of caches, in fewer forward passes.
 
@@ -88,31 +88,32 @@ def speculate(
         The texts, and statistics of the drafts.
 
     Raises:
-        ValueError: when the model does not draft, when the drafter is for another model, when a cache cannot be rewound
-            to remove a rejected draft, when images or audio do not fit the prompts or the model drafts itself, or when
-            prompt and new tokens exceed the model's maximum length.
+        ValueError: when the model does not draft, the drafter is for another model, a cache cannot be rewound to
+            remove a rejected draft, images or audio do not fit the prompts, or another argument is out of range.
     """
     model, dtype = generator.model, generator.dtype
-    tokens, valid = right_padded(prompts, generator.vocab)
-    stop, longest = check_stop(stop_token_ids, generator.vocab), max(map(len, prompts)) + max_new_tokens
-    check_length(model, longest)
-    _check_source(model, drafter, num_drafts, images if audio is None else audio)
-    count = 1 if drafter is None else num_drafts
-    capacity = shared_capacity(longest + count) if capacity is None else capacity
-    check_room(prompts, max_new_tokens + count, capacity)  # rejected drafts need slots, too
+    texts, stop = check_prompts(prompts, generator.vocab), check_stop(stop_token_ids, generator.vocab)
+    limit, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
+    check_length(model, longest + limit)
+    check_prefix(model, texts)
+    _check_source(model, drafter, images if audio is None else audio)
+    count = 1 if drafter is None else integer("num_drafts", num_drafts)
+    capacity = shared_capacity(longest + limit + count) if capacity is None else integer("capacity", capacity)
+    check_room(longest, limit + count, capacity)  # rejected drafts need slots, too
+    tokens, valid = right_padded(texts)
     made = _Made(max(capacity, tokens.shape[1]), count, dtype, generator.cache_dtype)
     _check_caches(model, drafter, made)
     seen = check_inputs(model, tokens, images, audio)  # an MTP module only reads text
     drafter = None if drafter is None else cast_matrices(nn.unstack(drafter), dtype)
     state = _start(model, drafter, tokens, valid, seen, made=made)
-    rows, steps = [_Row(max_new_tokens, stop) for _ in prompts], 0
+    rows, steps = [_Row(limit, stop) for _ in texts], 0
     for row, first in zip(rows, np.asarray(state.token), strict=True):
         row.add([first])
     while any(row.running for row in rows):
         state, new, taken = _step(model, drafter, state, made=made)
         steps += 1
-        for row, found, took in zip(rows, np.asarray(new), np.asarray(taken), strict=True):
-            row.check(found, int(took))
+        for row, tokens, accepted in zip(rows, np.asarray(new), np.asarray(taken), strict=True):
+            row.check(tokens, int(accepted))
     drafts, accepted = sum(row.drafts for row in rows), sum(row.accepted for row in rows)
     return Speculated([row.text for row in rows], accepted / max(drafts, 1), steps)
 
@@ -125,15 +126,15 @@ class _Row:
         self.text: list[int] = []
         self.running, self.drafts, self.accepted = True, 0, 0
 
-    def check(self, found: np.ndarray, took: int) -> None:
-        """Adds the tokens of a pass: the `took` accepted drafts and the token after them."""
+    def check(self, tokens: np.ndarray, accepted: int) -> None:
+        """Adds the tokens of a pass: the accepted drafts and the token after them."""
         if self.running:
-            self.drafts, self.accepted = self.drafts + len(found) - 1, self.accepted + took
-            self.add(found[: 1 + took])
+            self.drafts, self.accepted = self.drafts + len(tokens) - 1, self.accepted + accepted
+            self.add(tokens[: 1 + accepted])
 
-    def add(self, found: Iterable[Any]) -> None:
+    def add(self, tokens: Iterable[Any]) -> None:
         """Adds tokens until the row stops."""
-        for token in map(int, found):
+        for token in map(int, tokens):
             if self.running:
                 self.text.append(token)
             self.running = self.running and token not in self.stop and len(self.text) < self.limit
@@ -204,14 +205,13 @@ def _best(model, hidden) -> Int[Array, " B"]:
     return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
 
 
-def _check_source(model: Any, drafter: Any, num_drafts: int, inputs: Any) -> None:
+def _check_source(model: Any, drafter: Any, inputs: Any) -> None:
     """Raises ValueError if there is no valid source of drafts for the model."""
     if drafter is None:
         if not isinstance(model, nn.mtp.SupportsDrafting):
             raise ValueError(
                 f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; pass "
-                "drafter=, a "
-                "model that drafts for it"
+                "drafter=, a model that drafts for it"
             )
         if inputs is not None:
             raise ValueError(
@@ -222,8 +222,6 @@ def _check_source(model: Any, drafter: Any, num_drafts: int, inputs: Any) -> Non
         raise ValueError(
             f"drafter must have the methods of nn.mtp.Drafter, as a gemma4_assistant does, got {type(drafter).__name__}"
         )
-    if num_drafts < 1:
-        raise ValueError(f"num_drafts must be at least 1, got {num_drafts}")
     drafter.check_target(model)
 
 
@@ -237,9 +235,8 @@ def _check_caches(model: Any, drafter: Any, made: _Made) -> None:
     inits = [model.init_cache, *([model.init_draft_cache] if drafter is None else [])]
     caches = [jax.eval_shape(functools.partial(made.cache, init, 1)) for init in inits]
     if not all(nn.cache.can_rewind(cache.layers) for cache in caches):
-        kept = {type(one).__name__ for cache in caches for one in nn.cache.layer_caches(cache.layers)}
+        kinds = {type(layer).__name__ for cache in caches for layer in nn.cache.layer_caches(cache.layers)}
         raise ValueError(
-            f"{type(model).__name__} has layers that only keep a state ({', '.join(sorted(kept))}), from which a "
-            "rejected "
-            "draft cannot be removed; use generator.generate"
+            f"{type(model).__name__} has layers that only keep a state ({', '.join(sorted(kinds))}), from which a "
+            "rejected draft cannot be removed; use generator.generate"
         )

@@ -8,6 +8,8 @@ from jaxtyping import Array, Key
 from maxlib.inference._generate import Audio, Generator, Images
 from maxlib.inference._sampling import GREEDY, Sampler
 
+_CUT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for the bytes of a character without the rest
+
 
 def stream_text(
     generator: Generator,
@@ -23,6 +25,9 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` piece by piece, in whole characters.
 
+    If token ids end within a character, the first piece begins with that character. A token costs the same after any
+    prompt.
+
     Args:
         generator: The model, ready to decode.
         tokenizer: A `tokenizers.Tokenizer`, or any object with `encode(str)` and `decode(ids)`.
@@ -37,18 +42,52 @@ def stream_text(
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     options: Any = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
     steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, audio=audio, **options)
-    done, shown, text = list(ids), len(tokenizer.decode(ids)), ""
+    pieces = _Pieces(tokenizer, ids)
     for (token,) in steps:
         assert token is not None  # a stream of one prompt ends with it
         if token in stop_token_ids:
             break
-        done.append(token)
-        text = tokenizer.decode(done)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the token ends within a character: wait for the rest
-            yield text[shown:]
-            shown = len(text)
-    if text[shown:]:
-        yield text[shown:]
+        if piece := pieces.add(token):
+            yield piece
+    if rest := pieces.rest():
+        yield rest
+
+
+class _Pieces:
+    """Decodes tokens to pieces of text.
+
+    A decoder may omit the space of its first token, and join the bytes of several tokens. So the tokens that are not
+    shown yet are decoded behind those of the last piece, and their text is what that adds.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
+        self._decode = tokenizer.decode
+        size = 1
+        while size < len(prompt) and not self._decode(prompt[-size:]).strip(_CUT):
+            size *= 2
+        self._tokens = list(prompt[-size:])
+        self._num_shown = len(self._tokens)  # of these tokens
+        while self._decode(self._tokens[: self._num_shown]).endswith(_CUT):
+            self._num_shown -= 1
+        self._shown = self._decode(self._tokens[: self._num_shown])
+
+    def add(self, token: int) -> str:
+        """Returns the text that a token completes, or nothing if it ends within a character."""
+        self._tokens.append(token)
+        if self._decode(self._tokens).endswith(_CUT):
+            return ""
+        piece = self.rest()
+        if piece:
+            del self._tokens[: self._num_shown]
+            self._num_shown, self._shown = len(self._tokens), self._decode(self._tokens)
+        return piece
+
+    def rest(self) -> str:
+        """Returns the text of the tokens that are not shown yet."""
+        text = self._decode(self._tokens)
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        return self._decode(self._tokens[self._num_shown :])  # the decoder writes what is shown in another way
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

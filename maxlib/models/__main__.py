@@ -45,8 +45,7 @@ class Row:
 
 
 def row(family: weights.Family, preset: str) -> Row:
-    with nn.stack.skip_layer_check():
-        model = jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
     kind = (
         nn.describe.attention_kind(model),
         ", ".join(nn.describe.features(model)),

@@ -96,7 +96,7 @@ class SigLIP(nnx.Module):
         init = nnx.initializers.normal(dim**-0.5)
         positions = init(rngs.params(), ((image_size // patch_size) ** 2, dim), jnp.float32)
         self.positions = nnx.Param(positions, axes=("position", "embed"))
-        make = lambda i, rngs: nn.vision.EncoderBlock(dim, mlp_dim, num_heads=num_heads, eps=eps, rngs=rngs)
+        make = lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, num_heads=num_heads, eps=eps, rngs=rngs)
         self.layers = nn.Stack(make, num_layers, rngs=rngs)
         self.norm = nn.LayerNorm(dim, eps=eps)
 

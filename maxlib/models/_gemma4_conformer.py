@@ -205,7 +205,7 @@ class Tower(nnx.Module):
         self.second = Subsampling(first, second, eps=cfg.norm_eps, rngs=rngs)
         shape, axes = (cfg.dim, first // 4, second), ("embed", "patch_column", "channel")
         self.enter = nn.Einsum("...mc,Emc->...E", shape, axes, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.leave = nn.Einsum("...D,ED->...E", (cfg.out_dim, cfg.dim), ("vision", "embed"), bias=True, rngs=rngs)
         self.projector = Projector(cfg.out_dim, text_dim, eps=cfg.norm_eps, rngs=rngs)
 

@@ -132,7 +132,7 @@ class Tower(nnx.Module):
         self.cfg = cfg
         self.patches = _patches(cfg, bias=False, rngs=rngs)
         self.positions = Positions(cfg.num_positions, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         # Stored, but not trained.
         stored = lambda make: nnx.Variable(make(cfg.dim), axes=("norm",)) if cfg.standardize else None
         self.bias, self.scale = stored(jnp.zeros), stored(jnp.ones)

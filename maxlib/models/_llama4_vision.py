@@ -130,7 +130,7 @@ class Llama4Vision(nnx.Module):
         self.pre_norm = nn.LayerNorm(dim)
         self.rope = ops.GridRope(dim // num_heads, side, theta)
         parts = {"num_heads": num_heads, "rope": self.rope, "act": exact_gelu, "eps": 1e-5}
-        make = lambda i, rngs: nn.vision.EncoderBlock(dim, mlp_dim, **parts, rngs=rngs)
+        make = lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, **parts, rngs=rngs)
         self.layers = nn.Stack(make, num_layers, rngs=rngs)
         self.norm = nn.LayerNorm(dim)
 

@@ -198,7 +198,7 @@ class PixtralVision(nnx.Module):
         axes = ("embed", "channel", "patch_row", "patch_column")
         self.patches = nn.Einsum("...Cab,DCab->...D", (E, 3, p, p), axes, rngs=rngs)
         self.norm = nn.RMSNorm(E, eps=EPS)  # before the layers
-        self.layers = nn.Stack(lambda i, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.merger = Merger(cfg, eps, rngs=rngs) if cfg.kind == MERGING else None
         self.up = nn.Einsum("...E,FE->...F", (D, E), ("mlp", "vision"), bias=cfg.bias, rngs=rngs)
         self.down = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), bias=cfg.bias, rngs=rngs)

@@ -172,8 +172,7 @@ class QwenVision(nnx.Module):
         init = nnx.initializers.normal(E**-0.5)
         self.positions = nnx.Param(init(rngs.params(), (cfg.num_positions, E), jnp.float32), axes=("position", "embed"))
         keep = [i in cfg.deepstack for i in range(cfg.num_layers)]
-        make = lambda i, rngs: Block(cfg, keep=keep[i], rngs=rngs)
-        self.layers = nn.Stack(make, cfg.num_layers, **nn.grouping_for(keep), rngs=rngs)
+        self.layers = nn.Stack(lambda keep, rngs: Block(cfg, keep=keep, rngs=rngs), keep, rngs=rngs)
         self.merger = Merger(cfg, text_dim, norm_first=True, rngs=rngs)
         self.mergers = nnx.List([Merger(cfg, text_dim, norm_first=False, rngs=rngs) for _ in cfg.deepstack])
         self.shape, self.merge, self.side = (3, cfg.frames, p, p), cfg.merge, math.isqrt(cfg.num_positions)

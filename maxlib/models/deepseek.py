@@ -167,15 +167,12 @@ class DeepSeek(nn.mtp.MTPDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
+        self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         module = lambda: nn.mtp.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
         self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, dense=i < self.cfg.num_dense, rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

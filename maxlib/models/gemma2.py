@@ -89,15 +89,9 @@ class Gemma2(nn.Decoder):
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(
-            self.layer, cfg.num_layers, **nn.grouping_for(cfg.masks), rngs=rngs
-        )  # scanned two at a time
+        self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, self.cfg.masks[i], rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""

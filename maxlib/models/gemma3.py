@@ -140,17 +140,11 @@ class Gemma3(nn.vision.VisionDecoder):
         self.masks, self.ropes = zip(*cfg.kinds.values(), strict=True)
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(
-            self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs
-        )  # scanned six at a time
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
         self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[self.cfg.types[i]], rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""

@@ -209,15 +209,11 @@ class Gemma4(nn.audio.AudioDecoder):
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
         sizes = cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim
         self.per_layer = nn.per_layer.PerLayerEmbed(*sizes, eps=cfg.norm_eps, rngs=rngs) if cfg.per_layer_dim else None
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = _gemma4_towers.tower(cfg.vision, cfg.dim, rngs=rngs)
         self.audio_tower = _gemma4_conformer.audio_tower(cfg.audio, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""

@@ -131,16 +131,12 @@ class Gemma4Assistant(nnx.Module):
         self.cfg, E, D = cfg, cfg.drafting.target_dim, cfg.dim
         self.enter = nn.Einsum("...F,DF->...D", (D, 2 * E), ("embed", "mlp"), rngs=rngs)
         self.embed = nn.Embed(cfg.vocab, D, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: gemma4.Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.leave = nn.Einsum("...D,ED->...E", (E, D), ("mlp", "embed"), rngs=rngs)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, D, rngs=rngs)
         clusters = cfg.drafting.num_clusters, cfg.drafting.top_clusters
         self.clusters = ClusteredHead(cfg.vocab, D, *clusters, rngs=rngs) if cfg.drafting.clustered else None
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return gemma4.Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
 
     def __call__(
         self,

@@ -148,13 +148,9 @@ class GPT2(nn.Decoder):
         self.masks = (MASK,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.positions = nn.LearnedPositions(cfg.num_positions, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.scales), rngs=rngs)
+        self.layers = nn.Stack(lambda scale, rngs: Block(cfg, scale, rngs=rngs), cfg.scales, rngs=rngs)
         self.norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, self.cfg.scales[i], rngs=rngs)
 
     def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
         """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""

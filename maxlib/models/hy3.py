@@ -98,13 +98,10 @@ class Hy3(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
+        self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, dense=i < self.cfg.num_dense, rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

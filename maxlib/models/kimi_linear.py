@@ -171,13 +171,9 @@ class KimiLinear(nn.Decoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.masks = cfg, (ops.Causal(),)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
 
     @property
     def max_length(self) -> int:

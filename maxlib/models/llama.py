@@ -85,8 +85,8 @@ class Block(nn.Layer):
 class Llama(nn.Decoder):
     """Llama: a pre-norm decoder of rotary grouped-query attention and SwiGLU.
 
-    `nn.Decoder` (`nn/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`; `logits(hidden)` applies
-    the head.
+    `nn.Decoder` (`nn/decoder/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`;
+    `logits(hidden)` applies the head.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -95,13 +95,9 @@ class Llama(nn.Decoder):
         self.masks, self.ropes = (MASK,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
         # Scans one layer over stacked weights, so that compile time does not grow with depth.
-        self.layers = nn.Stack(self.layer, cfg.num_layers, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: tied to `embed`
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`; override it to change every layer."""
-        return Block(self.cfg, rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

@@ -187,13 +187,9 @@ class MiMoV2(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = zip(*((a["mask"], a["rope"]) for a in cfg.attention.values()), strict=True)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

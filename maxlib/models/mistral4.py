@@ -144,15 +144,12 @@ class Mistral4(nn.vision.NativeVisionDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (MASK,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, lead=min(cfg.num_dense, cfg.num_layers), rngs=rngs)
+        dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
+        self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         sees: Any = dict(eps=cfg.norm_eps, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, **sees)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, dense=i < self.cfg.num_dense, rngs=rngs)
 
     def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images; there are no frames of videos."""

@@ -141,13 +141,9 @@ class MuseGlimmer(nn.Decoder):
         self.cfg, self.softcap = cfg, cfg.final_softcap
         self.masks, self.ropes = tuple(dict.fromkeys(mask for mask, _ in cfg.kinds)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of `tokens`, each of mean square one."""

@@ -153,13 +153,9 @@ class NemotronH(nn.Decoder):
         self.cfg = cfg
         self.masks = (ops.Causal(),)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.pattern), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.pattern, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, self.cfg.pattern[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

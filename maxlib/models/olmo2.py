@@ -143,13 +143,9 @@ class OLMo2(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = zip(*cfg.kinds.values(), strict=True)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[self.cfg.types[i]], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

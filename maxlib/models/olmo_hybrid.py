@@ -142,13 +142,10 @@ class OLMoHybrid(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), () if cfg.rope is None else (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs)
+        blocks = [FullBlock if kind == FULL else LinearBlock for kind in cfg.types]
+        self.layers = nn.Stack(lambda block, rngs: block(cfg, rngs=rngs), blocks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return (FullBlock if self.cfg.types[i] == FULL else LinearBlock)(self.cfg, rngs=rngs)
 
 
 def _delta_net() -> list[Weight]:

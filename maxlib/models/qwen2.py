@@ -75,14 +75,10 @@ class Qwen2(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        # `grouping_for` finds the repeating pattern of layers, so that as many as possible are scanned.
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.masks), rngs=rngs)
+        # The stack finds how the masks repeat, so that as many layers as possible are scanned.
+        self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, self.cfg.masks[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

@@ -195,7 +195,7 @@ class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.rotary,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.types), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
@@ -203,10 +203,6 @@ class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
             cfg.dim, block=Block(cfg, FULL, rngs=rngs), eps=cfg.norm_eps, plus_one=True, rngs=rngs
         )
         self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, self.cfg.types[i], rngs=rngs)
 
 
 def _linear_attention(cfg: Config) -> list[Weight]:

@@ -110,13 +110,9 @@ class Qwen3MoE(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.sparse), rngs=rngs)
+        self.layers = nn.Stack(lambda sparse, rngs: Block(cfg, sparse=sparse, rngs=rngs), cfg.sparse, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, sparse=self.cfg.sparse[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

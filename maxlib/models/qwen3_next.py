@@ -140,16 +140,12 @@ class Qwen3Next(nn.mtp.MTPDecoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **nn.grouping_for(cfg.kinds), rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         block = lambda: Block(cfg, FULL, cfg.num_experts > 0, rngs=rngs)
         ahead = lambda: nn.mtp.MTP(cfg.dim, block=block(), eps=cfg.norm_eps, plus_one=True, rngs=rngs)
         self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, *self.cfg.kinds[i], rngs=rngs)
 
 
 def _linear_attention(cfg: Config) -> list[Weight]:

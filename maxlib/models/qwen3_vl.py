@@ -147,15 +147,11 @@ class Qwen3VL(nn.vision.NativeVisionDecoder):
         self.masks, self.ropes = (MASK,), (cfg.mrope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         # The first layers get features of images, so they are scanned by themselves.
-        kinds = nn.grouping_for(i < len(cfg.vision.deepstack) for i in range(cfg.num_layers))
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **kinds, rngs=rngs)
+        has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]
+        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, rngs=rngs)
 
 
 def _experts_table(cfg: Any) -> tuple[list[Weight], list[Convert]]:

@@ -127,14 +127,11 @@ class SmolLM3(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        layout = nn.grouping_for(zip(cfg.masks, cfg.ropes, strict=True))  # scanned four at a time
-        self.layers = nn.Stack(self.layer, cfg.num_layers, **layout, rngs=rngs)
+        self.layers = nn.Stack(
+            lambda kind, rngs: Block(cfg, *kind, rngs=rngs), tuple(zip(cfg.masks, cfg.ropes, strict=True)), rngs=rngs
+        )
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def layer(self, i: int, rngs: nnx.Rngs) -> nn.Layer:
-        """Builds layer `i`."""
-        return Block(self.cfg, self.cfg.masks[i], self.cfg.ropes[i], rngs=rngs)
 
 
 def _table(cfg: Config) -> Table:

@@ -10,9 +10,9 @@ from typing import Any
 from flax import nnx
 
 from maxlib._utils.ranges import ranges
-from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum
 from maxlib.nn._summary import scaled
+from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters
 from maxlib.sharding.layers import num_layer_axes
@@ -125,19 +125,18 @@ def _layers(stack: Stack) -> Iterator[Block]:
 
     Where that would be many, yields each distinct block once.
     """
-    blocks = {
-        name: [_block("", layer, in_a_stack=True) for layer in getattr(stack, name)] for name in stack.layer_groups
-    }
-    if sum(len(list(_merged(layers))) for layers in blocks.values()) > _MOST:
+    blocks = [[_block("", layer, in_a_stack=True) for layer in slots] for slots in stack.groups]
+    if sum(len(list(_merged(layers))) for layers in blocks) > _MOST:
         yield from _distinct(stack, blocks)
         return
-    yield from _merged(block for name in blocks for block in _of_group(blocks[name], stack.layer_groups[name].repeats))
+    groups = zip(blocks, stack.layer_groups, strict=True)
+    yield from _merged(block for layers, group in groups for block in _of_group(layers, group.repeats))
 
 
-def _of_group(blocks: list[Block], repeats: int | None) -> Iterator[Block]:
+def _of_group(blocks: list[Block], repeats: int) -> Iterator[Block]:
     """Yields the blocks of layers that stand alone, or of layers that repeat together."""
     slots = list(_merged(blocks))
-    if repeats is None:
+    if repeats == 1:
         yield from slots
     elif len(slots) == 1:
         yield dataclasses.replace(slots[0], repeat=slots[0].repeat * repeats)
@@ -173,11 +172,11 @@ def _without(block: Block, seen: set[Block]) -> Block:
     return dataclasses.replace(block, lines=(*block.lines, *as_above), inside=new)
 
 
-def _distinct(stack: Stack, blocks: dict[str, list[Block]]) -> Iterator[Block]:
+def _distinct(stack: Stack, blocks: list[list[Block]]) -> Iterator[Block]:
     """Yields each distinct block once, with the indices of its layers as its first line."""
     found: dict[Block, list[int]] = {}
-    for name, group in stack.layer_groups.items():
-        for index, block in enumerate(blocks[name] * (group.repeats or 1), group.first):
+    for layers, group in zip(blocks, stack.layer_groups, strict=True):
+        for index, block in enumerate(layers * group.repeats, group.first):
             found.setdefault(block, []).append(index)
     for block, indices in found.items():
         rows = ranges(indices)

@@ -79,6 +79,7 @@ class LowRank(nnx.Module):
         kept: Dimensions of the weight that are outputs, counted from its end.
         magnitude: Norm of each output's row of the adapted matrix, `outputs` (DoRA); None leaves the norm free.
         normalized: False if `magnitude` is already the gain.
+        rslora: True if `scale` is alpha / sqrt(rank), which files of adapters record.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class LowRank(nnx.Module):
         kept: tuple[int, ...],
         magnitude: nnx.Variable | None = None,
         normalized: bool = True,
+        rslora: bool = False,
     ):
         self.inner, self.scale, self.summed, self.kept = inner, scale, summed, kept
-        self.a, self.b, self.magnitude, self.normalized = a, b, magnitude, normalized
+        self.a, self.b, self.magnitude, self.normalized, self.rslora = a, b, magnitude, normalized, rslora
 
     @property
     def rank(self) -> int:
@@ -164,8 +166,17 @@ class LowRank(nnx.Module):
         return self._with(inner, self.magnitude, normalized=self.normalized)
 
     def _with(self, inner: Any, magnitude: nnx.Variable | None, *, normalized: bool) -> "LowRank":
-        parts: dict[str, Any] = {"scale": self.scale, "summed": self.summed, "kept": self.kept}
-        return LowRank(inner, self.a, self.b, **parts, magnitude=magnitude, normalized=normalized)
+        return LowRank(
+            inner,
+            self.a,
+            self.b,
+            scale=self.scale,
+            summed=self.summed,
+            kept=self.kept,
+            magnitude=magnitude,
+            normalized=normalized,
+            rslora=self.rslora,
+        )
 
     def _free_matrix(self, w: Any) -> Float[Array, "..."]:
         """Returns `w + scale * b @ a` in float32."""

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib.nn._stack_grouping import Grouping, LayerGroup
 from maxlib.sharding.layers import is_stacked as _is_stacked
 from maxlib.sharding.layers import own_axes as own_axes
 
@@ -17,17 +16,14 @@ Filter = Callable[[str, nnx.Variable], bool]
 class StackedLayers(nnx.Module):
     """Base class of modules that store numbered layers in groups, by which functions on paths recognize them
     (`nn.Stack`).
+
+    Attributes:
+        groups: A list of groups, each a list of layers; in a group that repeats, they have a leading axis of repeats.
+        grouping: The period and the repeats of each group.
     """
 
-    @property
-    def grouping(self) -> Grouping:
-        """Returns the grouping, which determines where each layer is stored."""
-        raise NotImplementedError
-
-    @property
-    def layer_groups(self) -> dict[str, LayerGroup]:
-        """Returns the groups by the name of the attribute that holds their layers."""
-        raise NotImplementedError
+    groups: nnx.List
+    grouping: tuple[tuple[int, int], ...]
 
 
 class HasFrozen(nnx.Module):
@@ -51,7 +47,7 @@ def is_stack(x: Any) -> TypeGuard[StackedLayers]:
 
 
 def variables(model: Any) -> dict[str, nnx.Variable]:
-    """Returns every `nnx.Variable` of `model` by dotted path, such as `"layers.body.0.attn.q.w"`."""
+    """Returns every `nnx.Variable` of `model` by dotted path, such as `"layers.groups.0.0.attn.q.w"`."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     return {_dotted(path): leaf for path, leaf in leaves if is_variable(leaf)}
 
@@ -59,7 +55,8 @@ def variables(model: Any) -> dict[str, nnx.Variable]:
 def axes(model: Any) -> dict[str, tuple[str | None, ...]]:
     """Returns the axis names of every variable by path, one for each dimension, `()` if it has none.
 
-    If a stack stores several layers together, the first name is `"layers"` (or `"lead_layers"`); `own_axes` removes it.
+    If a stack stores several layers together, the first name is `"layers"` or `"unstaged_layers"`; `own_axes` removes
+    it.
     """
     return {path: tuple(v.get_metadata().get("axes", ())) for path, v in variables(model).items()}
 
@@ -75,10 +72,15 @@ def stacked_paths(model: Any) -> frozenset[str]:
     return frozenset(path for path, names in axes(model).items() if _is_stacked(names))
 
 
-def groupings(model: Any) -> dict[str, Grouping]:
-    """Returns the grouping of every stack by path: `num_layers`, `prefix`, `period`, and the lead's if it has one."""
+def groupings(model: Any) -> dict[str, list[list[int]]]:
+    """Returns the groups of every stack by path, each as `[period, repeats]`."""
+    return {path: [[*group] for group in stack.grouping] for path, stack in stacks(model).items()}
+
+
+def stacks(model: Any) -> dict[str, Any]:
+    """Returns every stack of `model` by path, without stacks in layers of stacks."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
-    return {_dotted(path): stack.grouping for path, stack in leaves if is_stack(stack)}
+    return {_dotted(path): stack for path, stack in leaves if is_stack(stack)}
 
 
 def path_of(model: Any, part: Any) -> str:
@@ -90,12 +92,12 @@ def path_of(model: Any, part: Any) -> str:
 def pattern_paths(model: Any) -> dict[str, str]:
     """Maps the path of every variable to its pattern path, which does not depend on the grouping of stacks.
 
-    `"layers.body.0.attn.q.w"` and `"layers.prefix.1.attn.q.w"` become `"layers.attn.q.w"`.
+    `"layers.groups.0.1.attn.q.w"` and `"layers.groups.1.0.attn.q.w"` become `"layers.attn.q.w"`.
     """
     if is_stack(model):
-        # body.0.attn.q.w -> attn.q.w: without group and slot.
-        slots = ((name, i, layer) for name in model.layer_groups for i, layer in enumerate(getattr(model, name)))
-        return {f"{name}.{i}.{path}": short for name, i, layer in slots for path, short in pattern_paths(layer).items()}
+        # groups.0.1.attn.q.w -> attn.q.w: without group and slot.
+        slots = ((f"groups.{n}.{i}", layer) for n, group in enumerate(model.groups) for i, layer in enumerate(group))
+        return {f"{slot}.{path}": short for slot, layer in slots for path, short in pattern_paths(layer).items()}
     found = {}
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: is_variable(x) or is_stack(x))
     for path, leaf in leaves:

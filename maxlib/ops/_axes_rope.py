@@ -1,6 +1,7 @@
 """Rotary embeddings of tokens with several positions, such as the time, row and column of an image patch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +88,8 @@ class MRope:
                 f"positions must have three rows, time, row and column, `B T 3`, got the shape {positions.shape}; "
                 "`nn.vision.mrope_positions` makes them"
             )
+        if self.needs_length and length is None:
+            length = jnp.max(positions, axis=(1, 2), initial=-1) + 1  # one of the row, not of each axis
         # One table per axis, [B, T, half]; each pair selects its axis.
         tables = [self.rope.tables(positions[:, :, axis], length=length) for axis in range(3)]
         by_row, by_column = (self._axes == 1)[None, None], (self._axes == 2)[None, None]
@@ -116,6 +119,7 @@ class AxialRope:
     dim: int
     theta: float = 10_000.0
     alternating: bool = False
+    needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.dim < 1:
@@ -167,6 +171,7 @@ class GridRope:
     side: int
     theta: float = 10_000.0
     interleaved: bool = True
+    needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.side < 1:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from maxlib.ops._rope_scaling import Frequencies, Length, RopeScaling, check_positive, plain_frequencies
 
-Lengths = Length | Int[Array, " B"]
+Lengths = Length | Int[Array, " B"] | Int[Array, "B T"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Rope:
 
     @property
     def needs_length(self) -> bool:
-        """True if the angles depend on the length of the sequence; while decoding, on the current length of
-        each row.
+        """True if the angles depend on the length of the sequence, which in a batch is each document's own; while
+        decoding, on the current length of each row.
         """
         return self.scaling is not None and self.scaling.needs_length
 
@@ -88,8 +88,9 @@ class Rope:
 
         Args:
             positions: Position of each token in its sequence, starting at 0.
-            length: Number of positions in the whole sequence including cached ones, one for all rows or one for each;
-                only used if `needs_length` (default: the largest position + 1).
+            length: Number of positions in the whole sequence including cached ones: one for all rows, one for each
+                (`B`), or that of each token's document (`B T`); only used if `needs_length` (default: the row's largest
+                position + 1).
 
         Returns:
             Two float32 arrays of shape `B T dim/2`.
@@ -101,19 +102,19 @@ class Rope:
             self._check_known(positions, length)
         positions = jnp.asarray(positions)
         if self.needs_length and length is None:
-            length = jnp.max(positions, initial=-1) + 1
-        # [B, T, 1] * [#B, 1, half] -> [B, T, half]; in float32, because bfloat16 cannot represent all positions
-        angles = positions.astype(jnp.float32)[..., None] * self._rows_of_frequencies(length)
+            length = jnp.max(positions, axis=1, initial=-1) + 1
+        # [B, T, 1] * [#B, #T, half] -> [B, T, half]; in float32, because bfloat16 cannot represent all positions
+        angles = positions.astype(jnp.float32)[..., None] * self._frequencies(length)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
-    def _rows_of_frequencies(self, length: Lengths | None) -> Float32[Array, "_ 1 half"]:
-        """Returns one row of frequencies for all sequences, or one per sequence if `length` has one per sequence."""
-        if not self.needs_length:
-            length = None
-        if getattr(length, "ndim", 0) == 1:
-            return jnp.asarray(jax.vmap(self.inv_freq)(length))[:, None, :]  # [B, half] -> [B, 1, half]
-        return jnp.asarray(self.inv_freq(length))[None, None, :]
+    def _frequencies(self, length: Lengths | None) -> Float32[Array, "#B #T half"]:
+        """Returns the frequencies for one length of all tokens, one of each row, or one of each token."""
+        if not self.needs_length or isinstance(length, int):
+            return jnp.asarray(self.inv_freq(length))[None, None]  # [half] -> [1, 1, half]
+        lengths = jnp.asarray(length)
+        lengths = lengths.reshape(*lengths.shape, *[1] * (2 - lengths.ndim))  # [], [B] or [B, T] -> [#B, #T]
+        return jnp.vectorize(self.inv_freq, signature="()->(half)")(lengths)
 
     def _check_known(self, positions: Array | np.ndarray, length: Lengths | None) -> None:
         for value in (length, positions.max() + 1 if positions.size else None):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from maxlib import nn, sharding
 from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, choose_tiles
 from maxlib.kernels.vector_memory import vmem_of
-from maxlib.nn._stack_grouping import layer_groups
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
@@ -197,10 +196,8 @@ def _local(program: Program) -> float:
 
 def _stacks(program: Program) -> list[int]:
     """Returns how often stacks repeat each layer of their periods; 1 outside of stacks."""
-    segments = [
-        one for layout in nn.tree.groupings(program.state.rest).values() for one in layer_groups(**layout).values()
-    ]
-    return [one.repeats for one in segments if one.repeats for _ in range(one.slots)] or [1]
+    groups = [group for grouping in nn.tree.groupings(program.state.rest).values() for group in grouping]
+    return [repeats for period, repeats in groups if repeats > 1 for _ in range(period)] or [1]
 
 
 def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:

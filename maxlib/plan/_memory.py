@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.nn._head import ROWS_AT_ONCE, head_split
-from maxlib.nn._stack_grouping import group_at
+from maxlib.nn.decoder._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
@@ -66,7 +65,7 @@ class Memory:
 
 
 def estimate_memory(program: Program) -> Memory:
-    """Estimates the memory of a program without compiling it; `docs/plans.md` compares it with the compiler."""
+    """Estimates the memory of a program without compiling it; docs/results.md compares it with the compiler."""
     state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
@@ -138,11 +137,15 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
     # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest.
-    stacks = [(g["num_layers"], g["period"]) for g in nn.tree.groupings(program.state.rest).values()] or [(1, 1)]
-    layers, period = max(stacks)
+    layers, period = max(map(_layers_and_period, nn.tree.stacks(program.state.rest).values()), default=(1, 1))
     at_once = 1 if parse_target(job.target).platform == "tpu" else min(period, _AT_ONCE)
     again = 0.0 if remat is None else 0.5 * all_ * at_once / layers
     return saved, again, offloaded
+
+
+def _layers_and_period(stack: nn.Stack) -> tuple[int, int]:
+    """Returns the number of a stack's layers, and the period of its largest repeated group."""
+    return len(stack), 1 if stack.staged is None else stack.layer_groups[stack.staged].period
 
 
 def _hashable(remat: nn.remat.Policy) -> Any:
@@ -205,7 +208,7 @@ def _layer_weights(program: Program) -> float:
     layers: dict[str, list[_Gathered]] = {}
     layouts = nn.tree.groupings(program.plain) | nn.tree.groupings(program.state.rest)
     for path, x in program.matrices.items():
-        if (found := group_at(path, layouts)) is None or found[1].repeats is None or len(x.axes) < 3:
+        if (found := nn.stack.group_at(path, layouts)) is None or found[1].repeats == 1 or len(x.axes) < 3:
             continue
         size = part_bytes(x.shape, width, spec(x.axes, gathered), mesh) / x.shape[0]
         slot = path.removeprefix(f"{found[0]}.").partition(".")[0]

@@ -8,10 +8,11 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.data._completions import check_ends, completion_rows
-from maxlib.data._padding import Row
 from maxlib.inference._engine import Completion
 from maxlib.inference._generate import Images
 from maxlib.inference._sampling import Sampler
+
+Row = dict[str, Any]
 
 
 class Rollouts:
@@ -91,8 +92,8 @@ def completion_batch(
         blank: With `images`, an empty row with the capacity for images that every row has (`ImageProcessor.blank`).
 
     Raises:
-        ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, or samplers
-            differ.
+        ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, samplers
+            differ, ids are no integers from 0 to 2147483647, or an advantage is not finite.
     """
     drawn = [one for one in completions if isinstance(one, Completion)]
     samplers = ({one.sampler for one in drawn} | {sampler}) - {None}
@@ -104,6 +105,11 @@ def completion_batch(
     if not len(prompts) == len(completions) == len(advantages):
         counts = f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
         raise ValueError(f"there must be a prompt and an advantage for each completion, got {counts}")
+    if not np.isfinite(advantages).all():
+        at = int(np.flatnonzero(~np.isfinite(advantages))[0])
+        raise ValueError(
+            f"advantages must be finite, got {advantages[at]} for completion {at}: give 0 to learn nothing"
+        )
     texts = cast(Sequence[Sequence[int]], completions)
     rows = completion_rows(prompts, texts, length=length, log_probs=sampler_log_probs, images=images, blank=blank)
     check_ends(texts, stop_token_ids)

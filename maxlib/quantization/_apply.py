@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from maxlib import nn
-from maxlib.nn import _sites as sites
-from maxlib.nn._layer_axis import map_layers
-from maxlib.nn._sites import Where
+from maxlib.nn import sites
+from maxlib.nn.sites import Where
 from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
 from maxlib.quantization._matmul import Quantized
 from maxlib.quantization._rules import Rule, Rules, as_rules
@@ -20,7 +19,7 @@ Change = Callable[[Any, Format, str], Any]
 def for_training(model: Model, rules: Rules) -> Model:
     """Returns a model whose matmuls round their operands; parameters, their paths and dtypes do not change.
 
-    A stack whose layers are treated differently is regrouped, so that equal layers are still scanned. Works on
+    A stack whose layers are treated differently gets other groups, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model and inside `jit`, so that the function given to the Trainer may end with it. Matrices in
     layers of unknown types stay in full precision, with a warning.
 
@@ -84,7 +83,7 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
         if rule.format is not None:
             check_backend(rule.format)
     decide = sites.Decisions(rules, lambda rule: rule.format)
-    made = lambda site, format, path, _: map_layers(lambda one: change(one, format, path), site)
+    made = lambda site, format, path, _: nn.stack.map_layers(lambda one: change(one, format, path), site)
     new = sites.change_sites(model, decide, made)
     _look_at_unknown(model, rules, decide)
     decide.check()

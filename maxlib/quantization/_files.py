@@ -14,19 +14,17 @@ from flax import nnx
 from maxlib import nn, sharding, weights
 from maxlib._utils.files import read_json_object
 from maxlib._utils.paths import dotted
-from maxlib.checkpoint._migrations import current_names
-from maxlib.nn import _sites as sites
-from maxlib.nn._layer_axis import map_layers
+from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
 from maxlib.weights import _buckets as buckets
-from maxlib.weights._companions import write_companions
+from maxlib.weights._companions import add_end_of_turn, write_companions
 from maxlib.weights._files import QUANTIZED, Header, find_tensors, shard, write_file, write_index
 from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
 
 MANIFEST = QUANTIZED
-_VERSION = 1
+_VERSION = 2
 
 
 def save(
@@ -59,8 +57,10 @@ def save(
     headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
     source = None if like is None else weights.model_directory(like)
     with whole_directory(directory, overwrite=overwrite) as part:
-        ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
+        ids = write_companions(part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation)
         write_json(part / "config.json", model.cfg.to_hf() | ids)
+        if "eos_token_id" not in (generation or {}):
+            add_end_of_turn(part)
         write_json(part / MANIFEST, _manifest(model))
         files = shard(headers, MAX_SHARD_BYTES)
         for name, members in files.items():
@@ -97,7 +97,7 @@ def load(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{directory / MANIFEST} does not fit the model of its config.json: {error}") from error
     wanted = nn.variables(abstract)
-    stored = current_names(find_tensors(directory), wanted)
+    stored = find_tensors(directory)
     if wrong := _differences(stored, wanted):
         raise ValueError(
             f"{directory} does not contain the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}"
@@ -117,8 +117,7 @@ def _manifest(model: Any) -> dict[str, Any]:
             )
             formats[path] = dataclasses.asdict(rounds or Format(site.w.qtype, group=site.w.group))
             dtypes[path] = np.dtype(site.w.dtype).name
-    layouts = {path: stack.grouping for path, stack in sites.find(model, nn.Stack)}
-    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": layouts}
+    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": nn.tree.groupings(model)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -127,7 +126,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} must describe the stored weights; maxlib.from_pretrained reads plain ones")
     manifest = read_json_object(path)
     if manifest.get("version") != _VERSION:
-        raise ValueError(f"{path} must be of version {_VERSION}, got {manifest.get('version')}; use a newer maxlib")
+        raise ValueError(
+            f"{path} must be of version {_VERSION}, got {manifest.get('version')}: files of version 1 name layers in another "
+            "way, so quantize the model again; later versions need a newer maxlib"
+        )
     formats, dtypes, layouts = (manifest.get(name) for name in ("formats", "dtypes", "layouts"))
     if not (isinstance(formats, dict) and isinstance(dtypes, dict) and isinstance(layouts, dict)):
         raise ValueError(f"{path} must have formats, dtypes and layouts. Write it again.")
@@ -138,18 +140,20 @@ def _read(path: Path) -> dict[str, Any]:
     if made.keys() != dtypes.keys() or not all(dtype in _DTYPES for dtype in dtypes.values()):
         raise ValueError(f"{path} must give one of {_DTYPES} for each weight that has a format. Write it again.")
     if wrong := [name for name, layout in layouts.items() if not _is_layout(layout)]:
-        raise ValueError(f"{path}: the layout of a stack must be counts of layers, got {layouts[wrong[0]]!r:.200}")
+        raise ValueError(
+            f"{path}: the layout of a stack must be pairs of a period and its repeats, got {layouts[wrong[0]]!r:.200}"
+        )
     return {"formats": made, "dtypes": dtypes, "layouts": layouts}
 
 
-_LAYOUT = ("num_layers", "lead", "prefix", "period")
 _DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def _is_layout(layout: Any) -> bool:
-    if not isinstance(layout, dict) or not {"prefix", "period"} <= layout.keys() <= {*_LAYOUT}:
-        return False
-    return all(type(number) is int for number in layout.values())
+    is_group = lambda group: (
+        isinstance(group, list) and len(group) == 2 and all(type(n) is int and n > 0 for n in group)
+    )
+    return isinstance(layout, list) and all(map(is_group, layout))
 
 
 def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
@@ -161,7 +165,8 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         layout = manifest["layouts"].get(dotted(path))
         if layout is None:
             raise ValueError(f"the layout of the layers {dotted(path)!r} is missing")
-        return node.regrouped(**{name: number for name, number in layout.items() if name != "num_layers"})
+        slots = {i: slot for slot, layers in nn.stack.layers_by_slot(layout).items() for i, _ in layers}
+        return node.restacked([slots.get(i) for i in range(len(node))])  # layers of a slot are stored together
 
     def quantize(path, site):
         name = dotted(path)
@@ -169,7 +174,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
             return site
         format, dtype = manifest["formats"][name], np.dtype(manifest["dtypes"][name])
         make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
-        return map_layers(make, site)
+        return nn.stack.map_layers(make, site)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
     return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, sites.SITES))

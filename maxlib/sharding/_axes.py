@@ -32,7 +32,7 @@ ARRAY_AXES: dict[str, str] = {
     "tap": "taps of a short convolution",
     "state": "state size: entries of the vectors that write and read a state (Mamba-2)",
     "layers": "layers that a stack repeats; only a `Pipeline` splits them",
-    "lead_layers": "layers that a stack repeats before the first pipeline stage; never split",
+    "unstaged_layers": "layers that a stack repeats before or after its pipeline stages; never split",
     # Activations.
     "batch": "rows of a batch",
     "seq": "tokens of a row, between the operations of a layer",

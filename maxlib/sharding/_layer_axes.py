@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 LAYERS = "layers"  # scanned layers, which a `Pipeline` splits into stages
-LEAD_LAYERS = "lead_layers"  # scanned layers that run before the first stage
-_LAYER_AXES = (LAYERS, LEAD_LAYERS)
+UNSTAGED_LAYERS = "unstaged_layers"  # other scanned layers, which run before or after the stages
+_LAYER_AXES = (LAYERS, UNSTAGED_LAYERS)
 
 
 def is_stacked(axes: Sequence[str | None]) -> bool:

@@ -6,7 +6,7 @@ from maxlib.sharding._constrain import axis_size as axis_size
 from maxlib.sharding._constrain import gather_once as gather_once
 from maxlib.sharding._constrain import mesh_axes as mesh_axes
 from maxlib.sharding._layer_axes import LAYERS as LAYERS
-from maxlib.sharding._layer_axes import LEAD_LAYERS as LEAD_LAYERS
+from maxlib.sharding._layer_axes import UNSTAGED_LAYERS as UNSTAGED_LAYERS
 from maxlib.sharding._layer_axes import is_stacked as is_stacked
 from maxlib.sharding._layer_axes import num_layer_axes as num_layer_axes
 from maxlib.sharding._layer_axes import own_axes as own_axes

@@ -9,6 +9,7 @@ from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
     from maxlib.tokenization._chat_template import ChatTemplate as ChatTemplate
+    from maxlib.tokenization._special_tokens import special_tokens as special_tokens
     from maxlib.tokenization._tokenizer import load_tokenizer as load_tokenizer
     from maxlib.tokenization._tokenizer import save_tokenizer as save_tokenizer
     from maxlib.tokenization._tokenizer import train_bpe as train_bpe
@@ -17,6 +18,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "_chat_template": ("ChatTemplate",),
+        "_special_tokens": ("special_tokens",),
         "_tokenizer": ("load_tokenizer", "save_tokenizer", "train_bpe"),
     },
 )

@@ -1,155 +1,118 @@
-"""Jinja's immutable sandbox with limits on time and size, because chat templates are untrusted."""
+"""Renders chat templates in a separate process, because they are untrusted."""
 
-import functools
-import time
-from collections.abc import Callable
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, nodes
+import numpy as np
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
-
-LARGEST = 1 << 24  # maximum characters of a text, items of a list, and characters of the output
-HIGHEST = 1 << 20  # maximum number as an argument of a filter or method, such as a width
 
 
-class LimitError(ValueError):
-    """Error for a template that exceeds a limit of time or memory."""
+class Sandbox:
+    """A process that renders templates in jinja's immutable sandbox, with limits on time and memory.
 
+    It starts at the first request, and again after a template exceeded a limit.
+    """
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Environment whose templates cannot loop forever or create values larger than `LARGEST`."""
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._connection: Any = None
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, *, seconds: float, extensions: list[type[Extension]]):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self._seconds, self._end = seconds, 0.0
-        self.globals |= {"_tick": self._tick, "_concat": _concat}
-        del self.globals["lipsum"]  # creates texts of any length in one call, which the time limit cannot interrupt
-        self.filters = {name: _careful(filter) for name, filter in self.filters.items()}
-
-    def write(self, template: Template, names: dict[str, Any]) -> str:
+    def render(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str | None],
+        variables: Mapping[str, Any] | None,
+        *,
+        seconds: float,
+    ) -> str:
         """Renders a template.
 
+        Args:
+            source: The template.
+            special_tokens: Texts by name, such as `bos_token`; None for one that does not exist.
+            variables: What else the template may name; None only compiles it.
+            seconds: Maximum processor time.
+
         Raises:
-            LimitError: It takes longer than `seconds`, or makes more than `LARGEST` characters.
+            ValueError: It fails, takes longer than `seconds`, or takes too much memory.
             SecurityError: It reaches for Python's own names.
-            ValueError: It fails in another way.
         """
-        self._end, size, parts = time.monotonic() + self._seconds, 0, []
-        try:
-            for part in template.generate(**names):
-                size += len(part)
-                _check_size(size)
-                parts.append(part)
-        except (ValueError, SecurityError):
-            raise
-        except (RecursionError, OverflowError, MemoryError) as error:
-            raise LimitError(f"the chat template calls itself or counts without end ({error})") from None
-        except Exception as error:  # a template may raise anything for unexpected values
-            raise ValueError(f"the chat template cannot render this ({type(error).__name__}: {error})") from error
-        return "".join(parts)
+        request = {"source": source, "special_tokens": special_tokens, "variables": variables, "seconds": seconds}
+        data = json.dumps(request, default=_plain).encode()
+        with self._lock:
+            try:
+                reply = json.loads(self._ask(data))
+            except (EOFError, OSError):
+                status = self.close()
+                limit = f"took longer than {seconds:g} s: raise seconds=, or mend its loops"
+                ended = limit if status == -signal.SIGPROF else f"ended its process with status {status}"
+                raise ValueError(f"the chat template {ended}") from None
+            except BaseException:  # the next request must not read the answer to this one
+                self.close()
+                raise
+        if "security" in reply:
+            raise SecurityError(reply["security"])
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return reply["text"]
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        try:
-            return _Limits().visit(super()._parse(source, name, filename))
-        except RecursionError:
-            raise LimitError("the chat template is nested too deeply") from None
+    def close(self) -> int | None:
+        """Ends the process, and returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        self._connection.close()
+        process.kill()
+        return process.wait()
 
-    def _tick(self) -> str:
-        if time.monotonic() > self._end:
-            raise LimitError(
-                f"the chat template took longer than {self._seconds:g} s: raise seconds=, or mend its loops"
+    def forget(self) -> None:
+        """Leaves the process to the parent, after a fork."""
+        if self._process is not None:
+            self._connection.close()
+            self._process.returncode = 0
+        self.__init__()
+
+    def _ask(self, request: bytes) -> bytes:
+        if self._process is None:
+            self._connection, theirs = Pipe()
+            # In a session of its own, so that Ctrl-C does not reach it. -P: its folder has no modules to import.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", Path(__file__).with_name("_renderer.py"), str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
-        return ""
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes an operation, after checking the size of its result."""
-        if operator == "*":
-            sizes = [len(x) if isinstance(x, str | list | tuple) else x for x in (left, right)]
-            if any(not isinstance(x, int | float) for x in (left, right)):
-                _check_size(sizes[0] * sizes[1])
-        elif operator == "**":
-            _check_numbers(left, right)
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-        elif isinstance(left, str | list | tuple):
-            _check_size(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function or a method with arguments that are not too large."""
-        _check_call(getattr(obj, "__self__", None), *args, *kwargs.values())
-        return super().call(context, obj, *args, **kwargs)
+            theirs.close()
+        self._connection.send_bytes(request)
+        return self._connection.recv_bytes()
 
 
-class _Limits(NodeTransformer):
-    """Inserts a time check into every loop and macro, and a size check before texts are joined by `~`."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._with_tick(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._with_tick(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._with_tick(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return nodes.Call(nodes.Name("_concat", "load"), node.nodes, [], None, None).set_lineno(node.lineno)
-
-    def _with_tick(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        call = nodes.Call(nodes.Name("_tick", "load"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
-        return node
+SANDBOX = Sandbox()
+atexit.register(SANDBOX.close)
+os.register_at_fork(after_in_child=SANDBOX.forget)
 
 
-def _concat(*parts: Any) -> str:
-    texts = [str(part) for part in parts]
-    _check_size(sum(map(len, texts)))
-    return "".join(texts)
-
-
-def _careful(filter: Callable) -> Callable:
-    @functools.wraps(filter)
-    def careful(*args: Any, **kwargs: Any) -> Any:
-        _check_call(*args, *kwargs.values())
-        return filter(*args, **kwargs)
-
-    return careful
-
-
-def _check_call(*args: Any) -> None:
-    """Limits the result of a call: for functions of several texts, such as `replace`, by the product of their sizes."""
-    _check_numbers(*args)
-    texts = [arg for arg in args if isinstance(arg, str)]
-    if len(texts) > 2:  # what is replaced counts as one place for each character
-        _check_size((len(texts[0]) + 1) // max(1, len(texts[1])) * len(texts[2]))
-    elif len(texts) == 2:
-        _check_size(min(map(len, texts)) * 2 + sum(map(len, texts)))
-    if texts and "{" in texts[0]:
-        _check_format(texts[0])
-
-
-def _check_numbers(*args: Any) -> None:
-    if any(isinstance(arg, int | float) and abs(arg) > HIGHEST for arg in args):
-        raise LimitError(f"the chat template calls something with a number above {HIGHEST:,}")
-
-
-def _check_format(text: str) -> None:
-    """Raises an error for widths of more than six digits in a format."""
-    digits = 0
-    for character in text:
-        digits = digits + 1 if character.isdigit() else 0
-        if digits > 6:
-            raise LimitError("the chat template formats with a width of more than six digits")
-
-
-def _check_size(size: float) -> None:
-    if size > LARGEST:
-        raise LimitError(f"the chat template makes more than {LARGEST:,} characters or items")
+def _plain(value: Any) -> Any:
+    """Converts what JSON does not have, as transformers does: a template never sees images and other objects."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # of pydantic
+        return dump()
+    if callable(value):
+        raise ValueError(f"a chat template takes values such as the JSON schema of a tool, got {value!r}")
+    return f"<{type(value).__name__}>"

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxlib import checkpoint
 from maxlib.checkpoint import Checkpointer, SaveError
 from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._restore import config_text, items_of
@@ -39,7 +38,8 @@ class HuggingFaceExport:
       keep: number of newest exports to keep; None keeps all.
       ema: True writes the averages of `training.ema` instead of the parameters.
       options: options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
-          from which the tokenizer, the chat template and the end-of-text ids are copied.
+          from which the tokenizer, the chat template and the end-of-text ids are copied, and `chat_template`, the
+          one that the model is trained on.
 
     Raises:
       ValueError: when `every` or `keep` is below 1.
@@ -118,7 +118,7 @@ class ParameterExport:
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing, after the previous export has finished. Raises SaveError if that one failed."""
-        self._checkpointer.groupings = checkpoint.groupings(state.rest)
+        self._checkpointer.groupings = nn.tree.groupings(state.rest)
         items = {name: item for name, item in items_of(state).items() if name != "opt"}
         self._checkpointer.save(step, items, meta={"model": config_text(state.rest)})
 

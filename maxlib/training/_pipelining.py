@@ -13,8 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn._head import head_gradient
-from maxlib.nn._layer_rows import in_layer_order
+from maxlib.nn.decoder._head import head_gradient
 from maxlib.sharding import pipelining
 from maxlib.training._gradients import divisor
 from maxlib.training._objectives.batch_names import INPUTS
@@ -51,7 +50,7 @@ class OneFOneB:
             parts.stage,
             parts.after,
             body,
-            rest.layers.body,
+            rest.layers.groups[rest.layers.staged],
             outer,
             x,
             (ctx, targets, _without_inputs(batch)),
@@ -62,9 +61,7 @@ class OneFOneB:
         grads = {inside + path: g for path, g in d_body.items()} | d_outer
         count = divisor(stats.num_targets)
         mean = lambda g, p: (g / count).astype(p.dtype)  # sums are float32
-        reports = first | {"body": aux, "suffix": jax.tree.map(lambda a: a / microbatches, last)}
-        groups = rest.layers.layer_groups
-        aux = in_layer_order(groups.values(), [reports[name] for name in groups])
+        aux = rest.layers.in_layer_order([*first, aux, *jax.tree.map(lambda a: a / microbatches, last)])
         return jax.tree.map(mean, grads, trainable), (loss + more) / count, with_reports(stats, aux)
 
 
@@ -92,32 +89,38 @@ class _Parts:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
         x, inputs = model.embed_inputs(batch["tokens"], dtype=self.dtype, remat=self.remat, **inputs)
         x, ctx = model.enter(x, **inputs)
-        added = model.layers.inputs_by_group(model.layer_inputs(_activations(x), ctx))
-        nn.stack.check_no_inputs([added["body"], added["suffix"]])
+        layers = model.layers
+        layer_inputs = layers.inputs_by_group(model.layer_inputs(_activations(x), ctx))
+        nn.stack.check_no_inputs(layer_inputs[layers.staged :])
         ctx = dataclasses.replace(ctx, features=None)  # layers that use them have them as inputs
-        x, _, lead = nn.stack.scan_group(model.layers.lead, x, ctx, remat=self.remat, inputs=added["lead"])
-        x, _, aux = nn.stack.run_group(model.layers.prefix, x, ctx, remat=self.remat, inputs=added["prefix"])
+        auxes = []
+        for n in range(layers.staged):
+            x, _, aux = layers.run_group(n, x, ctx, remat=self.remat, inputs=layer_inputs[n])
+            auxes.append(aux)
         targets = _targets_by_row(self.from_hidden, model, _activations(x), _without_inputs(batch))
-        return (x, jnp.sum(targets) * _own(lead + aux)), (ctx, targets, {"lead": lead, "prefix": aux})
+        return (x, jnp.sum(targets) * _own(auxes)), (ctx, targets, auxes)
 
     def stage(self, layers: dict[str, Any], fixed: Any, active: Any, x: Any, data: Any) -> Any:
         """Runs the layers of a stage; `layers` are trained parameters and `fixed` are not."""
         ctx, targets, _ = data
         x, _, aux = nn.stack.scan_group(nn.combine(layers, fixed), x, ctx, active=active)
-        return x, jnp.sum(targets) * _own(aux), aux
+        return x, jnp.sum(targets) * _own([aux]), aux
 
     def after(self, outer: dict[str, Any], x: Any, data: Any) -> Any:
         """Runs the layers after the pipeline, and computes the loss of a microbatch."""
         model, (ctx, targets, batch) = nn.combine(outer, self.rest), data
-        x, _, aux = nn.stack.run_group(model.layers.suffix, x, ctx, remat=self.remat)
+        auxes = []
+        for n in range(model.layers.staged + 1, len(model.layers.groups)):
+            x, _, aux = model.layers.run_group(n, x, ctx, remat=self.remat)
+            auxes.append(aux)
         loss, stats = self.from_hidden(model, model.leave(x, ctx), batch)
         # The 1 counts microbatches, to average the layers' reports.
-        return loss + jnp.sum(targets) * _own(aux), jax.lax.stop_gradient((stats, aux, jnp.ones(())))
+        return loss + jnp.sum(targets) * _own(auxes), jax.lax.stop_gradient((stats, auxes, jnp.ones(())))
 
 
 def _check_model(model: Any) -> None:
     """Raises an error for a model whose layers cannot run in a pipeline."""
-    if not isinstance(model, nn.stack.SupportsPipelining) or not len(model.layers.body):
+    if not isinstance(model, nn.stack.SupportsPipelining) or model.layers.staged is None:
         raise TypeError(
             "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
             f"layers repeat; got {type(model).__name__}"
@@ -133,7 +136,7 @@ def _split(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Any], dict[s
     """Returns the trained layers inside the pipeline, all other parameters (embedding, first and last layers, norm,
     head), and the path prefix of the pipeline's layers.
     """
-    inside = nn.tree.path_of(rest, rest.layers.body) + "."
+    inside = nn.tree.path_of(rest, rest.layers.groups[rest.layers.staged]) + "."
     body = {path.removeprefix(inside): w for path, w in trainable.items() if path.startswith(inside)}
     outer = {path: w for path, w in trainable.items() if not path.startswith(inside)}
     return body, outer, inside
@@ -204,11 +207,13 @@ def _head_gradients(gradients: dict[str, Array], model: Any) -> dict[str, Array]
         return gradients | {path: head_gradient(gradients[path]) for path in heads}
 
 
-def _own(auxes: list[dict[str, Array]]) -> Array:
-    return sum((own_losses(aux) for aux in auxes), start=jnp.zeros(()))
+def _own(auxes: list[list[dict[str, Array]]]) -> Array:
+    """Sums the layers' own losses of groups."""
+    return sum((own_losses(aux) for slots in auxes for aux in slots), start=jnp.zeros(()))
 
 
 def _reports(layers: nn.Stack, x: Any, ctx: Any) -> bool:
     """Returns True if layers report statistics of a whole microbatch, such as a router's balance."""
-    auxes = lambda x: (nn.stack.scan_group(layers.body, x, ctx)[2], nn.stack.run_group(layers.suffix, x, ctx)[2])
+    groups = range(len(layers.groups))[layers.staged :]
+    auxes = lambda x: [layers.run_group(n, x, ctx)[2] for n in groups]
     return bool(jax.tree.leaves(jax.eval_shape(auxes, x)))

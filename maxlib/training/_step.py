@@ -170,8 +170,10 @@ def num_tokens(batch: Batch) -> Array:
     inside = sum((num_tokens(x) for x in batch.values() if isinstance(x, dict)), start=jnp.zeros((), jnp.int32))
     if "tokens" not in batch:
         return inside
-    real = batch.get("segment_ids", batch.get("valid"))
-    return inside + (batch["tokens"].size if real is None else jnp.sum(real != 0))
+    real = jnp.ones(batch["tokens"].shape, bool)
+    for name in ("segment_ids", "valid"):
+        real = real & (batch[name] != 0) if name in batch else real
+    return inside + jnp.sum(real)
 
 
 def _by_rows(x: Array) -> Array:

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from maxlib._utils.files import cache_directory
-from maxlib.weights._files import INDEX, OWN_FILES, read_index
+from maxlib.weights._files import INDEX, OWN_FILES, TEMPLATES, read_index
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -100,12 +100,12 @@ def whole_in_bucket(url: str, check: Callable[[list[str]], None]) -> Iterator[Pa
     check(sorted(store.files(missing_ok=True)))
     with tempfile.TemporaryDirectory(prefix="maxlib-export-") as part:
         yield Path(part)
-        new = sorted(path.name for path in Path(part).iterdir())
+        new = sorted(path.relative_to(part).as_posix() for path in Path(part).rglob("*") if path.is_file())
         old = store.files(missing_ok=True)
         for name in [name for name in old if name in LAST] + [name for name in old if name not in (*new, *LAST)]:
             store.remove(name)
         for name in sorted(new, key=lambda name: name in LAST):
-            store.put(Path(part) / name)
+            store.put(Path(part), name)
 
 
 def child(directory: str | Path, name: str) -> Any:
@@ -148,11 +148,15 @@ class _Store:
 
     def files(self, missing_ok: bool = False) -> dict[str, tuple[int, str]]:
         """Returns size and version of the files in the directory, by name; raises FileNotFoundError for none."""
+        entries = self._entries()
         found = {
             name: (int(entry["size"]), str(next((entry[k] for k in _VERSIONS if entry.get(k)), "")))
-            for name, entry in self._entries()
+            for name, entry in entries
             if entry["type"] == "file"
         }
+        if any(name == TEMPLATES and entry["type"] == "directory" for name, entry in entries):
+            nested = _Store(child(self.url, TEMPLATES)).files(missing_ok=True)
+            found |= {f"{TEMPLATES}/{name}": entry for name, entry in nested.items()}
         if not found and not missing_ok:
             raise FileNotFoundError(f"{self.url} does not exist, or has no files.")
         return found
@@ -164,12 +168,13 @@ class _Store:
         self._try(f"reading {name}", lambda: self._get(name, to / name, size))
 
     def _get(self, name: str, to: Path, size: int) -> None:
+        to.parent.mkdir(exist_ok=True)
         self._fs.get_file(f"{self.root}/{name}", str(to))
         if to.stat().st_size != size:
             raise ConnectionError(f"{to.stat().st_size} of {size} bytes came")
 
-    def put(self, path: Path) -> None:
-        self._try(f"writing {path.name}", lambda: self._put(path, f"{self.root}/{path.name}"))
+    def put(self, directory: Path, name: str) -> None:
+        self._try(f"writing {name}", lambda: self._put(directory / name, f"{self.root}/{name}"))
 
     def _put(self, path: Path, name: str) -> None:
         self._fs.put_file(str(path), name)

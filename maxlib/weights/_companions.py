@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import SecurityError
+
 from maxlib._utils.files import read_json_object
+from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
 from maxlib.weights._saving import write_json
 
@@ -14,7 +17,12 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_companions(
-    part: Path, *, source: Path | None, tokenizer: Any, generation: Mapping[str, Any] | None
+    part: Path,
+    *,
+    source: Path | None,
+    tokenizer: Any,
+    chat_template: ChatTemplate | None,
+    generation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Writes tokenizer, chat template, processors and generation_config.json for `save_pretrained`.
 
@@ -22,6 +30,7 @@ def write_companions(
         part: The directory to write into.
         source: A Hugging Face directory whose files are copied, or None.
         tokenizer: The tokenizer, instead of that of `source`; or None.
+        chat_template: The chat template, instead of that of `source`; or None.
         generation: Entries of generation_config.json in addition to those of `source`; or None.
 
     Returns:
@@ -35,6 +44,8 @@ def write_companions(
         write_json(part / GENERATION, {**stored, **(generation or {})})
     if tokenizer is not None:
         write_tokenizer(tokenizer, part)
+    if chat_template is not None:
+        (part / "chat_template.jinja").write_text(chat_template.source, encoding="utf-8")
     config = {} if source is None else _read(source / "config.json")
     inner = config.get("text_config") or {}
     return first_ids(generation or {}, config, inner, stored, {name: getattr(tokenizer, name, None) for name in IDS})
@@ -46,10 +57,33 @@ def first_ids(*known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
-    """Copies the files of a directory whose names match one of the patterns."""
+    """Copies the files and folders of a directory whose names match one of the patterns."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and any(path.match(pattern) for pattern in patterns):
-            shutil.copyfile(path, target / path.name)
+        if any(path.match(pattern) for pattern in patterns):
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, target / path.name)
+
+
+def add_end_of_turn(directory: Path) -> None:
+    """Adds the special token that ends an answer in the chat template to the ids that end a text."""
+    end = _end_of_turn(directory)
+    stored, config = _read(directory / GENERATION), _read(directory / "config.json")
+    ids = first_ids(stored, config, config.get("text_config") or {})["eos_token_id"]
+    known = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if end is not None and end not in known:
+        write_json(directory / GENERATION, {**stored, "eos_token_id": [*known, end]})
+
+
+def _end_of_turn(directory: Path) -> int | None:
+    """Returns the id of that token; None if the template cannot render a plain chat, or writes no special token."""
+    try:
+        end = ChatTemplate.from_directory(directory).end_of_turn()
+        tokenizer = load_tokenizer(directory)
+    except (FileNotFoundError, ValueError, SecurityError):
+        return None
+    ids = tokenizer.encode(end, add_special_tokens=False).ids
+    added = tokenizer.get_added_tokens_decoder()
+    return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
 
 
 def _read(path: Path) -> dict[str, Any]:

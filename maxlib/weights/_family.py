@@ -9,7 +9,7 @@ import inspect
 import logging
 import pkgutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,8 +20,9 @@ from flax import nnx
 
 from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
+from maxlib.tokenization import ChatTemplate
 from maxlib.weights._card import ModelCard, write_card
-from maxlib.weights._companions import write_companions
+from maxlib.weights._companions import add_end_of_turn, write_companions
 from maxlib.weights._files import QUANTIZED
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import model_directory
@@ -94,7 +95,10 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
     if len(matching) == 1:
         return matching[0]
     if not matching:
-        raise ValueError(f"no family is known for {what}; there are {known}. Give family=, or register one.")
+        raise ValueError(
+            f"no family is known for {what}; there are {known}. Give family=, or register one: a "
+            f'package with FAMILY = weights.Family(...) in a module, named by an entry point of the group "{ENTRY_POINTS}".'
+        )
     raise ValueError(
         f"{what} is claimed by the families {', '.join(f.name for f in matching)}: give family= to choose."
     )
@@ -106,12 +110,15 @@ def family_of(model: Any) -> Family:
     return _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
 
 
-def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
+def read_model(
+    directory: str | Path, *, family: Family | None = None, ignore_fields: Collection[str] = ()
+) -> tuple[Family, Any]:
     """Reads the config.json of `directory`, without its weights.
 
     Args:
         directory: A Hugging Face directory.
         family: Needed only for models that are not registered.
+        ignore_fields: Unknown fields of config.json that change nothing, see `from_pretrained`.
 
     Returns:
         The family, and its configuration.
@@ -138,7 +145,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         if isinstance(error, ValueError) and path.name in str(error):
             raise
         raise ValueError(f"{path} has values that are not valid for a {family.name} model: {error}") from error
-    fields.done()
+    fields.done(ignore_fields)
     return family, cfg
 
 
@@ -158,6 +165,7 @@ def from_pretrained(
     layout: sharding.Layout | None = None,
     dtype: Any = None,
     family: Family | None = None,
+    ignore_fields: Collection[str] = (),
     **changes: Any,
 ) -> Any:
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
@@ -172,6 +180,8 @@ def from_pretrained(
         layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
         dtype: The dtype of the weights; None keeps the stored dtype. Use `jnp.float32` for training.
         family: Needed only for models that are not registered.
+        ignore_fields: Fields of config.json that the family does not know and that change nothing, by dotted path, such
+            as `["internal_version"]`. By default an unknown field is an error, as the model may compute something else.
         **changes: Fields of the configuration that override those of config.json (`num_mtp=1`).
 
     Returns:
@@ -189,7 +199,7 @@ def from_pretrained(
             f"{directory} has quantized weights ({QUANTIZED}): read it with maxlib.quantization.load, or pass the "
             "directory from which it was made"
         )
-    family, cfg = read_model(directory, family=family)
+    family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
@@ -215,6 +225,7 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     like: str | Path | None = None,
     tokenizer: Any = None,
+    chat_template: ChatTemplate | None = None,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     model_card: ModelCard | bool = False,
@@ -235,7 +246,9 @@ def save_pretrained(
             generation_config.json and the ids in its config.json are copied. Without it and `generation`, the export
             does not record which id ends a text.
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
+        chat_template: Chat template, such as the one that the model was trained on, instead of that of `like`.
         generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
+            Unless they have `eos_token_id`, the token that ends an answer in the chat template ends a text too.
         overwrite: True replaces an earlier export.
         model_card: Content of README.md; True writes a default card, False none.
         family: Needed only for models that are not registered.
@@ -257,8 +270,12 @@ def save_pretrained(
         if not first:
             return
         # Without these ids in config.json, transformers assumes those of the published models.
-        ids = write_companions(part, source=source, tokenizer=tokenizer, generation=generation)
+        ids = write_companions(
+            part, source=source, tokenizer=tokenizer, chat_template=chat_template, generation=generation
+        )
         write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})
+        if "eos_token_id" not in (generation or {}):
+            add_end_of_turn(part)
         if model_card:
             about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
             write_card(model_card, part / "README.md", **about)

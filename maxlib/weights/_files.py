@@ -37,7 +37,14 @@ DTYPES: dict[str, Any] = {
 }
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-PROCESSOR_FILES = ("chat_template*", "*preprocessor_config.json", "processor_config.json")
+TEMPLATES = "additional_chat_templates"  # the only folder of an export
+PROCESSOR_FILES = (
+    "chat_template*",
+    TEMPLATES,
+    f"{TEMPLATES}/*.jinja",
+    "*preprocessor_config.json",
+    "processor_config.json",
+)
 QUANTIZED = "quantization.json"  # next to weights written by `maxlib.quantization`
 # The files of an export, or of a download; a directory with any other files is never replaced.
 OWN_FILES = (

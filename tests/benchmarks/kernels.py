@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib import nn, ops, weights
+from maxlib import ops, weights
 from maxlib.ops._attention import table
 from maxlib.ops._attention.table import ATTENTION, AttentionCall
 from maxlib.ops._dispatch import Call, Op
@@ -74,7 +74,7 @@ Asked = Callable[[tuple[str, str]], Kernel]  # a call, which answers for a devic
 def asked(name: str, phase: str) -> list[Asked]:
     """Returns the calls of a preset's phase."""
     family = next(one for one in weights.families() if name in one.presets)
-    with nn.stack.skip_layer_check(), _recorded(phase) as found:
+    with _recorded(phase) as found:
         model = jax.eval_shape(lambda: family.model(family.presets[name], rngs=nnx.Rngs(0)))
         tokens = jax.ShapeDtypeStruct((ROWS, 1 if phase == "decode" else TOKENS), jnp.int32)
         jax.eval_shape(lambda model, tokens: _run(model, tokens, phase), model, tokens)

@@ -64,7 +64,7 @@ class Model(nn.Decoder):
         rope = ops.Rope(HEAD_DIM)
         self.masks, self.ropes = (ops.Causal(),), (rope,)
         self.embed = nn.Embed(32_768, dim, rngs=rngs)
-        make = lambda i, rngs: Block(dim, mlp_dim=mlp_dim, num_heads=num_heads, rope=rope, rngs=rngs)
+        make = lambda _, rngs: Block(dim, mlp_dim=mlp_dim, num_heads=num_heads, rope=rope, rngs=rngs)
         self.layers = nn.Stack(make, num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(dim)
 

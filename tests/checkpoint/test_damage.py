@@ -17,7 +17,7 @@ from maxlib.checkpoint import Checkpointer, DamagedError, SaveError
 
 ITEMS = {
     "params": {
-        "layers.body.0.w": np.random.default_rng(0).normal(size=(60, 50)).astype(np.float32),
+        "layers.groups.0.0.w": np.random.default_rng(0).normal(size=(60, 50)).astype(np.float32),
         "scale": np.ones(3, np.float32),
     },
     "opt": {"count": np.array(3, np.int32), "mu": np.random.default_rng(1).normal(size=(60, 50)).astype(np.float32)},
@@ -60,7 +60,7 @@ def test_a_copy_is_whole(run):
     assert checkpoint.verify(run.parent / "elsewhere") == []
 
 
-@pytest.mark.parametrize("name", ["layers.body.0.w", "mu"])
+@pytest.mark.parametrize("name", ["layers.groups.0.0.w", "mu"])
 def test_one_flipped_bit_is_refused_by_the_name_of_its_leaf(run, name):
     item = next(item for item, leaves in ITEMS.items() if name in leaves)
     file, at = file_of(run / "3", item, ITEMS[item][name])
@@ -75,7 +75,7 @@ def test_one_flipped_bit_is_refused_by_the_name_of_its_leaf(run, name):
 
 
 def test_the_step_before_is_taken_and_said(run, caplog):
-    file, at = file_of(run / "3", "params", ITEMS["params"]["layers.body.0.w"])
+    file, at = file_of(run / "3", "params", ITEMS["params"]["layers.groups.0.0.w"])
     flip(file, at)
     (run / "2" / "meta" / "meta.json").unlink()
     with caplog.at_level(logging.WARNING), Checkpointer(run) as ck:
@@ -84,13 +84,13 @@ def test_the_step_before_is_taken_and_said(run, caplog):
         assert (got["meta"]["step"], got["data"], got["step"]["n"]) == (1, {"0": {"n": 1}}, 1)
         assert ck.latest() == 1
     said = [r.message for r in caplog.records if r.name.startswith("maxlib")]
-    assert "Step 3" in said[0] and "params: layers.body.0.w" in said[0]
+    assert "Step 3" in said[0] and "params: layers.groups.0.0.w" in said[0]
     assert "Step 2" in said[1] and "meta.json" in said[1]
     assert "Restored step 1" in said[2]
 
 
 def test_training_goes_on_from_there(run):
-    file, at = file_of(run / "3", "params", ITEMS["params"]["layers.body.0.w"])
+    file, at = file_of(run / "3", "params", ITEMS["params"]["layers.groups.0.0.w"])
     flip(file, at)
     with Checkpointer(run) as ck:
         assert ck.restore()["meta"]["step"] == 2
@@ -220,7 +220,7 @@ def test_a_failed_save_is_reported_by_wait_and_close(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint._manifest, "finish", broken)  # in the background
+    monkeypatch.setattr(checkpoint._records, "manifest_text", broken)  # in the background
     ck = Checkpointer(tmp_path)
     ck.save(1, ITEMS)
     with pytest.raises(SaveError, match=r"Step 1 could not be saved.*No space left.*there is no earlier one"):

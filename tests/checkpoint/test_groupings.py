@@ -1,4 +1,4 @@
-"""Checkpoints can be restored into stacks of another layout."""
+"""Checkpoints can be restored into stacks of other groups."""
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +9,19 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, nn
 from maxlib.checkpoint import Checkpointer
-from maxlib.checkpoint import _groupings as relayout
 from tests.checkpoint.test_checkpointer import assert_same
-from tests.training.stacked import LAYERS, abstract_model, state_of
-
-LAYOUTS = [(0, 1), (0, 2), (1, 3), (2, 2), (7, 1)]  # prefix, period
-LED = (0, 1, 3)  # the first three scanned among themselves, as DeepSeek's, which once were (3, 1)
+from tests.training.stacked import KINDS, abstract_model, state_of
 
 
 def saved(tmp_path, model):
     state = state_of(model)
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, state)
     return state
 
 
-# Each layout once as the source and once as the target; 4 of 20 pairs, which include all kinds of place.
-PAIRS = [*zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True), ((3, 1), LED), (LED, (3, 1)), (LED, (1, 2, 2))]
+# Each grouping once as the source and once as the target.
+PAIRS = [*zip(KINDS, [*KINDS][1:] + [*KINDS][:1], strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -38,32 +34,34 @@ PAIRS = [*zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True), ((3, 1), LED), (
     ids=str,
 )
 def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
-    saved(tmp_path, abstract_model(*old))
-    model = abstract_model(*new)
-    want = state_of(model)  # what this layout would have come to by itself
-    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=checkpoint.groupings(model))
+    saved(tmp_path, abstract_model(old))
+    model = abstract_model(new)
+    want = state_of(model)  # what these groups would have come to by themselves
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=nn.tree.groupings(model))
     assert_same({name: got[name] for name in want}, want)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("new", [(p, q) for p in range(LAYERS + 1) for q in range(1, 4)], ids=str)
-@pytest.mark.parametrize("old", [*LAYOUTS, LED], ids=str)
-def test_every_pair_of_layouts(tmp_path, old, new):
+@pytest.mark.parametrize("new", KINDS)
+@pytest.mark.parametrize("old", KINDS)
+def test_every_pair_of_groupings(tmp_path, old, new):
     test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new)
 
 
 def test_unstacked_for_inference(tmp_path):
-    state = saved(tmp_path, abstract_model(1, 2))
+    state = saved(tmp_path, abstract_model("abcbcbc"))
     flat = nn.unstack(nn.combine(state["params"], state["rest"]))
     params, _ = nn.partition(flat)
     like = jax.tree.map(jnp.zeros_like, params)
-    assert_same(checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(flat))["params"], params)
+    assert_same(checkpoint.load(tmp_path, {"params": like}, groupings=nn.tree.groupings(flat))["params"], params)
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [((1, 2), (0, 1)), *(pytest.param(*pair, marks=pytest.mark.full) for pair in [((0, 1), (1, 2)), ((7, 1), (0, 2))])],
-    ids=str,
+    [
+        ("abcbcbc", "aaaaaaa"),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in [("aaaaaaa", "abcbcbc"), ("abcdefg", "abababc")]),
+    ],
 )
 def test_with_shardings(tmp_path, old, new):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -76,39 +74,40 @@ def test_with_shardings(tmp_path, old, new):
         return NamedSharding(mesh, P(None, *spec) if stacked else spec)
 
     place = lambda params: {path: jax.device_put(x, shard(path, x)) for path, x in params.items()}
-    source, target = abstract_model(*old), abstract_model(*new)
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(source)) as ck:
+    source, target = abstract_model(old), abstract_model(new)
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(source)) as ck:
         ck.save(1, {"params": place(state_of(source)["params"])})
     want = place(state_of(target)["params"])
     like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in want.items()}
-    got = checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(target))["params"]
+    got = checkpoint.load(tmp_path, {"params": like}, groupings=nn.tree.groupings(target))["params"]
     assert_same(got, want)
     assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in want.items()}
 
 
 def test_on_the_host(tmp_path):
-    model, other = abstract_model(0, 1), abstract_model(2, 2)
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    model, other = abstract_model(), abstract_model("abcdcde")
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, {"params": jax.device_get(state_of(model)["params"])})
     want = jax.device_get(state_of(other)["params"])
-    assert_same(checkpoint.load(tmp_path, {"params": want}, groupings=checkpoint.groupings(other))["params"], want)
+    assert_same(checkpoint.load(tmp_path, {"params": want}, groupings=nn.tree.groupings(other))["params"], want)
 
 
 def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
     """Adafactor keeps a (1,) where a moment is not factored, whatever the number of layers."""
-    stacked, apart = abstract_model(0, 1), abstract_model(LAYERS, 1)
+    stacked, apart = abstract_model(), abstract_model("abcdefg")
     moments = lambda model, value: {"v_row": {path: value(i) for i, path in enumerate(nn.partition(model)[0])}}
     same, different = lambda i: jnp.ones(1), lambda i: jnp.full(1, float(i))
     for name, model, value in (("a", stacked, same), ("b", apart, same), ("c", apart, different)):
-        with Checkpointer(tmp_path / name, groupings=checkpoint.groupings(model)) as ck:
+        with Checkpointer(tmp_path / name, groupings=nn.tree.groupings(model)) as ck:
             ck.save(1, {"opt": moments(model, value)})
     load = lambda name, model: checkpoint.load(
-        tmp_path / name, {"opt": moments(model, same)}, groupings=checkpoint.groupings(model)
+        tmp_path / name, {"opt": moments(model, same)}, groupings=nn.tree.groupings(model)
     )
     assert_same(load("a", apart)["opt"], moments(apart, same))
     assert_same(load("b", stacked)["opt"], moments(stacked, same))
     with pytest.raises(
-        ValueError, match=r"v_row\.layers\.body\.0\.w: a single value for the layers .* different values were saved"
+        ValueError,
+        match=r"v_row\.layers\.groups\.0\.0\.w: a single value for the layers .* different values were saved",
     ):
         load("c", stacked)
 
@@ -116,87 +115,113 @@ def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
 def test_a_sharded_axis_of_layers(tmp_path):
     """As pipelines have it: the axis that a stack adds is split as well, and has another length afterwards."""
     mesh = jax.make_mesh((2, 4), ("stage", "b"), axis_types=(AxisType.Auto,) * 2)
-    model, other = abstract_model(1, 1), abstract_model(3, 1)  # 6 and 4 rows
+    model, other = abstract_model("abbbbbb"), abstract_model("abcdddd")  # 6 and 4 rows
     want = state_of(other)["params"]
     spec = lambda x: (
         P("stage", None, "b") if x.ndim == 3 else P("stage", "b") if x.shape[0] == 4 and x.ndim == 2 else P()
     )
     like = {
-        p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x) if "body" in p else P()))
+        p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x) if "groups.1." in p else P()))
         for p, x in want.items()
     }
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, {"params": state_of(model)["params"]})
-    got = checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(other))["params"]
+    got = checkpoint.load(tmp_path, {"params": like}, groupings=nn.tree.groupings(other))["params"]
     assert_same(jax.device_get(got), jax.device_get(want))
     assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in like.items()}
 
 
 def test_another_depth_is_another_model(tmp_path):
-    saved(tmp_path, abstract_model(1, 2))
-    shallow = abstract_model(0, 1, num_layers=5)
+    saved(tmp_path, abstract_model("abcbcbc"))
+    shallow = abstract_model("aaaaa")
     with pytest.raises(
         ValueError, match=r"nothing takes:\n  layers\.5\.scale float32\[8\]\n  layers\.5\.w float32\[4,8\]\n"
     ):
-        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, groupings=checkpoint.groupings(shallow))
-    deep = abstract_model(0, 1, num_layers=8)
+        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, groupings=nn.tree.groupings(shallow))
+    deep = abstract_model("aaaaaaaa")
     with pytest.raises(ValueError, match=r"it lacks:\n  layers\.7\.scale"):
-        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=checkpoint.groupings(deep))
+        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=nn.tree.groupings(deep))
 
 
 def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
-    saved(tmp_path, abstract_model(0, 1))
-    model = abstract_model(1, 2)
+    saved(tmp_path, abstract_model())
+    model = abstract_model("abcbcbc")
     real = checkpoint._storage.load
 
     def flip(*args):
         leaves = real(*args)
-        return leaves | {"layers.body.0.w": leaves["layers.body.0.w"].at[3, 0, 0].add(1e-6)}
+        return leaves | {"layers.groups.0.0.w": leaves["layers.groups.0.0.w"].at[3, 0, 0].add(1e-6)}
 
     monkeypatch.setattr(checkpoint._storage, "load", flip)
-    with pytest.raises(checkpoint.DamagedError, match=r"params: layers\.body\.0\.w$"):
-        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, groupings=checkpoint.groupings(model))
+    with pytest.raises(checkpoint.DamagedError, match=r"params: layers\.groups\.0\.0\.w$"):
+        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, groupings=nn.tree.groupings(model))
 
 
 def test_names_of_layers():
-    layouts = {
-        "layers": {"num_layers": 5, "prefix": 1, "period": 2},
-        "vision.layers": {"num_layers": 2, "prefix": 2, "period": 1},
-        "led": {"num_layers": 6, "lead": 2, "prefix": 0, "period": 2},
-    }
-    names = lambda name: relayout.layer_path(name, layouts)
-    assert names("layers.body.1.attn.q.w") == [("layers.2.attn.q.w", 0), ("layers.4.attn.q.w", 1)]
-    assert names("1.0.mu.layers.prefix.0.w") == [("1.0.mu.layers.0.w", None)]
-    assert names("vision.layers.prefix.1.w") == [("vision.layers.1.w", None)]
-    assert names("0.nu.led.lead.0.w") == [("0.nu.led.0.w", 0), ("0.nu.led.1.w", 1)]
-    assert names("led.body.1.w") == [("led.3.w", 0), ("led.5.w", 1)]
-    assert names("my_layers.body.0.w") == [("my_layers.body.0.w", None)]
+    groupings = {"layers": [[1, 1], [2, 2]], "vision.layers": [[2, 1]]}
+    names = lambda name: checkpoint.layer_paths(name, groupings)
+    assert names("layers.groups.1.1.attn.q.w") == [("layers.2.attn.q.w", 0), ("layers.4.attn.q.w", 1)]
+    assert names("1.0.mu.layers.groups.0.0.w") == [("1.0.mu.layers.0.w", None)]
+    assert names("vision.layers.groups.0.1.w") == [("vision.layers.1.w", None)]
+    assert names("my_layers.groups.1.0.w") == [("my_layers.groups.1.0.w", None)]
     assert names("embed.w") == [("embed.w", None)]
-    assert relayout.layer_path("0.mu.body.0.w", {"": {"num_layers": 2, "prefix": 0, "period": 1}}) == [
-        ("0.mu.0.w", 0),
-        ("0.mu.1.w", 1),
-    ]
+    assert checkpoint.layer_paths("0.mu.groups.0.0.w", {"": [[1, 2]]}) == [("0.mu.0.w", 0), ("0.mu.1.w", 1)]
 
 
-def test_layouts_are_those_of_the_stacks():
-    assert checkpoint.groupings(abstract_model(1, 3)) == {"layers": {"num_layers": 7, "prefix": 1, "period": 3}}
-    assert checkpoint.groupings(optax.EmptyState()) == {}
-    assert abstract_model(1, 3).layers.body[0].w.shape == (2, 4, 8)
+def test_groupings_are_those_of_the_stacks():
+    for kinds, grouping in KINDS.items():
+        assert nn.tree.groupings(abstract_model(kinds)) == {"layers": grouping}
+    assert nn.tree.groupings(optax.EmptyState()) == {}
+    assert abstract_model("abcdbcd").layers.groups[1][0].w.shape == (2, 4, 8)
+
+
+# The groups as 0.1.0.dev0 stored them, and the name of each layer of `KINDS["aabcdcd"]` and its row there.
+FIRST_VERSION = {"num_layers": 7, "lead": 2, "prefix": 1, "period": 2}
+FIRST_NAMES = [
+    ("lead.0", 0),
+    ("lead.0", 1),
+    ("prefix.0", None),
+    ("body.0", 0),
+    ("body.1", 0),
+    ("body.0", 1),
+    ("body.1", 1),
+]
+
+
+def test_layers_of_the_first_version_are_read(tmp_path):
+    model = abstract_model("aaaaaaa")
+    want = {"params": state_of(model)["params"]}
+    old = {"head": want["params"]["head"]}
+    for i, (name, _) in enumerate(FIRST_NAMES):
+        for leaf in ("w", "scale"):
+            rows = [n for n, (other, _) in enumerate(FIRST_NAMES) if other == name]
+            value = want["params"][f"layers.groups.0.0.{leaf}"]
+            old[f"layers.{name}.{leaf}"] = value[i] if FIRST_NAMES[i][1] is None else value[jnp.array(rows)]
+    with Checkpointer(tmp_path) as ck:
+        ck.groupings = {"layers": FIRST_VERSION}
+        ck.save(1, {"params": old})
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=nn.tree.groupings(model))
+    assert_same(got["params"], want["params"])
+    names = lambda name, **grouping: checkpoint.layer_paths(f"layers.{name}.w", {"layers": grouping})
+    periods = {"num_layers": 8, "lead": 4, "lead_period": 2, "prefix": 0, "period": 3}
+    assert names("lead.1", **periods) == [("layers.1.w", 0), ("layers.3.w", 1)]
+    assert names("body.2", **periods) == [("layers.6.w", 0)] and names("suffix.0", **periods) == [("layers.7.w", None)]
 
 
 def test_a_router_of_the_first_version_is_read(tmp_path):
     """Its bias was called `correction`; a leaf of that name which the model still has stays what it is."""
-    layout = {"layers": {"num_layers": 3, "prefix": 0, "period": 1}}
+    layout = {"layers": [[1, 3]]}
     bias, own = jnp.arange(12.0).reshape(3, 4), jnp.ones(2)
-    old = {"layers.body.0.moe.router.correction": bias, "other.router.correction": own}
+    old = {"layers.groups.0.0.moe.router.correction": bias, "other.router.correction": own}
     with Checkpointer(tmp_path, groupings=layout) as ck:
         ck.save(1, {"rest": old})
-    like = {f"layers.prefix.{i}.moe.router.expert_bias": jnp.zeros(4) for i in range(3)}
+    like = {f"layers.groups.0.{i}.moe.router.expert_bias": jnp.zeros(4) for i in range(3)}
     like["other.router.correction"] = jnp.zeros(2)
-    flat = {"layers": {"num_layers": 3, "prefix": 3, "period": 1}}
+    flat = {"layers": [[3, 1]]}
     got = checkpoint.load(tmp_path, {"rest": like}, groupings=flat)["rest"]
     assert_same(
-        got, {f"layers.prefix.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own}
+        got,
+        {f"layers.groups.0.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own},
     )
-    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.body\.0\.moe\.router\.bias"):
-        checkpoint.load(tmp_path, {"rest": {"layers.body.0.moe.router.bias": jnp.zeros((3, 4))}}, groupings=layout)
+    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.groups\.0\.0\.moe\.router\.bias"):
+        checkpoint.load(tmp_path, {"rest": {"layers.groups.0.0.moe.router.bias": jnp.zeros((3, 4))}}, groupings=layout)

@@ -117,6 +117,13 @@ def test_sound_that_cannot_be_read_is_refused(tmp_path):
         ours(np.zeros(480_001, np.float32))
     with pytest.raises(ValueError, match=r"b\.wav: samples must have 16 or 32 bits, got 8"):
         ours(written(tmp_path / "b.wav", sound * 0, width=1))
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"samples of a clip must be finite, got {wrong}"):
+            ours(np.append(sound, np.float32(wrong)))
+    cut = written(tmp_path / "d.wav", sound).read_bytes()[:-1]
+    (tmp_path / "d.wav").write_bytes(cut)
+    with pytest.raises(ValueError, match=r"d\.wav: the last sample is cut off: the file is damaged"):
+        ours(tmp_path / "d.wav")
     (tmp_path / "c.wav").write_bytes(b"RIFF")
     with pytest.raises(ValueError, match=r"c\.wav: sound must be an uncompressed \.wav file"):
         ours(tmp_path / "c.wav")
@@ -292,9 +299,9 @@ def test_padded_rows_have_the_clips_of_their_document(tokenizer, processor):
         np.testing.assert_array_equal(row["audio"].frames[:count, :size], document["audio"].frames)
     small = processor.blank(1, 20)
     assert 0 < len(list(data.pad(documents, length=128, overlong="drop", audio=small).to_iter_dataset())) < len(given)
-    with pytest.raises(ValueError, match="must fit 1 clips of 20 frames"):
+    with pytest.raises(ValueError, match="must fit a row of 1 clips and 20 frames"):
         list(data.pad(documents, length=128, audio=small))
-    with pytest.raises(ValueError, match="a document has clips: pad it with audio="):
+    with pytest.raises(ValueError, match="A document has audio: pad it with audio="):
         list(data.pad(documents, length=128))
 
 

@@ -1,5 +1,6 @@
 """Images of chats: patches and placeholders equal those of transformers, and packing keeps both together."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -223,6 +224,9 @@ def test_images_of_other_kinds_are_refused(processor):
         processor(rgb(1, 201))
     with pytest.raises(ValueError, match="room for an image of 4 patches at least, got 3"):
         processor.blank(3)
+    for wrong in ({"std": (0.5, 0.0, 0.5)}, {"std": (0.5, -1.0, 0.5)}, {"mean": (0.5, float("nan"), 0.5)}):
+        with pytest.raises(ValueError, match="mean must be finite and std positive, got"):
+            dataclasses.replace(processor, **wrong)
 
 
 # --- tokens ---

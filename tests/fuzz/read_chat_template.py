@@ -1,4 +1,4 @@
-"""Chat templates and tokenizer_config.json."""
+"""Chat templates, and the files that name special tokens."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,9 @@ def make(directory: Path) -> None:
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
     listed = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "{{ documents }}"}]
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": listed}))
+    names = {"eos_token": {"content": "</s>"}, "extra_special_tokens": {"image_token": "<img>"}}
+    (directory / "special_tokens_map.json").write_text(json.dumps(names))
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
 
 
 def read(directory: Path) -> None:
@@ -30,4 +33,5 @@ def read(directory: Path) -> None:
 
 # What a template itself says names no file.
 KINDS = {"chat_template.jinja": "template", "tokenizer_config.json": "json"}
+KINDS |= {"special_tokens_map.json": "json", "config.json": "json"}
 TARGET = Target(make, read, KINDS, errors=(ValueError, FileNotFoundError, SecurityError), names_file=False)

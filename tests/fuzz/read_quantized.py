@@ -7,13 +7,13 @@ from maxlib.quantization import _files as files
 from maxlib.quantization import _formats as formats
 from tests.fuzz.run import Target
 
-FORMATS = {"layers.body.0.attn.q": {"weights": "int8", "activations": None, "gradients": None, "group": None}}
-FORMATS |= {"layers.body.0.mlp.up": {"weights": "nf4", "activations": None, "gradients": None, "group": 64}}
+FORMATS = {"layers.groups.0.0.attn.q": {"weights": "int8", "activations": None, "gradients": None, "group": None}}
+FORMATS |= {"layers.groups.0.0.mlp.up": {"weights": "nf4", "activations": None, "gradients": None, "group": 64}}
 
 
 def make(directory: Path) -> None:
-    layouts = {"layers": {"num_layers": 4, "prefix": 0, "period": 1, "lead": 0}}
-    manifest = {"version": 1, "formats": FORMATS, "dtypes": dict.fromkeys(FORMATS, "bfloat16"), "layouts": layouts}
+    layouts = {"layers": [[1, 4]]}
+    manifest = {"version": 2, "formats": FORMATS, "dtypes": dict.fromkeys(FORMATS, "bfloat16"), "layouts": layouts}
     (directory / files.MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from etils import epath
 
 from maxlib.checkpoint import DamagedError
-from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from tests.fuzz.run import Target
 
@@ -15,7 +15,7 @@ LEAVES = {
 }
 RECORDS = {
     "manifest": {"format": 1, "items": {"params": LEAVES, "rest": {}}},
-    "meta": {"step": 1, "layouts": {"layers": {"num_layers": 4, "prefix": 0, "period": 1}}, "metrics": {"loss": 2.5}},
+    "meta": {"step": 1, "layouts": {"layers": [[1, 4]]}, "metrics": {"loss": 2.5}},
     "data": {"0": {"next_index": 12, "nested": [1, {"a": None}]}},
 }
 

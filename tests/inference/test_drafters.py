@@ -128,13 +128,15 @@ def test_rounded_caches_and_single_tokens(generator, drafter, plain):
 
 
 def test_pairs_that_do_not_fit_are_refused(generator, drafter):
-    draft = lambda model, **options: speculate(model, [[1]], max_new_tokens=2, **{"drafter": drafter} | options)
+    draft = lambda model, **options: speculate(model, [[1]], **{"max_new_tokens": 2, "drafter": drafter} | options)
     with pytest.raises(ValueError, match="this drafter is for a Gemma4, got Llama"):
         draft(Generator(filled_llama(num_layers=1)))
     with pytest.raises(ValueError, match=r"drafter must have the methods of nn\.mtp\.Drafter"):
         draft(generator, drafter=generator.model)
-    with pytest.raises(ValueError, match="num_drafts must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_drafts must be an integer of at least 1, got 0"):
         draft(generator, num_drafts=0)
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 1, got 0"):
+        draft(generator, max_new_tokens=0)
     with pytest.raises(ValueError, match="Gemma4 does not draft: .* pass drafter="):
         draft(generator, drafter=None)
     with pytest.raises(ValueError, match="drafts for another model and generates no text itself"):

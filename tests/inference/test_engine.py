@@ -92,13 +92,8 @@ def test_new_weights_compile_nothing(model, engine):
 
 
 def test_what_cannot_be_continued_is_refused(model, engine):
-    for words, options in {
-        "at least 1, one for all or one per prompt": {"max_new_tokens": [1]},
-        "capacity of 32, got 34": {"max_new_tokens": 17},
-        "num_samples must be at least 1": {"max_new_tokens": 1, "num_samples": 0},
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            engine.generate(PROMPTS, **options)
+    with pytest.raises(ValueError, match="capacity of 32, got 34"):
+        engine.generate(PROMPTS, max_new_tokens=17)
 
     class Shared(type(model)):
         def init_cache(self, batch, capacity, *, dtype=jnp.bfloat16, rope_length=None):

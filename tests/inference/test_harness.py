@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -60,16 +61,27 @@ def test_what_cannot_be_scored_is_refused(generator, pair):
 
 
 def test_continuations_end_at_texts_and_at_the_end_token(generator):
-    decode = lambda ids: "".join(f"<{i}>" for i in ids)
+    decode = lambda ids, **_: "".join(f"<{i}>" for i in ids)
     prompts = [context for context, _ in PAIRS]
     free = generator.generate(prompts, max_new_tokens=8)
     assert len({*free[0]}) > 2 and free[0] != free[1]
     until, end = decode(free[0][2:4])[1:-1], next(i for i in free[1] if i not in free[0])
-    got = continue_until(generator, prompts, decode=decode, until=[until, ""], end=end, max_new_tokens=8)
+    got = continue_until(generator, prompts, decode=decode, until=[until, ""], stop_token_ids=[end], max_new_tokens=8)
     for text, ids in zip(got, free, strict=True):
         assert text == decode(ids[: ids.index(end)] if end in ids else ids).split(until)[0]
     assert decode(free[0]).startswith(got[0]) and 0 < len(got[0]) < len(decode(free[0]))
     assert len(got[1]) < len(decode(free[1]))
+
+
+def test_continuations_end_at_each_of_several_tokens_and_at_special_ones(generator):
+    """A special token is found by its text, which is not in the answer."""
+    (free,) = generator.generate([PAIRS[0][0]], max_new_tokens=8)
+    first, second, third, *_ = dict.fromkeys(free[1:])
+    assert free[0] not in (first, second, third)
+    decode = lambda ids, special=False: "".join(f"<{i}>" for i in ids if special or i != second)
+    for stops, until, count in ([third, first], [], 1), ([third], [f"<{second}>"], free.index(second)):
+        options = {"until": until, "stop_token_ids": stops, "max_new_tokens": 8}
+        assert continue_until(generator, [PAIRS[0][0]], decode=decode, **options) == [decode(free[:count])]
 
 
 def test_continuations_stop_as_soon_as_all_rows_ended(generator, monkeypatch):
@@ -79,7 +91,8 @@ def test_continuations_stop_as_soon_as_all_rows_ended(generator, monkeypatch):
     )
     end = next(i for i in range(generator.vocab) if i not in generator.generate([[5]], max_new_tokens=8)[0])
     steps.clear()
-    continue_until(generator, [[5]], decode=lambda ids: "x" * len(ids), until=["xx"], end=end, max_new_tokens=8)
+    decode = lambda ids, **_: "x" * len(ids)
+    continue_until(generator, [[5]], decode=decode, until=["xx"], stop_token_ids=[end], max_new_tokens=8)
     assert len(steps) == 2
 
 
@@ -184,6 +197,32 @@ def responses(model, directory):
     order = lambda sample: sample["doc_id"]
     answers = {task: [one["resps"] for one in sorted(some, key=order)] for task, some in found["samples"].items()}
     return found["results"], answers
+
+
+@pytest.mark.full
+@with_lm_eval
+def test_answers_end_where_those_of_the_hf_backend_end(directory, tmp_path):
+    """At each of several ids that end texts, and at the text of a special token, which answers do not have."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, prompt = tmp_path / "model", "the cat sat on"
+    shutil.copytree(directory / "model", model)
+    theirs = HFLM(pretrained=str(model), device="cpu", dtype="float32")
+    ids = theirs.tokenizer(prompt, return_tensors="pt").input_ids
+    free = theirs.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    tokenizer = tokenization.load_tokenizer(model)
+    texts = [tokenizer.decode([i]) for i in free]
+    special, end = [i for i in range(2, 12) if texts[i].isascii() and texts[i] not in "".join(texts[:i])][:2]
+    tokenizer.add_special_tokens([tokenizer.id_to_token(free[special]), tokenizer.id_to_token(free[end])])
+    tokenization.save_tokenizer(tokenizer, model, bos_token="<bos>", eos_token="<eos>")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, free[end]]}))
+    ours = inference.Harness.from_pretrained(model, dtype=jnp.float32)
+    theirs = HFLM(pretrained=str(model), device="cpu", dtype="float32")
+    for until, length in ([], end), ([texts[special]], special):
+        requests = [Instance("generate_until", {}, (prompt, {"until": [*until], "max_gen_toks": 12}), 0) for _ in "ab"]
+        got, want = (harness.generate_until([r], True) for harness, r in zip((ours, theirs), requests, strict=True))
+        assert got == want == [tokenizer.decode(free[:length])]
 
 
 @pytest.mark.full

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from maxlib.inference import GREEDY, Sampler
+from maxlib.inference._continuous import drawn_log_probs
+from maxlib.inference._sampling import scaled
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.04, 0.06, 0.15, 0.25, 0.5]]))
 
@@ -31,6 +33,7 @@ def test_filters_keep_what_they_promise():
 def test_filters_equal_transformers():
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
+    """Of equal tokens at the end of a nucleus, as many are kept; transformers' sort decides which."""
     logits = jax.random.normal(jax.random.key(0), (4, 50)) * 3
     pairs = [
         (Sampler(top_k=7), process.TopKLogitsWarper(7)),
@@ -40,6 +43,9 @@ def test_filters_equal_transformers():
     for ours, theirs in pairs:
         want = theirs(None, torch.tensor(np.asarray(logits))).numpy()
         np.testing.assert_array_equal(np.isfinite(filtered(ours, logits)), np.isfinite(want))
+        want = theirs(None, torch.tensor(np.asarray(jnp.round(logits)))).numpy()
+        got = filtered(ours, jnp.round(logits))
+        np.testing.assert_array_equal(np.isfinite(got).sum(1), np.isfinite(want).sum(1))
 
 
 def test_draws_follow_the_distribution():
@@ -60,7 +66,48 @@ def test_the_narrowest_settings_keep_the_best_and_the_widest_all():
     np.testing.assert_array_equal(kept(Sampler(top_p=1.0)), np.ones((2, 5)))
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5)], ids=str)
-def test_settings_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Sampler(**bad)
+def allowed(logits, temperature, top_k, top_p, min_p):
+    """Tokens that the definitions keep, in float64: k-th and its equals, smallest set of mass p, share of the best."""
+    scores = (logits.astype(np.float64) - logits.max()) / temperature
+    order = np.argsort(-scores, kind="stable")
+    if top_k is not None:
+        scores[scores < scores[order[min(top_k, len(order)) - 1]]] = -np.inf
+    if top_p is not None:
+        probs = np.exp(scores) / np.exp(scores).sum()
+        # Rounding in float32 decides about a mass within 1e-6 of p; none of the cases below has one.
+        mass = np.cumsum(probs[order])
+        assert top_p == 1 or np.abs(mass - top_p).min() > 1e-6
+        scores[order[np.argmax(mass >= min(top_p, mass[-1])) + 1 :]] = -np.inf
+    if min_p is not None:
+        scores[np.exp(scores) < min_p * np.exp(scores.max())] = -np.inf
+    return np.isfinite(scores)
+
+
+TIES = np.array([1, 3, 3, 3, 0, 3, 1, -np.inf, 2, 2.5], np.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(top_k=2), dict(top_k=6), dict(top_k=99), dict(top_p=0.05), dict(top_p=0.33), dict(top_p=0.62), dict(top_p=1.0),
+        dict(top_p=1e-30), dict(min_p=0.3), dict(min_p=1e-30), dict(top_k=3, top_p=0.62),
+        dict(top_k=6, top_p=0.85, min_p=0.1), dict(temperature=0.3, top_p=0.72), dict(temperature=1e-6, top_p=0.62),
+        dict(temperature=1e-37),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_filters_equal_their_definitions(settings):
+    sampler = Sampler(**settings)
+    random = np.random.default_rng(0).normal(size=10).astype(np.float32) * 3
+    rows = np.stack([TIES, random, np.zeros(10, np.float32) + 7])
+    logits = sampler.filtered(scaled(jnp.asarray(rows), sampler.temperature))
+    want = [allowed(row, sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p) for row in rows]
+    np.testing.assert_array_equal(np.isfinite(logits), want)
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-20, 1e-3])
+def test_a_low_temperature_draws_the_best(temperature):
+    logits = jnp.asarray([[40.0, -3.0, 41.0, 0.0], [-50.0, -60.0, -70.0, -jnp.inf]])
+    sampler, keys = Sampler(temperature=temperature, top_p=0.9), jax.random.split(jax.random.key(0), 2)
+    np.testing.assert_array_equal(sampler(logits, keys), [2, 0])
+    np.testing.assert_array_equal(drawn_log_probs(logits, jnp.asarray([2, 0]), temperature), [0, 0])

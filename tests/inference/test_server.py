@@ -4,14 +4,16 @@ import contextlib
 import http.server
 import json
 import math
+import socketserver
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from maxlib import inference
-from maxlib.inference import Completion, LocalEngine, Sampler, ServerEngine
+from maxlib.inference import Completion, LocalEngine, Sampler, ServerEngine, ServerError
 from tests.nn.tiny import filled_llama
 
 PROMPTS = [[5, 9, 2], [11, 3, 4, 8]]
@@ -109,22 +111,146 @@ def test_tokens_may_be_written_as_ids(local):
         )
 
 
+def answer(*choices, **changes) -> bytes:
+    """A whole response over HTTP of two tokens, 5 and 6; `changes` are those of its only choice."""
+    logprobs = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0]}
+    good = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "logprobs": logprobs}
+    return response(json.dumps({"choices": list(choices) or [good | changes]}).encode())
+
+
+def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    head = "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers])
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def scores(*values) -> bytes:
+    return answer(logprobs={"tokens": ["a", "b"], "token_logprobs": list(values)})
+
+
+NAMES = [" a", "token_id:6"]
+ANSWERS = {
+    "no logprobs": (answer(logprobs=None), "got 2 ids and 0 log-probabilities: text alone cannot be trained on"),
+    "no ids": (answer(token_ids=None), "got 0 ids and 2"),
+    "text for ids": (answer(token_ids=None, logprobs={"tokens": NAMES, "token_logprobs": [-1, -2]}), "got 0 ids and 2"),
+    "fewer ids": (answer(token_ids=[5]), "got 1 ids and 2"),
+    "ids of another type": (answer(token_ids={"5": 6}), "got 0 ids and 2"),
+    "float ids": (answer(token_ids=[5.0, 6.5]), "ids must be integers"),
+    "bool ids": (answer(token_ids=[5, True]), "ids must be integers"),
+    "text ids": (answer(token_ids=["5", "6"]), "ids must be integers"),
+    "negative ids": (answer(token_ids=[5, -1]), "ids must be integers"),
+    "ids outside": (answer(token_ids=[5, 61]), r"\[0, 61\), got 61"),
+    "NaN": (scores(float("nan"), -1.0), "log-probabilities of drawn tokens must be numbers .* got nan"),
+    "positive": (scores(-1.0, 0.01), "must be numbers .* got 0.01"),
+    "infinite": (scores(float("-inf"), -1.0), "got -inf"),
+    "of an impossible token": (scores(-9999.0, -1.0), "got -9999.0"),
+    "missing": (scores(None, -1.0), "got None"),
+    "text for numbers": (scores("-1", -1.0), "must be numbers"),
+    "ended without a stop token": (answer(finish_reason="stop"), "must end with the first of stop_token_ids or by its"),
+    "aborted": (answer(finish_reason="abort"), "got 'abort'"),
+    "reason of another type": (answer(finish_reason=["stop"]), r"got \['stop'\]"),
+    "stop token inside": (answer(token_ids=[9, 6]), "must end with the first of stop_token_ids"),
+    "too long": (
+        answer(token_ids=[5] * 3, logprobs={"token_logprobs": [-1.0] * 3}),
+        "max_new_tokens=2 .* got 3 tokens",
+    ),
+    "too short": (answer(token_ids=[5], logprobs={"token_logprobs": [-1.0]}), "max_new_tokens=2 .* got 1 tokens"),
+    "index of another": (answer(index=1), "with the indices from 0, got 1"),
+    "no index": (answer(index=None), "with the indices from 0, got 1"),
+    "no choice": (response(b'{"choices": []}'), "must return 1 completions"),
+    "two choices": (answer({"index": 0}, {"index": 0}), "got 2 with"),
+    "choice of another type": (answer(5), "a list of choices"),
+    "an error in JSON": (response(b'{"error": "context too long"}'), "a list of choices.*context too long"),
+    "a list": (response(b"[1]"), "a list of choices"),
+    "a page": (response(b"<html>log in</html>"), "log in"),
+    "empty": (response(b""), "cannot be used"),
+    "cut JSON": (response(b'{"choices": ['), "cannot be used"),
+    "no UTF-8": (response(b'{"choices": "\xff"}'), "cannot be used"),
+    "deep JSON": (response(b"[" * 200_000), "recursion depth"),
+    "cut": (response(b"x" * 99)[:-90], "cannot be used"),
+    "no HTTP": (b"hello\r\n\r\n", "did not answer by HTTP"),
+    "many headers": (response(b"{}", "200 OK", *["X: y"] * 200), "did not answer by HTTP"),
+    "nothing": (b"", "cannot be reached"),
+    "a redirect": (response(b"", "307 Moved", "Location: http://127.0.0.1:9/there"), "307, a redirect, .*9/there"),
+    "refused": (
+        response(b'{"message": "no room for SECRET, Bearer SECRET"}', "503 Busy"),
+        r"answered 503.*\[api_key\]",
+    ),
+    "refused at length": (response(b"SECRET" + b"x" * 500_000, "500 Error"), r"answered 500: '\[api_key\]xxx"),
+}
+
+
+@pytest.fixture(scope="module")
+def raw():
+    """A server that answers with the bytes of `server.answer`, each after `server.pause` seconds."""
+
+    class Raw(socketserver.StreamRequestHandler):
+        def handle(self):
+            length = 0
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                length = int(line.split(b":")[1]) if line.lower().startswith(b"content-length") else length
+            self.rfile.read(length)
+            step = 1 if self.server.pause else 1 << 20
+            with contextlib.suppress(OSError):  # the client has hung up
+                for start in range(0, len(self.server.answer), step):
+                    self.wfile.write(self.server.answer[start : start + step])
+                    time.sleep(self.server.pause)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Raw) as server:
+        server.daemon_threads, server.answer, server.pause = True, b"", 0
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, **options):
+    engine = ServerEngine(f"http://127.0.0.1:{server.server_address[1]}", "base", api_key="SECRET", vocab=61, **options)
+    return engine.generate([[1, 2]], max_new_tokens=2, stop_token_ids=[9])
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_every_other_answer_is_a_server_error(raw, kind):
+    """The error quotes the answer in a few words, and never the key."""
+    raw.answer, words = ANSWERS[kind]
+    with pytest.raises(ServerError, match=words) as error:
+        ask(raw)
+    assert "SECRET" not in str(error.value) and len(str(error.value)) < 800 and error.value.__cause__ is None
+
+
+def test_what_the_api_says_is_an_answer(raw):
+    raw.answer = answer()
+    assert ask(raw) == [[Completion([5, 6], [-1.0, -2.0], "length", inference.GREEDY)]]
+    raw.answer = answer(token_ids=[9], logprobs={"token_logprobs": [0]}, finish_reason="stop")
+    assert ask(raw) == [[Completion([9], [0.0], "stop", inference.GREEDY)]]
+    raw.answer = answer(token_ids=[5, 9])  # the stop token is also the last one allowed
+    assert ask(raw) == [[Completion([5, 9], [-1.0, -2.0], "stop", inference.GREEDY)]]
+
+
+@pytest.mark.parametrize("slow", [answer(), b"HTTP/1.1 100 Continue\r\n\r\n" * 99], ids=["body", "head"])
+def test_the_time_limit_is_that_of_the_request(raw, monkeypatch, slow):
+    raw.answer = slow
+    monkeypatch.setattr(raw, "pause", 0.02)  # each byte comes in time
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="did not answer within 0.2 s"):
+        ask(raw, timeout=0.2)
+    assert time.monotonic() - start < 1
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "options",
     [
-        (lambda one: {"index": 0, "text": "hello", "finish_reason": "length"}, "text alone cannot be trained on"),
-        (
-            lambda one: one | {"token_ids": None, "logprobs": one["logprobs"] | {"tokens": [" a"] * 3}},
-            "got 0 ids and 3 log-probabilities",
-        ),
-        (lambda one: one | {"token_ids": one["token_ids"][:-1]}, "got 2 ids and 3"),
-        (lambda one: one | {"finish_reason": "stop"}, "must end with one of stop_token_ids or by its length"),
-        (lambda one: one | {"finish_reason": "abort"}, "got 'abort'"),
+        *[{"url": url} for url in ("host:8000", "file:///etc/passwd", "http://", "http://h:x", "http://h/?a=b")],
+        {"url": "http://user:SECRET@host"},
+        *[{"api_key": key} for key in ("", "SECRET\n", "SECR\u00c9T SECRET")],
+        *[{"timeout": seconds} for seconds in (0, -1, float("nan"), float("inf"), 1e30)],
     ],
+    ids=str,
 )
-def test_a_server_that_cannot_be_trained_on_is_an_error(local, change, words):
-    with serving(local, change) as (url, _), pytest.raises(ValueError, match=words):
-        ServerEngine(url, "base").generate(PROMPTS[:1], max_new_tokens=3)
+def test_addresses_keys_and_times_are_checked(options):
+    with pytest.raises(ValueError) as error:
+        ServerEngine(**{"url": "http://host", "model": "base"} | options)
+    assert "SECRET" not in str(error.value)
 
 
 def test_newer_weights_are_a_new_adapter(local):
@@ -154,8 +280,8 @@ def test_what_is_not_the_samplers_distribution_is_refused(local):
             processed.generate(PROMPTS, max_new_tokens=1, sampler=sampler)
     with pytest.raises(ValueError, match="update needs save="):
         raw.update(None)
-    with pytest.raises(RuntimeError, match="cannot be reached"):
+    with pytest.raises(ServerError, match="cannot be reached"):
         raw.generate(PROMPTS, max_new_tokens=1)
-    with serving(local) as (url, _), pytest.raises(RuntimeError, match="answered 404: .*no such model"):
+    with serving(local) as (url, _), pytest.raises(ServerError, match="answered 404: .*no such model"):
         ServerEngine(url, "other").generate(PROMPTS, max_new_tokens=1)
     assert math.isfinite(local.generate(PROMPTS, max_new_tokens=1)[0][0].log_probs[0])

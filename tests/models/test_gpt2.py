@@ -143,9 +143,9 @@ TINY = gpt2.Config(vocab=8, num_layers=3, dim=8, mlp_dim=8, num_heads=2, num_pos
 
 
 def test_equal_scales_are_scanned_and_others_stand_alone():
-    for by_layer, repeats in ((False, 3), (True, 0)):
+    for by_layer, grouping in ((False, ((1, 3),)), (True, ((3, 1),))):
         cfg = dataclasses.replace(TINY, scaled_by_layer=by_layer)
-        assert jax.eval_shape(lambda cfg=cfg: gpt2.GPT2(cfg, rngs=nnx.Rngs(0))).layers.repeats == repeats
+        assert jax.eval_shape(lambda cfg=cfg: gpt2.GPT2(cfg, rngs=nnx.Rngs(0))).layers.grouping == grouping
 
 
 def test_positions_behind_the_table_are_errors():

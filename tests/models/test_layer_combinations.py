@@ -4,6 +4,7 @@ By default only results, as gradients take long to compile; `test_combinations.p
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from tests.training.tiny import QUICKLY
 
 VOCAB, VECTOR = 32, 4
 MASK = ops.Causal() & ops.SlidingWindow(5)
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8)}
+# Documents are longer and shorter than the length at which this rope begins to stretch.
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8, scaling=ops.DynamicNTKScaling(4.0, 6))}
 MIXERS = (
     functools.partial(nn.GatedDeltaNet, **DELTA),
     functools.partial(nn.KimiDeltaAttention, **KIMI),
@@ -36,9 +38,9 @@ MIXERS = (
 class Block(nn.Layer):
     """A mixer, an MLP and, if the model has them, a vector of each token for this layer."""
 
-    def __init__(self, i: int, vectors: bool, *, rngs: nnx.Rngs):
+    def __init__(self, mixer: Any, vectors: bool, *, rngs: nnx.Rngs):
         self.attn_norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.attn = MIXERS[i % len(MIXERS)](DIM, rngs=rngs)
+        self.attn = mixer(DIM, rngs=rngs)
         self.mlp = nn.GatedMLP(DIM, 24, rngs=rngs)
         self.per_layer = nn.per_layer.PerLayerGate(DIM, VECTOR, rngs=rngs) if vectors else None
 
@@ -59,8 +61,7 @@ class Mixed(nn.Decoder):
         count = 2 * len(MIXERS)
         self.embed = nn.Embed(VOCAB, DIM, rngs=rngs)
         self.per_layer = nn.per_layer.PerLayerEmbed(VOCAB, DIM, count, VECTOR, rngs=rngs) if vectors else None
-        make = lambda i, rngs: Block(i, vectors, rngs=rngs)
-        self.layers = nn.Stack(make, count, period=len(MIXERS), rngs=rngs)
+        self.layers = nn.Stack(lambda mixer, rngs: Block(mixer, vectors, rngs=rngs), 2 * MIXERS, rngs=rngs)
         self.norm = nn.RMSNorm(DIM)
         self.masks, self.ropes = (ops.Causal(), MASK), (HEADS["rope"], SIZES["rope"], INDEX["index_rope"])
 
@@ -185,7 +186,7 @@ def test_padded_prompts_then_tokens_one_by_one_are_the_whole():
     tokens = packed(VOCAB)["tokens"]
     want, plain = (logits(model, tokens) for model in (jitted(adapters.merge)(adapted()), mixed()))
     assert np.abs(want - plain).max() > 0.1 * want.std()
-    cache, done = adapted().init_cache(ROWS, T, dtype=jnp.float32), np.zeros(ROWS, int)
+    cache, done = adapted().init_cache(ROWS, T, dtype=jnp.float32, rope_length=T), np.zeros(ROWS, int)
     for new in ([9, 7, 1, 4], [3, 9, 9, 0], *3 * [[1, 1, 1, 1]]):
         width = 9 if max(new) > 1 else 1
         at = np.minimum(done[:, None] + np.arange(width), T - 1)

@@ -161,6 +161,19 @@ def prefills_and_decodes(name, splits):
         np.testing.assert_allclose(np.concatenate(got, axis=1), want, atol=2e-6, err_msg=str(chunks))
 
 
+def test_a_prefix_in_several_calls_is_refused():
+    """Outside jit by an error, inside by NaN in the rows that it concerns; a short row by itself is a whole one."""
+    layer, x = build(MASKS["prefix"]), inputs(2, 4)
+    valid = np.arange(2)[None] < np.array([[2], [0]])
+    first, cache = extend(layer, x[:, :2], layer.init_cache(2, 16, jnp.float32), np.zeros(2, np.int32), valid)
+    assert np.isfinite(first[0]).all()
+    second, _ = extend(layer, x, cache, np.array([2, 0], np.int32))
+    assert np.isnan(second[0]).all() and np.isfinite(second[1]).all()
+    ctx = nn.context(2, 4, cache=nn.cache.Cache([cache], jnp.array([2, 0], jnp.int32)))
+    with pytest.raises(ValueError, match=r"whole prefix of 3 tokens, .* but the rows have \[2, 0\] cached tokens"):
+        layer(jnp.asarray(x), ctx, cache)
+
+
 def test_windows_hold_a_ring():
     assert isinstance(build(MASKS["window"]).init_cache(1, 64), nn.cache.RingCache)
     assert build(MASKS["window"]).init_cache(1, 64).k.shape == (1, 5, 2, 6)
@@ -231,7 +244,7 @@ def test_an_implementation_is_asked_for_by_name():
 
 
 def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():
-    model = nn.Stack(lambda i, rngs: build(rngs=rngs), 3, period=1, rngs=nnx.Rngs(0))
+    model = nn.Stack(lambda _, rngs: build(rngs=rngs), 3, rngs=nnx.Rngs(0))
     new = nn.with_attention(model, "splash")
     assert all(layer.implementation == "splash" for layer in new)
     assert all(layer.implementation is None for layer in model)

@@ -85,8 +85,69 @@ def test_rows_without_images_are_known_as_those_of_a_text_model(window):
     assert seen is None or seen.static.kind == "any"
 
 
-def test_the_rotary_length_is_known_only_where_positions_count_the_row():
+SCALINGS = {
+    "dynamic": ops.DynamicNTKScaling(4.0, 4),
+    "longrope": ops.LongRopeScaling((1.0, 1.25, 1.5, 2.0), (2.0, 5.0, 20.0, 30.0), 4, 4.0),
+}
+ROPES = {name: ops.Rope(8, 100.0, scaling) for name, scaling in SCALINGS.items()}
+ROPES["rows of positions"] = ops.MRope(ROPES["dynamic"], (2, 1, 1))
+SHORT, LONG = 3, 9  # tokens of two documents; scalings begin at 5
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_document_is_rotated_by_its_own_length(name):
+    """Alone, padded on both sides, packed, with positions of its own, and with a cache."""
+    rope, rows = ROPES[name], "rows" in name
+
+    @jax.jit
+    def tables():
+        def rotary(length, documents=1, **inputs):
+            return jnp.stack(nn.context(documents, length, **inputs).rotary(rope))
+
+        def own(places):
+            """Positions; those of M-RoPE jump by two in their last row."""
+            places = jnp.asarray(places, jnp.int32)[None]
+            return jnp.stack([places, places, 2 * places], axis=-1) if rows else places
+
+        places = [*range(SHORT), *range(LONG), *[0] * 4]
+        packed = jnp.asarray([[1] * SHORT + [2] * LONG + [0] * 4])
+        valid = jnp.asarray([[True] * SHORT + [False] * 9, [False] * 3 + [True] * LONG])
+        empty = nn.cache.Cache([], jnp.zeros(2, jnp.int32))
+        right = jnp.asarray([[True] * SHORT + [False] * 9, [True] * LONG + [False] * 3])
+        return {
+            "alone": (rotary(SHORT), rotary(LONG)),
+            "padded": rotary(12, 2, valid=valid),
+            "packed": rotary(16, segment_ids=packed),
+            "cached": rotary(12, 2, valid=right, cache=empty),
+            "own alone": (rotary(SHORT, positions=own(range(SHORT))), rotary(LONG, positions=own(range(LONG)))),
+            "own packed": rotary(16, segment_ids=packed, positions=own(places)),
+        }
+
+    got = jax.device_get(tables())
+    short, long = (x[:, 0] for x in got["alone"])
+    assert np.abs(short - long[:, :SHORT]).max() > 0.1  # the length does decide
+    packed = slice(SHORT), slice(SHORT, SHORT + LONG)
+    for kind, first, second in (
+        ("padded", got["padded"][:, 0, :SHORT], got["padded"][:, 1, 3:]),
+        ("packed", *(got["packed"][:, 0, places] for places in packed)),
+        ("cached", got["cached"][:, 0, :SHORT], got["cached"][:, 1, :LONG]),
+    ):
+        np.testing.assert_allclose(first, short, atol=1e-6, err_msg=kind)
+        np.testing.assert_allclose(second, long, atol=1e-6, err_msg=kind)
+    for want, places in zip(got["own alone"], packed, strict=True):
+        np.testing.assert_allclose(got["own packed"][:, 0, places], want[:, 0], atol=1e-6)
+
+
+def test_the_rotary_length_is_static_only_where_rows_are_whole_documents():
     row = jnp.arange(6)[None]
     assert nn.context(1, 6).rope_length == 6
     assert nn.context(1, 6, positions=row + 90).rope_length is None
     assert nn.context(1, 6, segment_ids=jnp.ones((1, 6), jnp.int32)).rope_length is None
+    assert nn.context(1, 6, valid=row < 4).rope_length is None
+
+
+def test_other_ropes_compute_no_lengths():
+    text = lambda rope: str(
+        jax.make_jaxpr(lambda x: nn.context(1, 6, segment_ids=x).rotary(rope))(jnp.ones((1, 6), jnp.int32))
+    )
+    assert "scatter" not in text(ops.Rope(8)) and "scatter" in text(ROPES["dynamic"])

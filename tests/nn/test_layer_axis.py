@@ -8,25 +8,26 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, quantization, sharding, training
-from maxlib.nn._layer_axis import layer_axis, map_layers, with_layer_axis, without_layer_axis
-from maxlib.nn._sites import unknown
+from maxlib.nn.sites import unknown
+from maxlib.nn.stack import layer_axis, map_layers
+from maxlib.nn.stack._storage import with_layer_axis, without_layer_axis
 from maxlib.training._offload import _groups
 from maxlib.training._optimizers import muon_dimensions
 from tests.training.stacked import Layer, abstract_model
 
 
 class Own(nnx.Module):
-    """Two blocks in a list that happens to be called as a stack's is, a stack, and a matrix without names."""
+    """Two blocks in a list with the name of a stack's list, a stack, and a matrix without names."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        make = lambda i, rngs: nn.Einsum("...D,ED->...E", (8, 8), ("mlp", "embed"), rngs=rngs)
-        self.body = nnx.List([make(i, rngs) for i in range(2)])
-        self.lead = nnx.List([nnx.Dict(conv=nnx.Param(jnp.ones((4, 6))))])
+        make = lambda _, rngs: nn.Einsum("...D,ED->...E", (8, 8), ("mlp", "embed"), rngs=rngs)
+        self.groups = nnx.List([make(None, rngs) for _ in range(2)])
+        self.lists = nnx.List([nnx.Dict(conv=nnx.Param(jnp.ones((4, 6))))])
         self.layers = nn.Stack(make, 3, rngs=rngs)
 
 
-STACKED, MINE, UNNAMED = "layers.body.0.w", "body.0.w", "lead.0.conv"
+STACKED, MINE, UNNAMED = "layers.groups.0.0.w", "groups.0.w", "lists.0.conv"
 
 
 def own() -> Own:
@@ -37,15 +38,16 @@ def test_names_say_what_is_stacked():
     axes = nn.tree.axes(own())
     assert axes[STACKED] == ("layers", "mlp", "embed") and axes[MINE] == ("mlp", "embed") and axes[UNNAMED] == ()
     assert nn.tree.stacked_paths(own()) == {STACKED}
-    model = abstract_model(1, 2, 2)
-    assert nn.tree.axes(model)["layers.lead.0.w"] == ("lead_layers", "embed", "mlp")
-    assert nn.tree.axes(model)["layers.prefix.0.w"] == ("embed", "mlp")
+    model = abstract_model("aabcdcd")
+    assert nn.tree.axes(model)["layers.groups.0.0.w"] == ("unstaged_layers", "embed", "mlp")
+    assert nn.tree.axes(model)["layers.groups.1.0.w"] == ("embed", "mlp")
+    assert nn.tree.axes(model)["layers.groups.2.1.w"] == ("layers", "embed", "mlp")
 
 
 def test_patterns_leave_out_the_layouts_of_stacks_alone():
     short = nn.tree.pattern_paths(own())
     assert short[STACKED] == "layers.w" and short[MINE] == MINE and short[UNNAMED] == UNNAMED
-    assert {*nn.tree.pattern_paths(abstract_model(1, 2, 2)).values()} == {
+    assert {*nn.tree.pattern_paths(abstract_model("aabcdcd")).values()} == {
         "head",
         "layers.w",
         "layers.scale",
@@ -55,23 +57,23 @@ def test_patterns_leave_out_the_layouts_of_stacks_alone():
 
 
 def test_a_stack_inside_a_layer_has_two_axes_and_one_pattern():
-    inner = lambda i, rngs: nnx.Dict(blocks=nn.Stack(lambda i, rngs: Layer(i, rngs=rngs), 2, rngs=rngs))
+    inner = lambda _, rngs: nnx.Dict(blocks=nn.Stack(lambda _, rngs: Layer(rngs=rngs), 2, rngs=rngs))
     model = jax.eval_shape(lambda: nnx.Dict(layers=nn.Stack(inner, 3, rngs=nnx.Rngs(0))))
-    path = "layers.body.0.blocks.body.0.w"
+    path = "layers.groups.0.0.blocks.groups.0.0.w"
     assert nn.tree.axes(model)[path] == ("layers", "layers", "embed", "mlp")
     assert nn.tree.pattern_paths(model)[path] == "layers.blocks.w"
     assert sharding.layers.num_layer_axes(nn.tree.axes(model)[path]) == 2
     assert nn.tree.own_axes(nn.tree.axes(model)[path]) == ("embed", "mlp")
     layer = jax.eval_shape(lambda model: model.layers[1], model)
-    assert nn.tree.axes(layer)["blocks.body.0.w"] == ("layers", "embed", "mlp")
-    assert nn.tree.axes(layer)["blocks.body.0.count"] == ("layers",)
+    assert nn.tree.axes(layer)["blocks.groups.0.0.w"] == ("layers", "embed", "mlp")
+    assert nn.tree.axes(layer)["blocks.groups.0.0.count"] == ("layers",)
     alone = jax.eval_shape(lambda model: model.layers[1].blocks[0], model)
-    assert jax.tree.structure(alone) == jax.tree.structure(jax.eval_shape(lambda: Layer(0, rngs=nnx.Rngs(0))))
+    assert jax.tree.structure(alone) == jax.tree.structure(jax.eval_shape(lambda: Layer(rngs=nnx.Rngs(0))))
 
 
 def test_names_come_and_go_without_a_trace():
-    layer = jax.eval_shape(lambda: Layer(0, rngs=nnx.Rngs(0)))
-    stacked = jax.eval_shape(lambda layer: jax.vmap(lambda _: Layer(0, rngs=nnx.Rngs(0)))(jnp.arange(3)), layer)
+    layer = jax.eval_shape(lambda: Layer(rngs=nnx.Rngs(0)))
+    stacked = jax.eval_shape(lambda layer: jax.vmap(lambda _: Layer(rngs=nnx.Rngs(0)))(jnp.arange(3)), layer)
     named = with_layer_axis(stacked, "layers")
     assert layer_axis(named) == "layers" and layer_axis(layer) is None
     assert jax.tree.structure(without_layer_axis(named)) == jax.tree.structure(layer)
@@ -82,18 +84,18 @@ def test_names_come_and_go_without_a_trace():
 def test_optimizers_count_the_dimensions_of_one_layer():
     params, _ = nn.partition(own())
     decays = training.decay_mask(own())(params)
-    assert decays == {STACKED: True, MINE: True, "body.1.w": True, UNNAMED: False}
+    assert decays == {STACKED: True, MINE: True, "groups.1.w": True, UNNAMED: False}
     dims = muon_dimensions(own())
     assert dims[STACKED] == optax.contrib.MuonDimensionNumbers((2,), (1,))
     assert dims[MINE] == optax.contrib.MuonDimensionNumbers((1,), (0,))
-    assert dict(_groups(params, nn.tree.stacked_paths(own()))) == {None: [MINE, "body.1.w", UNNAMED], 3: [STACKED]}
-    rates = training.scale_by_path({"body.*": 0.5, "layers.w": 2.0}, model=own())
+    assert dict(_groups(params, nn.tree.stacked_paths(own()))) == {None: [MINE, "groups.1.w", UNNAMED], 3: [STACKED]}
+    rates = training.scale_by_path({"groups.*": 0.5, "layers.w": 2.0}, model=own())
     ones = {path: jnp.ones(x.shape) for path, x in params.items()}
     updates, _ = rates.update(ones, rates.init(ones))
     assert {path: float(u.mean()) for path, u in updates.items()} == {
         STACKED: 2.0,
         MINE: 0.5,
-        "body.1.w": 0.5,
+        "groups.1.w": 0.5,
         UNNAMED: 1.0,
     }
 
@@ -108,7 +110,7 @@ def test_stages_split_layers_and_nothing_else():
     layout = sharding.Layout(sharding.make_mesh(stage=8), sharding.Pipeline("stage", microbatches=8))
     spec = lambda axes, shape: tuple(layout.parameter_spec(axes, shape, path="w"))
     assert spec(("layers", "mlp", "embed"), (8, 4, 4)) == ("stage",)
-    assert spec(("lead_layers", "mlp", "embed"), (8, 4, 4)) == spec(("mlp", "embed"), (8, 4)) == ()
+    assert spec(("unstaged_layers", "mlp", "embed"), (8, 4, 4)) == spec(("mlp", "embed"), (8, 4)) == ()
     assert spec(("layers", "layers", "mlp"), (8, 8, 4)) == ("stage",)
     with pytest.raises(ValueError, match=r"w: axes \('mlp',\) must have one entry per dimension of shape \(8, 4\)"):
         spec(("mlp",), (8, 4))
@@ -119,16 +121,16 @@ def test_quantization_changes_what_it_knows_in_its_own_place():
     assert unknown(model).keys() == {UNNAMED}
     rules = [quantization.high(kinds=("unknown",)), quantization.Rule(quantization.INFERENCE["int8"])]
     new = quantization.for_inference(model, rules)
-    assert nn.tree.axes(new)["layers.body.0.w.values"] == ("layers", "mlp", "embed")
-    assert nn.tree.axes(new)["body.0.w.values"] == ("mlp", "embed")
-    assert new.body[0].w.scale[...].shape == (8, 1) and new.layers.body[0].w.scale[...].shape == (3, 8, 1)
-    for a, b in ((new.body[0], model.body[0]), (new.layers[2], model.layers[2])):
+    assert nn.tree.axes(new)["layers.groups.0.0.w.values"] == ("layers", "mlp", "embed")
+    assert nn.tree.axes(new)["groups.0.w.values"] == ("mlp", "embed")
+    assert new.groups[0].w.scale[...].shape == (8, 1) and new.layers.groups[0][0].w.scale[...].shape == (3, 8, 1)
+    for a, b in ((new.groups[0], model.groups[0]), (new.layers[2], model.layers[2])):
         np.testing.assert_allclose(a.w[...], b.w[...], atol=np.abs(b.w[...]).max() / 127)
     only = quantization.for_inference(model, [*rules[:1], quantization.Rule(rules[1].format, match="layers.*")])
-    assert only.body[0].w[...].dtype == jnp.float32 and "body.0.w" in nn.variables(only)
+    assert only.groups[0].w[...].dtype == jnp.float32 and "groups.0.w" in nn.variables(only)
 
 
 def test_a_table_groups_the_layers_of_stacks():
     rows = [line.split() for line in nn.summary(own()).splitlines()]
     assert ["layers.w", "3", "x", "8", "8", "mlp", "embed", "float32", "192"] in rows
-    assert ["body.0.w", "8", "8", "mlp", "embed", "float32", "64"] in rows
+    assert ["groups.0.w", "8", "8", "mlp", "embed", "float32", "64"] in rows

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops
-from maxlib.nn import _expert_dispatch as dispatch
-from maxlib.observability._flops import forward_flops
+from maxlib.nn.experts import _dispatch as dispatch
+from maxlib.observability import forward_flops
 from tests.nn.experts import (
     DIM,
     LOSSES,
@@ -197,10 +197,39 @@ def test_router_z_is_a_mean_over_tokens():
     routing = nn.router.Routing(jnp.zeros((2, 3, X), jnp.int32), jnp.ones((2, 3, X)), logits, jax.nn.softmax(logits))
     square = np.log(np.exp(np.asarray(logits, np.float64)).sum(axis=-1)) ** 2
     valid = np.array([[True, True, False], [True, False, False]])
-    loss = jax.jit(lambda routing, valid: nn.router.RouterZ(0.1)(routing, valid))
+
+    @jax.jit
+    def loss(routing, valid):
+        return nn.router.RouterZ(0.1)(routing, nn.context(2, 3, valid=valid))
+
     np.testing.assert_allclose(loss(routing, None), 0.1 * square.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss(routing, jnp.asarray(valid)), 0.1 * square[valid].mean(), rtol=1e-5)
     assert loss(routing, jnp.zeros((2, 3), bool)) == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
+    """A balance within documents is the mean over those of the batch, wherever they are."""
+    layer, x, (few, many) = moe(), inputs(1, 7), (2, 5)
+    both = jnp.concatenate([x, x])
+    found = jax.jit(
+        lambda layer: {
+            "alone": [loss(layer.router(part), None) for part in (x[:, :few], x[:, few:])],
+            "padded": [
+                loss(layer.router(x), nn.context(1, 7, valid=jnp.asarray([inside])))
+                for inside in ([True] * few + [False] * many, [False] * few + [True] * many)
+            ],
+            "packed": loss(layer.router(x), nn.context(1, 7, segment_ids=jnp.asarray([[1] * few + [2] * many]))),
+            "rows": loss(
+                layer.router(both),
+                nn.context(2, 7, valid=jnp.asarray([[True] * few + [False] * many, [False] * few + [True] * many])),
+            ),
+        }
+    )(layer)
+    np.testing.assert_allclose(found["padded"], found["alone"], rtol=1e-5)
+    np.testing.assert_allclose(found["packed"], found["rows"], rtol=1e-5)
+    if isinstance(loss, nn.router.SequenceBalance):
+        np.testing.assert_allclose(found["packed"], np.mean(found["alone"]), rtol=1e-5)
 
 
 def test_balanced_routing_costs_the_weight():
@@ -215,9 +244,9 @@ def test_balanced_routing_costs_the_weight():
 
 
 class Block(nnx.Module):
-    def __init__(self, i, *, rngs):
+    def __init__(self, kind, *, rngs):
         make = lambda: nn.Router(DIM, E, top_k=1, score=jax.nn.sigmoid, expert_bias=True, rngs=rngs)
-        self.mlp = nn.GatedMLP(DIM, MLP, rngs=rngs) if i == 0 else nn.MoE(DIM, MLP, router=make(), rngs=rngs)
+        self.mlp = nn.GatedMLP(DIM, MLP, rngs=rngs) if kind == "d" else nn.MoE(DIM, MLP, router=make(), rngs=rngs)
 
     def __call__(self, x, ctx, cache):
         y, aux = self.mlp(x, ctx) if isinstance(self.mlp, nn.MoE) else (self.mlp(x), {})
@@ -225,11 +254,10 @@ class Block(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("prefix", "period"), [(1, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 1), (6, 1)))]
+    "kinds", ["dababa", *(pytest.param(kinds, marks=pytest.mark.full) for kinds in ("daaaaa", "dabcef"))]
 )
-def test_router_bias_update_finds_every_layer(prefix, period):
-    make = lambda i, rngs: Block(i, rngs=rngs)
-    stack = filled(lambda: nn.Stack(make, 6, prefix=prefix, period=period, rngs=nnx.Rngs(0)))
+def test_router_bias_update_finds_every_layer(kinds):
+    stack = filled(lambda: nn.Stack(lambda kind, rngs: Block(kind, rngs=rngs), kinds, rngs=nnx.Rngs(0)))
     assert not any("expert_bias" in path for path in nn.partition(stack)[0])
     load = np.random.default_rng(0).dirichlet(np.ones(E), size=5).astype(np.float32)  # layer 0 has no experts
     new = jax.jit(functools.partial(nn.router.update_router_bias, rate=0.1))(stack, load)

@@ -88,7 +88,7 @@ def test_what_lies_on_the_host_comes_back():
 
 
 def in_periods(period: int = 2) -> nn.Stack:
-    return nn.Stack(lambda i, rngs: llama.Block(LLAMA, rngs=rngs), 4, period=period, rngs=nnx.Rngs(0))
+    return nn.Stack(lambda _, rngs: llama.Block(LLAMA, rngs=rngs), [i % period for i in range(4)], rngs=nnx.Rngs(0))
 
 
 def run(stack, x):
@@ -110,8 +110,8 @@ def test_on_tpus_a_layers_gradients_come_before_the_layer_below_it(monkeypatch):
     """The gradient of a layer's input waits for those of all its weights, and no value changes."""
     x, waiting = jnp.ones((B, T, LLAMA.dim)), {}
     want = jax.jit(jax.grad(run))(in_periods(), x)
-    monkeypatch.setattr("maxlib.nn._layer_weights.current_device", lambda: ("tpu", "TPU v5p"))
-    monkeypatch.setattr("maxlib.nn._scan_layers.keep_float32", lambda w: w)  # has barriers of its own
+    monkeypatch.setattr("maxlib.nn.stack._run.current_device", lambda: ("tpu", "TPU v5p"))
+    monkeypatch.setattr("maxlib.nn.stack._run.keep_float32", lambda w: w)  # has barriers of its own
     for period in (1, 2):
         lowered = jax.jit(jax.grad(run)).lower(in_periods(period), x)
         wide = f"tensor<{LLAMA.mlp_dim}x{LLAMA.dim}xf32>"
@@ -125,7 +125,7 @@ def test_on_tpus_a_layers_gradients_come_before_the_layer_below_it(monkeypatch):
 def test_on_tpus_nothing_waits_for_weights_that_are_not_trained(monkeypatch):
     matmuls = []
     for platform in ("cpu", "tpu"):
-        monkeypatch.setattr("maxlib.nn._layer_weights.current_device", lambda platform=platform: (platform, ""))
+        monkeypatch.setattr("maxlib.nn.stack._run.current_device", lambda platform=platform: (platform, ""))
         lowered = jax.jit(jax.grad(run, argnums=1)).lower(in_periods(), jnp.ones((B, T, LLAMA.dim)))
         matmuls.append(lowered.as_text().count("dot_general"))
     assert matmuls[0] == matmuls[1] > 0

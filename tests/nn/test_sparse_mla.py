@@ -94,7 +94,7 @@ def test_what_it_cannot_do_is_refused():
     ring = sharding.Layout(sharding.make_mesh(context=8), sharding.CP_RING)
     with sharding.use(ring), pytest.raises(ValueError, match="cannot travel around a ring: .* CP_GATHER or CP_ULYSSES"):
         jax.eval_shape(run, layer(), X)
-    stack = nn.Stack(lambda i, rngs: Holder(rngs), 1, rngs=nnx.Rngs(0))
+    stack = nn.Stack(lambda _, rngs: Holder(rngs), 1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="SparseMLA cannot store a state in int8"):
         stack.init_cache(1, 8, jnp.int8)
 

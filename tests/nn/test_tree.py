@@ -39,8 +39,8 @@ def test_filters_and_axes_see_logical_names(model):
     trainable, rest = nn.partition(model, lambda path, v: path.startswith("layers.attn."))
     assert {nn.tree.pattern_paths(model)[p] for p in trainable} == {f"layers.attn.{n}.w" for n in "qkvo"}
     assert "embed.w" not in trainable
-    assert nn.tree.axes(model)["layers.body.0.attn_norm.scale"] == ("layers", "norm")
-    assert nn.variables(model)["layers.body.0.attn_norm.scale"].get_value().ndim == 2
+    assert nn.tree.axes(model)["layers.groups.0.0.attn_norm.scale"] == ("layers", "norm")
+    assert nn.variables(model)["layers.groups.0.0.attn_norm.scale"].get_value().ndim == 2
     run = jax.jit(lambda model: model(tokens(1, 3), dtype=jnp.float32).hidden)
     np.testing.assert_array_equal(run(nn.combine(trainable, rest)), run(model))
 

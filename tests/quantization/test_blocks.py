@@ -222,11 +222,11 @@ def test_loss_stays_near_that_of_full_precision():
 def test_every_matmul_says_its_blocks_and_full_precision_comes_back():
     low = quant.for_training(model("both"), "fp8_block")
     formats = {row.path: row.format for row in quant.report(low).rows}
-    assert formats["layers.body.0.attn.q"] == "float8_e4m3fn in blocks of 128 x float8_e4m3fn d float8_e4m3fn"
+    assert formats["layers.groups.0.0.attn.q"] == "float8_e4m3fn in blocks of 128 x float8_e4m3fn d float8_e4m3fn"
     assert {path for path, format in formats.items() if format is None} == {
         "embed",
         "head",
-        "layers.body.0.mlp.router.gate",
+        "layers.groups.0.0.mlp.router.gate",
     }
     assert jax.tree.structure(quant.full_precision(low)) == jax.tree.structure(model("both"))
     assert nn.variables(low).keys() == nn.variables(model("both")).keys()

@@ -63,14 +63,14 @@ def test_logits_of_every_format(formats):
 def test_report_names_what_is_quantized_and_what_is_not():
     full = model("moe")
     found = quant.report(stored("moe", "int8"))
-    assert set(found.unquantized) == {"embed", "head", "layers.body.0.mlp.router.gate"}
+    assert set(found.unquantized) == {"embed", "head", "layers.groups.0.0.mlp.router.gate"}
     experts = 2 * 3 * 4 * 16 * 32
     scales = 4 * 2 * 4 * (16 + 16 + 32)
     assert found.bytes_before == sum(a.nbytes for a in jax.tree.leaves(full))
     assert found.bytes_before - found.bytes_after == 3 * experts - scales
     assert found.share == experts / (experts + 2 * VOCAB * 32 + 2 * 4 * 32)
     text = str(found)
-    assert "layers.body.0.mlp.gate" in text and f"{found.bytes_after:,}" in text and "full precision" in text
+    assert "layers.groups.0.0.mlp.gate" in text and f"{found.bytes_after:,}" in text and "full precision" in text
 
 
 def test_errors_of_a_quantized_model():
@@ -95,7 +95,7 @@ def test_generates_with_quantized_weights_and_cache(cache_dtype):
     run = jax.jit(lambda low, ids: low.logits(low(ids, dtype=jnp.float32).hidden))
     full = np.asarray(run(low, jnp.array([prompt])))[0, -1]
     generator = inference.Generator(low, dtype=jnp.float32, cache_dtype=cache_dtype)
-    assert nn.variables(generator.model)["layers.prefix.0.attn.q.w.values"].get_value().dtype == jnp.int8
+    assert nn.variables(generator.model)["layers.groups.0.0.attn.q.w.values"].get_value().dtype == jnp.int8
     text = generator.generate([prompt], max_new_tokens=3)[0]
     assert text[0] == full.argmax()
 

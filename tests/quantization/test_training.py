@@ -152,20 +152,20 @@ def test_first_and_last_layers_stay_high_and_the_others_are_scanned():
     q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, -1), quant.Rule(quant.TRAINING["int8"])]), m)
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == [False] + 6 * [True] + [False]
-    assert q.layers.grouping == {"num_layers": 8, "prefix": 1, "period": 2} and q.layers.repeats == 3
+    assert q.layers.grouping == ((1, 1), (1, 6), (1, 1))
     q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, 1, 2), quant.Rule(quant.TRAINING["int8"])]), m)
-    assert q.layers.grouping == {"num_layers": 8, "lead": 3, "prefix": 0, "period": 1}
+    assert q.layers.grouping == ((1, 3), (1, 5)) and q.layers.staged == 1
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == 3 * [False] + 5 * [True]
 
 
 def test_laying_out_a_stack_anew_keeps_its_layers():
-    stack = jax.jit(lambda: nn.Stack(lambda i, rngs: tiny.Layer(rngs=rngs), 5, rngs=nnx.Rngs(0)))()
-    new = jax.jit(lambda stack: stack.regrouped(prefix=1, period=2))(stack)
-    assert [len(part) for part in (new.prefix, new.body, new.suffix)] == [1, 2, 0]
+    stack = jax.jit(lambda: nn.Stack(lambda _, rngs: tiny.Layer(rngs=rngs), 5, rngs=nnx.Rngs(0)))()
+    new = jax.jit(lambda stack: stack.restacked("abcbc"))(stack)
+    assert new.grouping == ((1, 1), (2, 2))
     for old, now in zip(*jax.device_get(jax.jit(lambda *stacks: [list(s) for s in stacks])(stack, new)), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(now), strict=True))
-    back = jax.eval_shape(lambda stack: stack.regrouped(prefix=0, period=1), new)
+    back = jax.eval_shape(lambda stack: stack.restacked(), new)
     assert jax.tree.structure(back) == jax.tree.structure(stack)
 
 

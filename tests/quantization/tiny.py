@@ -34,7 +34,7 @@ class Experts(nnx.Module):
 
     def __init__(self, attends: bool = False, *, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, 32, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Layer(attends, rngs=rngs), 2, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Layer(attends, rngs=rngs), 2, rngs=rngs)
         self.head = nn.Embed(VOCAB, 32, rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):

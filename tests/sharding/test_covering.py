@@ -208,7 +208,7 @@ def compiled(model: Any, mesh: Any) -> Run:
     loss, gradients = jax.device_get(program(params, rest, batch()))
     names = nn.tree.axes(rest)
     held = {path: x.addressable_shards[0].data.nbytes for path, x in params.items()}
-    layers = {path: size for path, size in held.items() if ".body." in path}
+    layers = {path: size for path, size in held.items() if ".groups.0.0." in path}
     matrices = sum(size for path, size in layers.items() if len(nn.tree.own_axes(names[path])) > 1)
     sizes: Any = program.memory_analysis()
     parameters = sum(held.values()), sum(layers.values()), matrices

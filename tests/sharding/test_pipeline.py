@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_one_device(case):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     for path, gradient in want[1].items():
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
-    weight = nn.variables(spread)["layers.body.0.attn.o.w"].get_value()
+    weight = nn.variables(spread)["layers.groups.0.0.attn.o.w"].get_value()
     others = {axis for place in layout.spec("heads", "head_dim", "embed") for axis in np.ravel(place or ())}
     split = mesh.shape["stage"] * math.prod(mesh.shape[axis] for axis in others)
     assert weight.addressable_shards[0].data.size == weight.size // split
@@ -160,7 +160,7 @@ def test_twice_around_layers_travel_once():
     assert found["collective-permute"].runs == 11 and found["collective-permute"].bytes == 11 * ROWS
     assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
     model = jax.eval_shape(lambda: llama(7))
-    stacked = [x.get_value() for path, x in nn.variables(model).items() if ".body." in path]
+    stacked = [x.get_value() for path, x in nn.variables(model).items() if ".groups.0.0." in path]
     assert found["all-to-all"].runs == len(stacked)
     assert found["all-to-all"].bytes == sum(x.size for x in stacked) * 4 * 8 / 7 / 4  # one of 8 places is idle
 

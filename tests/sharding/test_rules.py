@@ -94,7 +94,7 @@ def test_layers_that_stages_do_not_hold_in_order_are_split_otherwise():
     assert spec((8, 16, 64), repeats=2) == spec((7, 16, 64)) == P(None, "fsdp", "stage")
     assert spec((7, 64, 6)) == P(None, ("fsdp", "stage"))
     assert spec((7, 6, 6)) == P(None, "fsdp")  # nothing that they divide
-    assert spec((8, 16, 64), layers="lead_layers") == P(None, "fsdp")  # what runs before the first stage
+    assert spec((8, 16, 64), layers="unstaged_layers") == P(None, "fsdp")
     assert layout(1).parameter_spec(names, (16, 64)) == P("fsdp")  # of no stack
     with pytest.raises(ValueError, match=r"w: axes \('embed', 'mlp'\) must have one entry per dimension"):
         layout(1).parameter_spec(names, (8, 16, 64), path="w")
@@ -147,7 +147,7 @@ def test_sequence_sharding_changes_no_result():
 
 
 def test_zero1_splits_the_optimizer_and_nothing_else():
-    mesh, optimizer, name = sharding.make_mesh(data=8), optax.adamw(1e-2), "layers.body.0.mlp.up.w"
+    mesh, optimizer, name = sharding.make_mesh(data=8), optax.adamw(1e-2), "layers.groups.0.0.mlp.up.w"
     after = {}
     for rules in (sharding.DP, sharding.DP | sharding.ZERO1):
         layout = sharding.Layout(mesh, rules)
@@ -198,7 +198,7 @@ def test_describe_counts_bytes_and_warns_of_copies():
     model = jax.eval_shape(build)
     seen = sharding.describe(model, sharding.Layout(mesh, sharding.FSDP))
     by = {one.path: one for one in seen.parameters}
-    up = by["layers.body.0.mlp.up.w"]
+    up = by["layers.groups.0.0.mlp.up.w"]
     assert up.bytes_per_device * 4 == up.bytes and up.place == "- - fsdp" and not up.replicated
     assert up.path in str(seen) and "mlp embed" in str(seen) and up.copies == 2
     with pytest.warns(UserWarning, match=r"every device holds all of embed.w \("):

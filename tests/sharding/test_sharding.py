@@ -49,10 +49,10 @@ def test_parameters_live_where_the_rules_say():
         jax.eval_shape(build), sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES)
     )
     spec = {path: v.get_value().spec for path, v in nn.variables(places).items()}
-    assert spec["layers.body.0.attn.q.w"] == P(None, "tensor", None, "fsdp")
-    assert spec["layers.body.0.mlp.down.w"] == P(None, "fsdp", "tensor")
+    assert spec["layers.groups.0.0.attn.q.w"] == P(None, "tensor", None, "fsdp")
+    assert spec["layers.groups.0.0.mlp.down.w"] == P(None, "fsdp", "tensor")
     assert spec["embed.w"] == P(None, "fsdp")
-    assert all(axis is None for axis in spec["layers.body.0.attn_norm.scale"])
+    assert all(axis is None for axis in spec["layers.groups.0.0.attn_norm.scale"])
 
 
 class Tied(nnx.Module):
@@ -250,7 +250,7 @@ def test_mistakes_name_the_culprit():
     mesh = sharding.make_mesh(data=2, tensor=4)
     with pytest.raises(
         ValueError,
-        match=r"layers.body.0.attn.k.w: dimension 'kv_heads' \(size 2\) is not divisible by mesh axis 'tensor' \(size 4\)",
+        match=r"layers.groups.0.0.attn.k.w: dimension 'kv_heads' \(size 2\) is not divisible by mesh axis 'tensor' \(size 4\)",
     ):
         sharding.create(build, sharding.Layout(mesh, {"kv_heads": "tensor"}))
     with pytest.raises(ValueError, match=r"embed.w: its axes .* put 'vocab' and 'embed' both on the mesh axis 'data'"):

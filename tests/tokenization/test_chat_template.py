@@ -1,11 +1,19 @@
 """Chat templates: output equals that of transformers, from every file that may contain them; unsafe templates fail."""
 
 import json
+import subprocess
+import sys
+import threading
+import time
 
 import jinja2
 import pytest
+import tokenizers
 
 from maxlib.tokenization._chat_template import ChatTemplate
+from maxlib.tokenization._sandbox import SANDBOX
+from tests.tokenization.templates import CHATS, TEMPLATES
+from tests.tokenization.templates import TOOLS as SCHEMAS
 
 SIMPLE = """{{ bos_token }}
 {%- for message in messages %}
@@ -61,7 +69,7 @@ def test_a_default_serves_a_directory_without_one_and_knows_its_tokens(tmp_path)
 
 def test_a_template_refuses_messages():
     with pytest.raises(ValueError, match="refuses these messages: no joker"):
-        ChatTemplate(SIMPLE)([{"role": "joker", "content": ""}])
+        ChatTemplate(SIMPLE, special_tokens={"bos_token": "<s>"})([{"role": "joker", "content": ""}])
 
 
 def test_a_template_stays_in_its_sandbox():
@@ -80,3 +88,123 @@ def test_what_the_model_writes_is_marked():
     assert [text[a:b] for a, b in spans] == [m["content"].strip() for m in chat]
     with pytest.raises(ValueError, match="must not contain the characters"):
         template.generated([{"role": "user", "content": "a\ufdd0"}])
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_chats_of_every_kind_are_rendered_as_in_transformers(template):
+    transformers = pytest.importorskip("transformers")
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = ChatTemplate(template, special_tokens=tokens)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), **tokens
+    )
+    names = {"chat_template": template, "tokenize": False}
+    texts = 0
+    for kind, chat in CHATS.items():
+        for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": SCHEMAS}):
+            want = rendered(theirs.apply_chat_template, chat, **names, **options)
+            assert rendered(ours, chat, **options) == want, kind
+            texts += want is not None
+    assert texts >= 8
+
+
+def rendered(render, chat, **options):
+    """Returns the text, or None for a template that cannot render the chat."""
+    try:
+        return render(chat, **options)
+    except (ValueError, TypeError, jinja2.exceptions.TemplateError):
+        return None
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+SHARED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}"
+    "{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+ATTACKS = {
+    "loops": LOOP,
+    "output of loops": LOOP.replace("BODY", "{{ 'x' * 9999 }}"),
+    "lists in loops": LOOP.replace("BODY", "{% set x = range(99999) | list %}"),
+    "a list within lists": SHARED + "{{ ns.x }}",
+    "a list within lists as JSON": SHARED + "{{ ns.x | tojson }}",
+    "lists within lists compared": SHARED + "{{ ns.x == ns.y }}",
+    "digits": "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "sorting": "{{ ((range(99999) | list) * 99) | sort | length }}" * 9,
+    "stripping": "{{ ('a' * 9999999).strip('b' * 9999999 + 'a') }}",
+    "replacing": "{{ ('x' * 999) | replace('x', 'y' * 999999) }}",
+    "joining": "{{ (['x'] * 99999) | join('y' * 99999) }}",
+    "text of a list": "{{ ['x' * 99999] * 99999 }}",
+    "a width of %": "{{ '%*d' % (999999999, 1) }}",
+    "a width of format": "{{ '{:{}}'.format(1, 999999999) }}",
+    "a width of ljust": "{{ 'x'.ljust(999999999) }}",
+    "indented JSON": "{{ messages | tojson(indent=999999999) }}",
+    "too many characters": "{{ 'x' * 16777217 }}",
+    "recursion": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "parentheses": "{{ " + "(" * 9999 + ")" * 9999 + " }}",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_time_and_memory_are_bounded_whatever_a_template_does(attack):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="the chat template (took|takes|makes|calls|is not one|ended|cannot)"):
+        ChatTemplate(attack, seconds=0.05)(TURNS)
+    assert time.monotonic() - begin < 20  # much more than 0.05 s, because other processes may be at work
+    assert ChatTemplate("{{ messages[0].role }}")(TURNS) == "user"  # and the next one works
+
+
+def test_threads_get_their_own_texts_and_an_interruption_does_no_harm(monkeypatch):
+    template, texts = ChatTemplate("{{ n }}"), [""] * 400
+
+    def run(start):
+        for n in range(start, 400, 8):
+            texts[n] = template([], n=n)
+
+    threads = [threading.Thread(target=run, args=(start,)) for start in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert texts == [str(n) for n in range(400)]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(SANDBOX, "_ask", interrupted)
+        template([], n="the answer that nobody reads")
+    assert template([], n=1) == "1"
+
+
+def interrupted(request):
+    SANDBOX._connection.send_bytes(request)
+    raise KeyboardInterrupt
+
+
+FORK = """
+import os
+from maxlib.tokenization import ChatTemplate
+template = ChatTemplate("{{ n }}")
+child = os.fork()
+for n in range(200):
+    assert template([], n=(n, child)) == str([n, child])
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    print("both")
+"""
+
+
+def test_a_fork_renders_in_a_process_of_its_own():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("both\n", "")
+
+
+def test_values_that_are_no_schemas_are_refused():
+    with pytest.raises(ValueError, match="the JSON schema of a tool, got <function"):
+        ChatTemplate("{{ tools }}")(TURNS, tools=[stored])
+
+
+@pytest.mark.parametrize("content", [" half a ", [{"type": "text", "text": "half a "}, {"type": "image"}]])
+def test_the_last_message_is_continued_as_in_transformers(content):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    chat = [*TURNS, {"role": "assistant", "content": content}]
+    for template in (TEMPLATES["parts"], "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        options = {"bos_token": "<s>", "continue_final_message": True}
+        want, _ = utils.render_jinja_template([chat], chat_template=template, **options)
+        assert ChatTemplate(template)(chat, **options) == want[0]
+    with pytest.raises(ValueError, match="a template that writes the last message"):
+        ChatTemplate("{{ messages[0].content }}")(chat, continue_final_message=True)

@@ -1,4 +1,4 @@
-"""A model with a stack in any layout, and the state of its training, without compiling anything."""
+"""A model with a stack of any groups, and the state of its training, without compiling anything."""
 
 import re
 import zlib
@@ -12,27 +12,35 @@ from flax import nnx
 
 from maxlib import nn
 
-LAYERS = 7
+# Seven layers, in groups of all kinds: (period, repeats) of each group.
+KINDS = {
+    "aaaaaaa": [[1, 7]],
+    "abababc": [[2, 3], [1, 1]],
+    "abcdbcd": [[1, 1], [3, 2]],
+    "abcdcde": [[2, 1], [2, 2], [1, 1]],
+    "abcdefg": [[7, 1]],
+    "aaabbbb": [[1, 3], [1, 4]],
+    "aabcdcd": [[1, 2], [1, 1], [2, 2]],
+}
 
 
 class Layer(nnx.Module):
     """A weight, a scale, and a count that is not trained."""
 
-    def __init__(self, i: int, *, rngs: nnx.Rngs):
+    def __init__(self, *, rngs: nnx.Rngs):
         self.w = nnx.Param(jnp.zeros((4, 8)), axes=("embed", "mlp"))
         self.scale = nnx.Param(jnp.zeros(8), axes=("norm",))
         self.count = nnx.Variable(jnp.zeros((), jnp.int32))
 
 
 class Model(nnx.Module):
-    def __init__(self, prefix: int = 0, period: int = 1, lead: int = 0, *, num_layers: int = LAYERS):
-        make = lambda i, rngs: Layer(i, rngs=rngs)
-        self.layers = nn.Stack(make, num_layers, lead=lead, prefix=prefix, period=period, rngs=nnx.Rngs(0))
+    def __init__(self, kinds: str = "aaaaaaa"):
+        self.layers = nn.Stack(lambda _, rngs: Layer(rngs=rngs), kinds, rngs=nnx.Rngs(0))
         self.head = nnx.Param(jnp.zeros(8), axes=("embed",))
 
 
-def abstract_model(prefix: int = 0, period: int = 1, lead: int = 0, *, num_layers: int = LAYERS) -> Model:
-    return jax.eval_shape(lambda: Model(prefix, period, lead, num_layers=num_layers))
+def abstract_model(kinds: str = "aaaaaaa") -> Model:
+    return jax.eval_shape(lambda: Model(kinds))
 
 
 def state_of(model: Model) -> dict[str, Any]:
@@ -43,11 +51,11 @@ def state_of(model: Model) -> dict[str, Any]:
 
 
 def _fill(name: str, leaf: jax.ShapeDtypeStruct, model: Model) -> jax.Array:
-    match = re.fullmatch(r"(.*)\b((?:lead|prefix|body|suffix)\W+\d+)\b(.*)", name)
+    match = re.fullmatch(r"(.*)\b(groups\W+\d+\W+\d+)\b(.*)", name)
     if not match:
         return _values(name, leaf.shape, leaf.dtype)
     place = re.sub(r"\W+", ".", match[2])
-    rows = [(model.layers.where(i)[1], i) for i in range(model.layers.num_layers) if model.layers.where(i)[0] == place]
+    rows = [(model.layers.where(i)[1], i) for i in range(len(model.layers)) if model.layers.where(i)[0] == place]
     layer = lambda i, shape: _values(f"{match[1]}{i}{match[3]}", shape, leaf.dtype)
     if rows[0][0] is None:
         return layer(rows[0][1], leaf.shape)

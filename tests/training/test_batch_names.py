@@ -150,6 +150,16 @@ def test_documents_longer_than_the_model_are_refused():
             check_first_batch(SHIFTED | more, model)
 
 
+def test_padding_is_no_document():
+    model = tiny_llama(num_layers=1, vocab=16, rope=ops.Rope(12, max_length=5))
+    short, long = (np.arange(8)[None] < np.full((8, 1), size) for size in (2, 6))
+    targets = lambda real: np.where(real, SHIFTED["targets"], -1)
+    for name in ("valid", "segment_ids"):
+        check_first_batch(SHIFTED | {"targets": targets(short), name: short.astype(np.int32)}, model)
+        with pytest.raises(ValueError, match="6 positions in one document"):
+            check_first_batch(SHIFTED | {"targets": targets(long), name: long.astype(np.int32)}, model)
+
+
 def test_names_that_are_read_are_not_warned_of():
     """A loss of the user's has names of its own, and may say which."""
     row = np.zeros(SHAPE[0], np.float32)

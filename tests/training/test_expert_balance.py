@@ -38,7 +38,7 @@ class Mixture(tiny.Bigram):
 
     def __init__(self, *, rngs: nnx.Rngs):
         super().__init__(rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Layer(rngs=rngs), 3, prefix=1, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Layer(rngs=rngs), "abb", rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
         ctx = nn.context(*tokens.shape, valid=valid)
@@ -173,23 +173,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch):
         training.Trainer(mixture, SGD, tiny.Loader(), schedule=lambda step: 0.1)
 
 
-def latent(num_layers, period):
+def latent(kinds):
     """A dense layer, then those with experts, in a decoder that pipelines take."""
-    size = {"vocab": 64, "num_layers": num_layers, "num_dense": 1, "dim": 32, "mlp_dim": 48, "expert_dim": 24}
+    size = {"vocab": 64, "num_layers": len(kinds), "num_dense": 1, "dim": 32, "mlp_dim": 48, "expert_dim": 24}
     of_heads = {"num_heads": 4, "q_rank": 16, "kv_rank": 16, "nope_dim": 8, "v_dim": 8, "rope": Rope(4)}
     routing = {"num_experts": E, "num_shared": 1, "top_k": 2, "renormalize": True}
     model = deepseek.DeepSeek(deepseek.Config(version=3, **size, **of_heads, **routing), rngs=nnx.Rngs(0))
-    model.layers = model.layers.regrouped(prefix=1, period=period)
+    model.layers = model.layers.restacked(kinds)
     return model
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("num_layers", "period", "repeats"), [(5, 1, 2), (6, 2, 1)], ids=["around", "with a suffix"])
+@pytest.mark.parametrize(("kinds", "repeats"), [("dmmmm", 2), ("dababcc", 1)], ids=["around", "layers after it"])
 @pytest.mark.parametrize("loss", [tiny.loss, training.one_f_one_b(tiny.loss)], ids=["gpipe", "1f1b"])
-def test_in_a_pipeline_as_on_one_device(loss, num_layers, period, repeats):
+def test_in_a_pipeline_as_on_one_device(loss, kinds, repeats):
     """Layers before, in and after the pipeline report in the order of layers."""
     model, data = (
-        jax.jit(lambda: latent(num_layers, period))(),
+        jax.jit(lambda: latent(kinds))(),
         padded() | {"tokens": tiny.batch(8, 12, vocab=64)["tokens"]},
     )
     want, metrics = after_a_step(model, data)

@@ -12,6 +12,7 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import deepseek
 from maxlib.training import mtp_loss, next_token_loss
+from maxlib.training._step import means
 from tests.nn.tiny import filled
 from tests.training import tiny
 
@@ -140,13 +141,23 @@ def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
                 agreed[row, i] &= bool(scores[row, i].argmax() == choices[row, i + depth])
                 taken.append(agreed[row, i])
         total += 0.25 * np.sum(nll) + count * modules[depth - 1].aux["loss/moe_balance"]
-        metrics = {name: value / count for name, value in both[1].sums.items()}
+        metrics = means(both[1])
         assert metrics[f"mtp{depth}/nll"] == pytest.approx(np.mean(nll), rel=1e-5)
         assert metrics[f"mtp{depth}/accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
         assert metrics[f"mtp{depth}/acceptance"] == pytest.approx(np.mean(taken), abs=1e-6)
     assert both[0] - plain[0] == pytest.approx(total, rel=1e-5)
     assert plain[1].num_targets == both[1].num_targets == count
     assert both[1].sums["nll"] == plain[1].sums["nll"]
+
+
+def test_metrics_of_modules_are_added_over_batches(model, batch):
+    """Of targets in two batches, as a module has another share of the targets in each."""
+    run = losses()[1]
+    rows = [np.where(np.arange(2)[:, None] == row, batch["targets"], -1) for row in range(2)]
+    halves = [run(model, batch | {"targets": jnp.asarray(targets)})[1] for targets in rows]
+    got, want = means(jax.tree.map(jnp.add, *halves)), means(run(model, batch)[1])
+    for name in ("mtp1/nll", "mtp2/nll", "mtp2/accuracy", "mtp2/acceptance"):
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, err_msg=name)
 
 
 def test_the_balance_of_experts_covers_the_modules(model, batch):
@@ -173,5 +184,5 @@ def test_gradients_reach_the_modules_and_the_trunk(batch, remat):
         return loss(model, batch)[0] - next_token_loss(model, batch, dtype=jnp.float32)[0]
 
     gradients = jax.jit(jax.grad(value), compiler_options=tiny.QUICKLY)(params)
-    for path in ("mtp.0.project.w", "mtp.0.block.moe.up.w", "layers.prefix.0.attn.o.w", "embed.w", "head.w"):
+    for path in ("mtp.0.project.w", "mtp.0.block.moe.up.w", "layers.groups.0.0.attn.o.w", "embed.w", "head.w"):
         assert np.abs(gradients[path]).max() > 1e-4, path

@@ -58,7 +58,7 @@ def test_training_is_the_same_and_stays_on_the_host():
     on_host = {name for name, kind in where.items() if kind == "pinned_host"}
     moments = {name for name in where if ".mu." in name or ".nu." in name}
     assert len(moments) == 2 * len(got.trainable)
-    assert on_host == moments | {f"0.layers.body.0.mlp.{part}.w" for part in ("up", "down")}
+    assert on_host == moments | {f"0.layers.groups.1.0.mlp.{part}.w" for part in ("up", "down")}
 
     def same(a, b):
         assert a.sharding.spec == b.sharding.spec
@@ -72,7 +72,7 @@ def test_training_is_the_same_and_stays_on_the_host():
 def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
     saved = trained(not to_host)[0]
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.groupings = checkpoint.groupings(saved.rest)
+        checkpointer.groupings = nn.tree.groupings(saved.rest)
         checkpointer.save(3, items_of(saved))
         checkpointer.wait()
         like = items_of(start(sharding.FSDP | (BOTH if to_host else {}))[0])
@@ -137,7 +137,9 @@ def test_files_do_not_know_the_memory(tmp_path):
     model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
     maxlib.save_pretrained(model, tmp_path / "a")
     got = maxlib.from_pretrained(tmp_path / "a", layout=sharding.Layout(two_devices(), sharding.FSDP | BOTH))
-    assert {path for path, kind in memories(got).items() if kind == "pinned_host" and ".body." not in path} == set()
+    assert {
+        path for path, kind in memories(got).items() if kind == "pinned_host" and ".groups.0.0." not in path
+    } == set()
     assert "pinned_host" in memories(got).values()
     maxlib.save_pretrained(got, tmp_path / "b")
     name = "model.safetensors"

@@ -189,7 +189,7 @@ def test_a_state_in_bfloat16_trains():
     dtypes = lambda state: [x.dtype for x in jax.tree.leaves((state.trainable, state.opt_state))]
     step, before, losses = tiny.jit_step(training.make_train_step(tiny.loss, optimizer)), dtypes(state), []
     assert state.trainable["embed.w"].dtype == jnp.bfloat16
-    assert state.trainable["layers.body.0.norm.scale"].dtype == jnp.float32
+    assert state.trainable["layers.groups.1.0.norm.scale"].dtype == jnp.float32
     for _ in range(6):
         state, metrics = step(state, tiny.batch())
         losses.append(float(metrics["loss"]))

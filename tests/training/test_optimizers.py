@@ -38,8 +38,7 @@ def test_without_a_mask_the_same_decays_in_every_family():
 
 def assert_decays_as_by_axes(family):
     preset = next(iter(family.presets.values()))
-    with nn.stack.skip_layer_check():
-        model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: family.model(preset, rngs=nnx.Rngs(0)))
     params, _ = nn.partition(model)
     want = training.decay_mask(model)(params)
     assert optimizers.decay_by_name(params) == optimizers.decay_by_name(params, nn.tree.stacked_paths(model)) == want
@@ -59,7 +58,7 @@ class Own(nnx.Module):
 class OwnModel(tiny.Bigram):
     def __init__(self):
         super().__init__(4, rngs=nnx.Rngs(0))
-        self.layers = nn.Stack(lambda i, rngs: Own(), 2, rngs=nnx.Rngs(0))
+        self.layers = nn.Stack(lambda _, rngs: Own(), 2, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("moments", [jnp.float32, jnp.bfloat16])
@@ -76,11 +75,11 @@ def test_a_step_decays_layers_of_ones_own_by_their_own_shapes(moments):
     assert found == {"layers.temperature": 1.0, "layers.d": 0.5}
 
 
-@pytest.mark.parametrize("prefix", [0, 2])  # layers in one array, and alone
-def test_both_factors_of_adapters_decay_and_the_lengths_of_dora_do_not(prefix):
+@pytest.mark.parametrize("alone", [False, True])
+def test_both_factors_of_adapters_decay_and_the_lengths_of_dora_do_not(alone):
     def build():
         model = tiny.llama(attention_bias=True)
-        model.layers = model.layers.regrouped(prefix=prefix, period=1)
+        model = nn.unstack(model) if alone else model
         return adapters.add(model, adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0))
 
     model = jax.eval_shape(build)

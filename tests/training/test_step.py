@@ -94,7 +94,7 @@ class Marking(tiny.Bigram):
 
     def __init__(self):
         super().__init__(rngs=nnx.Rngs(0))
-        make = lambda i, rngs: MarkingLayer(rngs=rngs)
+        make = lambda _, rngs: MarkingLayer(rngs=rngs)
         self.layers = nn.Stack(make, 2, rngs=nnx.Rngs(0))
 
 

@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(tmp_
 def test_the_first_layer_that_is_not_finite_is_named(tmp_path):
     def loss(model, batch, key):
         params, rest = nn.partition(model)
-        up = "layers.body.0.mlp.up.w"
+        up = "layers.groups.1.0.mlp.up.w"
         bad = jnp.where(batch["tokens"][0, 0] == third, jnp.inf, 1.0)
         return tiny.loss(nn.combine(params | {up: params[up].at[1].multiply(bad)}, rest), batch)
 

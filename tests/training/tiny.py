@@ -46,7 +46,7 @@ class Bigram(nnx.Module):
 
     def __init__(self, dim: int = 16, *, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, dim, rngs=rngs)
-        self.layers = nn.Stack(lambda i, rngs: Layer(dim, rngs=rngs), 3, prefix=1, rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Layer(dim, rngs=rngs), "abb", rngs=rngs)
         self.head = nn.Embed(VOCAB, dim, rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):

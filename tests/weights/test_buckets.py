@@ -71,9 +71,12 @@ def test_a_directory_is_written_and_read(bucket):
     with buckets.whole_in_bucket("s3://bucket/model", lambda names: None) as part:
         (part / "config.json").write_text("{}")
         (part / "model.safetensors").write_bytes(b"weights")
+        (part / "additional_chat_templates").mkdir()
+        (part / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     assert buckets.exists("s3://bucket/model")
     copied = buckets.local("s3://bucket/model")
-    assert {path.name: path.read_bytes() for path in copied.iterdir()} == {
+    assert {str(path.relative_to(copied)): path.read_bytes() for path in copied.rglob("*") if path.is_file()} == {
+        "additional_chat_templates/rag.jinja": b"{{ documents }}",
         "config.json": b"{}",
         "model.safetensors": b"weights",
     }

@@ -14,14 +14,16 @@ from importlib.metadata import EntryPoint
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import inference, nn, ops, sharding, weights
+from maxlib import inference, nn, ops, quantization, sharding, training, weights
 from maxlib.models import llama
+from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _files as files_module
 from maxlib.weights import _readback
@@ -85,8 +87,8 @@ def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     layout = sharding.Layout(mesh, getattr(sharding, preset) | {"vocab": None})  # 61 words divide over nothing
     back = maxlib.from_pretrained(exported, layout=layout)
     assert same(back, model)
-    q = back.layers.body[0].attn.q.w.get_value()
-    assert q.sharding == layout.sharding("q", back.layers.body[0].attn.q.w)
+    q = back.layers.groups[0][0].attn.q.w.get_value()
+    assert q.sharding == layout.sharding("q", back.layers.groups[0][0].attn.q.w)
     maxlib.save_pretrained(back, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
@@ -211,8 +213,8 @@ def test_tensors_that_do_not_fit_are_named(copied):
         maxlib.from_pretrained(path)
     text = str(error.value)
     for line in (
-        "missing (1):\n  model.layers.1.mlp.gate_proj.weight for layers.body.0.mlp.gate.w[1]\n",
-        "  model.layers.2.self_attn.q_proj.weight is (5, 32), but layers.body.0.attn.q.w[2] needs (48, 32)\n",
+        "missing (1):\n  model.layers.1.mlp.gate_proj.weight for layers.groups.0.0.mlp.gate.w[1]\n",
+        "  model.layers.2.self_attn.q_proj.weight is (5, 32), but layers.groups.0.0.attn.q.w[2] needs (48, 32)\n",
         "  model.norm.weight is int32, which norm.scale is not\n",
         "without a parameter in the model (2):\n  model.layers.3.mlp.gate_proj.weight\n  score.weight\n",
     ):
@@ -232,7 +234,7 @@ def test_a_table_that_forgets_a_weight_says_so(copied):
         llama.FAMILY, table=lambda cfg: [e for e in llama.FAMILY.table(cfg) if "norm" not in str(e)]
     )
     with pytest.raises(
-        ValueError, match=r"that its table does not fill exactly \(3\):\n  layers.body.0.attn_norm.scale \(0 of 96"
+        ValueError, match=r"that its table does not fill exactly \(3\):\n  layers.groups.0.0.attn_norm.scale \(0 of 96"
     ):
         maxlib.from_pretrained(path, family=family)
 
@@ -261,6 +263,7 @@ def test_a_truncated_file_is_refused_before_anything_is_built(copied):
         ({"num_key_value_heads": 3}, r"num_attention_heads\) must be a multiple of num_kv_heads .* got 4 and 3"),
         ({"sliding_window": 16}, "fields this architecture does not know.*\n.*sliding_window = 16"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "nonsense"}, r"weights.Family\(...\) .* an entry point of the group .maxlib.models"),
         ({"rope_theta": 1.0}, "they must agree"),
     ],
 )
@@ -272,12 +275,30 @@ def test_configs_that_cannot_be_right_are_refused(change, message, copied):
         maxlib.from_pretrained(path)
 
 
+def test_a_field_that_changes_nothing_is_ignored_by_name(copied):
+    path, _ = copied
+    cfg = maxlib.from_pretrained(path).cfg
+    config = json.loads((path / "config.json").read_text()) | {"a_note": "x"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"pass ignore_fields=\['a_note'\] to from_pretrained"):
+        maxlib.from_pretrained(path)
+    assert maxlib.from_pretrained(path, ignore_fields=["a_note"]).cfg == cfg
+
+
+def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
+    small = quantization.for_inference(maxlib.from_pretrained(copied[0]), "int8")
+    with pytest.raises(ValueError, match="write it with maxlib.quantization.save.model, directory., which"):
+        maxlib.save_pretrained(small, tmp_path / "out")
+    quantization.save(small, tmp_path / "out")
+
+
 def test_arguments_that_do_not_exist_are_named(exported):
     for given, meant in (("num_layer", "num_layers"), ("dtpye", "dtype")):
         with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
             maxlib.from_pretrained(exported, **{given: 1})
     with pytest.raises(
-        TypeError, match=r"takes revision, token, layout, dtype, family and .*\(vocab, .*got quantize=True\."
+        TypeError,
+        match=r"takes revision, token, layout, dtype, family, ignore_fields and .*\(vocab, .*got quantize=True\.",
     ):
         maxlib.from_pretrained(exported, quantize=True)
 
@@ -329,8 +350,8 @@ def swapped(make):
     """A Llama whose layers have another MLP."""
     model = build(LONG)
 
-    def layer(i, rngs):
-        block = model.layer(i, rngs)
+    def layer(_, rngs):
+        block = llama.Block(LONG, rngs=rngs)
         block.mlp = make(LONG.dim, LONG.mlp_dim, rngs=rngs)
         return block
 
@@ -359,9 +380,9 @@ def test_what_would_be_read_as_another_model_is_not_written(make, words, tmp_pat
 def test_other_masks_and_norms_are_other_models_and_other_kernels_are_not(tmp_path):
     model = build(LONG)
     maxlib.save_pretrained(nn.with_attention(model, "chunked"), tmp_path / "same")
-    model.layers = model.layers.regrouped(prefix=1, period=1)
+    model.layers = model.layers.restacked("ab" + "c" * (LONG.num_layers - 2))
     maxlib.save_pretrained(model, tmp_path / "laid out otherwise")
-    model.layers.prefix[0].attn_norm.eps = 0.5
+    model.layers.groups[0][0].attn_norm.eps = 0.5
     with pytest.raises(ValueError, match="layers.0.attn_norm.eps is 0.5 here, 1e-0"):
         maxlib.save_pretrained(model, tmp_path / "other")
 
@@ -378,6 +399,34 @@ def tiny_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
+
+
+TURNS = "{% for m in messages %}{{ m.role }} {{ m.content }}<end>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_learned_end_of_a_turn_ends_the_texts_of_an_export(folder, model, tmp_path):
+    """It is the special token after an answer in the template of the source, or in the one that was trained on."""
+    source, out, tokenizer = tmp_path / "source", tmp_path / "out", tiny_tokenizer()
+    tokenizer.add_special_tokens(["<end>"])
+    maxlib.save_pretrained(model, source, tokenizer=tokenizer, generation={"eos_token_id": 0})
+    template = ChatTemplate(TURNS)
+    if folder:
+        (source / "chat_template.jinja").write_text(TURNS)
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    chosen = {} if folder else {"chat_template": template}
+    for _ in range(2):
+        maxlib.save_pretrained(model, out, like=source, overwrite=True, **chosen)
+    assert inference.stop_tokens(out) == [0, 3] and json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert ChatTemplate.from_directory(out).source == TURNS
+    assert (out / "additional_chat_templates" / "rag.jinja").exists() == folder
+    maxlib.save_pretrained(model, out, like=source, generation={"eos_token_id": 1}, overwrite=True, **chosen)
+    assert inference.stop_tokens(out) == [1]
+    export = training.HuggingFaceExport(tmp_path / "exports", every=1, like=source, **chosen)
+    export.save(1, training.make_state(model, optax.sgd(0.1)))
+    export.wait()
+    assert inference.stop_tokens(tmp_path / "exports" / "1") == [0, 3]
 
 
 def test_tokenizers_are_written_along(model, tmp_path):

@@ -27,14 +27,14 @@ class Leaf(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Layer 0 is dense, the others have experts; every second one from there has a bias."""
+    """A dense layer, or one with experts, with or without a bias."""
 
-    def __init__(self, i: int, *, rngs: nnx.Rngs):
+    def __init__(self, kind: str, *, rngs: nnx.Rngs):
         self.q = Leaf(N, H, D, axes=("heads", "head_dim", "embed"), rngs=rngs)
         self.k = Leaf(K, H, D, axes=("kv_heads", "head_dim", "embed"), rngs=rngs)
         self.v = Leaf(K, H, D, axes=("kv_heads", "head_dim", "embed"), rngs=rngs)
         self.scale = Leaf(rngs=rngs)
-        if i == 0:
+        if kind == "dense":
             self.gate = Leaf(F, D, axes=("mlp", "embed"), rngs=rngs)
             self.up = Leaf(F, D, axes=("mlp", "embed"), rngs=rngs)
         else:
@@ -44,15 +44,13 @@ class Layer(nnx.Module):
                 down=Leaf(E, D, F, axes=("expert", "embed", "mlp"), rngs=rngs),
             )
             self.calls = nnx.Variable(jnp.full((), 7, jnp.int32), axes=())
-        if i % 2:
+        if kind == "experts, bias":
             self.bias = Leaf(E, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     num_layers: int = 6
-    prefix: int = 1
-    period: int = 2
     tied: bool = True
 
     @classmethod
@@ -68,9 +66,10 @@ class Zoo(nnx.Module):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.embed = Leaf(V, D, axes=("vocab", "embed"), rngs=rngs)
-        make = lambda i, rngs: Layer(i, rngs=rngs)
-        self.text = nn.Stack(make, cfg.num_layers, prefix=cfg.prefix, period=cfg.period, rngs=rngs)
-        self.tower = nnx.Dict(layers=nn.Stack(lambda i, rngs: Leaf(D, D, rngs=rngs), 3, rngs=rngs))
+        # Every second one of the layers with experts has a bias.
+        kinds = ["dense"] + ["experts, bias" if i % 2 else "experts" for i in range(1, cfg.num_layers)]
+        self.text = nn.Stack(lambda kind, rngs: Layer(kind, rngs=rngs), kinds, rngs=rngs)
+        self.tower = nnx.Dict(layers=nn.Stack(lambda _, rngs: Leaf(D, D, rngs=rngs), 3, rngs=rngs))
         self.heads = nnx.List([Leaf(D, rngs=rngs) for _ in range(2)])
         if not cfg.tied:
             self.head = Leaf(V, D, axes=("vocab", "embed"), rngs=rngs)

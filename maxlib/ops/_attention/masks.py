@@ -89,7 +89,10 @@ class Mask:
 
     def interval(self, tokens: TokenPositions) -> Interval:
         """Returns `[k_start, k_end)` for each query, two arrays of shape `B T`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define interval(tokens) -> (k_start, k_end): the first key of each query and one "
+            "past its last, `B T`"
+        )
 
     @property
     def ring(self) -> int | None:
@@ -98,6 +101,11 @@ class Mask:
         A ring of this size need not be unrolled for a single new token, because the visible slots are one interval.
         """
         return None
+
+    @property
+    def prefix(self) -> int:
+        """Returns how many first tokens of a document attend to later ones, so that one call must have them all."""
+        return 0
 
     @property
     def static(self) -> StaticMask | None:
@@ -246,11 +254,18 @@ class Chunked(Mask):
 class Prefix(Mask):
     """Prefix mask: the first `length` tokens of a document attend to each other; use as `Causal() | Prefix(n)`.
 
+    With a cache, the first call must have the whole prefix, because its tokens attend to each other in every layer. A
+    later call with a part of it raises an error outside `jit`; inside, its results are NaN.
+
     Args:
         length: Number of tokens in the prefix.
     """
 
     length: int
+
+    @property
+    def prefix(self) -> int:
+        return self.length
 
     def interval(self, tokens: TokenPositions) -> Interval:
         inside = tokens.index < tokens.start + self.length
@@ -279,6 +294,10 @@ class _And(Mask):
     @property
     def _has_window(self) -> bool:
         return self.left._has_window or self.right._has_window
+
+    @property
+    def prefix(self) -> int:
+        return max(self.left.prefix, self.right.prefix)
 
     @property
     def ring(self) -> int | None:
@@ -315,6 +334,10 @@ class _Or(Mask):
     @property
     def _has_window(self) -> bool:
         return self.left._has_window or self.right._has_window
+
+    @property
+    def prefix(self) -> int:
+        return max(self.left.prefix, self.right.prefix)
 
     @property
     def ring(self) -> int | None:

@@ -90,11 +90,14 @@ def _warn_of_restarts(batch: dict[str, Any]) -> None:
 
 
 def _check_positions(batch: dict[str, Any], limit: int | None) -> None:
-    """Raises ValueError for packed rows with a document of over `limit` tokens; inside jit its length is not known."""
-    places = batch.get("positions")
-    if places is None and "segment_ids" in batch:
-        places = _places(batch["segment_ids"])
-    if limit is not None and places is not None and (longest := np.max(places, initial=-1) + 1) > limit:
+    """Raises ValueError for a document of over `limit` tokens in packed or padded rows; inside jit it is not known."""
+    documents, places = batch.get("segment_ids", batch.get("valid")), batch.get("positions")
+    if limit is None or (documents is None and places is None):
+        return
+    places = _places(np.asarray(documents)) if places is None else np.asarray(places)
+    if documents is not None:
+        places = places[np.asarray(documents) != 0]  # without padding
+    if (longest := np.max(places, initial=-1) + 1) > limit:
         raise ValueError(
             f"the first batch has {longest} positions in one document, but the model supports {limit}: pack rows of at "
             "most that many tokens, or build the model with a longer rope (larger max_length, and a scaling)"

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib.nn.mtp import shift_left
 from maxlib.training._objectives.next_token import next_token_loss
-from maxlib.training._objectives.objective import COUNTS, Batch, Stats, objective, own_losses
+from maxlib.training._objectives.objective import COUNTS, Batch, Quotient, Stats, objective, own_losses
 
 _INPUTS = ("positions", "segment_ids", "valid")
 
@@ -58,21 +58,20 @@ def mtp_loss(
     for depth, module in enumerate(modules, start=1):
         added, terms = _module_loss(model, module, depth, batch["targets"])
         loss += weight / len(modules) * added + stats.num_targets * own_losses(module.aux)
-        sums |= {f"mtp{depth}/{name}": value * stats.num_targets for name, value in terms.items()}
+        sums |= {f"mtp{depth}/{name}": quotient for name, quotient in terms.items()}
     reports = _reports(modules)
     counts = reports.pop(COUNTS, None)
     sums |= {name: rows * stats.num_targets for name, rows in reports.items()}
     if acceptance:
-        sums |= {name: rate * stats.num_targets for name, rate in acceptance_rates(model, hidden, modules).items()}
+        sums |= acceptance_rates(model, hidden, modules)
     return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums, counts))
 
 
 def _module_loss(model: Any, module: nn.mtp.MTPOutput, depth: int, targets: Int[Array, "B T"]):
-    """Returns the sum of the loss over the module's targets, and the means of its metrics over them."""
+    """Returns the sum of the loss over the module's targets, and its metrics, which are means over them."""
     own = jnp.where(module.valid, shift_left(targets, depth, fill=-1), -1)
     loss, terms = nn.cross_entropy(module.hidden, model.head_weight(), own, softcap=model.softcap)
-    count = jnp.maximum(jnp.sum(ops.is_learned(own)), 1)
-    return loss, {name: value / count for name, value in terms.items()}
+    return loss, {name: Quotient(value, jnp.sum(ops.is_learned(own))) for name, value in terms.items()}
 
 
 def _reports(modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
@@ -81,7 +80,7 @@ def _reports(modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
     return {name: jnp.stack([module.aux[name] for module in modules]).astype(jnp.float32) for name in names}
 
 
-def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
+def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.mtp.MTPOutput]) -> dict[str, Quotient]:
     """Computes, for each module, the share of valid positions where greedy decoding would accept its draft and all
     before.
 
@@ -90,7 +89,7 @@ def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn
     choices, agreed, rates = _choices(model, hidden), jnp.ones(hidden.shape[:2], bool), {}
     for depth, module in enumerate(modules, start=1):
         agreed &= _choices(model, module.hidden) == shift_left(choices, depth, fill=-1)
-        rates[f"mtp{depth}/acceptance"] = jnp.sum(agreed & module.valid) / jnp.maximum(jnp.sum(module.valid), 1)
+        rates[f"mtp{depth}/acceptance"] = Quotient(jnp.sum(agreed & module.valid), jnp.sum(module.valid))
     return rates
 
 

@@ -8,7 +8,7 @@ a callback from the device.
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn._stack_grouping import group_at
 
 FIELDS = ("rms", "max", "nonfinite", "gradient_rms", "gradient_nonfinite")
 LOGITS = ("max_logit", "entropy")
@@ -41,7 +40,7 @@ def read(path: str, row: Any) -> dict[str, Any]:
     return dict(zip(LOGITS if path.endswith(".logit_tap") else FIELDS, row, strict=True))
 
 
-def in_layer_order(order: Iterable[str], groupings: dict[str, dict[str, int]]) -> list[tuple[str, int | None]]:
+def in_layer_order(order: Iterable[str], groupings: Mapping[str, nn.stack.Grouping]) -> list[tuple[str, int | None]]:
     """Returns the hooks, with their row on a stack's repeat axis, in the order in which their layers finish."""
     found: list[tuple[str, int | None]] = []
     for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, groupings)):
@@ -50,10 +49,10 @@ def in_layer_order(order: Iterable[str], groupings: dict[str, dict[str, int]]) -
     return found
 
 
-def _scanned(path: str, groupings: dict[str, dict[str, int]]) -> tuple[str, int] | None:
+def _scanned(path: str, groupings: Mapping[str, nn.stack.Grouping]) -> tuple[str, int] | None:
     """Returns the path of the scanned group that stores this layer, and how often it repeats."""
-    found = group_at(path, groupings)
-    return None if found is None or found[1].repeats is None else (found[0], found[1].repeats)
+    found = nn.stack.group_at(path, groupings)
+    return None if found is None or found[1].repeats == 1 else (found[0], found[1].repeats)
 
 
 def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:
@@ -74,8 +73,11 @@ def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list
 
 def _rows(module: nnx.Module, child: str) -> tuple[int, ...]:
     """Returns the leading axis that a stack gives to a child with several layers."""
-    group = module.layer_groups[child.partition(".")[0]] if nn.tree.is_stack(module) else None
-    return () if group is None or group.repeats is None else (group.repeats,)
+    if not isinstance(module, nn.Stack):
+        return ()
+    _, group, _ = child.split(".")  # "groups.1.0"
+    repeats = module.layer_groups[int(group)].repeats
+    return () if repeats == 1 else (repeats,)
 
 
 class _Order:
@@ -92,14 +94,14 @@ class _Order:
 
 
 def _children(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """Returns the direct child modules, including those in lists."""
-    found = []
-    for name, value in vars(module).items():
-        if isinstance(value, nnx.List):
-            found += [(f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, nnx.Module)]
-        elif isinstance(value, nnx.Module):
-            found.append((name, value))
-    return found
+    """Returns the direct child modules, including those in lists and in lists of lists."""
+    return [child for name, value in vars(module).items() for child in _modules(name, value)]
+
+
+def _modules(name: str, value: Any) -> list[tuple[str, nnx.Module]]:
+    if isinstance(value, nnx.List):
+        return [child for i, item in enumerate(value) for child in _modules(f"{name}.{i}", item)]
+    return [(name, value)] if isinstance(value, nnx.Module) else []
 
 
 @functools.cache

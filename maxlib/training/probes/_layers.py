@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.checkpoint._groupings import groupings, layer_path
+from maxlib.checkpoint import layer_paths
 from maxlib.training._gradients import divisor
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._state import TrainState
@@ -25,7 +25,7 @@ class Observation:
     Args:
       outputs: by layer (`layers.3.attn.q`), in the order of the forward pass: the root mean square (`rms`) and largest
         magnitude (`max`) of its output, the `gradient_rms` of the output, the number of `nonfinite` values in both, and
-        for attention `max_logit` and `entropy` (nats) of the batch's first row.
+        for attention `max_logit` and `entropy` (nats) of the batch's first row. Only the latter two leave out padding.
       parameters: norm of every weight, layer by layer.
       gradients: norm of every weight's gradient.
       loss: loss per target.
@@ -53,10 +53,10 @@ def observe(
     """
     key = jax.random.key(0) if key is None else key
     found = _watched(loss, filter)(model, batch, key)
-    laid, seen = groupings(model), jax.device_get(found.seen)
+    laid, seen = nn.tree.groupings(model), jax.device_get(found.seen)
     outputs = {}
     for path, row in hooks.in_layer_order(found.order, laid):
-        name = layer_path(path, laid)[row or 0][0]
+        name = layer_paths(path, laid)[row or 0][0]
         outputs[name] = {}
         for kind in (f"{path}.tap", f"{path}.logit_tap"):
             if kind in seen:
@@ -94,7 +94,7 @@ class LayerStatistics:
         state: TrainState = trainer.state
         with trainer.sharded():
             found = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
-        values = by_stack(found, {name: stack["num_layers"] for name, stack in groupings(state.rest).items()})
+        values = by_stack(found, {name: len(stack) for name, stack in nn.tree.stacks(state.rest).items()})
         trainer.writers.write(trainer.step, values)
 
 
@@ -170,9 +170,9 @@ def _norm(x: Array, rank: int) -> Array:
     return jnp.minimum(norm, jnp.finfo(jnp.float32).max / jnp.squeeze(largest, axes)) * jnp.squeeze(largest, axes)
 
 
-def _by_layer(norms: dict[str, Array], laid: dict[str, dict[str, int]]) -> dict[str, float]:
+def _by_layer(norms: dict[str, Array], laid: Mapping[str, nn.stack.Grouping]) -> dict[str, float]:
     found = {}
     for path, norm in jax.device_get(norms).items():
-        for name, row in layer_path(path, laid):
+        for name, row in layer_paths(path, laid):
             found[name] = float(norm if row is None else norm[row])
     return found
