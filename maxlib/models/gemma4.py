@@ -17,7 +17,7 @@ from maxlib.models import _gemma4_conformer, _gemma4_fields, _gemma4_names, _gem
 from maxlib.models._gemma4_audio import Audio, UnifiedAudio, read_audio
 from maxlib.models._gemma4_fields import GLOBAL, LOCAL, TEXT, VISION_TYPES, pattern
 from maxlib.models._gemma4_vision import UnifiedVision, Vision, read_vision
-from maxlib.ops import Proportional, Rope
+from maxlib.ops import ProportionalScaling, Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_layer_rope, hf_layer_types
 
@@ -45,7 +45,9 @@ class Config(ModelConfig):
     layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=lambda c: pattern(c.num_layers))
     keys_as_values: bool = hf("attention_k_eq_v", False)  # in global layers
     global_heads: tuple[int, int] = _gemma4_fields.hf_global_heads()  # width and number of their key heads
-    rope: Rope = hf_layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25)))
+    rope: Rope = hf_layer_rope(
+        GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, ProportionalScaling(0.25))
+    )
     local_rope: Rope = hf_layer_rope(LOCAL, lambda c: c.head_dim, Rope)
     num_shared: int = hf("num_kv_shared_layers", 0)  # last layers, which take keys and values of earlier ones
     shared_wide: bool = hf("use_double_wide_mlp", False)  # their MLP is twice as wide
@@ -250,7 +252,7 @@ class Gemma4(nn.audio.AudioDecoder):
 
 
 # fmt: off
-_ROPES: Any = {"rope": Rope(512, 1e6, Proportional(0.25), max_length=262_144), "local_rope": Rope(256, max_length=262_144)}
+_ROPES: Any = {"rope": Rope(512, 1e6, ProportionalScaling(0.25), max_length=262_144), "local_rope": Rope(256, max_length=262_144)}
 _LARGE = Vision(dim=1152, mlp_dim=4304, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=72, standardize=True)
 _31B = Config(
     vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,

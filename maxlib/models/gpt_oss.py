@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.sharding import constrain
 from maxlib.weights import (
     Convert,
@@ -28,7 +28,7 @@ from maxlib.weights import (
 from maxlib.weights import _mxfp4 as mxfp4
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_YARN = Yarn(32.0, 4096, truncate=False)
+_YARN = YarnScaling(32.0, 4096, truncate=False)
 
 
 def _in_turn(cfg: Any) -> tuple[str, ...]:

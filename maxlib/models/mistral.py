@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.sharding import constrain
 from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, names, rope_to_hf
 
@@ -143,7 +143,7 @@ _7B = Config(
 )
 _LONG = Rope(128, 1_000_000.0, max_length=131_072)
 # A YaRN that leaves the size of queries and keys as it is.
-_yarn = lambda factor, length: Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
+_yarn = lambda factor, length: YarnScaling(factor, length, mscale=1.0, mscale_all_dim=1.0)
 _MINISTRAL = replace(
     _7B, ministral=True, vocab=131_072, num_layers=34, sharpening=0.1, vision=Vision(),
     rope=Rope(128, 1_000_000.0, _yarn(16.0, 16_384), max_length=262_144),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib._utils.files import without_duplicates
-from maxlib.ops._rope import Rope
+from maxlib.ops import Rope
 from maxlib.weights._fp8 import is_scaled_fp8
 from maxlib.weights._hf_rope import read_rope, rope_to_hf
 

@@ -7,19 +7,27 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from maxlib.ops._rope import Rope
-from maxlib.ops._rope_scaling import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Scaling, Yarn
+from maxlib.ops import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
 
 LIMIT = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
 TYPES = {
     "default": None,
     "linear": LinearScaling,
-    "dynamic": DynamicNTK,
+    "dynamic": DynamicNTKScaling,
     "llama3": Llama3Scaling,
-    "yarn": Yarn,
-    "longrope": LongRope,
-    "proportional": Proportional,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
 }
 OLD_NAMES = {"su": "longrope"}
 
@@ -123,16 +131,16 @@ def _parts(fields: Fields, layer_type: str | None, scaling_field: str | None) ->
     return tuple(parts)
 
 
-def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> Scaling | None:
+def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> RopeScaling | None:
     top = spelled.fields.take(ORIGINAL, None, kind=int)  # Phi stores it here; without scaling it has no meaning
     if kind == "default":
         return None
     if kind == "linear":
         return LinearScaling(spelled.need("factor"))
     if kind == "proportional":
-        return Proportional(fraction, spelled.get("factor", default=1.0))
+        return ProportionalScaling(fraction, spelled.get("factor", default=1.0))
     if kind == "dynamic":
-        return DynamicNTK(spelled.need("factor"), _length(spelled, limit, top=limit))
+        return DynamicNTKScaling(spelled.need("factor"), _length(spelled, limit, top=limit))
     original = _length(spelled, limit, top=top)
     if kind == "llama3":
         low, high = spelled.need("low_freq_factor"), spelled.need("high_freq_factor")
@@ -142,9 +150,9 @@ def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float)
         optional = {name: spelled.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
         fast, slow = spelled.get("beta_fast") or 32.0, spelled.get("beta_slow") or 1.0
         truncate = spelled.get("truncate", kind=bool, default=True)
-        return Yarn(factor, original, fast, slow, **optional, truncate=truncate)
+        return YarnScaling(factor, original, fast, slow, **optional, truncate=truncate)
     short, long = (_numbers(spelled.need(name, kind=list), name) for name in ("short_factor", "long_factor"))
-    return LongRope(short, long, original, factor, spelled.get("attention_factor"))
+    return LongRopeScaling(short, long, original, factor, spelled.get("attention_factor"))
 
 
 def _numbers(values: list, name: str) -> tuple[float, ...]:
@@ -166,15 +174,15 @@ def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
     return original
 
 
-def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
+def _reach(scaling: RopeScaling | None, limit: int | None) -> int | None:
     """Computes the number of positions that the config supports; some configs store the length before scaling
     separately.
     """
-    if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK has no limit
+    if limit is None or isinstance(scaling, DynamicNTKScaling):  # dynamic NTK has no limit
         return None
     if isinstance(scaling, LinearScaling):
         return max(limit, int(scaling.factor * limit))
-    if isinstance(scaling, Yarn | LongRope):  # Llama 3's factor is not a ratio of lengths
+    if isinstance(scaling, YarnScaling | LongRopeScaling):  # Llama 3's factor is not a ratio of lengths
         return max(limit, int(scaling.factor * scaling.original_length))
     return limit
 
@@ -208,7 +216,7 @@ def rope_to_hf(
     limit = _limit(rope, max_position_embeddings)
     kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))
     scaling = {"rope_type": kind, **_scaling_fields(rope.scaling)}
-    if isinstance(rope.scaling, Proportional):
+    if isinstance(rope.scaling, ProportionalScaling):
         partial = {"partial_rotary_factor": rope.scaling.fraction}
     else:
         partial = _partial(rope.dim, head_dim)
@@ -219,16 +227,16 @@ def rope_to_hf(
         "rope_parameters": {**scaling, "rope_theta": float(rope.theta), **partial},
         **partial,
     }
-    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRope) else {})
+    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRopeScaling) else {})
 
 
 def _limit(rope: Rope, given: int | None) -> int:
     limit = rope.max_length
-    if isinstance(rope.scaling, DynamicNTK):
+    if isinstance(rope.scaling, DynamicNTKScaling):
         limit = rope.scaling.original_length
         if given is not None and given != limit:
             raise ValueError(
-                f"{LIMIT} must be the original_length of DynamicNTK ({limit}), which is read from it, got {given}."
+                f"{LIMIT} must be the original_length of DynamicNTKScaling ({limit}), which is read from it, got {given}."
             )
     elif isinstance(rope.scaling, LinearScaling) and limit is not None:
         limit = math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)  # the length before scaling, see _reach
@@ -241,16 +249,16 @@ def _limit(rope: Rope, given: int | None) -> int:
     return limit
 
 
-def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
+def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
     """Returns a scaling's fields under Hugging Face's names, without those that are None."""
     if scaling is None:
         return {}
     fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
-    if isinstance(scaling, Proportional):  # the fraction is written as partial_rotary_factor
+    if isinstance(scaling, ProportionalScaling):  # the fraction is written as partial_rotary_factor
         return {} if scaling.factor == 1 else {"factor": scaling.factor}
     if "original_length" in fields:
         original = fields.pop("original_length")
-        fields |= {} if isinstance(scaling, DynamicNTK) else {ORIGINAL: original}
+        fields |= {} if isinstance(scaling, DynamicNTKScaling) else {ORIGINAL: original}
     return fields
 
 
