@@ -9,26 +9,13 @@ import numpy as np
 from jaxtyping import Float
 
 from maxlib import ops
-from maxlib.weights import HFConfig, ModelConfig, hf, hf_fields
+from maxlib.weights import Field, Fields, HFConfig, fields
 
 IN = "vision_config."  # prefix of the fields of the encoder in config.json
 
 
-def _read_theta(fields: HFConfig, c: Any) -> float:
-    vision = fields.nested("vision_config")
-    if not vision.take("rope_parameters", None, kind=dict):
-        return 100.0
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial", "default")  # as first released
-    return rope.take("rope_theta", 100.0)
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Images(ModelConfig):
+class Images:
     """What both kinds of encoder have: the tokens that stand for vectors, and how an image is cut.
 
     Attributes:
@@ -36,19 +23,17 @@ class Images(ModelConfig):
     """
 
     unified: ClassVar[bool]
-
-    image_token: int = hf("image_token_id", 258_880)
-    video_token: int = hf("video_token_id", 258_884)
-    audio_token: int = hf("audio_token_id", 258_881)  # refused by models that only see
-    begin_token: int = hf("boi_token_id", 255_999)
-    end_token: int = hf("eoi_token_id", 258_882)
-    patch_size: int = hf(IN + "patch_size", 16)
-    pool: int = hf(IN + "pooling_kernel_size", 3)
-    norm_eps: float = hf(IN + "rms_norm_eps", 1e-6)
+    image_token: int = 258_880
+    video_token: int = 258_884
+    audio_token: int = 258_881  # refused by models that only see
+    begin_token: int = 255_999
+    end_token: int = 258_882
+    patch_size: int = 16
+    pool: int = 3
+    norm_eps: float = 1e-6
     num_positions: int  # of columns, and of rows
 
     def __post_init__(self):
-        super().__post_init__()
         if self.patch_size < 1 or self.pool < 1:
             got = f"{self.patch_size} and {self.pool}"
             raise ValueError(f"patch_size and pool (pooling_kernel_size) must be at least 1, got {got}")
@@ -163,10 +148,38 @@ class UnifiedVision(Images):
         return found
 
 
-def read_vision(fields: HFConfig) -> Vision | UnifiedVision | None:
+def _read_theta(hf: HFConfig, c: Any) -> float:
+    vision = hf.nested("vision_config")
+    if not vision.take("rope_parameters", None, kind=dict):
+        return 100.0
+    rope = vision.nested("rope_parameters")
+    rope.require("rope_type", "axial", "default")  # as first released
+    return rope.take("rope_theta", 100.0)
+
+
+def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
+    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
+
+
+def read_vision(hf: HFConfig) -> Vision | UnifiedVision | None:
     """Reads the image settings of a config; None if it says nothing."""
-    fields.ignore("vision_soft_tokens_per_image")  # of processors
-    if fields.take("vision_config", None, kind=dict) is not None:
-        return (UnifiedVision if fields.take("model_type") == "gemma4_unified" else Vision).from_hf(fields)
-    fields.ignore(*(f"{name}_token_id" for name in ("image", "video", "boi", "eoi")))
+    hf.ignore("vision_soft_tokens_per_image")  # of processors
+    if hf.take("vision_config", None, kind=dict) is not None:
+        return (UnifiedVision if hf.take("model_type") == "gemma4_unified" else Vision).from_hf(fields)
+    hf.ignore(*(f"{name}_token_id" for name in ("image", "video", "boi", "eoi")))
     return None
+
+
+FIELDS = Fields(
+    Images,
+    [
+        Field("image_token", "image_token_id"),
+        Field("video_token", "video_token_id"),
+        Field("audio_token", "audio_token_id"),
+        Field("begin_token", "boi_token_id"),
+        Field("end_token", "eoi_token_id"),
+        Field("patch_size", IN + "patch_size"),
+        Field("pool", IN + "pooling_kernel_size"),
+        Field("norm_eps", IN + "rms_norm_eps"),
+    ],
+)

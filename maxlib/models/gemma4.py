@@ -14,60 +14,55 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _gemma4_conformer, _gemma4_fields, _gemma4_names, _gemma4_towers
-from maxlib.models._gemma4_audio import Audio, UnifiedAudio, read_audio
+from maxlib.models._gemma4_audio import Audio, UnifiedAudio
 from maxlib.models._gemma4_fields import GLOBAL, LOCAL, TEXT, VISION_TYPES, pattern
-from maxlib.models._gemma4_vision import UnifiedVision, Vision, read_vision
+from maxlib.models._gemma4_vision import UnifiedVision, Vision
 from maxlib.ops import Proportional, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_layer_rope, hf_layer_types
+from maxlib.weights import Family, Field, Fields, fields
 
 # A layer has its own keys, shares them with later layers, or takes those of the last layer that shares.
 OWN, SHARES, TAKES = "own", "shares", "takes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Gemma 4; `PRESETS` has the published ones. Vision models have theirs in `text_config`."""
 
-    model_types = TEXT
-    architecture = "Gemma4ForCausalLM"
-    fixed = {"hidden_activation": "gelu_pytorch_tanh"}
-
-    vocab: int = hf("vocab_size", absent=262_144)
-    num_layers: int = hf("num_hidden_layers", absent=30)
-    dim: int = hf("hidden_size", absent=2304)
-    mlp_dim: int = hf("intermediate_size", absent=9216)
-    num_heads: int = hf("num_attention_heads", absent=8)
-    num_kv_heads: int = hf("num_key_value_heads", absent=4)  # of local layers
-    head_dim: int = hf("head_dim", absent=256)  # of local layers
-    window: int = hf("sliding_window", absent=512)  # of local layers
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int  # of local layers
+    head_dim: int  # of local layers
+    window: int  # of local layers
     # LOCAL or GLOBAL for each layer; None: every sixth is global, and the last.
-    layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=lambda c: pattern(c.num_layers))
-    keys_as_values: bool = hf("attention_k_eq_v", False)  # in global layers
-    global_heads: tuple[int, int] = _gemma4_fields.hf_global_heads()  # width and number of their key heads
-    rope: Rope = hf_layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25)))
-    local_rope: Rope = hf_layer_rope(LOCAL, lambda c: c.head_dim, Rope)
-    num_shared: int = hf("num_kv_shared_layers", 0)  # last layers, which take keys and values of earlier ones
-    shared_wide: bool = hf("use_double_wide_mlp", False)  # their MLP is twice as wide
-    per_layer_dim: int = _gemma4_fields.hf_per_layer()  # of a token's vector for each layer; 0: none
-    per_layer_vocab: int = hf("vocab_size_per_layer_input", 262_144)
-    sparse: bool = hf("enable_moe_block", False)  # experts beside the MLP
-    num_experts: int | None = _gemma4_fields.hf_of_experts("num_experts")
-    top_k: int | None = _gemma4_fields.hf_of_experts("top_k_experts")
-    expert_dim: int | None = _gemma4_fields.hf_of_experts("moe_intermediate_size")
-    final_softcap: float | None = hf("final_logit_softcapping", 30.0, absent=None)
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", True)
-    attention_bias: bool = hf("attention_bias", False)
+    layer_types: tuple[str, ...] | None = None
+    keys_as_values: bool = False  # in global layers
+    global_heads: tuple[int, int]  # width and number of their key heads
+    rope: Rope
+    local_rope: Rope
+    num_shared: int = 0  # last layers, which take keys and values of earlier ones
+    shared_wide: bool = False  # their MLP is twice as wide
+    per_layer_dim: int  # of a token's vector for each layer; 0: none
+    per_layer_vocab: int = 262_144
+    sparse: bool = False  # experts beside the MLP
+    num_experts: int | None
+    top_k: int | None
+    expert_dim: int | None
+    final_softcap: float | None = 30.0
+    norm_eps: float = 1e-6
+    tied: bool = True
+    attention_bias: bool = False
     # Tokens of an image attend to each other in both directions, in local layers.
-    both_ways: bool = _gemma4_fields.hf_both_ways()
-    pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images and sound
+    both_ways: bool
+    pad_token: int | None = 0  # whose vectors stand for placeholders of images and sound
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | UnifiedVision | None = None
     audio: Audio | UnifiedAudio | None = None
 
     def __post_init__(self):
-        super().__post_init__()
         for encoder in self.encoders:
             encoder.check(self)
         if self.types[-1] != GLOBAL:
@@ -111,42 +106,6 @@ class Config(ModelConfig):
         local = causal & ops.SlidingWindow(self.window), self.local_rope, (self.head_dim, self.num_kv_heads)
         return {LOCAL: local, GLOBAL: (ops.Causal(), self.rope, self.global_heads)}
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", *TEXT, *VISION_TYPES) not in VISION_TYPES:
-            return super().from_hf(fields)
-        text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
-        return replace(text, tied=tied, vision=read_vision(fields), audio=read_audio(fields))
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json."""
-        text = super().to_hf()
-        if not self.encoders:
-            return text
-        del text["architectures"]
-        text["model_type"] = f"{self.encoders[0].model_types[0]}_text"
-        written = {"text_config": text, "tie_word_embeddings": self.tied}
-        for encoder in self.encoders:
-            written |= encoder.to_hf()
-        return written
-
-
-def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
-    (mask, rope, (H, K)), norm = cfg.parts[kind], lambda: nn.RMSNorm(H, eps=cfg.norm_eps)
-    # Norms set the scale of queries and keys, so scores have no other factor.
-    own: Any = dict(num_heads=cfg.num_heads, head_dim=H, num_kv_heads=K, mask=mask, rope=rope, q_norm=norm(), scale=1.0)
-    own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
-    if role == TAKES:
-        return nn.SharedKVAttention(cfg.dim, **own)
-    own |= dict(k_norm=norm(), v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps))
-    return nn.Attention(cfg.dim, **own, keys_as_values=cfg.keys_as_values and kind == GLOBAL)
-
-
-def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    router = nn.router.ScaledRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, eps=cfg.norm_eps, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, activation=ops.geglu, losses=cfg.losses, rngs=rngs)
-
 
 class Block(nn.Layer):
     """Sandwich norms, as in Gemma 3; then experts beside the MLP, or a vector for this layer, and a factor."""
@@ -189,6 +148,22 @@ class Block(nn.Layer):
             return self.attn(h, ctx, x.shared[self.kind])[0], None, {}
         h, cache, kv = self.attn.with_kv(h, ctx, cache)
         return h, cache, {self.kind: kv} if self.role == SHARES else {}
+
+
+def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
+    (mask, rope, (H, K)), norm = cfg.parts[kind], lambda: nn.RMSNorm(H, eps=cfg.norm_eps)
+    # Norms set the scale of queries and keys, so scores have no other factor.
+    own: Any = dict(num_heads=cfg.num_heads, head_dim=H, num_kv_heads=K, mask=mask, rope=rope, q_norm=norm(), scale=1.0)
+    own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
+    if role == TAKES:
+        return nn.SharedKVAttention(cfg.dim, **own)
+    own |= dict(k_norm=norm(), v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps))
+    return nn.Attention(cfg.dim, **own, keys_as_values=cfg.keys_as_values and kind == GLOBAL)
+
+
+def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
+    router = nn.router.ScaledRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, eps=cfg.norm_eps, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, activation=ops.geglu, losses=cfg.losses, rngs=rngs)
 
 
 class Gemma4(nn.audio.AudioDecoder):
@@ -247,6 +222,77 @@ class Gemma4(nn.audio.AudioDecoder):
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
         """Returns a vector of each token for each layer, if the model has them."""
         return None if self.per_layer is None else self.per_layer(x, cast(Any, ctx.tokens))
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.WINDOW,
+        fields.layer_types(LOCAL, GLOBAL, usual=lambda c: pattern(c.num_layers)),
+        Field("keys_as_values", "attention_k_eq_v"),
+        _gemma4_fields.hf_global_heads(
+            "global_heads",
+        ),
+        fields.layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25))),
+        fields.layer_rope(LOCAL, lambda c: c.head_dim, Rope),
+        Field("num_shared", "num_kv_shared_layers"),
+        Field("shared_wide", "use_double_wide_mlp"),
+        _gemma4_fields.hf_per_layer(
+            "per_layer_dim",
+        ),
+        Field("per_layer_vocab", "vocab_size_per_layer_input"),
+        Field("sparse", "enable_moe_block"),
+        _gemma4_fields.hf_of_experts("num_experts", "num_experts"),
+        _gemma4_fields.hf_of_experts("top_k", "top_k_experts"),
+        _gemma4_fields.hf_of_experts("expert_dim", "moe_intermediate_size"),
+        Field("final_softcap", "final_logit_softcapping"),
+        fields.ATTENTION_BIAS,
+        _gemma4_fields.hf_both_ways(
+            "both_ways",
+        ),
+        Field("pad_token", "pad_token_id"),
+    ],
+    model_types=TEXT,  # TODO "Gemma4ForCausalLM"
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    absent={
+        "vocab": 262_144,
+        "num_layers": 30,
+        "dim": 2304,
+        "mlp_dim": 9216,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "window": 512,
+        "final_softcap": None,
+    },
+)
+
+
+# TODO
+#     @classmethod
+#     def from_hf(cls, fields: HFConfig) -> "Config":
+#         """Reads config.json. Raises ValueError for values that the family does not support."""
+#         if fields.require("model_type", *TEXT, *VISION_TYPES) not in VISION_TYPES:
+#             return super().from_hf(fields)
+#         text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
+#         return replace(text, tied=tied, vision=read_vision(fields), audio=read_audio(fields))
+
+
+# TODO
+#     def to_hf(self) -> dict[str, Any]:
+#         """Returns the fields of config.json."""
+#         text = super().to_hf()
+#         if not self.encoders:
+#             return text
+#         del text["architectures"]
+#         text["model_type"] = f"{self.encoders[0].model_types[0]}_text"
+#         written = {"text_config": text, "tie_word_embeddings": self.tied}
+#         for encoder in self.encoders:
+#             written |= encoder.to_hf()
+#         return written
 
 
 # fmt: off

@@ -35,6 +35,7 @@ from maxlib.nn._head import token_log_probs as token_log_probs
 from maxlib.nn._index_loss import IndexLoss as IndexLoss
 from maxlib.nn._kda import KimiDeltaAttention as KimiDeltaAttention
 from maxlib.nn._layer import Layer as Layer
+from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._mamba2 import Mamba2 as Mamba2

@@ -43,23 +43,28 @@ class Family:
     Attributes:
         name: Name of the family.
         model: `model(cfg, *, rngs)`, which keeps `cfg`.
-        config: Class of `cfg`: a `weights.ModelConfig`, or any dataclass with `from_hf(fields)` and `to_hf()`.
+        fields: How config.json spells `cfg`: `weights.Fields`, `weights.Multimodal`, or any object with the class
+            `config`, `model_types`, `read(hf)` and `write(cfg)`.
         table: Function from a `cfg` to its weight table.
         presets: Published configurations by name.
-        model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
+        model_types: Values of `model_type` in config.json that it reads; by default those of `fields`.
             "mistral3/mistral4" is a mistral3 whose `text_config` is a mistral4, and has priority over "mistral3".
     """
 
     name: str
     model: Callable[..., Any]
-    config: Any
+    fields: Any
     table: Callable[[Any], Table]
     presets: Mapping[str, Any] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()
 
     def __post_init__(self):
-        types = self.model_types or getattr(self.config, "model_types", ())
-        object.__setattr__(self, "model_types", types)
+        object.__setattr__(self, "model_types", self.model_types or tuple(self.fields.model_types))
+
+    @property
+    def config(self) -> Any:
+        """Returns the class of a configuration."""
+        return self.fields.config
 
 
 @functools.cache
@@ -133,7 +138,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
     try:
-        cfg = family.config.from_hf(fields)
+        cfg = family.fields.read(fields)
     except (TypeError, ArithmeticError, ValueError) as error:
         path = Path(directory) / "config.json"
         if isinstance(error, ValueError) and path.name in str(error):
@@ -249,7 +254,7 @@ def save_pretrained(
         ValueError: If the directory would be read as another model, because parts of this one were swapped.
     """
     family = family or family_of(model)
-    config = model.cfg.to_hf()
+    config = family.fields.write(model.cfg)
     table = family.table(model.cfg)
     check_reads_back(model, family.model, table)
     what, first = f"saving in {directory}", jax.process_index() == 0

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib._utils.files import without_duplicates
-from maxlib.ops._rope import Rope
 from maxlib.weights._fp8 import is_scaled_fp8
-from maxlib.weights._hf_rope import read_rope, rope_to_hf
-
-__all__ = ["HFConfig", "read_config", "rope_to_hf"]
 
 logger = logging.getLogger(__name__)
 
@@ -185,48 +181,6 @@ class HFConfig:
                 f"{_short(list(layers))} and nothing for others, got {_short(given)}."
             )
         return {**usual, **first}
-
-    def rope(
-        self,
-        *,
-        head_dim: int,
-        interleaved: bool = False,
-        partial: bool = False,
-        default_theta: float = 10_000.0,
-        default_length: int | None = None,
-        default_fraction: float = 1.0,
-        layer_type: str | None = None,
-        theta_field: str = "rope_theta",
-        scaling_field: str | None = "rope_scaling",
-    ) -> Rope:
-        """Reads the rotary embedding, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
-
-        Args:
-            head_dim: Width of a head.
-            interleaved: True if the architecture pairs neighbouring dimensions.
-            partial: True if it can rotate a part of the head (`partial_rotary_factor`).
-            default_theta: Base of a config without `rope_theta`.
-            default_length: Length of a config without `max_position_embeddings`.
-            default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
-            layer_type: Key within `rope_parameters`, for models whose layer types rotate differently.
-            theta_field: Name of this type's base in transformers 4 (`rope_local_base_freq` for Gemma 3's local layers).
-            scaling_field: Name of this type's scaling there; None if it has none.
-
-        Raises:
-            ValueError: For an unknown type, a missing or invalid number, and contradicting spellings.
-        """
-        return read_rope(
-            self,
-            head_dim=head_dim,
-            interleaved=interleaved,
-            partial=partial,
-            default_theta=default_theta,
-            default_length=default_length,
-            default_fraction=default_fraction,
-            layer_type=layer_type,
-            theta_field=theta_field,
-            scaling_field=scaling_field,
-        )
 
     def unread(self) -> dict[str, Any]:
         """Returns unread fields that may matter, by dotted path; null means off and counts as read."""

@@ -233,7 +233,7 @@ def test_presets(name):
     count = nn.num_parameters(abstract) + (cfg.num_layers - 2) * layer
     assert round(count / 1e9, 3) == SIZES[name]
     fields = weights.HFConfig(json.loads(json.dumps(cfg.to_hf())))
-    assert llama.Config.from_hf(fields) == cfg
+    assert llama.FIELDS.read(fields) == cfg
     fields.done()
 
 
@@ -256,7 +256,7 @@ def test_configs_as_published():
     two |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32000, "tie_word_embeddings": False}
     for name, config in {"llama2-7b": two, "llama3-8b": three, "llama3.1-8b": newer}.items():
         fields = weights.HFConfig(config)
-        assert llama.Config.from_hf(fields) == llama.PRESETS[name]
+        assert llama.FIELDS.read(fields) == llama.PRESETS[name]
         fields.done()
 
 
