@@ -31,13 +31,13 @@ def _read_global(fields: HFConfig, c: Any) -> tuple[int, int]:
 
 def hf_of_experts(name: str) -> Any:
     """Declares a size that only models with experts have; None in the others."""
-    read = lambda fields, c: fields.take(name, kind=int) if c.sparse else fields.take(name, None) and None
+    read = lambda hf, c: hf.take(name, kind=int) if c.sparse else fields.take(name, None) and None
     return hf_fields(read, lambda value, cfg: {name: value}, default=None)
 
 
 def hf_per_layer() -> Any:
     """Declares the width of a token's vector for each layer; the 12B model has none unless config.json says so."""
-    read = lambda fields, c: fields.take(_PER_LAYER, 0 if fields.take("model_type", TEXT[0]) == TEXT[1] else 256)
+    read = lambda hf, c: hf.take(_PER_LAYER, 0 if fields.take("model_type", TEXT[0]) == TEXT[1] else 256)
     return hf_fields(read, lambda dim, cfg: {_PER_LAYER: dim}, default=0)
 
 

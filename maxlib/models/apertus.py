@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.weights import Family, Fields, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 _SCALED = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
@@ -37,7 +37,6 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
             D,
@@ -47,8 +46,8 @@ class Block(nn.Layer):
             rope=cfg.rope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -106,13 +105,23 @@ class Apertus(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
+_ROPE = fields.rope(default_theta=12_000_000.0, default_length=65_536)
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    rope = _ROPE.read(hf, c)
+    # A config that says nothing of the rope means the scaled one.
+    stated = "rope_theta" in hf or "rope_scaling" in hf or hf.take("rope_parameters", None, kind=dict)
+    return rope if stated else replace(rope, scaling=_SCALED)
+
+
 FIELDS = Fields(
     Config,
     [
         *fields.DECODER,
         fields.MLP,
         *fields.ATTENTION,
-        fields.rope(default_theta=12_000_000.0, default_length=65_536),
+        Computed("rope", _read_rope, _ROPE.write),
         fields.ATTENTION_BIAS,
     ],
     model_types={"apertus": "ApertusForCausalLM"},
@@ -120,16 +129,6 @@ FIELDS = Fields(
     fixed_if_present={"mlp_bias": False, "post_norm": False, "qk_norm": True},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         cfg = super().from_hf(fields)
-#         # A config that says nothing of the rope means the scaled one.
-#         given = "rope_theta" in fields or "rope_scaling" in fields or fields.take("rope_parameters", None, kind=dict)
-#         return cfg if given else replace(cfg, rope=replace(cfg.rope, scaling=_SCALED))
 
 
 def _table(cfg: Config) -> Table:

@@ -14,9 +14,6 @@ from maxlib import nn, ops
 from maxlib.ops import Rope, Yarn
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
-DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
-SPARSE = "indexed_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -76,17 +73,11 @@ class Block(nn.Layer):
         return nn.residual(x, h, "mlp"), cache, aux | loss
 
 
-def _either(deepseek: Any, glm: Any) -> Callable[[Any], Any]:
-    return lambda c: glm if c.is_glm else deepseek
-
-
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, a rotary key of 64 and an index key of 128.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
-    index: Any = dict(index_heads=cfg.index_heads, index_dim=cfg.index_dim, index_rope=cfg.index_rope)
-    index |= dict(top_k=cfg.index_top, index_loss=cfg.index_loss)
     # The norms of the latents have the default epsilon, whatever `norm_eps`.
     return nn.SparseMLA(
         cfg.dim,
@@ -97,7 +88,11 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
         kv_rank=cfg.kv_rank,
         nope_dim=cfg.nope_dim,
         v_dim=cfg.v_dim,
-        **index,
+        index_heads=cfg.index_heads,
+        index_dim=cfg.index_dim,
+        index_rope=cfg.index_rope,
+        top_k=cfg.index_top,
+        index_loss=cfg.index_loss,
         rngs=rngs,
     )
 
@@ -132,8 +127,11 @@ class DeepSeekV32(nn.mtp.MTPDecoder):
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        module = lambda: nn.mtp.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
-        self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
+        blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
+        self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
+
+
+DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
 
 
 def _read_kind(hf: HFConfig, c: Any) -> bool:
@@ -147,41 +145,30 @@ def _read_kind(hf: HFConfig, c: Any) -> bool:
     full = set(types) == {"full"} if types else set(letters) <= {"F", "full"} if letters else every <= 1
     if not full:
         raise ValueError(
-            f"{hf.where('indexer_types')} must be 'full' for each of the {c.num_layers} layers (index_topk_freq 1): a "
+            f"{hf.where('indexer_types')} must be 'full' for each layer (index_topk_freq 1): a "
             f"choice that layers share is not computed, got {types or letters or every}"
         )
     return True
 
 
-def _write_kind(is_glm: bool, cfg: Any) -> dict[str, Any]:
-    if not is_glm:
-        return {}
-    names = {"model_type": GLM, "architectures": ["GlmMoeDsaForCausalLM"]}
-    return names | {"indexer_types": ["full"] * cfg.num_layers}
-
-
-def _read_rope(hf: HFConfig, c: Any) -> Rope:
-    turned = hf.take("qk_rope_head_dim", kind=int)
-    hf.require("head_dim", turned)
-    hf.require("qk_head_dim", c.nope_dim + turned)
-    return hf.rope(head_dim=turned, interleaved=True)
-
-
-def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    written = rope_to_hf(rope, head_dim=rope.dim, whole_heads=True, interleaved=True)
-    return {"qk_rope_head_dim": rope.dim, **written}
+def _either(deepseek: Any, glm: Any) -> Callable[[Any], Any]:
+    return lambda c: glm if c.is_glm else deepseek
 
 
 FIELDS = Fields(
     Config,
     [
+        Computed(
+            "is_glm",
+            _read_kind,
+            lambda is_glm, cfg: {"indexer_types": ["full"] * cfg.num_layers} if is_glm else {},
+        ),
         *fields.DECODER,
-        Computed("is_glm", _read_kind, _write_kind),
         fields.num_dense(absent=3),
         fields.MLP,
         *fields.DEEPSEEK_EXPERTS,
         *fields.MLA,
-        Computed("rope", _read_rope, _write_rope),
+        fields.latent_rope(interleaved=True),
         Field("index_heads", "index_n_heads"),
         Field("index_dim", "index_head_dim"),
         Field("index_top", "index_topk"),
@@ -189,16 +176,17 @@ FIELDS = Fields(
         *fields.GROUPS,
         fields.mtp(absent=0),
     ],
-    model_types=(DEEPSEEK, GLM),  # TODO "DeepseekV32ForCausalLM"
-    fixed={"hidden_act": "silu", "attention_bias": False},
+    model_types={DEEPSEEK: "DeepseekV32ForCausalLM", GLM: "GlmMoeDsaForCausalLM"},
+    model_type=lambda cfg: GLM if cfg.is_glm else DEEPSEEK,
+    fixed={"hidden_act": "silu", "attention_bias": False, "num_key_value_heads": fields.num_heads},
     fixed_if_present={
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "mlp_bias": False,
         "moe_layer_freq": 1,
         "rope_interleave": True,
+        "layer_types": lambda c: ["indexed_attention"] * c.num_layers,  # every layer has an indexer
     },
-    # TODO fixed same ('num_heads', '("num_key_value_heads",)')
     absent={
         "index_heads": _either(64, 32),
         "index_dim": 128,
@@ -208,15 +196,6 @@ FIELDS = Fields(
         "norm_eps": _either(1e-6, 1e-5),
     },
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not compute."""
-#         cfg = super().from_hf(fields)
-#         fields.layer_types(cfg.num_layers, SPARSE)  # every layer has an indexer
-#         return cfg
 
 
 def _indexer() -> list[Weight]:
@@ -233,8 +212,8 @@ def _indexer() -> list[Weight]:
 
 def _table(cfg: Config) -> Table:
     layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *_indexer(), *names.MLP, *names.MOE]
-    modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
-    return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
+    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
+    return [*names.decoder_table(layer), *modules]
 
 
 # fmt: off

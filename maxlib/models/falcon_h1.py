@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
@@ -46,8 +44,8 @@ class Config:
     attention_out: float = 1.0
     mamba_in: float = 1.0
     mamba_out: float = 1.0
-    mamba_factors: tuple[float, ...]  # on gate, x, b, c and dt
-    mlp_factors: tuple[float, ...]  # on the gate and on the output
+    mamba_factors: tuple[float, ...] = (1.0,) * 5  # on gate, x, b, c and dt
+    mlp_factors: tuple[float, ...] = (1.0,) * 2  # on the gate and on the output
     norm_eps: float = 1e-5
     tied: bool = False
     attention_bias: bool = False
@@ -69,13 +67,11 @@ class Block(nn.Layer):
         self.mamba_in, self.mamba_out = cfg.mamba_in, cfg.mamba_out
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, own = self.attn_norm(x), (None, None) if cache is None else cache
-        attended, keys = self.attn(self.attn_in * h, ctx, own[0])
-        mixed, state = self.mamba(self.mamba_in * h, ctx, own[1])
-        h = self.attn_out * attended + self.mamba_out * mixed
-        x = nn.residual(x, h, "attn")
-        h = checkpoint_name(self.mlp_out * self.mlp(self.mlp_norm(x)), "mlp")
-        x = constrain(x + h, "batch", "seq", "act_embed")
+        h, (keys, state) = self.attn_norm(x), (None, None) if cache is None else cache
+        attended, keys = self.attn(self.attn_in * h, ctx, keys)
+        mixed, state = self.mamba(self.mamba_in * h, ctx, state)
+        x = nn.residual(x, self.attn_out * attended + self.mamba_out * mixed, "attn")
+        x = nn.residual(x, self.mlp_out * self.mlp(self.mlp_norm(x)), "mlp")
         return x, None if cache is None else (keys, state), {}
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -168,16 +164,16 @@ def _read_heads(hf: HFConfig, c: Any) -> int:
     return heads
 
 
-def _factors(name: str, count: int) -> Any:
-    """Declares several factors, ones unless a config has them."""
+def _factors(name: str, hf_name: str, count: int) -> Computed:
+    """Makes the entry of several factors, ones unless a config has them."""
 
     def read(hf: HFConfig, c: Any) -> tuple[float, ...]:
-        given = hf.take(name, None, kind=list)
-        if given is not None and len(given) != count:
-            raise ValueError(f"{hf.where(name)} must have {count} numbers, got {len(given)}.")
-        return (1.0,) * count if given is None else tuple(float(x) for x in given)
+        factors = hf.take(hf_name, [1.0] * count, kind=list)
+        if len(factors) != count:
+            raise ValueError(f"{hf.where(hf_name)} must have {count} numbers, got {len(factors)}.")
+        return tuple(float(x) for x in factors)
 
-    return hf_fields(read, lambda value, cfg: {name: list(value)}, default=(1.0,) * count)
+    return Computed(name, read, lambda value, cfg: {hf_name: list(value)})
 
 
 FIELDS = Fields(
@@ -228,8 +224,9 @@ def _table(cfg: Config) -> Table:
     ]
     for part in ("gate", "up", "down"):
         layer += names.linear(f"feed_forward.{part}_proj", f"mlp.{part}")
-    sizes: Any = dict(heads=cfg.mamba_heads, inner=cfg.mamba_dim, groups=cfg.mamba_groups * cfg.mamba_state)
-    return names.decoder_table([*layer, *names.mamba2("mamba", "mamba", **sizes)], norm="final_layernorm")
+    groups = cfg.mamba_groups * cfg.mamba_state
+    layer += names.mamba2("mamba", "mamba", heads=cfg.mamba_heads, inner=cfg.mamba_dim, groups=groups)
+    return names.decoder_table(layer, norm="final_layernorm")
 
 
 # fmt: off

@@ -39,6 +39,9 @@ class Config:
     tied: bool = True
     attention_bias: bool = False
 
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
         """The mask of each layer."""
@@ -52,8 +55,7 @@ class Block(nn.Layer):
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         # Scores become 50 * tanh(q . k / sqrt(query_scalar) / 50): none is larger than 50.
-        norm = lambda: nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
-        self.attn_norm = norm()
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
         self.attn = nn.Attention(
             D,
             num_heads=cfg.num_heads,
@@ -67,10 +69,10 @@ class Block(nn.Layer):
             out_bias=bias,
             rngs=rngs,
         )
-        self.attn_post_norm = norm()
-        self.mlp_norm = norm()
+        self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
-        self.mlp_post_norm = norm()
+        self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)

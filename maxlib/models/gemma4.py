@@ -111,15 +111,20 @@ class Block(nn.Layer):
     """Sandwich norms, as in Gemma 3; then experts beside the MLP, or a vector for this layer, and a factor."""
 
     def __init__(self, cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs):
-        norm = lambda: nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.kind, self.role = kind, role
-        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (norm() for _ in range(4))
+        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (
+            nn.RMSNorm(cfg.dim, eps=cfg.norm_eps) for _ in range(4)
+        )
         self.attn: Any = _attention(cfg, kind, role, rngs=rngs)
         wide = 2 if role == TAKES and cfg.shared_wide else 1
         self.mlp = nn.GatedMLP(cfg.dim, wide * cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if cfg.sparse else None
         if cfg.sparse:
-            self.moe_norm, self.moe_post_norm, self.mlp_own_norm = norm(), norm(), norm()
+            self.moe_norm, self.moe_post_norm, self.mlp_own_norm = (
+                nn.RMSNorm(cfg.dim, eps=cfg.norm_eps),
+                nn.RMSNorm(cfg.dim, eps=cfg.norm_eps),
+                nn.RMSNorm(cfg.dim, eps=cfg.norm_eps),
+            )
         P = cfg.per_layer_dim
         self.per_layer = nn.per_layer.PerLayerGate(cfg.dim, P, eps=cfg.norm_eps, rngs=rngs) if P else None
         self.factor = nnx.Variable(jnp.ones(1), axes=("norm",))  # stored, but not trained

@@ -47,7 +47,6 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         D = cfg.dim
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
         self.attn = nn.Attention(
@@ -57,8 +56,8 @@ class Block(nn.Layer):
             head_dim=cfg.head_dim,
             rope=cfg.rope,
             bias=cfg.attention_bias,
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None,
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None,
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -102,8 +101,8 @@ class GLM4MoE(nn.mtp.MTPDecoder):
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        module = lambda: nn.mtp.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
-        self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
+        blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
+        self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
 
 FIELDS = Fields(
@@ -127,18 +126,11 @@ FIELDS = Fields(
 )
 
 
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json."""
-#         # Left out it would mean a half; a rope of whole heads has no field of its own.
-#         return {"partial_rotary_factor": 1.0} | super().to_hf()
-
-
 def _table(cfg: Config) -> Table:
     # What a layer lacks (norms of heads, biases, experts, an MLP) is passed over.
     layer = [*names.NORMS, *names.ATTENTION, *names.MLP, *names.MOE]
-    modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
-    return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
+    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
+    return [*names.decoder_table(layer), *modules]
 
 
 # fmt: off

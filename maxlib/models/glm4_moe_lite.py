@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope, Yarn
-from maxlib.weights import Computed, Family, Fields, HFConfig, Table, fields, names
+from maxlib.weights import Family, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +108,8 @@ class GLM4MoELite(nn.mtp.MTPDecoder):
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        module = lambda: nn.mtp.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
-        self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
-
-
-def _read_rope(hf: HFConfig, c: Any) -> Rope:
-    turned = hf.take("qk_rope_head_dim", kind=int)
-    hf.require("head_dim", turned)
-    hf.require("qk_head_dim", c.nope_dim + turned)
-    return hf.rope(head_dim=turned, interleaved=hf.take("rope_interleave", True))
-
-
-def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    written = rope_to_hf(rope, head_dim=rope.dim, whole_heads=True, interleaved=rope.interleaved)
-    return {"qk_rope_head_dim": rope.dim, "rope_interleave": rope.interleaved, **written}
+        blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
+        self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
 
 FIELDS = Fields(
@@ -132,23 +120,22 @@ FIELDS = Fields(
         fields.MLP,
         *fields.DEEPSEEK_EXPERTS,
         *fields.MLA,
-        Computed("rope", _read_rope, _write_rope),
+        fields.latent_rope(),
         fields.NUM_SHARED,
         *fields.GROUPS,
         fields.mtp(absent=0),
     ],
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
-    fixed={"hidden_act": "silu", "attention_bias": False},
+    fixed={"hidden_act": "silu", "attention_bias": False, "num_key_value_heads": fields.num_heads},
     fixed_if_present={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1},
-    # TODO fixed same ('num_heads', '("num_key_value_heads",)')
     absent={"q_rank": 768},
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *names.MLP, *names.MOE]
-    modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
-    return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
+    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
+    return [*names.decoder_table(layer), *modules]
 
 
 # fmt: off

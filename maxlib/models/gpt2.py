@@ -28,7 +28,7 @@ class Config:
     dim: int
     mlp_dim: int
     num_heads: int
-    num_positions: int  # n_ctx: of early versions, read by none
+    num_positions: int
     norm_eps: float = 1e-5
     tied: bool = True
     scaled: bool = True  # divide scores by the root of the head's width
@@ -172,13 +172,15 @@ FIELDS = Fields(
         Field("scaled_by_layer", "scale_attn_by_inverse_layer_idx"),
     ],
     model_types={"gpt2": "GPT2LMHeadModel"},
-    fixed={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},  # two names of one formula
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one formula
+        "n_ctx": lambda c: c.num_positions,  # of early versions, read by none
+    },
     # What heads for classification did, and a way to compute scores in float32, which ours are anyhow.
     ignored=(
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
         *("n_special", "predict_special_tokens", "output_past", "reorder_and_upcast_attn"),
     ),
-    # TODO fixed same ('num_positions', '("n_ctx",)')
     absent={"mlp_dim": lambda c: 4 * c.dim, "num_positions": 1024},
 )
 

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope, Yarn
-from maxlib.weights import Convert, Family, Field, Fields, Table, Weight, fields, names
+from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 from maxlib.weights import _mxfp4 as mxfp4
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_YARN = Yarn(32.0, 4096, truncate=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,9 @@ class Config:
     tied: bool = False
     attention_bias: bool = True
     losses: tuple[Any, ...] = ()  # router losses for training
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -97,6 +99,17 @@ class GptOss(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
+_YARN = Yarn(32.0, 4096, truncate=False)
+_ROPE = fields.rope(default_theta=150_000.0, default_length=131_072)
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    rope = _ROPE.read(hf, c)
+    # YaRN unless the config says something else; transformers 4 says by a null that nothing is scaled.
+    stated = "rope_scaling" in hf or hf.take("rope_parameters", None, kind=dict)
+    return rope if stated else replace(rope, scaling=_YARN)
+
+
 FIELDS = Fields(
     Config,
     [
@@ -105,7 +118,7 @@ FIELDS = Fields(
         *fields.ATTENTION,
         Field("num_experts", "num_local_experts"),
         Field("top_k", "num_experts_per_tok"),
-        fields.rope(default_theta=150_000.0, default_length=131_072),
+        Computed("rope", _read_rope, _ROPE.write),
         fields.WINDOW,
         fields.layer_types(SLIDING, FULL, usual=_in_turn),
         Field("act_alpha", "swiglu_alpha"),
@@ -114,25 +127,18 @@ FIELDS = Fields(
     ],
     model_types={"gpt_oss": "GptOssForCausalLM"},
     fixed={"hidden_act": "silu"},
-    ignored=("initial_context_length",),  # OpenAI's own name for rope_scaling's original length
+    fixed_if_present={
+        "experts_per_token": lambda c: c.top_k,  # OpenAI's own name, in the releases too
+        "quantization_config.quant_method": "mxfp4",  # read by `_table`, whichever weights have it
+    },
+    ignored=[
+        "initial_context_length",  # OpenAI's own name for rope_scaling's original length
+        "quantization_config.modules_to_not_convert",
+        "quantization_config.dequantize",
+    ],
     absent={"num_kv_heads": 8, "head_dim": 64},
     null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         cfg = super().from_hf(fields)
-#         fields.require("experts_per_token", cfg.top_k)  # OpenAI's own name, in the releases too
-#         if fields.take("quantization_config", None, kind=dict):  # read by `_table`, whichever weights have it
-#             quantization = fields.nested("quantization_config")
-#             quantization.require("quant_method", "mxfp4")
-#             quantization.ignore("modules_to_not_convert", "dequantize")
-#         # YaRN unless the config says something else; transformers 4 says by a null that nothing is scaled.
-#         given = "rope_scaling" in fields or fields.take("rope_parameters", None, kind=dict)
-#         return cfg if given else replace(cfg, rope=replace(cfg.rope, scaling=_YARN))
 
 
 def _table(cfg: Config) -> Table:

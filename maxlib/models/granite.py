@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
 from maxlib.weights import Family, Fields, Table, fields, names
 
 
@@ -58,8 +56,7 @@ class Block(nn.Layer):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
         x = nn.residual(x, self.factor * h, "attn")
-        h = checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x + self.factor * h, "batch", "seq", "act_embed"), cache, {}
+        return nn.residual(x, self.factor * self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Granite(nn.Decoder):

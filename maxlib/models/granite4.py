@@ -8,12 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 MAMBA, FULL = "mamba", "attention"
@@ -84,7 +82,7 @@ class Block(nn.Layer):
         x = nn.residual(x, self.factor * h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + self.factor * checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, self.factor * h, "mlp"), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or a state."""
@@ -226,10 +224,10 @@ def _table(cfg: Config) -> Table:
         ]
     layer += [Weight("block_sparse_moe.output_linear.weight", "moe.down.w")]
     layer += [Weight("block_sparse_moe.router.layer.weight", "moe.router.gate.w")]
-    sizes: Any = dict(
-        heads=cfg.mamba_heads, inner=cfg.mamba_expand * cfg.dim, groups=cfg.mamba_groups * cfg.mamba_state
+    inner, groups = cfg.mamba_expand * cfg.dim, cfg.mamba_groups * cfg.mamba_state
+    return names.decoder_table(
+        [*layer, *names.mamba2("mamba", "mamba", heads=cfg.mamba_heads, inner=inner, groups=groups)]
     )
-    return names.decoder_table([*layer, *names.mamba2("mamba", "mamba", **sizes)])
 
 
 def _hybrid(num_layers: int, *full: int) -> tuple[str, ...]:

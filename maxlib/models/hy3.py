@@ -1,6 +1,6 @@
 """Hy3 (Tencent 2026): Qwen3's attention, many small experts, a shared one, and a sigmoid router."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -34,8 +34,7 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
-    # Prediction modules in the files, which are passed over.
-    stored_mtp: int = 0
+    stored_mtp: int = field(default=0, compare=False)  # prediction modules in the files, which are passed over
 
 
 class Block(nn.Layer):
@@ -43,7 +42,6 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
             D,
@@ -53,8 +51,8 @@ class Block(nn.Layer):
             rope=cfg.rope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -109,10 +107,10 @@ FIELDS = Fields(
         Field("num_shared", "num_shared_experts"),
         Field("routed_scale", "router_scaling_factor"),
         fields.ATTENTION_BIAS,
-        Computed("stored_mtp", lambda fields, c: fields.take("num_nextn_predict_layers", 0), lambda number, cfg: {}),
+        Computed("stored_mtp", lambda hf, c: hf.take("num_nextn_predict_layers", 0), lambda number, cfg: {}),
     ],
     model_types={"hy_v3": "HYV3ForCausalLM"},
-    fixed={"hidden_act": "silu", "mlp_bias": False},
+    fixed={"hidden_act": "silu", "mlp_bias": False, "expert_hidden_dim": lambda c: c.expert_dim},
     fixed_if_present={
         "qk_norm": True,
         "route_norm": True,
@@ -127,7 +125,6 @@ FIELDS = Fields(
         "use_grouped_mm",
         "eod_token_id",  # of training
     ),
-    # TODO fixed same ('expert_dim', '("expert_hidden_dim",)')
     absent={"head_dim": 128},
 )
 

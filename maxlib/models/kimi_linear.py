@@ -11,10 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.weights import Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
-NESTED = "linear_attn_config"  # where the release has what says something of linear attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,9 @@ class Config:
     norm_eps: float = 1e-5
     max_length: int = 1_048_576
     losses: tuple[Any, ...] = ()  # what the routers report for training
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -86,21 +88,6 @@ class Block(nn.Layer):
 def _pattern(num_layers: int) -> tuple[str, ...]:
     # Every fourth attends, and the last one.
     return tuple(FULL if (i + 1) % 4 == 0 or i + 1 == num_layers else LINEAR for i in range(num_layers))
-
-
-def _numbers(types: tuple[str, ...]) -> dict[str, Any]:
-    of = lambda kind: [i + 1 for i, own in enumerate(types) if own == kind]
-    return {f"{NESTED}.full_attn_layers": of(FULL), f"{NESTED}.kda_layers": of(LINEAR)}
-
-
-def _linear(name: str, in_release: str, usual: int) -> Any:
-    """Declares a size of linear attention, which the release has in an object of its own."""
-
-    def read(fields: HFConfig, c: Any) -> int:
-        value = fields.take(name, usual)
-        return fields.nested(NESTED).take(in_release, value) if NESTED in fields else value
-
-    return hf_fields(read, lambda value, cfg: {name: value, f"{NESTED}.{in_release}": value})
 
 
 def _delta_attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.KimiDeltaAttention:
@@ -149,7 +136,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
 
 
 class KimiLinear(nn.Decoder):
-    """Kimi Linear: 48B parameters of which a token meets 3B; one layer of four keeps something of each token."""
+    """Kimi Linear: 48B parameters, 3B active; every fourth layer has a cache."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.masks = cfg, (ops.Causal(),)
@@ -164,9 +151,28 @@ class KimiLinear(nn.Decoder):
         return self.cfg.max_length
 
 
+NESTED = "linear_attn_config"  # where the release has the sizes of linear attention
+
+
+def _numbers(types: tuple[str, ...]) -> dict[str, Any]:
+    full = [i + 1 for i, kind in enumerate(types) if kind == FULL]
+    linear = [i + 1 for i, kind in enumerate(types) if kind == LINEAR]
+    return {f"{NESTED}.full_attn_layers": full, f"{NESTED}.kda_layers": linear}
+
+
+def _linear(name: str, hf_name: str, in_release: str, usual: int) -> Computed:
+    """Makes the entry of a size of linear attention, which the release has in an object of its own."""
+
+    def read(hf: HFConfig, c: Any) -> int:
+        value = hf.take(hf_name, usual)
+        return hf.nested(NESTED).take(in_release, value) if NESTED in hf else value
+
+    return Computed(name, read, lambda value, cfg: {hf_name: value, f"{NESTED}.{in_release}": value})
+
+
 def _numbered(hf: HFConfig, c: Any) -> tuple[str, ...]:
     """Reads the types of layers from the release's two lists of their numbers, which count from 1."""
-    if NESTED not in fields:  # transformers' own default, which counts from 0
+    if NESTED not in hf:  # transformers' own default, which counts from 0
         return tuple(FULL if i and i % 4 == 0 else LINEAR for i in range(c.num_layers))
     full, linear = (hf.nested(NESTED).take(name, kind=list) for name in ("full_attn_layers", "kda_layers"))
     if sorted([*full, *linear]) != list(range(1, c.num_layers + 1)):
@@ -203,7 +209,12 @@ FIELDS = Fields(
         Field("max_length", "model_max_length"),
     ],
     model_types={"kimi_linear": "KimiLinearForCausalLM"},
-    fixed={"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": fields.num_heads,
+    },
     fixed_if_present={
         "mla_use_nope": True,
         "moe_router_activation_func": "sigmoid",
@@ -212,27 +223,27 @@ FIELDS = Fields(
     },
     # Nothing is rotated; heads have the widths of `qk_nope_head_dim` and so on; with one group the choice is the same.
     ignored=("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "qk_head_dim", "use_grouped_topk"),
-    # TODO fixed same ('num_heads', '("num_key_value_heads",)')
     absent={"num_shared": 1, "routed_scale": 2.446},
 )
 
 
 def _delta(cfg: Config) -> list[Weight]:
     """Lists the weights of linear attention; files have one convolution for each of queries, keys and values."""
-    own = "self_attn"
     table = [
-        Weight(f"{own}.A_log", "delta.a_log", "one two N three -> N", {"one": 0, "two": 0, "three": 0}),
-        Weight(f"{own}.dt_bias", "delta.dt_bias"),
-        Weight(f"{own}.b_proj.weight", "delta.b.w"),
-        Weight(f"{own}.o_norm.weight", "delta.norm.scale"),
-        Weight(f"{own}.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),
+        Weight("self_attn.A_log", "delta.a_log", "one two N three -> N", {"one": 0, "two": 0, "three": 0}),
+        Weight("self_attn.dt_bias", "delta.dt_bias"),
+        Weight("self_attn.b_proj.weight", "delta.b.w"),
+        Weight("self_attn.o_norm.weight", "delta.norm.scale"),
+        Weight("self_attn.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),
     ]
     for part in "qkv":
-        table.append(Weight(f"{own}.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
-        table.append(Weight(f"{own}.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0}))
+        table.append(Weight(f"self_attn.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
+        table.append(
+            Weight(f"self_attn.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0})
+        )
     for hf_name, part in {"f": "f", "g": "gate"}.items():
-        table.append(Weight(f"{own}.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
-        table.append(Weight(f"{own}.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
+        table.append(Weight(f"self_attn.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
+        table.append(Weight(f"self_attn.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
     return table
 
 

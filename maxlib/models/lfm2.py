@@ -13,7 +13,6 @@ from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 CONV, FULL = "conv", "full_attention"
-DENSE, SPARSE = "lfm2", "lfm2_moe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +22,13 @@ class Config:
     vocab: int = 65_536
     num_layers: int
     dim: int
-    num_experts: int | None
-    num_dense: int | None  # number of first layers with a plain MLP
-    expert_dim: int | None
-    top_k: int | None
-    expert_bias: bool | None  # evens the load
-    renormalize: bool | None  # the weights of a token's experts sum to one
-    routed_scale: float | None
+    num_experts: int | None = None
+    num_dense: int | None = None  # number of first layers with a plain MLP
+    expert_dim: int | None = None
+    top_k: int | None = None
+    expert_bias: bool | None = None  # evens the load
+    renormalize: bool | None = None  # the weights of a token's experts sum to one
+    routed_scale: float | None = None
     mlp_dim: int
     num_heads: int
     num_kv_heads: int
@@ -42,6 +41,9 @@ class Config:
     norm_eps: float = 1e-5
     tied: bool = True
     losses: tuple[Any, ...] = ()  # router losses for training
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -57,11 +59,7 @@ class Block(nn.Layer):
     def __init__(self, cfg: Config, kind: str, sparse: bool, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.conv: Any = (
-            nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
-            if kind == CONV
-            else None
-        )
+        self.conv: Any = _convolution(cfg, rngs=rngs) if kind == CONV else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
@@ -78,21 +76,24 @@ class Block(nn.Layer):
         return (self.attn or self.conv).init_cache(batch, capacity, dtype)
 
 
+def _convolution(cfg: Config, *, rngs: nnx.Rngs) -> nn.ShortConvolution:
+    return nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
+
+
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
     return nn.Attention(
         cfg.dim,
         num_heads=cfg.num_heads,
         num_kv_heads=cfg.num_kv_heads,
         head_dim=cfg.head_dim,
         rope=cfg.rope,
-        q_norm=norm(),
-        k_norm=norm(),
+        q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+        k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
         rngs=rngs,
     )
 
 
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     # Scores are sigmoids; the bias counts for the choice only, not for the weights.
     router = nn.Router(
         cfg.dim,
@@ -104,8 +105,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         scale=cfg.routed_scale,
         rngs=rngs,
     )
-    width: Any = cfg.expert_dim
-    return nn.MoE(cfg.dim, width, router=router, losses=cfg.losses, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
 class LFM2(nn.Decoder):
@@ -120,10 +120,11 @@ class LFM2(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
-def _of_experts(name: str, absent: Any) -> Any:
-    """Declares a field that only models with experts have; None in the others."""
-    read = lambda fields, c: hf.take(name, absent) if hf.take("model_type") == SPARSE else None
-    return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
+DENSE, SPARSE = "lfm2", "lfm2_moe"
+
+
+def _of_experts(name: str, hf_name: str, absent: Any) -> Computed:
+    return fields.only_if(lambda hf: hf.take("model_type") == SPARSE, name, hf_name, absent)
 
 
 def _read_mlp_dim(hf: HFConfig, c: Any) -> int:
@@ -147,7 +148,7 @@ def _write_mlp_dim(width: int, cfg: Any) -> dict[str, Any]:
 def _by_index(hf: HFConfig, c: Any) -> tuple[str, ...]:
     """Returns the layers of a config.json without `layer_types`: those that `full_attn_idxs` lists attend."""
     full = hf.take("full_attn_idxs", None, kind=list)
-    if full is None and c.num_experts is not None and "layer_types" not in fields:
+    if full is None and c.num_experts is not None and "layer_types" not in hf:
         raise ValueError(f"{hf.where('layer_types')} must be given: {CONV!r} or {FULL!r} for each layer.")
     return tuple(FULL if full is None or i in full else CONV for i in range(c.num_layers))
 
@@ -179,7 +180,8 @@ FIELDS = Fields(
         Field("norm_eps"),
         Computed("tied", _read_tied, lambda value, cfg: {"tie_word_embeddings": value}),
     ],
-    model_types=(DENSE, SPARSE),  # TODO "TODO"
+    model_types={DENSE: "Lfm2ForCausalLM", SPARSE: "Lfm2MoeForCausalLM"},
+    model_type=lambda cfg: DENSE if cfg.num_experts is None else SPARSE,
     fixed_if_present={"block_use_swiglu": True, "use_pos_enc": True},
     # Said twice in the releases (transformers reads none of them), and of initialisation.
     ignored=(
@@ -188,14 +190,6 @@ FIELDS = Fields(
     ),
     absent={"num_layers": 32, "num_heads": 32, "num_kv_heads": 8},
 )
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json."""
-#         if self.num_experts is None:
-#             return {"architectures": ["Lfm2ForCausalLM"]} | super().to_hf()
-#         return super().to_hf() | {"architectures": ["Lfm2MoeForCausalLM"], "model_type": SPARSE}
 
 
 def _table(cfg: Config) -> Table:

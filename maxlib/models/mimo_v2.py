@@ -48,6 +48,7 @@ class Config:
     losses: tuple[Any, ...] = ()  # router losses for training
 
     def __post_init__(self):
+        fields.check_layer_types(self)
         if self.rope.dim != self.local_rope.dim:
             raise ValueError(
                 f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {self.rope.dim} and "
@@ -61,28 +62,27 @@ class Config:
         return tuple((kind, i < self.num_dense) for i, kind in enumerate(types))
 
     @property
-    def attention(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings of the attention of each type of layer."""
-        window, heads = ops.Causal() & ops.SlidingWindow(self.window), self.num_kv_heads
-        return {
-            FULL: {"mask": ops.Causal(), "rope": self.rope, "num_kv_heads": heads},
-            SLIDING: {"mask": window, "rope": self.local_rope, "num_kv_heads": 2 * heads, "sinks": True},
-        }
+    def masks(self) -> dict[str, ops.Mask]:
+        """The mask of each type of layer."""
+        return {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
 
 
 class Block(nn.Layer):
     """Llama's layer with keys wider than values; a window comes with sinks, twice the key heads and its own rope."""
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
-        D, of_kind = cfg.dim, cfg.attention[kind]
+        D, slides = cfg.dim, kind == SLIDING
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = Attention(
             D,
             num_heads=cfg.num_heads,
+            num_kv_heads=2 * cfg.num_kv_heads if slides else cfg.num_kv_heads,
             head_dim=cfg.head_dim,
             v_dim=cfg.v_dim,
             v_scale=cfg.v_scale,
-            **of_kind,
+            mask=cfg.masks[kind],
+            rope=cfg.local_rope if slides else cfg.rope,
+            sinks=slides,
             bias=cfg.attention_bias,
             rngs=rngs,
         )
@@ -137,7 +137,7 @@ class MiMoV2(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = zip(*((a["mask"], a["rope"]) for a in cfg.attention.values()), strict=True)
+        self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope, cfg.local_rope)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -163,6 +163,14 @@ def _read_window(hf: HFConfig, c: Any) -> int:
     return window if before is None else before + 1
 
 
+_ROPE = fields.rope(layer_type=FULL, partial=True, default_theta=5_000_000.0, default_fraction=0.334)
+
+
+def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
+    # transformers would take rope_scaling for the ropes of both types.
+    return {name: value for name, value in _ROPE.write(rope, cfg).items() if name != "rope_scaling"}
+
+
 FIELDS = Fields(
     Config,
     [
@@ -173,7 +181,7 @@ FIELDS = Fields(
         *fields.ATTENTION,
         Field("v_dim", "v_head_dim"),
         Field("v_scale", "attention_value_scale"),
-        fields.rope(layer_type=FULL, partial=True, default_theta=5_000_000.0, default_fraction=0.334),
+        Computed("rope", _ROPE.read, _write_rope),
         fields.rope(
             "local_rope",
             layer_type=SLIDING,
@@ -188,7 +196,13 @@ FIELDS = Fields(
         fields.ATTENTION_BIAS,
     ],
     model_types={"mimo_v2_flash": "MiMoV2FlashForCausalLM"},
-    fixed={"hidden_act": "silu"},
+    fixed={
+        "hidden_act": "silu",
+        "swa_num_attention_heads": fields.num_heads,
+        "swa_head_dim": lambda c: c.head_dim,
+        "swa_v_head_dim": lambda c: c.v_dim,
+        "layernorm_epsilon": lambda c: c.norm_eps,
+    },
     fixed_if_present={
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
@@ -197,33 +211,13 @@ FIELDS = Fields(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "use_qk_norm": False,
+        "swa_num_key_value_heads": lambda c: 2 * c.num_kv_heads,
+        "moe_layer_freq": lambda c: [int(i >= c.num_dense) for i in range(c.num_layers)],
     },
     ignored=("attention_chunk_size",),  # nothing reads it
-    # TODO fixed same ('num_heads', '("swa_num_attention_heads",)')
-    # TODO fixed same ('head_dim', '("swa_head_dim",)')
-    # TODO fixed same ('v_dim', '("swa_v_head_dim",)')
-    # TODO fixed same ('norm_eps', '("layernorm_epsilon",)')
     absent={"num_kv_heads": 4, "head_dim": 192, "v_dim": 128},
     null={"v_scale": 1.0},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         cfg = super().from_hf(fields)
-#         fields.require("swa_num_key_value_heads", 2 * cfg.num_kv_heads)
-#         fields.require("moe_layer_freq", [int(i >= cfg.num_dense) for i in range(cfg.num_layers)])
-#         return cfg
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-#         written = super().to_hf()
-#         del written["rope_scaling"]  # transformers would take it for the ropes of both types
-#         return written
 
 
 def _table(cfg: Config) -> Table:

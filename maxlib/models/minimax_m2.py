@@ -38,13 +38,17 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        norm = lambda heads: nn.norm.HeadsRMSNorm(
-            heads * H, eps=cfg.norm_eps
-        )  # a scale for every dimension of every head
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
         self.attn = nn.Attention(
-            D, num_heads=N, num_kv_heads=K, head_dim=H, rope=cfg.rope, q_norm=norm(N), k_norm=norm(K), rngs=rngs
+            D,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            rope=cfg.rope,
+            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
+            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
@@ -74,7 +78,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
     """Returns the rope. The releases say in `rotary_dim` how much of a head turns, transformers in a fraction."""
     rotary = hf.take("rotary_dim", None, kind=int)
     fraction = 1.0 if rotary is None else rotary / c.head_dim
-    rope = hf.rope(head_dim=c.head_dim, partial=True, default_theta=5_000_000.0, default_fraction=fraction)
+    rope = fields.read_rope(hf, head_dim=c.head_dim, partial=True, default_theta=5_000_000.0, default_fraction=fraction)
     if rotary is not None and rope.dim != rotary:
         raise ValueError(
             f"{hf.where('rotary_dim')} is {rotary}, but partial_rotary_factor turns {rope.dim} of a head's "
@@ -84,7 +88,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 
 
 def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    return rope_to_hf(rope, head_dim=cfg.head_dim) | {"rotary_dim": rope.dim}
+    return fields.write_rope(rope, head_dim=cfg.head_dim) | {"rotary_dim": rope.dim}
 
 
 FIELDS = Fields(
@@ -105,25 +109,12 @@ FIELDS = Fields(
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
         "shared_intermediate_size": 0,
+        "attn_type_list": lambda c: [1] * c.num_layers,  # 0 is MiniMax-01's linear attention
     },
     # The releases' files have no prediction modules, whatever these say.
     ignored=("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     absent={"num_kv_heads": 8, "head_dim": 128},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         cfg = super().from_hf(fields)
-#         kinds = fields.take("attn_type_list", [1] * cfg.num_layers, kind=list)  # 0 is MiniMax-01's linear attention
-#         if kinds != [1] * cfg.num_layers:
-#             raise ValueError(
-#                 f"{fields.where('attn_type_list')} must be 1 for each of the {cfg.num_layers} layers, got {kinds}: "
-#                 "this architecture has no linear attention."
-#             )
-#         return cfg
 
 
 def _table(cfg: Config) -> Table:

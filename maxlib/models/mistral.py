@@ -107,7 +107,7 @@ def _write_ministral(value: bool, cfg: Any) -> dict[str, Any]:
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
     if c.ministral:
         shared.check_length(fields)
-    return hf.rope(head_dim=c.head_dim)
+    return fields.read_rope(hf, head_dim=c.head_dim)
 
 
 FIELDS = Fields(
@@ -117,7 +117,9 @@ FIELDS = Fields(
         *fields.DECODER,
         fields.MLP,
         *fields.ATTENTION,
-        Computed("rope", _read_rope, lambda rope, cfg: rope_to_hf(rope, head_dim=cfg.head_dim, whole_heads=True)),
+        Computed(
+            "rope", _read_rope, lambda rope, cfg: fields.write_rope(rope, head_dim=cfg.head_dim, whole_heads=True)
+        ),
         Computed(
             "sharpening",
             lambda fields, c: shared.read_sharpening(fields) if c.ministral else 0.0,

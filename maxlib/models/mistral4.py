@@ -139,7 +139,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
     hf.require("qk_head_dim", width)
     shared.check_length(fields, _LENGTH)
     spelling: Any = dict(partial=True, default_fraction=turned / width, default_length=_LENGTH)
-    rope = hf.rope(head_dim=width, interleaved=hf.take("rope_interleave", True), **spelling)
+    rope = fields.read_rope(hf, head_dim=width, interleaved=hf.take("rope_interleave", True), **spelling)
     if rope.dim != turned:
         raise ValueError(
             f"{hf.where('partial_rotary_factor')} must be qk_rope_head_dim ({turned}) of {width}, got "
@@ -151,7 +151,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
     width = cfg.nope_dim + rope.dim
     own = {"qk_rope_head_dim": rope.dim, "head_dim": width, "rope_interleave": rope.interleaved}
-    return own | rope_to_hf(rope, head_dim=width, interleaved=rope.interleaved)
+    return own | fields.write_rope(rope, head_dim=width, interleaved=rope.interleaved)
 
 
 FIELDS = Fields(

@@ -11,7 +11,20 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
+from maxlib.weights import (
+    Computed,
+    Family,
+    Field,
+    Fields,
+    HFConfig,
+    Ignore,
+    Multimodal,
+    Renamed,
+    Table,
+    Weight,
+    fields,
+    names,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -40,6 +53,9 @@ class Config:
     post_norm_eps: float = 1e-8  # of the norms behind attention and MLP
     tied: bool = False
     tower: str | None = None  # kind of the image encoder in the files; only None is computed
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
@@ -132,7 +148,7 @@ def _write_rotated(value: tuple[bool, ...] | None, cfg: Any) -> dict[str, Any]:
     return {"layer_rope_theta": [cfg.rope.theta if rotated else 0 for rotated in value or _usually_rotated(cfg)]}
 
 
-FIELDS = Fields(
+TEXT = Fields(
     Config,
     [
         *fields.DECODER,
@@ -154,17 +170,21 @@ FIELDS = Fields(
 )
 
 
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         if fields.require("model_type", *cls.model_types, "muse_glimmer") != "muse_glimmer":
-#             return super().from_hf(fields)
-#         text, encoder = super().from_hf(fields.nested("text_config")), fields.take("vision_config", kind=dict)
-#         fields.ignore("image_token_id", "video_token_id", "out_hidden_size", "projector_hidden_size")
-#         fields.ignore("projector_hidden_act")
-#         tied = fields.take("tie_word_embeddings", text.tied)
-#         return replace(text, tower=encoder.get("model_type", "muse_glimmer_vision"), tied=tied)
+class _Tower:
+    """The kind of the image encoder, which is read so that it can be refused."""
+
+    def read(self, hf: HFConfig) -> str:
+        return hf.take("vision_config", kind=dict).get("model_type", "muse_glimmer_vision")
+
+
+FIELDS = Multimodal(
+    TEXT,
+    {"tower": _Tower()},
+    model_types={"muse_glimmer": "MuseGlimmerForConditionalGeneration"},
+    ignored=[
+        *("image_token_id", "video_token_id", "out_hidden_size", "projector_hidden_size", "projector_hidden_act"),
+    ],
+)
 
 
 def _table(cfg: Config) -> Table:

@@ -6,11 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
 MAMBA, EXPERTS, FULL, MLP = "M", "E", "*", "-"
@@ -75,7 +73,7 @@ class Block(nn.Layer):
         else:
             h, aux = (self.mlp(h), aux) if self.moe is None else self.moe(h, ctx)
         name = "mlp" if mixer is None else "attn"
-        return constrain(x + checkpoint_name(h, name), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, name), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, a state, or nothing."""

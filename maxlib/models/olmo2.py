@@ -61,9 +61,6 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norm = lambda heads: nn.norm.HeadsRMSNorm(
-            heads * H, eps=cfg.norm_eps
-        )  # a scale for every dimension of every head
         self.attn = nn.Attention(
             D,
             num_heads=N,
@@ -73,8 +70,8 @@ class Block(nn.Layer):
             rope=rope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(N),
-            k_norm=norm(K),
+            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
+            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -104,26 +101,26 @@ class OLMo2(nn.Decoder):
 
 
 def _is_3(hf: HFConfig) -> bool:
-    return hf.require("model_type", "olmo2", "olmo3") == "olmo3"
+    return hf.take("model_type") == "olmo3"
 
 
 def _read_layer_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
-    types = hf.layer_types(c.num_layers, FULL, SLIDING) if _is_3(fields) else None
+    types = hf.layer_types(c.num_layers, FULL, SLIDING) if _is_3(hf) else None
     return None if types == _pattern(c.num_layers, 4) else types
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
     """Returns the rope of full layers. Raises ValueError if OLMo 3's for sliding ones is not that without scaling."""
-    if not _is_3(fields):
-        return hf.rope(head_dim=c.head_dim)
+    if not _is_3(hf):
+        return fields.read_rope(hf, head_dim=c.head_dim)
     parameters = hf.take("rope_parameters", None, kind=dict)
     if parameters and not {FULL, SLIDING} <= parameters.keys():
         raise ValueError(
             f"config.json: rope_parameters must describe {FULL} and {SLIDING} apart, got {', '.join(parameters)}: "
             "which layers are scaled differs between the versions of transformers that write one for both."
         )
-    far = hf.rope(head_dim=c.head_dim, default_theta=500_000.0, layer_type=FULL)
-    near = hf.rope(head_dim=c.head_dim, default_theta=500_000.0, layer_type=SLIDING, scaling_field=None)
+    far = fields.read_rope(hf, head_dim=c.head_dim, default_theta=500_000.0, layer_type=FULL)
+    near = fields.read_rope(hf, head_dim=c.head_dim, default_theta=500_000.0, layer_type=SLIDING, scaling_field=None)
     if near.theta != far.theta or near.scaling is not None:
         raise ValueError(
             f"config.json: rope_parameters.{SLIDING} must be as {FULL} without its scaling, got {near} and {far}: "
@@ -133,10 +130,10 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 
 
 def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    fields = rope_to_hf(rope, head_dim=cfg.head_dim, whole_heads=True)
+    written = fields.write_rope(rope, head_dim=cfg.head_dim, whole_heads=True)
     near = {"rope_type": "default", "rope_theta": rope.theta}
-    apart = {"rope_parameters": {FULL: fields["rope_parameters"], SLIDING: near}}
-    return fields if cfg.window is None else fields | apart
+    apart = {"rope_parameters": {FULL: written["rope_parameters"], SLIDING: near}}
+    return written if cfg.window is None else written | apart
 
 
 FIELDS = Fields(
@@ -148,7 +145,7 @@ FIELDS = Fields(
         Computed("rope", _read_rope, _write_rope),
         Computed(
             "window",
-            lambda fields, c: fields.take("sliding_window", 4096) if _is_3(fields) else None,
+            lambda hf, c: hf.take("sliding_window", 4096) if _is_3(hf) else None,
             lambda window, cfg: {} if window is None else {"sliding_window": window},
         ),
         Computed(
@@ -158,17 +155,11 @@ FIELDS = Fields(
         ),
         fields.ATTENTION_BIAS,
     ],
-    model_types={"olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo2ForCausalLM"},
+    model_types={"olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"},
+    model_type=lambda cfg: "olmo2" if cfg.window is None else "olmo3",
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads, "norm_eps": 1e-5},
 )
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-#         three = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
-#         return super().to_hf() | ({} if self.window is None else three)
 
 
 def _table(cfg: Config) -> Table:

@@ -38,6 +38,9 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
 
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
     @property
     def head_dim(self) -> int:
         """Width of a head of attention."""
@@ -83,9 +86,6 @@ class FullBlock(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norm = lambda heads: nn.norm.HeadsRMSNorm(
-            heads * H, eps=cfg.norm_eps
-        )  # a scale for every dimension of every head
         self.attn = nn.Attention(
             D,
             num_heads=N,
@@ -94,8 +94,8 @@ class FullBlock(nn.Layer):
             rope=cfg.rope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(N),
-            k_norm=norm(K),
+            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
+            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -128,18 +128,17 @@ class OLMoHybrid(nn.Decoder):
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope | None:
     # The release has null for the base: nothing is rotated. Without one it is 10,000.
-    given = hf.take("rope_parameters", None, kind=dict)
-    where = fields if given is None else hf.nested("rope_parameters")
+    where = hf if hf.take("rope_parameters", None, kind=dict) is None else hf.nested("rope_parameters")
     if "rope_theta" in where and where.take("rope_theta", None, kind=float, nullable=True) is None:
         where.ignore("rope_type")
         return None
-    return hf.rope(head_dim=c.dim // c.num_heads, default_length=c.max_length)
+    return fields.read_rope(hf, head_dim=c.dim // c.num_heads, default_length=c.max_length)
 
 
 def _write_rope(rope: Rope | None, cfg: Any) -> dict[str, Any]:
     if rope is None:
         return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-    return rope_to_hf(rope, head_dim=cfg.head_dim) | {"max_position_embeddings": cfg.max_length}
+    return fields.write_rope(rope, head_dim=cfg.head_dim) | {"max_position_embeddings": cfg.max_length}
 
 
 FIELDS = Fields(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import LongRope, Rope
-from maxlib.weights import Family, Fields, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,28 @@ class Phi3(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
+_ROPE = fields.rope(partial=True, default_length=4096)  # Phi-4-mini turns three quarters of a head
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    rope = _ROPE.read(hf, c)
+    # LongRoPE switches its factors at the length that the config's top level gives, as in all releases.
+    if rope.scaling is not None and hf.take("original_max_position_embeddings", None, kind=int) is None:
+        raise ValueError(
+            "config.json: original_max_position_embeddings must be given beside max_position_embeddings, but it is "
+            "missing: transformers takes 4096 then, whatever the scaling says. Add the length that the model was first "
+            "trained for."
+        )
+    return rope
+
+
 FIELDS = Fields(
     Config,
     [
         *fields.DECODER,
         fields.MLP,
         *fields.ATTENTION,
-        fields.rope(partial=True, default_length=4096),
+        Computed("rope", _read_rope, _ROPE.write),
         fields.WINDOW,
     ],
     model_types={"phi3": "Phi3ForCausalLM"},
@@ -95,21 +110,6 @@ FIELDS = Fields(
     },
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         cfg = super().from_hf(fields)
-#         # LongRoPE switches its factors at the length that the config's top level gives, as in all releases.
-#         if cfg.rope.scaling is not None and fields.take("original_max_position_embeddings", None, kind=int) is None:
-#             raise ValueError(
-#                 "config.json: original_max_position_embeddings must be given beside max_position_embeddings, but it is "
-#                 "missing: transformers takes 4096 then, whatever the scaling says. Add the length that the model was "
-#                 "first trained for."
-#             )
-#         return cfg
 
 
 def _table(cfg: Config) -> Table:

@@ -33,6 +33,9 @@ class Config:
     norm_eps: float = 1e-6
     tied: bool = False
 
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
         """The mask of each layer."""
@@ -80,8 +83,7 @@ FIELDS = Fields(
         fields.MLP,
         *fields.ATTENTION,
         fields.rope(),
-        fields.max_window_layers(FULL, absent=28, window=4096),
-        fields.switched_window(absent=4096),
+        *fields.upper_layers_slide(FULL, absent=28, window=4096),
     ],
     model_types={"qwen2": "Qwen2ForCausalLM"},
     fixed={"hidden_act": "silu"},

@@ -32,6 +32,9 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
 
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
         """The mask of each layer."""
@@ -47,7 +50,6 @@ class Block(nn.Layer):
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         # One scale [H] for all heads. Scores stay bounded: |q . k| <= H * max(scale_q) * max(scale_k).
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
             D,
@@ -58,8 +60,8 @@ class Block(nn.Layer):
             rope=cfg.rope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -90,8 +92,7 @@ FIELDS = Fields(
         fields.MLP,
         *fields.ATTENTION,
         fields.rope(),
-        fields.max_window_layers(FULL, absent=28, window=4096),
-        fields.switched_window(absent=4096),
+        *fields.upper_layers_slide(FULL, absent=28, window=4096),
         fields.ATTENTION_BIAS,
     ],
     model_types={"qwen3": "Qwen3ForCausalLM"},

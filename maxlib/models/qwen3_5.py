@@ -78,11 +78,10 @@ class Block(nn.Layer):
     """Mixes tokens by linear attention or attention, then passes each through experts or an MLP."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
-        norm = lambda: nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
-        self.attn_norm = norm()
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
         self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
-        self.mlp_norm = norm()
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if cfg.mlp_dim is None else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
 
@@ -103,7 +102,6 @@ def _pattern(num_layers: int, period: int = 4) -> tuple[str, ...]:
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
     return nn.Attention(
         cfg.dim,
@@ -114,8 +112,8 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
         out_gate_act=jax.nn.sigmoid,
         bias=cfg.attention_bias,
         out_bias=cfg.attention_bias,
-        q_norm=norm(),
-        k_norm=norm(),
+        q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
+        k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
         rngs=rngs,
     )
 

@@ -53,7 +53,6 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, sparse: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
             D,
@@ -64,8 +63,8 @@ class Block(nn.Layer):
             rope=cfg.rope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
@@ -105,7 +104,7 @@ def _read_num_experts(hf: HFConfig, c: Any) -> int:
 
 
 def _read_window(hf: HFConfig, c: Any) -> int | None:
-    window = switched_window(fields, absent=4096)
+    window = fields.switched_window(hf, absent=4096)
     if window is None:
         hf.ignore("max_window_layers")
     else:

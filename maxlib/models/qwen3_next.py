@@ -51,6 +51,7 @@ class Config:
     num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`)
 
     def __post_init__(self):
+        fields.check_layer_types(self)
         if self.num_mtp not in (0, 1):
             raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
 
@@ -66,11 +67,10 @@ class Block(nn.Layer):
     """Mixes tokens by linear attention or attention, then passes each through experts or an MLP."""
 
     def __init__(self, cfg: Config, kind: str, sparse: bool, *, rngs: nnx.Rngs):
-        norm = lambda: nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
-        self.attn_norm = norm()
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
         self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
-        self.mlp_norm = norm()
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
 
@@ -91,7 +91,6 @@ def _pattern(num_layers: int, period: int = 4) -> tuple[str, ...]:
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True)  # one scale [H] for all heads
     # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
     return nn.Attention(
         cfg.dim,
@@ -102,8 +101,8 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
         out_gate_act=jax.nn.sigmoid,
         bias=cfg.attention_bias,
         out_bias=cfg.attention_bias,
-        q_norm=norm(),
-        k_norm=norm(),
+        q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
+        k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
         rngs=rngs,
     )
 
@@ -138,9 +137,10 @@ class Qwen3Next(nn.mtp.MTPDecoder):
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        block = lambda: Block(cfg, FULL, cfg.num_experts > 0, rngs=rngs)
-        ahead = lambda: nn.mtp.MTP(cfg.dim, block=block(), eps=cfg.norm_eps, plus_one=True, rngs=rngs)
-        self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
+        blocks = [Block(cfg, FULL, cfg.num_experts > 0, rngs=rngs) for _ in range(cfg.num_mtp)]
+        self.mtp = nnx.List(
+            [nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, plus_one=True, rngs=rngs) for block in blocks]
+        )
 
 
 def _by_interval(hf: HFConfig, c: Any) -> tuple[str, ...]:
@@ -180,13 +180,6 @@ FIELDS = Fields(
         "top_k": 10,
     },
 )
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json."""
-#         # A missing field means a quarter, and `hf_rope` writes none for a rope over whole heads.
-#         return {"partial_rotary_factor": 1.0} | super().to_hf()
 
 
 def _linear_attention(cfg: Config) -> list[Weight]:

@@ -70,7 +70,6 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
             D,
@@ -81,8 +80,8 @@ class Block(nn.Layer):
             rope=cfg.mrope,
             bias=bias,
             out_bias=bias,
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
             rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)

@@ -38,6 +38,7 @@ class Config:
     mlp_bias: bool = False
 
     def __post_init__(self):
+        fields.check_layer_types(self)
         if self.rotated is not None and len(self.rotated) != self.num_layers:
             raise ValueError(
                 f"rotated (no_rope_layers) must have {self.num_layers} entries, one for each layer, got "
@@ -115,7 +116,7 @@ def _write_rotated(value: tuple[bool, ...] | None, cfg: Any) -> dict[str, Any]:
 
 def _by_rotation(hf: HFConfig, c: Any) -> tuple[str, ...]:
     """Returns the layer types that config.json implies: with a window, the layers without rotary positions have it."""
-    window = switched_window(fields, absent=None)
+    window = fields.switched_window(hf, absent=None)
     rotated = c.rotated or _rotated(c.num_layers)
     return tuple(FULL if window is None or rotary else SLIDING for rotary in rotated)
 
@@ -129,7 +130,7 @@ FIELDS = Fields(
         fields.rope(default_theta=2_000_000.0),
         Computed("rotated", _read_rotated, _write_rotated),
         fields.layer_types(FULL, SLIDING, usual=lambda c: (FULL,) * c.num_layers, absent=_by_rotation),
-        fields.switched_window(absent=None),
+        fields.window_of_sliding(absent=None),
         fields.ATTENTION_BIAS,
         Field("mlp_bias"),
     ],
