@@ -9,9 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from maxlib import ops
-from maxlib.weights import Field, Fields, HFConfig, fields
-
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
+from maxlib.weights import Field, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,23 +96,17 @@ class Vision(Images):
     """Sizes of the encoder of E2B, E4B, 26B-A4B and 31B."""
 
     unified = False
-    model_types = ("gemma4",)
-    architecture = "Gemma4ForConditionalGeneration"
-    fixed = {IN + "model_type": "gemma4_vision", IN + "hidden_activation": "gelu_pytorch_tanh"}
-    fixed_if_present = {IN + "attention_bias": (False, None)}
-    # Of processors, or read by nobody.
-    ignored = tuple(IN + name for name in ("default_output_length", "max_position_embeddings", "global_head_dim"))
 
-    dim: int = hf(IN + "hidden_size", 768)
-    mlp_dim: int = hf(IN + "intermediate_size", 3072)
-    num_layers: int = hf(IN + "num_hidden_layers", 16)
-    num_heads: int = hf(IN + "num_attention_heads", 12)
-    num_kv_heads: int = hf(IN + "num_key_value_heads", 12)
-    head_dim: int = hf(IN + "head_dim", 64)
-    rope_theta: float = hf_fields(_read_theta, _write_theta, default=100.0)
-    num_positions: int = hf(IN + "position_embedding_size", 10_240)
-    clipped: bool = hf(IN + "use_clipped_linears", False)  # linear layers have stored bounds
-    standardize: bool = hf(IN + "standardize", False)  # means are moved and scaled by stored numbers
+    dim: int = 768
+    mlp_dim: int = 3072
+    num_layers: int = 16
+    num_heads: int = 12
+    num_kv_heads: int = 12
+    head_dim: int = 64
+    rope_theta: float = 100.0
+    num_positions: int = 10_240
+    clipped: bool = False  # linear layers have stored bounds
+    standardize: bool = False  # means are moved and scaled by stored numbers
 
     def __post_init__(self):
         super().__post_init__()
@@ -132,54 +124,65 @@ class UnifiedVision(Images):
     """Sizes of what the 12B model has in place of an encoder."""
 
     unified = True
-    model_types = ("gemma4_unified",)
-    architecture = "Gemma4UnifiedForConditionalGeneration"
-    fixed = {IN + "model_type": "gemma4_unified_vision"}
-    ignored = (IN + "num_soft_tokens",)  # of the processor
 
-    dim: int = hf(IN + "mm_embed_dim", 3840, same=(IN + "output_proj_dims",))
-    num_positions: int = hf(IN + "mm_posemb_size", 1120)
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "UnifiedVision":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        found = super().from_hf(fields)
-        fields.nested("vision_config").require("model_patch_size", found.patch_side)
-        return found
+    dim: int = 3840
+    num_positions: int = 1120
 
 
-def _read_theta(hf: HFConfig, c: Any) -> float:
-    vision = hf.nested("vision_config")
-    if not vision.take("rope_parameters", None, kind=dict):
-        return 100.0
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial", "default")  # as first released
-    return rope.take("rope_theta", 100.0)
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
-
-
-def read_vision(hf: HFConfig) -> Vision | UnifiedVision | None:
-    """Reads the image settings of a config; None if it says nothing."""
-    hf.ignore("vision_soft_tokens_per_image")  # of processors
-    if hf.take("vision_config", None, kind=dict) is not None:
-        return (UnifiedVision if hf.take("model_type") == "gemma4_unified" else Vision).from_hf(fields)
-    hf.ignore(*(f"{name}_token_id" for name in ("image", "video", "boi", "eoi")))
-    return None
-
-
-FIELDS = Fields(
-    Images,
+_IMAGES = [
+    Field("image_token", "image_token_id"),
+    Field("video_token", "video_token_id"),
+    Field("audio_token", "audio_token_id"),
+    Field("begin_token", "boi_token_id"),
+    Field("end_token", "eoi_token_id"),
+    *fields.under(
+        "vision_config",
+        [
+            Field("patch_size"),
+            Field("pool", "pooling_kernel_size"),
+            Field("norm_eps", "rms_norm_eps"),
+        ],
+    ),
+]
+VISION = Fields(
+    Vision,
     [
-        Field("image_token", "image_token_id"),
-        Field("video_token", "video_token_id"),
-        Field("audio_token", "audio_token_id"),
-        Field("begin_token", "boi_token_id"),
-        Field("end_token", "eoi_token_id"),
-        Field("patch_size", IN + "patch_size"),
-        Field("pool", IN + "pooling_kernel_size"),
-        Field("norm_eps", IN + "rms_norm_eps"),
+        *_IMAGES,
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("num_layers", "num_hidden_layers"),
+                *fields.ATTENTION,
+                Field("num_positions", "position_embedding_size"),
+                Field("clipped", "use_clipped_linears"),
+                Field("standardize"),
+            ],
+        ),
+        fields.axial_theta(100.0, "default"),  # the second as first released
     ],
+    fixed={
+        "vision_config.model_type": "gemma4_vision",
+        "vision_config.hidden_activation": "gelu_pytorch_tanh",
+    },
+    fixed_if_present={"vision_config.attention_bias": (False, None)},
+    ignored=[  # of processors, or read by nobody
+        "vision_config.default_output_length",
+        "vision_config.max_position_embeddings",
+        "vision_config.global_head_dim",
+    ],
+)
+UNIFIED = Fields(
+    UnifiedVision,
+    [
+        *_IMAGES,
+        *fields.under("vision_config", [Field("dim", "mm_embed_dim"), Field("num_positions", "mm_posemb_size")]),
+    ],
+    fixed={
+        "vision_config.model_type": "gemma4_unified_vision",
+        "vision_config.output_proj_dims": lambda c: c.dim,
+    },
+    fixed_if_present={"vision_config.model_patch_size": lambda c: c.patch_size * c.pool},
+    ignored=["vision_config.num_soft_tokens"],  # of the processor
 )

@@ -12,9 +12,8 @@ from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
-from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, names
+from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
 
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
 SHUFFLE = 2  # side of the squares of patches that become one vector
 
 
@@ -49,8 +48,16 @@ class Vision:
 
     def tower(self, rngs: nnx.Rngs) -> "Llama4Vision":
         """Builds the encoder."""
-        sizes = {name: getattr(self, name) for name in ("num_layers", "num_heads", "image_size", "patch_size")}
-        return Llama4Vision(self.dim, self.mlp_dim, **sizes, theta=self.rope_theta, rngs=rngs)
+        return Llama4Vision(
+            self.dim,
+            self.mlp_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            theta=self.rope_theta,
+            rngs=rngs,
+        )
 
     def projector(self, dim: int, rngs: nnx.Rngs) -> "ShuffleProjector":
         """Builds the projector to a text model of width `dim`."""
@@ -91,9 +98,13 @@ class Llama4Vision(nnx.Module):
         self.positions = nnx.Param(init(rngs.params(), (side**2 + 1, dim), jnp.float32), axes=("position", "embed"))
         self.pre_norm = nn.LayerNorm(dim)
         self.rope = ops.GridRope(dim // num_heads, side, theta)
-        parts = {"num_heads": num_heads, "rope": self.rope, "act": exact_gelu, "eps": 1e-5}
-        make = lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, **parts, rngs=rngs)
-        self.layers = nn.Stack(make, num_layers, rngs=rngs)
+        self.layers = nn.Stack(
+            lambda _, rngs: nn.vision.EncoderBlock(
+                dim, mlp_dim, num_heads=num_heads, rope=self.rope, act=exact_gelu, eps=1e-5, rngs=rngs
+            ),
+            num_layers,
+            rngs=rngs,
+        )
         self.norm = nn.LayerNorm(dim)
 
     def __call__(
@@ -143,60 +154,56 @@ class ShuffleProjector(nnx.Module):
 
 
 def _read_theta(hf: HFConfig, c: Any) -> float:
-    rope = hf.nested("vision_config").rope(head_dim=c.dim // c.num_heads)
+    rope = fields.read_rope(hf.nested("vision_config"), head_dim=c.dim // c.num_heads)
     if rope.scaling is not None:
         raise ValueError(f"config.json: the rope of vision_config must have no scaling, got {rope.scaling}")
     return rope.theta
 
 
 def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_theta": theta, IN + "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return {
+        "vision_config.rope_theta": theta,
+        "vision_config.rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
 
 
 FIELDS = Fields(
     Vision,
     [
-        Field("dim", IN + "hidden_size"),
-        Field("num_layers", IN + "num_hidden_layers"),
-        Field("num_heads", IN + "num_attention_heads"),
-        Field("image_size", IN + "image_size"),
-        Field("patch_size", IN + "patch_size"),
-        Field("projector_dim", IN + "projector_output_dim"),
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("num_layers", "num_hidden_layers"),
+                Field("num_heads", "num_attention_heads"),
+                Field("image_size"),
+                Field("patch_size"),
+                Field("projector_dim", "projector_output_dim"),
+            ],
+        ),
         Computed("rope_theta", _read_theta, _write_theta),
         Field("image_token", "image_token_index"),
         Field("begin_token", "boi_token_index"),
         Field("end_token", "eoi_token_index"),
     ],
     fixed={
-        IN + "model_type": "llama4_vision_model",
-        IN + "num_channels": 3,
-        IN + "hidden_act": "gelu",
-        IN + "pixel_shuffle_ratio": 1 / SHUFFLE,
+        "vision_config.model_type": "llama4_vision_model",
+        "vision_config.num_channels": 3,
+        "vision_config.hidden_act": "gelu",
+        "vision_config.pixel_shuffle_ratio": 1 / SHUFFLE,
+        "vision_config.projector_input_dim": lambda c: c.projector_dim,
+        "vision_config.vision_output_dim": lambda c: c.projector_dim,
+        "vision_config.intermediate_size": lambda c: c.dim * SHUFFLE**2,
     },
-    # The releases have these, and nothing reads them: the norms' epsilon is 1e-5, and no projector has a bias.
-    ignored=(
-        *(IN + "norm_eps", IN + "multi_modal_projector_bias"),
-        *(IN + "vision_feature_layer", IN + "vision_feature_select_strategy"),
-    ),
-    # TODO fixed same ('projector_dim', '(IN + "projector_input_dim", IN + "vision_output_dim")')
+    ignored=[
+        # The releases have these, and nothing reads them: the norms' epsilon is 1e-5, and no projector has a bias.
+        "vision_config.norm_eps",
+        "vision_config.multi_modal_projector_bias",
+        "vision_config.vision_feature_layer",
+        "vision_config.vision_feature_select_strategy",
+    ],
     absent={"dim": 768, "image_size": 448},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Vision":
-#         """Reads the image settings of config.json."""
-#         vision = super().from_hf(fields)
-#         fields.nested("vision_config").require("intermediate_size", vision.mlp_dim)
-#         return vision
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the image settings for config.json."""
-#         written = super().to_hf()
-#         return written | {"vision_config": written["vision_config"] | {"intermediate_size": self.mlp_dim}}
 
 
 def table() -> Table:

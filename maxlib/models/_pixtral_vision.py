@@ -18,9 +18,8 @@ from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
-from maxlib.weights import Computed, Field, Fields, HFConfig, Renamed, Table, Weight, names
+from maxlib.weights import Computed, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
 MERGING, PLAIN = "mistral3", "llava"  # squares of patches become one vector each, or each patch does (Pixtral 12B)
 EPS = 1e-5  # of the encoder's norms
 ACTS = {"silu": jax.nn.silu, "gelu": exact_gelu}
@@ -178,18 +177,21 @@ class PixtralVision(nnx.Module):
         return self.down(exact_gelu(self.up(x))), None
 
 
-def _read_theta(hf: HFConfig, c: Any) -> float:
-    vision = hf.nested("vision_config")
-    theta = vision.take("rope_theta", 10_000.0)  # as transformers 4 wrote it
-    if not vision.take("rope_parameters", None, kind=dict):
-        return theta
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial", "default")  # one name for it before transformers 5.3, another since
-    return rope.take("rope_theta", theta)
+def _read_kind(hf: HFConfig, c: Any) -> str:
+    kind = hf.require("model_type", MERGING, PLAIN)
+    if kind == PLAIN:
+        # Left out, Llava means features of an earlier layer, without the first patch.
+        hf.take("vision_feature_layer", kind=object)
+        hf.take("vision_feature_select_strategy", kind=str)
+        hf.require("vision_feature_select_strategy", "full")
+        hf.ignore("image_seq_length", "ignore_index")  # of processors and losses
+    hf.require("vision_feature_layer", -1, [-1])  # the encoder's output
+    return kind
 
 
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
+def _write_kind(kind: str, cfg: Any) -> dict[str, Any]:
+    written = {"model_type": kind, "vision_feature_layer": -1}
+    return written | ({"vision_feature_select_strategy": "full", "image_seq_length": 1} if kind == PLAIN else {})
 
 
 def _read_merge(hf: HFConfig, c: Any) -> int:
@@ -203,20 +205,35 @@ def _write_merge(merge: int, cfg: Any) -> dict[str, Any]:
 FIELDS = Fields(
     Vision,
     [
-        Field("kind", "model_type"),
-        Field("dim", IN + "hidden_size"),
-        Field("num_layers", IN + "num_hidden_layers"),
-        Field("num_heads", IN + "num_attention_heads"),
-        Field("mlp_dim", IN + "intermediate_size"),
-        Field("act", IN + "hidden_act"),
-        Field("patch_size", IN + "patch_size"),
-        Field("image_size", IN + "image_size"),
+        Computed("kind", _read_kind, _write_kind),
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("num_layers", "num_hidden_layers"),
+                Field("num_heads", "num_attention_heads"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("act", "hidden_act"),
+                Field("patch_size"),
+                Field("image_size"),
+            ],
+        ),
         Computed("merge", _read_merge, _write_merge),
-        Computed("rope_theta", _read_theta, _write_theta),
+        fields.axial_theta(10_000.0, "default"),  # one name for it before transformers 5.3, another since
         Field("bias", "multimodal_projector_bias"),
         Field("image_token", "image_token_index"),
     ],
-    fixed={IN + "model_type": "pixtral", IN + "num_channels": 3, "projector_hidden_act": "gelu"},
+    fixed={
+        "vision_config.model_type": "pixtral",
+        "vision_config.num_channels": 3,
+        "vision_config.head_dim": lambda c: c.dim // c.num_heads,
+        "projector_hidden_act": "gelu",
+    },
+    ignored=[  # of all configs, of none but text models
+        "vision_config.tie_word_embeddings",
+        "vision_config.is_composition",
+        "vision_config.vocab_size",
+    ],
     absent={
         "act": "gelu",
         "patch_size": 16,
@@ -225,35 +242,6 @@ FIELDS = Fields(
         "image_token": lambda c: 10 if c.kind == MERGING else 32_000,
     },
 )
-
-
-# TODO
-#     @classmethod
-#     def read(cls, fields: HFConfig) -> "Vision":
-#         """Reads the image settings of a config."""
-#         own, kind = fields.nested("vision_config"), fields.require("model_type", MERGING, PLAIN)
-#         # The encoder's output. Left out, Llava means features of an earlier layer, without the first patch.
-#         absent: Any = {} if kind == PLAIN else {"default": -1}
-#         if (layer := fields.take("vision_feature_layer", **absent, kind=object)) not in (-1, [-1]):
-#             raise ValueError(f"{fields.where('vision_feature_layer')} must be -1, the encoder's output, got {layer}")
-#         if kind == PLAIN:
-#             fields.take("vision_feature_select_strategy", kind=str)
-#             fields.require("vision_feature_select_strategy", "full")
-#             fields.ignore("image_seq_length", "ignore_index")  # of processors and losses
-#         found = cls.from_hf(fields)
-#         own.require("head_dim", found.dim // found.num_heads)
-#         own.ignore("tie_word_embeddings", "is_composition", "vocab_size")  # of all configs, of none but text models
-#         return found
-
-
-# TODO
-#     def written(self) -> dict[str, Any]:
-#         """Returns the fields that `read` reads."""
-#         found = self.to_hf()
-#         own = {"head_dim": self.dim // self.num_heads}
-#         more = {"vision_feature_select_strategy": "full", "image_seq_length": 1} if self.kind == PLAIN else {}
-#         found |= {"vision_config": found["vision_config"] | own}
-#         return found | {"vision_feature_layer": -1} | more
 
 
 def table() -> Table:

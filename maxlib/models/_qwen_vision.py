@@ -18,9 +18,7 @@ from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
-from maxlib.weights import REQUIRED, Computed, Field, Fields, HFConfig, Table, Weight, names
-
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
+from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +69,8 @@ class Vision:
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
-        return np.asarray(found.pixels), np.asarray(found.grids)
+        patches = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
+        return np.asarray(patches.pixels), np.asarray(patches.grids)
 
 
 class Block(nnx.Module):
@@ -172,74 +170,51 @@ class QwenVision(nnx.Module):
         return row(y) * (1 - down) + row(y + 1) * down
 
 
-def _read_theta(hf: HFConfig, c: Any) -> float:
-    vision = hf.nested("vision_config")
-    if not vision.take("rope_parameters", None, kind=dict):
-        return 10_000.0
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial")
-    return rope.take("rope_theta", 10_000.0)
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
-
-
-def hf_sections(default: tuple[int, ...]) -> Any:
-    """Declares the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in `rope_scaling`."""
-
-    def read(hf: HFConfig, c: Any) -> tuple[int, ...]:
-        found = default
-        for name in ("rope_scaling", "rope_parameters"):
-            if hf.take(name, None, kind=dict):
-                rope = hf.nested(name)
-                rope.require("mrope_interleaved", True)
-                found = tuple(rope.take("mrope_section", list(found), kind=list))
-        return found
-
-    name = "rope_parameters.mrope_"
-    return hf_fields(read, lambda s, cfg: {f"{name}section": list(s), f"{name}interleaved": True}, default=default)
-
-
 FIELDS = Fields(
     Vision,
     [
-        Field("dim", IN + "hidden_size"),
-        Field("num_layers", IN + "depth"),
-        Field("num_heads", IN + "num_heads"),
-        Field("mlp_dim", IN + "intermediate_size"),
-        Field("patch_size", IN + "patch_size"),
-        Field("frames", IN + "temporal_patch_size"),
-        Field("merge", IN + "spatial_merge_size"),
-        Field("num_positions", IN + "num_position_embeddings"),
-        Field("deepstack", IN + "deepstack_visual_indexes"),
-        Computed("rope_theta", _read_theta, _write_theta),
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("num_layers", "depth"),
+                Field("num_heads"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("patch_size"),
+                Field("frames", "temporal_patch_size"),
+                Field("merge", "spatial_merge_size"),
+                Field("num_positions", "num_position_embeddings"),
+                Field("deepstack", "deepstack_visual_indexes"),
+            ],
+        ),
+        fields.axial_theta(10_000.0),
         Field("image_token", "image_token_id"),
         Field("video_token", "video_token_id"),
         Field("start_token", "vision_start_token_id"),
         Field("end_token", "vision_end_token_id"),
     ],
-    fixed={IN + "in_channels": 3, IN + "hidden_act": "gelu_pytorch_tanh"},
-    absent={"image_token": REQUIRED, "video_token": REQUIRED, "start_token": REQUIRED, "end_token": REQUIRED},
+    fixed={"vision_config.in_channels": 3, "vision_config.hidden_act": "gelu_pytorch_tanh"},
 )
 
 
-# TODO
-#     @classmethod
-#     def read(cls, fields: HFConfig, dim: int, *kinds: str) -> "Vision":
-#         """Reads the image settings of a config, for a text model of width `dim` of the model types `kinds`."""
-#         own = fields.nested("vision_config")
-#         own.require("model_type", *[name for kind in kinds for name in (f"{kind}_vision", kind)])  # as first written
-#         own.require("out_hidden_size", dim)
-#         return cls.from_hf(fields)
+def sections(default: tuple[int, ...]) -> Computed:
+    """Makes the entry of the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in
+    `rope_scaling`.
+    """
 
+    def read(hf: HFConfig, c: Any) -> tuple[int, ...]:
+        value = default
+        for name in ("rope_scaling", "rope_parameters"):
+            if hf.take(name, None, kind=dict):
+                rope = hf.nested(name)
+                rope.require("mrope_interleaved", True)
+                value = tuple(rope.take("mrope_section", list(value), kind=list))
+        return value
 
-# TODO
-#     def written(self, dim: int, kind: str) -> dict[str, Any]:
-#         """Returns the fields that `read` reads."""
-#         found = self.to_hf()
-#         own = {"model_type": f"{kind}_vision", "out_hidden_size": dim}
-#         return found | {"vision_config": found["vision_config"] | own}
+    def write(value: tuple[int, ...], cfg: Any) -> dict[str, Any]:
+        return {"rope_parameters.mrope_section": list(value), "rope_parameters.mrope_interleaved": True}
+
+    return Computed("sections", read, write)
 
 
 def table() -> Table:

@@ -130,7 +130,7 @@ _ROPES = {2: fields.latent_rope(interleaved=True), 3: fields.latent_rope()}
 
 
 def _read_version(hf: HFConfig, c: Any) -> int:
-    version = 2 if hf.take("model_type") == "deepseek_v2" else 3
+    version = 2 if c.model_type == "deepseek_v2" else 3
     for name, value in _FIXED[version].items():
         hf.require(name, value)
     return version

@@ -135,7 +135,7 @@ DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
 
 
 def _read_kind(hf: HFConfig, c: Any) -> bool:
-    if hf.take("model_type") != GLM:
+    if c.model_type != GLM:
         return False
     hf.require("indexer_rope_interleave", True)
     # Which layers choose, in three spellings; the others of GLM 5.1 take the choice of a layer before them.

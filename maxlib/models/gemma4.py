@@ -3,7 +3,7 @@
 It reads images of any size, and E2B, E4B and 12B read sound.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -13,98 +13,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models import _gemma4_conformer, _gemma4_fields, _gemma4_names, _gemma4_towers
-from maxlib.models._gemma4_audio import Audio, UnifiedAudio
-from maxlib.models._gemma4_fields import GLOBAL, LOCAL, TEXT, VISION_TYPES, pattern
-from maxlib.models._gemma4_vision import UnifiedVision, Vision
+from maxlib.models import _gemma4_config, _gemma4_conformer, _gemma4_names, _gemma4_towers
+from maxlib.models._gemma4_audio import Audio as Audio
+from maxlib.models._gemma4_audio import UnifiedAudio as UnifiedAudio
+from maxlib.models._gemma4_config import GLOBAL, SHARES, TAKES, pattern
+from maxlib.models._gemma4_config import LOCAL as LOCAL
+from maxlib.models._gemma4_config import Config as Config
+from maxlib.models._gemma4_vision import UnifiedVision as UnifiedVision
+from maxlib.models._gemma4_vision import Vision as Vision
 from maxlib.ops import Proportional, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, Field, Fields, fields
-
-# A layer has its own keys, shares them with later layers, or takes those of the last layer that shares.
-OWN, SHARES, TAKES = "own", "shares", "takes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Sizes of a Gemma 4; `PRESETS` has the published ones. Vision models have theirs in `text_config`."""
-
-    vocab: int
-    num_layers: int
-    dim: int
-    mlp_dim: int
-    num_heads: int
-    num_kv_heads: int  # of local layers
-    head_dim: int  # of local layers
-    window: int  # of local layers
-    # LOCAL or GLOBAL for each layer; None: every sixth is global, and the last.
-    layer_types: tuple[str, ...] | None = None
-    keys_as_values: bool = False  # in global layers
-    global_heads: tuple[int, int]  # width and number of their key heads
-    rope: Rope
-    local_rope: Rope
-    num_shared: int = 0  # last layers, which take keys and values of earlier ones
-    shared_wide: bool = False  # their MLP is twice as wide
-    per_layer_dim: int  # of a token's vector for each layer; 0: none
-    per_layer_vocab: int = 262_144
-    sparse: bool = False  # experts beside the MLP
-    num_experts: int | None
-    top_k: int | None
-    expert_dim: int | None
-    final_softcap: float | None = 30.0
-    norm_eps: float = 1e-6
-    tied: bool = True
-    attention_bias: bool = False
-    # Tokens of an image attend to each other in both directions, in local layers.
-    both_ways: bool
-    pad_token: int | None = 0  # whose vectors stand for placeholders of images and sound
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-    vision: Vision | UnifiedVision | None = None
-    audio: Audio | UnifiedAudio | None = None
-
-    def __post_init__(self):
-        for encoder in self.encoders:
-            encoder.check(self)
-        if self.types[-1] != GLOBAL:
-            raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
-        self._check_shared()
-
-    def _check_shared(self) -> None:
-        """Raises ValueError unless the layers that take keys find some of their type; a drafter takes all of them."""
-        own, got = self.types[: self.num_layers - self.num_shared], f"{self.num_shared} of {self.types}"
-        if not 0 <= self.num_shared < self.num_layers or {*own} != {*self.types}:
-            raise ValueError(f"num_shared (num_kv_shared_layers) must leave layers of each type, got {got}")
-
-    @property
-    def encoders(self) -> tuple[Vision | UnifiedVision | Audio | UnifiedAudio, ...]:
-        """Settings of images and of sound, if the model reads them."""
-        return tuple(encoder for encoder in (self.vision, self.audio) if encoder is not None)
-
-    @property
-    def audio_token(self) -> int | None:
-        """The placeholder of sound, which a model that only sees refuses; None for a text model."""
-        return self.encoders[-1].audio_token if self.encoders else None
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """LOCAL or GLOBAL for each layer."""
-        return self.layer_types or pattern(self.num_layers)
-
-    @property
-    def kinds(self) -> tuple[tuple[str, str], ...]:
-        """The type of each layer, and whether its keys are its own: OWN, SHARES (the last of its type) or TAKES."""
-        own = self.num_layers - self.num_shared
-        last = {kind: i for i, kind in enumerate(self.types[:own])} if self.num_shared else {}
-        role = lambda i, kind: TAKES if i >= own else SHARES if last.get(kind) == i else OWN
-        return tuple((kind, role(i, kind)) for i, kind in enumerate(self.types))
-
-    @property
-    def parts(self) -> dict[str, tuple[ops.Mask, Rope, tuple[int, int]]]:
-        """Mask, rotary embedding, and width and number of the key heads of either type of layer."""
-        # The window limits the past of images, too.
-        causal = ops.Causal() | ops.BidirectionalBlocks() if self.vision and self.both_ways else ops.Causal()
-        local = causal & ops.SlidingWindow(self.window), self.local_rope, (self.head_dim, self.num_kv_heads)
-        return {LOCAL: local, GLOBAL: (ops.Causal(), self.rope, self.global_heads)}
+from maxlib.weights import Family
 
 
 class Block(nn.Layer):
@@ -112,19 +31,18 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs):
         self.kind, self.role = kind, role
-        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (
-            nn.RMSNorm(cfg.dim, eps=cfg.norm_eps) for _ in range(4)
-        )
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, kind, role, rngs=rngs)
         wide = 2 if role == TAKES and cfg.shared_wide else 1
         self.mlp = nn.GatedMLP(cfg.dim, wide * cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if cfg.sparse else None
         if cfg.sparse:
-            self.moe_norm, self.moe_post_norm, self.mlp_own_norm = (
-                nn.RMSNorm(cfg.dim, eps=cfg.norm_eps),
-                nn.RMSNorm(cfg.dim, eps=cfg.norm_eps),
-                nn.RMSNorm(cfg.dim, eps=cfg.norm_eps),
-            )
+            self.moe_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+            self.moe_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+            self.mlp_own_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         P = cfg.per_layer_dim
         self.per_layer = nn.per_layer.PerLayerGate(cfg.dim, P, eps=cfg.norm_eps, rngs=rngs) if P else None
         self.factor = nnx.Variable(jnp.ones(1), axes=("norm",))  # stored, but not trained
@@ -133,8 +51,7 @@ class Block(nn.Layer):
         self, x: nn.stack.WithShared, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
     ):
         h, cache, shared = self._attend(self.attn_norm(x.x), x, ctx, cache)
-        # [B, T, D], the residual stream
-        y = constrain(x.x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
+        y = nn.residual(x.x, h, "attn", norm=self.attn_post_norm)  # [B, T, D], the residual stream
         h, aux = self.mlp(self.mlp_norm(y)), {}
         if self.moe is not None:
             # The router norms the stream in its own way.
@@ -156,19 +73,48 @@ class Block(nn.Layer):
 
 
 def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
-    (mask, rope, (H, K)), norm = cfg.parts[kind], lambda: nn.RMSNorm(H, eps=cfg.norm_eps)
-    # Norms set the scale of queries and keys, so scores have no other factor.
-    own: Any = dict(num_heads=cfg.num_heads, head_dim=H, num_kv_heads=K, mask=mask, rope=rope, q_norm=norm(), scale=1.0)
-    own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
+    mask, rope, (H, K) = cfg.parts[kind]
     if role == TAKES:
-        return nn.SharedKVAttention(cfg.dim, **own)
-    own |= dict(k_norm=norm(), v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps))
-    return nn.Attention(cfg.dim, **own, keys_as_values=cfg.keys_as_values and kind == GLOBAL)
+        return nn.SharedKVAttention(
+            cfg.dim,
+            num_heads=cfg.num_heads,
+            num_kv_heads=K,
+            head_dim=H,
+            mask=mask,
+            rope=rope,
+            q_norm=nn.RMSNorm(H, eps=cfg.norm_eps),
+            scale=1.0,
+            bias=cfg.attention_bias,
+            out_bias=cfg.attention_bias,
+            rngs=rngs,
+        )
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=K,
+        head_dim=H,
+        mask=mask,
+        rope=rope,
+        q_norm=nn.RMSNorm(H, eps=cfg.norm_eps),
+        k_norm=nn.RMSNorm(H, eps=cfg.norm_eps),
+        v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps),
+        scale=1.0,  # norms set the scale of queries and keys
+        keys_as_values=cfg.keys_as_values and kind == GLOBAL,
+        bias=cfg.attention_bias,
+        out_bias=cfg.attention_bias,
+        rngs=rngs,
+    )
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     router = nn.router.ScaledRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, eps=cfg.norm_eps, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, activation=ops.geglu, losses=cfg.losses, rngs=rngs)
+
+
+def _per_layer_embed(cfg: Config, *, rngs: nnx.Rngs) -> nn.per_layer.PerLayerEmbed:
+    return nn.per_layer.PerLayerEmbed(
+        cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim, eps=cfg.norm_eps, rngs=rngs
+    )
 
 
 class Gemma4(nn.audio.AudioDecoder):
@@ -185,8 +131,7 @@ class Gemma4(nn.audio.AudioDecoder):
         self.layers_take_tokens = cfg.per_layer_dim > 0
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        sizes = cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim
-        self.per_layer = nn.per_layer.PerLayerEmbed(*sizes, eps=cfg.norm_eps, rngs=rngs) if cfg.per_layer_dim else None
+        self.per_layer = _per_layer_embed(cfg, rngs=rngs) if cfg.per_layer_dim else None
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
@@ -220,97 +165,27 @@ class Gemma4(nn.audio.AudioDecoder):
         """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is
         added to a token's index to find it among them.
         """
-        own = self.cfg.types[: self.cfg.num_layers - self.cfg.num_shared]
-        last = {kind: self.layers.cache_of(i, cache.layers) for i, kind in enumerate(own)}
-        return {kind: one.unrolled(cache.length) for kind, one in last.items()}
+        types = self.cfg.types[: self.cfg.num_layers - self.cfg.num_shared]
+        last = {kind: self.layers.cache_of(i, cache.layers) for i, kind in enumerate(types)}
+        return {kind: layer_cache.unrolled(cache.length) for kind, layer_cache in last.items()}
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
         """Returns a vector of each token for each layer, if the model has them."""
         return None if self.per_layer is None else self.per_layer(x, cast(Any, ctx.tokens))
 
 
-FIELDS = Fields(
-    Config,
-    [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
-        fields.WINDOW,
-        fields.layer_types(LOCAL, GLOBAL, usual=lambda c: pattern(c.num_layers)),
-        Field("keys_as_values", "attention_k_eq_v"),
-        _gemma4_fields.hf_global_heads(
-            "global_heads",
-        ),
-        fields.layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25))),
-        fields.layer_rope(LOCAL, lambda c: c.head_dim, Rope),
-        Field("num_shared", "num_kv_shared_layers"),
-        Field("shared_wide", "use_double_wide_mlp"),
-        _gemma4_fields.hf_per_layer(
-            "per_layer_dim",
-        ),
-        Field("per_layer_vocab", "vocab_size_per_layer_input"),
-        Field("sparse", "enable_moe_block"),
-        _gemma4_fields.hf_of_experts("num_experts", "num_experts"),
-        _gemma4_fields.hf_of_experts("top_k", "top_k_experts"),
-        _gemma4_fields.hf_of_experts("expert_dim", "moe_intermediate_size"),
-        Field("final_softcap", "final_logit_softcapping"),
-        fields.ATTENTION_BIAS,
-        _gemma4_fields.hf_both_ways(
-            "both_ways",
-        ),
-        Field("pad_token", "pad_token_id"),
-    ],
-    model_types=TEXT,  # TODO "Gemma4ForCausalLM"
-    fixed={"hidden_activation": "gelu_pytorch_tanh"},
-    absent={
-        "vocab": 262_144,
-        "num_layers": 30,
-        "dim": 2304,
-        "mlp_dim": 9216,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "head_dim": 256,
-        "window": 512,
-        "final_softcap": None,
-    },
-)
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         if fields.require("model_type", *TEXT, *VISION_TYPES) not in VISION_TYPES:
-#             return super().from_hf(fields)
-#         text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
-#         return replace(text, tied=tied, vision=read_vision(fields), audio=read_audio(fields))
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json."""
-#         text = super().to_hf()
-#         if not self.encoders:
-#             return text
-#         del text["architectures"]
-#         text["model_type"] = f"{self.encoders[0].model_types[0]}_text"
-#         written = {"text_config": text, "tie_word_embeddings": self.tied}
-#         for encoder in self.encoders:
-#             written |= encoder.to_hf()
-#         return written
-
-
 # fmt: off
-_ROPES: Any = {"rope": Rope(512, 1e6, Proportional(0.25), max_length=262_144), "local_rope": Rope(256, max_length=262_144)}
 _LARGE = Vision(dim=1152, mlp_dim=4304, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=72, standardize=True)
 _31B = Config(
     vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,
-    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE, **_ROPES)
+    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE,
+    rope=Rope(512, 1e6, Proportional(0.25), max_length=262_144), local_rope=Rope(256, max_length=262_144),
+)
 _E2B = replace(
     _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,
-    global_heads=(512, 1), **{name: replace(rope, max_length=131_072) for name, rope in _ROPES.items()},
-    layer_types=pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256, both_ways=False,
-    vision=Vision(clipped=True), audio=Audio(),
+    global_heads=(512, 1), rope=replace(_31B.rope, max_length=131_072),
+    local_rope=replace(_31B.local_rope, max_length=131_072), layer_types=pattern(35, period=5), num_shared=20,
+    shared_wide=True, per_layer_dim=256, both_ways=False, vision=Vision(clipped=True), audio=Audio(),
 )
 PRESETS = {
     "gemma4-e2b": _E2B,
@@ -324,11 +199,5 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="gemma4",
-    model=Gemma4,
-    config=Config,
-    table=_gemma4_names.table,
-    presets=PRESETS,
-    model_types=(*TEXT, *VISION_TYPES),
-)
+FIELDS = _gemma4_config.FIELDS
+FAMILY = Family("gemma4", Gemma4, FIELDS, _gemma4_names.table, PRESETS)

@@ -124,7 +124,7 @@ DENSE, SPARSE = "lfm2", "lfm2_moe"
 
 
 def _of_experts(name: str, hf_name: str, absent: Any) -> Computed:
-    return fields.only_if(lambda hf: hf.take("model_type") == SPARSE, name, hf_name, absent)
+    return fields.only_if(lambda c: c.model_type == SPARSE, name, hf_name, absent)
 
 
 def _read_mlp_dim(hf: HFConfig, c: Any) -> int:

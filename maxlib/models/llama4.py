@@ -2,7 +2,6 @@
 an image encoder.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from maxlib.weights import (
     Fields,
     HFConfig,
     Ignore,
+    Multimodal,
     Renamed,
     Table,
     Weight,
@@ -29,41 +29,14 @@ from maxlib.weights import (
 
 Vision = vision.Vision
 LOCAL, GLOBAL = "chunked_attention", "full_attention"
-hf = functools.partial(hf_or_null, null=REQUIRED)  # transformers takes a null for something else than a default
 
 
-class Block(nn.Layer):
-    """Llama's layer, rotated and local or neither, with experts or with an MLP."""
+class Kind(NamedTuple):
+    """The kind of a layer: LOCAL or GLOBAL, whether it is rotated, and whether it has experts."""
 
-    def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
-        D, bias = cfg.dim, cfg.attention_bias
-        # Without a weight it can be applied before the rotation, which preserves norms.
-        norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
-        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=cfg.masks[kind.layer_type],
-            rope=cfg.rope if kind.rotated else None,
-            temperature=None if kind.rotated else cfg.temperature,
-            q_norm=norm,
-            k_norm=norm,
-            bias=bias,
-            out_bias=bias,
-            rngs=rngs,
-        )
-        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.mlp: Any = None if kind.sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = _experts(cfg, rngs=rngs) if kind.sparse else None
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
+    layer_type: str
+    rotated: bool
+    sparse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,30 +67,60 @@ class Config:
     vision: Vision | None = None
 
     def __post_init__(self):
-        if (found := len(self.layers)) != self.num_layers:
-            raise ValueError(
-                f"kinds (no_rope_layers) must say what each of the {self.num_layers} layers is, got {found}"
-            )
-        if self.qk_norm and self.rope.scaling is not None and self.rope.scaling.magnitude != 1:
-            raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {self.rope.scaling}")
+        _check(self)
 
     @property
     def layers(self) -> tuple[Kind, ...]:
         """The kind of each layer."""
         return _usual(self) if self.kinds is None else self.kinds
 
-    @property
-    def masks(self) -> dict[str, ops.Mask]:
-        """The mask of each type of layer: within chunks of the text, or all of it."""
-        return {LOCAL: ops.Causal() & ops.Chunked(self.chunk), GLOBAL: ops.Causal()}
+
+class Block(nn.Layer):
+    """Llama's layer, rotated and local or neither, with experts or with an MLP."""
+
+    def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
+        D, bias = cfg.dim, cfg.attention_bias
+        # Without a weight it can be applied before the rotation, which preserves norms.
+        norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=_masks(cfg)[kind.layer_type],
+            rope=cfg.rope if kind.rotated else None,
+            temperature=None if kind.rotated else cfg.temperature,
+            q_norm=norm,
+            k_norm=norm,
+            bias=bias,
+            out_bias=bias,
+            rngs=rngs,
+        )
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp: Any = None if kind.sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
+        self.moe: Any = _experts(cfg, rngs=rngs) if kind.sparse else None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = nn.residual(x, h, "attn")
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return nn.residual(x, h, "mlp"), cache, aux
 
 
-class Kind(NamedTuple):
-    """The kind of a layer: LOCAL or GLOBAL, whether it is rotated, and whether it has experts."""
+def _check(cfg: Config) -> None:
+    if len(cfg.layers) != cfg.num_layers:
+        raise ValueError(
+            f"kinds (no_rope_layers) must say what each of the {cfg.num_layers} layers is, got {len(cfg.layers)}"
+        )
+    if cfg.qk_norm and cfg.rope.scaling is not None and cfg.rope.scaling.magnitude != 1:
+        raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {cfg.rope.scaling}")
 
-    layer_type: str
-    rotated: bool
-    sparse: bool
+
+def _masks(cfg: Config) -> dict[str, ops.Mask]:
+    # Within chunks of the text, or all of it.
+    return {LOCAL: ops.Causal() & ops.Chunked(cfg.chunk), GLOBAL: ops.Causal()}
 
 
 def _usual(cfg: Any) -> tuple[Kind, ...]:
@@ -129,8 +132,15 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # An expert's weight, sigmoid(score), scales its input instead of its output.
     router = nn.router.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # applied to every token
-    parts = {"router": router, "shared": shared, "losses": cfg.losses}
-    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, weight_order="EIO", rngs=rngs)  # as stored in files
+    return nn.MoE(
+        cfg.dim,
+        cfg.expert_dim,
+        router=router,
+        shared=shared,
+        losses=cfg.losses,
+        weight_order="EIO",  # as stored in files
+        rngs=rngs,
+    )
 
 
 class Llama4(nn.vision.VisionDecoder):
@@ -142,7 +152,7 @@ class Llama4(nn.vision.VisionDecoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope,)
+        self.masks, self.ropes = tuple(_masks(cfg).values()), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -182,7 +192,7 @@ def _write_temperature(value: nn.TemperatureTuning | None, cfg: Any) -> dict[str
     return {"attn_temperature_tuning": value is not None, "floor_scale": tuning.floor, "attn_scale": tuning.scale}
 
 
-FIELDS = Fields(
+TEXT = Fields(
     Config,
     [
         *fields.DECODER,
@@ -214,30 +224,22 @@ FIELDS = Fields(
         "chunk": 8192,
         "num_experts": 16,
     },
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+    # transformers takes a null for something else than the default.
+    null=dict.fromkeys(
+        (
+            *("vocab", "num_layers", "dim", "mlp_dim", "expert_dim", "num_heads", "chunk", "num_experts", "top_k"),
+            *("moe_every", "qk_norm", "norm_eps", "tied", "attention_bias"),
+        ),
+        REQUIRED,
+    )
+    | {"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         if fields.require("model_type", "llama4_text", "llama4") == "llama4_text":
-#             return super().from_hf(fields)
-#         text = super().from_hf(fields.nested("text_config"))
-#         fields.ignore("tie_word_embeddings")  # the text's counts
-#         return replace(text, vision=Vision.from_hf(fields))
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-#         text = super().to_hf()
-#         if self.vision is None:
-#             return text
-#         del text["architectures"]
-#         sees = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
-#         return sees | {"text_config": text, "tie_word_embeddings": self.tied} | self.vision.to_hf()
+FIELDS = Multimodal(
+    TEXT,
+    {"vision": vision.FIELDS},
+    model_types={"llama4": "Llama4ForConditionalGeneration"},
+    ignored=["tie_word_embeddings"],  # the text's counts
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -275,6 +277,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="llama4", model=Llama4, config=Config, table=_table, presets=PRESETS, model_types=("llama4_text", "llama4")
-)
+FAMILY = Family("llama4", Llama4, FIELDS, _table, PRESETS)

@@ -14,7 +14,7 @@ from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.ops import Rope, Yarn
-from maxlib.weights import Computed, Family, Fields, HFConfig, Table, fields, names
+from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
 
@@ -60,10 +60,17 @@ class Block(nn.Layer):
     """Llama's layer, under a mask that may have a window."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, how = cfg.dim, {"mask": cfg.mask, "rope": cfg.rope, "temperature": cfg.temperature}
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
-            D, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, **how, rngs=rngs
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=cfg.mask,
+            rope=cfg.rope,
+            temperature=cfg.temperature,
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
@@ -96,38 +103,32 @@ class Mistral(nn.vision.NativeVisionDecoder):
         return tokens == self.cfg.vision.image_token
 
 
-def _read_ministral(hf: HFConfig, c: Any) -> bool:
-    return hf.require("model_type", *Config.model_types) == "ministral3"
-
-
-def _write_ministral(value: bool, cfg: Any) -> dict[str, Any]:
-    return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"]} if value else {}
+_ROPE = fields.rope()
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
     if c.ministral:
-        shared.check_length(fields)
-    return fields.read_rope(hf, head_dim=c.head_dim)
+        shared.check_length(hf)
+    return _ROPE.read(hf, c)
 
 
-FIELDS = Fields(
+TEXT = Fields(
     Config,
     [
-        Computed("ministral", _read_ministral, _write_ministral),
+        Computed("ministral", lambda hf, c: c.model_type == "ministral3", lambda value, cfg: {}),
         *fields.DECODER,
         fields.MLP,
         *fields.ATTENTION,
-        Computed(
-            "rope", _read_rope, lambda rope, cfg: fields.write_rope(rope, head_dim=cfg.head_dim, whole_heads=True)
-        ),
+        Computed("rope", _read_rope, _ROPE.write),
         Computed(
             "sharpening",
-            lambda fields, c: shared.read_sharpening(fields) if c.ministral else 0.0,
+            lambda hf, c: shared.read_sharpening(hf) if c.ministral else 0.0,
             lambda value, cfg: shared.written_sharpening(value) if cfg.ministral else {},
         ),
         fields.WINDOW,
     ],
-    model_types={"mistral": "MistralForCausalLM", "ministral3": "MistralForCausalLM"},
+    model_types={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    model_type=lambda cfg: "ministral3" if cfg.ministral else "mistral",
     fixed={"hidden_act": "silu"},
     ignored=("is_composition",),  # in Pixtral 12B: transformers 4.45 wrote it into all parts of a config
     absent={
@@ -137,25 +138,18 @@ FIELDS = Fields(
     },
     null={"num_kv_heads": fields.num_heads},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         if fields.require("model_type", *cls.model_types, *shared.VISION_TYPES) not in shared.VISION_TYPES:
-#             return super().from_hf(fields)
-#         return shared.read_seeing(fields, super().from_hf)
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-#         return shared.written_seeing(super().to_hf(), self.vision)
+FIELDS = Multimodal(
+    TEXT, {"vision": vision.FIELDS}, model_types=shared.VISION_TYPES, model_type=lambda cfg: cfg.vision.kind
+)
 
 
 def _table(cfg: Config) -> Table:
     return shared.table([*names.NORMS, *names.ATTENTION, *names.MLP], cfg.vision)
+
+
+# A YaRN that leaves the size of queries and keys as it is.
+def _yarn(factor: float, length: int) -> Yarn:
+    return Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
 
 
 # fmt: off
@@ -164,8 +158,6 @@ _7B = Config(
     rope=Rope(128, 1_000_000.0, max_length=32_768),
 )
 _LONG = Rope(128, 1_000_000.0, max_length=131_072)
-# A YaRN that leaves the size of queries and keys as it is.
-_yarn = lambda factor, length: Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
 _MINISTRAL = replace(
     _7B, ministral=True, vocab=131_072, num_layers=34, sharpening=0.1, vision=Vision(),
     rope=Rope(128, 1_000_000.0, _yarn(16.0, 16_384), max_length=262_144),
@@ -200,11 +192,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="mistral",
-    model=Mistral,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-    model_types=(*Config.model_types, *shared.VISION_TYPES),
-)
+FAMILY = Family("mistral", Mistral, FIELDS, _table, PRESETS)

@@ -13,7 +13,7 @@ from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.ops import Rope, Yarn
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
 MASK = ops.Causal()
@@ -76,7 +76,6 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
-    sharp = {"scale": scale, "temperature": shared.temperature(cfg.rope, cfg.sharpening)}
     # The norms of the latents have the default epsilon, independent of `norm_eps`.
     return nn.MLA(
         cfg.dim,
@@ -87,14 +86,15 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
         v_dim=cfg.v_dim,
         rope=cfg.rope,
         mask=MASK,
-        **sharp,
+        scale=scale,
+        temperature=shared.temperature(cfg.rope, cfg.sharpening),
         rngs=rngs,
     )
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are a softmax over all experts, of which the best share the weight; no bias evens the load.
+    # Softmax over all experts, renormalized over the top k; no balancing bias.
     router = nn.Router(
         cfg.dim,
         cfg.num_experts,
@@ -105,8 +105,8 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         scale=cfg.routed_scale,
         rngs=rngs,
     )
-    always = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=always, losses=cfg.losses, rngs=rngs)
+    shared_mlp = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared_mlp, losses=cfg.losses, rngs=rngs)
 
 
 class Mistral4(nn.vision.NativeVisionDecoder):
@@ -137,9 +137,15 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
     width = c.nope_dim + turned
     hf.require("head_dim", width)
     hf.require("qk_head_dim", width)
-    shared.check_length(fields, _LENGTH)
-    spelling: Any = dict(partial=True, default_fraction=turned / width, default_length=_LENGTH)
-    rope = fields.read_rope(hf, head_dim=width, interleaved=hf.take("rope_interleave", True), **spelling)
+    shared.check_length(hf, _LENGTH)
+    rope = fields.read_rope(
+        hf,
+        head_dim=width,
+        interleaved=hf.take("rope_interleave", True),
+        partial=True,
+        default_fraction=turned / width,
+        default_length=_LENGTH,
+    )
     if rope.dim != turned:
         raise ValueError(
             f"{hf.where('partial_rotary_factor')} must be qk_rope_head_dim ({turned}) of {width}, got "
@@ -150,11 +156,15 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 
 def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
     width = cfg.nope_dim + rope.dim
-    own = {"qk_rope_head_dim": rope.dim, "head_dim": width, "rope_interleave": rope.interleaved}
-    return own | fields.write_rope(rope, head_dim=width, interleaved=rope.interleaved)
+    widths = {"qk_rope_head_dim": rope.dim, "head_dim": width, "rope_interleave": rope.interleaved}
+    return widths | fields.write_rope(rope, head_dim=width, interleaved=rope.interleaved)
 
 
-FIELDS = Fields(
+def _read_sharpening(hf: HFConfig, c: Any) -> float:
+    return shared.read_sharpening(hf)
+
+
+TEXT = Fields(
     Config,
     [
         *fields.DECODER,
@@ -163,36 +173,21 @@ FIELDS = Fields(
         *fields.DEEPSEEK_EXPERTS,
         *fields.MLA,
         Computed("rope", _read_rope, _write_rope),
-        Computed(
-            "sharpening",
-            lambda fields, c: shared.read_sharpening(fields),
-            lambda value, cfg: shared.written_sharpening(value),
-        ),
+        Computed("sharpening", _read_sharpening, lambda value, cfg: shared.written_sharpening(value)),
         fields.NUM_SHARED,
         *fields.GROUPS,
     ],
     model_types={"mistral4": "Mistral4ForCausalLM"},
-    fixed={"hidden_act": "silu", "attention_bias": False},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "num_key_value_heads": fields.num_heads,
+        "num_local_experts": lambda c: c.num_experts,
+    },
     fixed_if_present={"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1},
-    # TODO fixed same ('num_heads', '("num_key_value_heads",)')
-    # TODO fixed same ('num_experts', '("num_local_experts",)')
     absent={"q_rank": 1024, "kv_rank": 256, "nope_dim": 64, "v_dim": 128, "num_experts": 128, "top_k": 4},
 )
-
-
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         if fields.require("model_type", *cls.model_types, vision.MERGING) != vision.MERGING:
-#             return super().from_hf(fields)
-#         return shared.read_seeing(fields, super().from_hf)
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json."""
-#         return shared.written_seeing(super().to_hf(), self.vision)
+FIELDS = Multimodal(TEXT, {"vision": vision.FIELDS}, model_types={vision.MERGING: shared.VISION_TYPES[vision.MERGING]})
 
 
 def _table(cfg: Config) -> Table:
@@ -212,11 +207,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="mistral4",
-    model=Mistral4,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-    model_types=(*Config.model_types, f"{vision.MERGING}/mistral4"),
-)
+FAMILY = Family("mistral4", Mistral4, FIELDS, _table, PRESETS, model_types=("mistral4", "mistral3/mistral4"))

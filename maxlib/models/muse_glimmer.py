@@ -204,11 +204,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="muse_glimmer",
-    model=MuseGlimmer,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-    model_types=(*Config.model_types, "muse_glimmer"),
-)
+FAMILY = Family("muse_glimmer", MuseGlimmer, FIELDS, _table, PRESETS)

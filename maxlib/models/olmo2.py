@@ -100,18 +100,18 @@ class OLMo2(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
-def _is_3(hf: HFConfig) -> bool:
-    return hf.take("model_type") == "olmo3"
+def _is_3(c: Any) -> bool:
+    return c.model_type == "olmo3"
 
 
 def _read_layer_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
-    types = hf.layer_types(c.num_layers, FULL, SLIDING) if _is_3(hf) else None
+    types = hf.layer_types(c.num_layers, FULL, SLIDING) if _is_3(c) else None
     return None if types == _pattern(c.num_layers, 4) else types
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
     """Returns the rope of full layers. Raises ValueError if OLMo 3's for sliding ones is not that without scaling."""
-    if not _is_3(hf):
+    if not _is_3(c):
         return fields.read_rope(hf, head_dim=c.head_dim)
     parameters = hf.take("rope_parameters", None, kind=dict)
     if parameters and not {FULL, SLIDING} <= parameters.keys():
@@ -145,7 +145,7 @@ FIELDS = Fields(
         Computed("rope", _read_rope, _write_rope),
         Computed(
             "window",
-            lambda hf, c: hf.take("sliding_window", 4096) if _is_3(hf) else None,
+            lambda hf, c: hf.take("sliding_window", 4096) if _is_3(c) else None,
             lambda window, cfg: {} if window is None else {"sliding_window": window},
         ),
         Computed(

@@ -15,12 +15,10 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
+from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed, Table, Weight, fields, names
 
 Vision = vision.Vision
 LINEAR, FULL = "linear_attention", "full_attention"
-DENSE, SPARSE = "qwen3_5_text", "qwen3_5_moe_text"
-VISION_TYPES = ("qwen3_5", "qwen3_5_moe")  # vision models, with the text model's fields in `text_config`
 SECTIONS = (11, 11, 10)  # of M-RoPE
 
 
@@ -31,16 +29,16 @@ class Config:
     vocab: int
     num_layers: int
     dim: int
-    mlp_dim: int | None
-    expert_dim: int | None
-    shared_dim: int | None
-    num_experts: int | None
-    top_k: int | None
+    mlp_dim: int | None = None
+    expert_dim: int | None = None
+    shared_dim: int | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: Rope
-    sections: tuple[int, ...]
+    sections: tuple[int, ...] = SECTIONS
     num_key_heads: int = 16  # of linear attention ...
     num_value_heads: int
     key_dim: int = 128
@@ -57,11 +55,7 @@ class Config:
     stored_mtp: int = field(default=0, compare=False)  # ... if the checkpoint has it
 
     def __post_init__(self):
-        if self.num_mtp not in (0, 1):
-            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
-        if self.vision is not None and self.vision.deepstack:
-            raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
-        self.rotary  # noqa: B018  # its sections are checked
+        _check(self)
 
     @property
     def rotary(self) -> Rope | ops.MRope:
@@ -95,6 +89,15 @@ class Block(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or a state."""
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
+
+
+def _check(cfg: Config) -> None:
+    fields.check_layer_types(cfg)
+    if cfg.num_mtp not in (0, 1):
+        raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
+    if cfg.vision is not None and cfg.vision.deepstack:
+        raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {cfg.vision.deepstack}")
+    cfg.rotary  # noqa: B018  # its sections are checked
 
 
 def _pattern(num_layers: int, period: int = 4) -> tuple[str, ...]:
@@ -149,10 +152,10 @@ class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
-        ahead = lambda: nn.mtp.MTP(
-            cfg.dim, block=Block(cfg, FULL, rngs=rngs), eps=cfg.norm_eps, plus_one=True, rngs=rngs
+        blocks = [Block(cfg, FULL, rngs=rngs) for _ in range(cfg.num_mtp)]
+        self.mtp = nnx.List(
+            [nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, plus_one=True, rngs=rngs) for block in blocks]
         )
-        self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
 
 
 def _by_interval(hf: HFConfig, c: Any) -> tuple[str, ...]:
@@ -161,30 +164,40 @@ def _by_interval(hf: HFConfig, c: Any) -> tuple[str, ...]:
     return _pattern(c.num_layers, period)
 
 
-def _of(kind: str, name: str, absent: int) -> Any:
-    """Declares a size that only dense models or only models with experts have; None in the others."""
-    read = lambda fields, c: hf.take(name, absent) if hf.take("model_type") == kind else None
-    return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
+DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 
 
-FIELDS = Fields(
+def _is_dense(c: Any) -> bool:
+    return c.model_type == f"{DENSE}_text"
+
+
+def _is_sparse(c: Any) -> bool:
+    return c.model_type == f"{SPARSE}_text"
+
+
+def _kind(cfg: Any) -> str:
+    return DENSE if cfg.num_experts is None else SPARSE
+
+
+TEXT = Fields(
     Config,
     [
         *fields.DECODER,
-        _of("mlp_dim", DENSE, "intermediate_size", 12_288),
-        _of("expert_dim", SPARSE, "moe_intermediate_size", 512),
-        _of("shared_dim", SPARSE, "shared_expert_intermediate_size", 512),
-        _of("num_experts", SPARSE, "num_experts", 256),
-        _of("top_k", SPARSE, "num_experts_per_tok", 8),
+        fields.only_if(_is_dense, "mlp_dim", "intermediate_size", 12_288),
+        fields.only_if(_is_sparse, "expert_dim", "moe_intermediate_size", 512),
+        fields.only_if(_is_sparse, "shared_dim", "shared_expert_intermediate_size", 512),
+        fields.only_if(_is_sparse, "num_experts", "num_experts", 256),
+        fields.only_if(_is_sparse, "top_k", "num_experts_per_tok", 8),
         *fields.ATTENTION,
         fields.rope(partial=True, default_fraction=0.25),
-        vision.hf_sections("sections", SECTIONS),
+        vision.sections(SECTIONS),
         *fields.LINEAR_ATTENTION,
         fields.layer_types(LINEAR, FULL, usual=lambda c: _pattern(c.num_layers), absent=_by_interval),
         fields.ATTENTION_BIAS,
-        fields.mtp(absent=0, field="mtp_num_hidden_layers"),
+        fields.mtp(absent=0, hf_name="mtp_num_hidden_layers"),
     ],
-    model_types=(DENSE, SPARSE),  # TODO "TODO"
+    model_types={f"{DENSE}_text": "Qwen3_5ForCausalLM", f"{SPARSE}_text": "Qwen3_5MoeForCausalLM"},
+    model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
     fixed_if_present={
         "attn_output_gate": True,
@@ -194,43 +207,32 @@ FIELDS = Fields(
         "mlp_only_layers": ([],),
         "mtp_use_dedicated_embeddings": False,
     },
-    ignored=("mamba_ssm_dtype",),  # the dtype of the state
+    ignored=["mamba_ssm_dtype"],  # the dtype of the state
     absent={"head_dim": 256, "num_value_heads": 32},
+)
+FIELDS = Multimodal(
+    TEXT,
+    {"vision": vision.FIELDS},
+    model_types={DENSE: "Qwen3_5ForConditionalGeneration", SPARSE: "Qwen3_5MoeForConditionalGeneration"},
+    model_type=_kind,
+    fixed={
+        "vision_config.model_type": lambda c: (
+            *(f"{_kind(c)}_vision", f"{DENSE}_vision", f"{SPARSE}_vision"),
+            *(DENSE, SPARSE),  # as first written
+        ),
+        "vision_config.out_hidden_size": lambda c: c.dim,
+    },
 )
 
 
-# TODO
-#     @classmethod
-#     def from_hf(cls, fields: HFConfig) -> "Config":
-#         """Reads config.json. Raises ValueError for values that the family does not support."""
-#         if fields.require("model_type", DENSE, SPARSE, *VISION_TYPES) not in VISION_TYPES:
-#             return super().from_hf(fields)
-#         text = super().from_hf(fields.nested("text_config"))
-#         tied = fields.take("tie_word_embeddings", text.tied)
-#         return replace(text, tied=tied, vision=Vision.read(fields, text.dim, *VISION_TYPES))
-
-
-# TODO
-#     def to_hf(self) -> dict[str, Any]:
-#         """Returns the fields of config.json."""
-#         kind, name = (DENSE, "Qwen3_5For") if self.num_experts is None else (SPARSE, "Qwen3_5MoeFor")
-#         # A missing field means a quarter, and `hf_rope` writes none for a rope over whole heads.
-#         text = {"partial_rotary_factor": 1.0} | super().to_hf() | {"model_type": kind}
-#         if self.vision is None:
-#             return {"architectures": [name + "CausalLM"]} | text
-#         kind = kind.removesuffix("_text")
-#         own = {"architectures": [name + "ConditionalGeneration"], "model_type": kind, "tie_word_embeddings": self.tied}
-#         return own | {"text_config": text} | self.vision.written(self.dim, kind)
-
-
 def _linear_attention(cfg: Config) -> list[Weight]:
-    heads = {"keys": (cfg.num_key_heads, cfg.key_dim), "values": (cfg.num_value_heads, cfg.value_dim)}
+    keys, values = (cfg.num_key_heads, cfg.key_dim), (cfg.num_value_heads, cfg.value_dim)
     return [
-        *names.queries_keys_values("linear_attn.in_proj_qkv.weight", "delta.{}.w", "D", **heads),
+        *names.queries_keys_values("linear_attn.in_proj_qkv.weight", "delta.{}.w", "D", keys=keys, values=values),
         Weight("linear_attn.in_proj_z.weight", "delta.gate.w", "(N H) D -> N H D"),
         Weight("linear_attn.in_proj_b.weight", "delta.b.w"),
         Weight("linear_attn.in_proj_a.weight", "delta.a.w"),
-        *names.queries_keys_values(*names.CONV1D, **heads),
+        *names.queries_keys_values(*names.CONV1D, keys=keys, values=values),
         *names.LINEAR_ATTENTION,
     ]
 
@@ -248,44 +250,40 @@ def _table(cfg: Config) -> Table:
     return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), *ahead]
 
 
-def _vision(**sizes: Any) -> Vision:
-    return Vision(image_token=248_056, video_token=248_057, start_token=248_053, end_token=248_054, **sizes)
-
-
-def _sized(dim: int, num_layers: int, heads: tuple[int, int], num_value_heads: int, **more: Any) -> Config:
-    num_heads, num_kv_heads = heads
-    sizes: Any = dict(dim=dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=256)
-    sizes |= dict(rope=Rope(64, 10_000_000.0, max_length=262_144), vision=_vision())
-    return Config(vocab=248_320, num_value_heads=num_value_heads, **sizes | more)
+_VISION = Vision(image_token=248_056, video_token=248_057, start_token=248_053, end_token=248_054)
+_SMALL = replace(_VISION, dim=1024, num_layers=24, mlp_dim=4096)
 
 
 # fmt: off
-_SMALL = _vision(dim=1024, num_layers=24, mlp_dim=4096)
-_27B = _sized(5120, 64, (24, 4), 48, mlp_dim=17_408)
-_35B = _sized(2048, 40, (16, 2), 32, expert_dim=512, shared_dim=512, num_experts=256, top_k=8)
+_9B = Config(
+    vocab=248_320, num_layers=32, dim=4096, mlp_dim=12_288, num_heads=16, num_kv_heads=4, head_dim=256,
+    rope=Rope(64, 10_000_000.0, max_length=262_144), num_value_heads=32, vision=_VISION,
+)
+_27B = replace(_9B, num_layers=64, dim=5120, mlp_dim=17_408, num_heads=24, num_value_heads=48)
+_35B = replace(
+    _9B, num_layers=40, dim=2048, mlp_dim=None, num_kv_heads=2, expert_dim=512, shared_dim=512, num_experts=256, top_k=8,
+)
 PRESETS = {
-    "qwen3.5-0.8b": _sized(
-        1024, 24, (8, 2), 16, mlp_dim=3584, tied=True, vision=_vision(dim=768, num_layers=12, num_heads=12, mlp_dim=3072)
+    "qwen3.5-0.8b": replace(
+        _9B, num_layers=24, dim=1024, mlp_dim=3584, num_heads=8, num_kv_heads=2, num_value_heads=16, tied=True,
+        vision=replace(_VISION, dim=768, num_layers=12, num_heads=12, mlp_dim=3072),
     ),
-    "qwen3.5-2b": _sized(2048, 24, (8, 2), 16, mlp_dim=6144, tied=True, vision=_SMALL),
-    "qwen3.5-4b": _sized(2560, 32, (16, 4), 32, mlp_dim=9216, tied=True, vision=_SMALL),
-    "qwen3.5-9b": _sized(4096, 32, (16, 4), 32, mlp_dim=12_288),
+    "qwen3.5-2b": replace(
+        _9B, num_layers=24, dim=2048, mlp_dim=6144, num_heads=8, num_kv_heads=2, num_value_heads=16, tied=True,
+        vision=_SMALL,
+    ),
+    "qwen3.5-4b": replace(_9B, dim=2560, mlp_dim=9216, tied=True, vision=_SMALL),
+    "qwen3.5-9b": _9B,
     "qwen3.5-27b": _27B, "qwen3.6-27b": _27B, "qwen3.8-27b": _27B,
     "qwen3.5-35b-a3b": _35B, "qwen3.6-35b-a3b": _35B,
-    "qwen3.5-122b-a10b": _sized(
-        3072, 48, (32, 2), 64, expert_dim=1024, shared_dim=1024, num_experts=256, top_k=8
+    "qwen3.5-122b-a10b": replace(
+        _35B, num_layers=48, dim=3072, num_heads=32, num_value_heads=64, expert_dim=1024, shared_dim=1024,
     ),
-    "qwen3.5-397b-a17b": _sized(
-        4096, 60, (32, 2), 64, expert_dim=1024, shared_dim=1024, num_experts=512, top_k=10
+    "qwen3.5-397b-a17b": replace(
+        _35B, num_layers=60, dim=4096, num_heads=32, num_value_heads=64, expert_dim=1024, shared_dim=1024,
+        num_experts=512, top_k=10,
     ),
 }
 # fmt: on
 
-FAMILY = Family(
-    name="qwen3_5",
-    model=Qwen35,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-    model_types=(DENSE, SPARSE, *VISION_TYPES),
-)
+FAMILY = Family("qwen3_5", Qwen35, FIELDS, _table, PRESETS)

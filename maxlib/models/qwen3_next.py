@@ -194,8 +194,12 @@ def _linear_attention(cfg: Config) -> list[Weight]:
             table.append(Weight(qkvz, f"delta.{part}.w", "(K R) D -> N R D", at, {"N": n}))
         for part, row in (("b", i), ("a", shared + i)):
             table.append(Weight(ba, f"delta.{part}.w", "(K R) D -> N D", {"K": group, "R": row}, {"N": n}))
-    heads = {"keys": (cfg.num_key_heads, key), "values": (cfg.num_value_heads, value)}
-    return [*table, *names.queries_keys_values(*names.CONV1D, **heads), *names.LINEAR_ATTENTION]
+    keys, values = (cfg.num_key_heads, key), (cfg.num_value_heads, value)
+    return [
+        *table,
+        *names.queries_keys_values(*names.CONV1D, keys=keys, values=values),
+        *names.LINEAR_ATTENTION,
+    ]
 
 
 def _table(cfg: Config) -> Table:

@@ -40,7 +40,8 @@ class Computed:
 
     Args:
         name: Name in the configuration.
-        read: `read(hf, c)` takes fields from an `HFConfig` and returns the value; `c` has the preceding fields.
+        read: `read(hf, c)` takes fields from an `HFConfig` and returns the value; `c` has the preceding fields, and
+            `model_type`.
         write: `write(value, cfg)` returns config.json's fields by dotted name.
     """
 
@@ -85,7 +86,7 @@ class Fields:
     entries: Sequence[Field | Computed]
     model_types: Mapping[str, str] = field(default_factory=dict)
     model_type: Callable[[Any], str] | None = None
-    fixed: Values = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
     fixed_if_present: Values = field(default_factory=dict)
     ignored: Sequence[str] = ()
     absent: Mapping[str, Default] = field(default_factory=dict)
@@ -108,20 +109,20 @@ class Fields:
 
     def values(self, hf: HFConfig) -> dict[str, Any]:
         """Reads the fields of the configuration by name, without building it; raises ValueError as `read` does."""
+        c, hints = types.SimpleNamespace(), typing.get_type_hints(self.config)
         if self.model_types:
-            hf.require("model_type", *self.model_types)
-        constant, computed = _split({**self.fixed, **self.fixed_if_present})
+            c.model_type = hf.require("model_type", *self.model_types)
+        constant, computed = _split(self.fixed | _present(hf, self.fixed_if_present))
         require(hf, constant)
-        for name in self.ignored:
+        for name in _present(hf, dict.fromkeys(self.ignored)):
             parent, last = _locate(hf, name)
             parent.ignore(last)
-        c, hints = types.SimpleNamespace(), typing.get_type_hints(self.config)
         for entry in self.entries:
             value = entry.read(hf, c) if isinstance(entry, Computed) else self._take(entry, hf, c, hints[entry.name])
             setattr(c, entry.name, value)
         require(hf, {name: value(c) for name, value in computed.items()})
         _check_heads(c)
-        return vars(c)
+        return {entry.name: getattr(c, entry.name) for entry in self.entries}
 
     def _take(self, entry: Field, hf: HFConfig, c: Any, hint: Any) -> Any:
         absent, null = self._absent(entry.name), self.null.get(entry.name, dataclasses.MISSING)
@@ -182,7 +183,7 @@ class Multimodal:
     parts: Mapping[str, Any]
     model_types: Mapping[str, str]
     model_type: Callable[[Any], str] | None = None
-    fixed: Values = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
     fixed_if_present: Values = field(default_factory=dict)
     ignored: Sequence[str] = ()
     tied: bool | None = None
@@ -207,7 +208,7 @@ class Multimodal:
             values["tied"] = hf.take("tie_word_embeddings", values["tied"] if self.tied is None else self.tied)
         parts = {name: codec.read(hf) for name, codec in self.parts.items()}
         cfg = self.config(**values | parts)
-        constant, computed = _split({**self.fixed, **self.fixed_if_present})
+        constant, computed = _split(self.fixed | _present(hf, self.fixed_if_present))
         require(hf, constant | {name: value(cfg) for name, value in computed.items()})
         if any(part is not None for part in parts.values()):
             hf.require("model_type", self._type(cfg))
@@ -257,6 +258,13 @@ def put(target: dict[str, Any], values: Values) -> None:
             nested[last] |= value
         else:
             nested[last] = value
+
+
+def _present(hf: HFConfig, values: Values) -> dict[str, Any]:
+    """Leaves out fields of nested objects that config.json does not have."""
+    return {
+        name: value for name, value in values.items() if "." not in name or hf.take(name.split(".")[0], None, kind=dict)
+    }
 
 
 def _split(fixed: Values) -> tuple[dict[str, Any], dict[str, Any]]:

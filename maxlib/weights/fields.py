@@ -225,6 +225,29 @@ def latent_rope(*, interleaved: bool | None = None) -> Computed:
     return Computed("rope", read, write)
 
 
+def axial_theta(default: float, *rope_types: str) -> Computed:
+    """Makes the entry of `rope_theta`, the base of the rotary embedding of an image encoder by row and column.
+
+    Args:
+        default: Value if a config omits it.
+        *rope_types: Accepted values of `rope_type` besides "axial".
+    """
+
+    def read(hf: HFConfig, c: Any) -> float:
+        encoder = hf.nested("vision_config")
+        theta = encoder.take("rope_theta", default)  # as transformers 4 wrote it
+        if not encoder.take("rope_parameters", None, kind=dict):
+            return theta
+        parameters = encoder.nested("rope_parameters")
+        parameters.require("rope_type", "axial", *rope_types)
+        return parameters.take("rope_theta", theta)
+
+    def write(value: float, cfg: Any) -> Values:
+        return {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": value}}
+
+    return Computed("rope_theta", read, write)
+
+
 SLIDING = "sliding_attention"
 
 
@@ -387,18 +410,18 @@ def mtp(absent: int, hf_name: str = "num_nextn_predict_layers") -> Computed:
     return Computed("stored_mtp", read, write)
 
 
-def only_if(condition: Callable[[HFConfig], bool], name: str, hf_name: str, absent: Default = REQUIRED) -> Computed:
+def only_if(condition: Callable[[Any], bool], name: str, hf_name: str, absent: Default = REQUIRED) -> Computed:
     """Makes the entry of a field that only some models of a family have; None in the others, and then not written.
 
     Args:
-        condition: Function from the fields of config.json: whether the model has it.
+        condition: Function from the preceding fields, and `model_type`: whether the model has it.
         name: Name in the configuration.
         hf_name: Name in config.json.
         absent: Value if the config of such a model omits it.
     """
 
     def read(hf: HFConfig, c: Any) -> Any:
-        return hf.take(hf_name, absent) if condition(hf) else None
+        return hf.take(hf_name, absent) if condition(c) else None
 
     def write(value: Any, cfg: Any) -> Values:
         return {} if value is None else {hf_name: value}
