@@ -4,7 +4,7 @@ It takes images of any size. Image tokens have positions by time, row and column
 positions, which is plain RoPE. The multi-token prediction module is loaded only with `num_mtp=1`; it takes text only.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
