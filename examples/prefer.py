@@ -5,7 +5,7 @@ answer; `prompt` may hold the messages before. Run the same command again to res
 
 With --adapter the policy starts from a PEFT adapter of MODEL, such as that of finetune.py --lora. That adapter is
 frozen, and a new one is trained on top of it; the reference is the model with the old one. The result is one adapter.
-Pairs are text; docs/guides/dpo.md says how to train on pairs with images.
+Pairs are text; docs/guides/post-training.md says how to train on pairs with images.
 """
 
 import argparse

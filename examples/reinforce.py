@@ -23,7 +23,7 @@ SAMPLER = inference.Sampler(temperature=1.0)
 def main() -> None:
     args = arguments()
     loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
-    model = jax.jit(build)()
+    model = build()
     sampling = Sampling(model, args)
     sampling.trainer = trainer = training.Trainer(
         model,

@@ -38,21 +38,22 @@ def defaults_of(thing: Any) -> dict[str, str]:
 
 
 def lines() -> Iterator[str]:
-    """A line for each public function or class that has defaults, where it is defined, once."""
-    found = {}
-    for name in rooms():
-        module = import_module(name)
+    """A line for each public function or class that has defaults, under its shortest public name."""
+    described = {}
+    for room in sorted(rooms(), key=lambda name: name.count(".")):
+        module = import_module(room)
         for public in sorted(set(getattr(module, "__all__", None) or dir(module))):
             thing = getattr(module, public, None)
-            own = getattr(thing, "__module__", "") or ""
-            if public.startswith("_") or not callable(thing) or not own.startswith("maxlib"):
+            if public.startswith("_") or not callable(thing):
+                continue
+            if not (getattr(thing, "__module__", "") or "").startswith("maxlib"):
                 continue
             if isinstance(thing, type) and not getattr(thing.__init__, "__module__", "").startswith("maxlib"):
                 continue  # inherited from another library
-            if given := defaults_of(thing):
-                room = ".".join(part for part in own.split(".") if not part.startswith("_"))
-                found[f"{room}.{thing.__qualname__}"] = ", ".join(f"{k}={v}" for k, v in given.items())
-    yield from (f"{name}: {text}" for name, text in sorted(found.items()))
+            if defaults := defaults_of(thing):
+                text = ", ".join(f"{k}={v}" for k, v in defaults.items())
+                described.setdefault(thing, f"{room}.{thing.__qualname__}: {text}")
+    yield from sorted(described.values())
 
 
 if __name__ == "__main__":

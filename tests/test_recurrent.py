@@ -137,7 +137,7 @@ def test_zigzag_order_is_refused():
     class Forced(Hybrid):
         def enter(self, x, *, cache=None, **inputs):
             x, ctx = super().enter(x, cache=cache, **inputs)
-            return nn._context.zigzag_shard(x, ctx)
+            return nn.decoder._context.zigzag_shard(x, ctx)
 
     model.__class__ = Forced
     with (

@@ -12,7 +12,7 @@ from flax import nnx
 from maxlib import nn
 from maxlib.adapters._rules import LoRA, Rules, as_rules
 from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.quantization._apply import store
@@ -88,7 +88,9 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
             in their original dtype, because rounding again loses part of the adapter.
     """
     one = lambda site: _merged(site, requantize)
-    return as_parameters(sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site))
+    return as_parameters(
+        sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site)
+    )
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:

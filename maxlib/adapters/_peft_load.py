@@ -17,7 +17,7 @@ from maxlib.adapters._apply import make, trainable
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._rules import LoRA
 from maxlib.adapters._saved_modules import is_tied, tied, untied, with_saved
-from maxlib.nn import _sites as sites
+from maxlib.nn import sites
 from maxlib.weights import _buckets as buckets
 from maxlib.weights._files import read_header
 

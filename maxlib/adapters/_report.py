@@ -13,7 +13,7 @@ from maxlib import nn
 from maxlib._utils.tables import to_text
 from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._saved_modules import is_saved
-from maxlib.nn._sites import Kind, kind_of
+from maxlib.nn.sites import Kind, kind_of
 
 
 @dataclasses.dataclass(frozen=True)

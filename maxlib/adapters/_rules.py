@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxlib.nn._sites import Kind
+from maxlib.nn.sites import Kind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from maxlib import nn
-from maxlib.data._padding import Row, padded
-from maxlib.data._token_ids import token_ids
+from maxlib.data._documents import Row, token_ids
+from maxlib.data._padding import pad_document
 
 Texts = Sequence[Sequence[int]]
 
@@ -53,7 +53,7 @@ def _row(
         raise ValueError(f"prompt {i} must have a token, which predicts the first of its completion: begin it with one")
     tokens = np.concatenate([token_ids(prompt, f"prompt {i}"), token_ids(completion, f"completion {i}")])
     targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-    row = padded({"tokens": tokens, "targets": targets} | seen, length, images=blank)
+    row = pad_document({"tokens": tokens, "targets": targets} | seen, length=length, images=blank)
     if scores is not None:
         row["sampler_log_probs"] = np.zeros(length, np.float32)
         row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = scores

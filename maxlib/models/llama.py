@@ -73,8 +73,8 @@ class Block(nn.Layer):
 class Llama(nn.Decoder):
     """Llama: a pre-norm decoder of rotary grouped-query attention and SwiGLU.
 
-    `nn.Decoder` (`nn/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`; `logits(hidden)` applies
-    the head.
+    `nn.Decoder` (`nn/decoder/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`;
+    `logits(hidden)` applies the head.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -10,9 +10,9 @@ from typing import Any
 from flax import nnx
 
 from maxlib._utils.ranges import ranges
-from maxlib.nn._expert_linear import ExpertLinear
 from maxlib.nn._linear import Einsum
 from maxlib.nn._summary import scaled
+from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters
 from maxlib.sharding.layers import num_layer_axes

@@ -18,8 +18,8 @@ import numpy as np
 import qwix
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.nn._context import Context, is_known
 from maxlib.nn._pytree import pytree, static
+from maxlib.nn.decoder._context import Context, is_known
 
 Extended = tuple["AttentionCache", Array, Array, Array, Array]
 Ordered = tuple[Array, Array, Int[Array, " B"]]

@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 from flax import nnx
 
-from maxlib.nn._moe import MoE
-from maxlib.nn._positions import LearnedPositions
 from maxlib.nn.cache import LayerCache, layer_caches
+from maxlib.nn.decoder._positions import LearnedPositions
+from maxlib.nn.experts._moe import MoE
 from maxlib.nn.mixer import mixers
 from maxlib.nn.norm import LayerNorm
 from maxlib.nn.per_layer import PerLayerEmbed

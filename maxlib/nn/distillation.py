@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
-from maxlib.nn._head import _ROWS, _on_parts, head_split
+from maxlib.nn.decoder._head import _ROWS, _on_parts, head_split
 from maxlib.ops._cross_entropy.distillation import check_vocabulary
 
 _WIDE = (*_ROWS, None)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._context import Context
 from maxlib.nn.cache import is_quantized
+from maxlib.nn.decoder._context import Context
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.sharding.strategies import SplitSequence
 

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._expert_bias import ExpertBias as ExpertBias
-from maxlib.nn._expert_bias import expert_bias_paths as expert_bias_paths
-from maxlib.nn._expert_bias import moved_biases as moved_biases
-from maxlib.nn._expert_bias import update_router_bias as update_router_bias
-from maxlib.nn._linear import Einsum, Init
-from maxlib.nn._router_losses import RouterZ as RouterZ
-from maxlib.nn._router_losses import SequenceBalance as SequenceBalance
-from maxlib.nn._router_losses import SwitchBalance as SwitchBalance
-from maxlib.nn._routing import Routing as Routing
-from maxlib.nn._routing import expert_counts as expert_counts
+from maxlib.nn._initial_values import Init
+from maxlib.nn._linear import Einsum
+from maxlib.nn.experts._bias import ExpertBias as ExpertBias
+from maxlib.nn.experts._bias import expert_bias_paths as expert_bias_paths
+from maxlib.nn.experts._bias import moved_biases as moved_biases
+from maxlib.nn.experts._bias import update_router_bias as update_router_bias
+from maxlib.nn.experts._losses import RouterZ as RouterZ
+from maxlib.nn.experts._losses import SequenceBalance as SequenceBalance
+from maxlib.nn.experts._losses import SwitchBalance as SwitchBalance
+from maxlib.nn.experts._routing import Routing as Routing
+from maxlib.nn.experts._routing import expert_counts as expert_counts
 from maxlib.nn.norm import RMSNorm
 from maxlib.sharding import shard_map_by_name
 

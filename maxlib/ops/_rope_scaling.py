@@ -45,7 +45,7 @@ class Scaling:
           theta: base of the frequencies.
           length: number of positions in the sequence; ignored unless `needs_length`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define inv_freq(dim, theta, length)")
 
     @property
     def magnitude(self) -> float:

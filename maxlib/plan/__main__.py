@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
@@ -19,6 +20,8 @@ from maxlib.sharding import PRESETS, Layout, parse_degrees, preset
 def main(arguments: list[str] | None = None) -> int:
     """Prints a report; returns 0 when the step fits, 1 when it does not, 2 for bad input."""
     args = _parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for module:function; the script `maxlib` starts without the current directory
     try:
         return _search(args) if args.search else _plan(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
@@ -154,7 +157,7 @@ def _log(text: Any, file: Any = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="maxlib plan", description="Plan a training run before paying for the chips.")
     add = parser.add_argument
-    add("model", help="a preset, such as llama3-70b")
+    add("model", help="a preset, such as llama3-70b, or module:function of your own that builds a model")
     add(
         "--target",
         required=True,
@@ -173,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
     add("--attention", help="attention implementation of all layers, such as mosaic_tpu (default: the best available)")
-    add("--optimizer", default="adamw", help="adamw (default) or sgd")
+    add("--optimizer", default="adamw", help="adamw (default), sgd, or module:function of a model")
     add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
     add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")
     add(

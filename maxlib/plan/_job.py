@@ -31,7 +31,8 @@ class Job:
         job = plan.Job("llama3.1-8b", "v5p-128", layout=layout, sequence=8192)
 
     Args:
-      model: the name of a preset, a `Config` of a known family, or a function that builds the model.
+      model: the name of a preset, a `Config` of a known family, a function without arguments that builds a model or
+        returns a `Config`, or the name "module:name" of either.
       target: the hardware, a name for `parse_target`.
       layout: the layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
         with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
@@ -40,7 +41,8 @@ class Job:
       sequence: tokens of a sequence.
       remat: the `remat` argument of the model.
       attention: the implementation of `ops.attention` in all layers; None for the best that can run.
-      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`.
+      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
+        "module:name".
       dtype: dtype of activations and of weights in matmuls.
       loss: a loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of one,
         or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
@@ -119,12 +121,16 @@ class Job:
 
     def plain(self) -> Any:
         """Builds the model without adapters, in full precision; call it under `jax.eval_shape`."""
-        if isinstance(self.model, str):
+        if isinstance(self.model, str) and ":" not in self.model:
             known = weights.presets()
             if self.model not in known:
-                raise ValueError(known.unknown(self.model))
+                raise ValueError(f"{known.unknown(self.model)} A function of your own is named module:function.")
             return _from_config(known[self.model])
-        return self.model() if callable(self.model) else _from_config(self.model)
+        model = by_name(self.model, "model")
+        if callable(model):
+            _check_takes_nothing(model)
+            model = model()
+        return model if isinstance(model, nnx.Module) else _from_config(model)
 
     def loss_fn(self, **options: Any) -> Any:
         """Returns the loss with `dtype` and other options bound.
@@ -177,6 +183,17 @@ def _stored(model: Any, base: str, dtype: str) -> Any:
         known = ", ".join(("float32", "bfloat16", *sorted(quantization.INFERENCE)))
         raise ValueError(f"base must be one of {known}; got {base!r}")
     return nn.tree.cast(model, jnp.dtype(base))
+
+
+def _check_takes_nothing(build: Any) -> None:
+    """Raises ValueError for a model's function that needs arguments."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"a plan builds a model by calling a function without arguments, which {build!r} does not allow ({error}): "
+            "give them in a function of your own, def build(): return Model(cfg, rngs=nnx.Rngs(0))"
+        ) from error
 
 
 def _from_config(cfg: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.nn._head import ROWS_AT_ONCE, head_split
+from maxlib.nn.decoder._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._rules import parts, spec
@@ -65,7 +65,7 @@ class Memory:
 
 
 def estimate_memory(program: Program) -> Memory:
-    """Estimates the memory of a program without compiling it; `docs/plans.md` compares it with the compiler."""
+    """Estimates the memory of a program without compiling it; docs/results.md compares it with the compiler."""
     state, layout = program.state, program.layout
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))

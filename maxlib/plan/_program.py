@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
-from maxlib.observability._flops import flops_by_dtype
+from maxlib.observability import flops_by_dtype
 from maxlib.ops._attention.chunked import chunked_tiles
 from maxlib.ops._attention.dispatch import OFFLINE
-from maxlib.plan._job import Job, check_names
+from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
     INSTALL_GPU_COMPILER,
@@ -302,12 +302,12 @@ def _check_sizes(job: Job) -> None:
 
 
 def _optimizer(job: Job, model: Any) -> Any:
-    if callable(job.optimizer):
-        return job.optimizer(model)
     if job.optimizer == "adamw":
         return training.adamw(1e-4, mask=training.decay_mask(model))  # factors are matrices
     if job.optimizer == "sgd":
         return optax.sgd(1e-4)
+    if callable(job.optimizer) or ":" in str(job.optimizer):
+        return by_name(job.optimizer, "optimizer")(model)
     raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
 
 

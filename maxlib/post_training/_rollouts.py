@@ -8,10 +8,11 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.data._completions import check_ends, completion_rows
-from maxlib.data._padding import Row
 from maxlib.inference._engine import Completion
 from maxlib.inference._generate import Images
 from maxlib.inference._sampling import Sampler
+
+Row = dict[str, Any]
 
 
 class Rollouts:

@@ -68,7 +68,7 @@ class Preference:
 
     def __call__(self, answers: Answers) -> Pairs:
         """Computes the loss of each pair."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(answers) -> the loss of each pair")
 
     def rewards(self, answers: Answers) -> tuple[Pairs, Pairs]:
         """Returns the implicit rewards of the chosen and the rejected answers, for metrics."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from maxlib import nn
-from maxlib.nn import _sites as sites
-from maxlib.nn._sites import Where
+from maxlib.nn import sites
+from maxlib.nn.sites import Where
 from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
 from maxlib.quantization._matmul import Quantized
 from maxlib.quantization._rules import Rule, Rules, as_rules

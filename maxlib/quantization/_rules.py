@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from maxlib.nn._sites import Kind
+from maxlib.nn.sites import Kind
 from maxlib.quantization._formats import Format
 
 

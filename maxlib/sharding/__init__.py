@@ -18,6 +18,7 @@ from maxlib.sharding._create import shardings as shardings
 from maxlib.sharding._describe import describe as describe
 from maxlib.sharding._experts import ExpertParallel as ExpertParallel
 from maxlib.sharding._layout import Layout as Layout
+from maxlib.sharding._layout import check_layout as check_layout
 from maxlib.sharding._layout import current as current
 from maxlib.sharding._layout import use as use
 from maxlib.sharding._mesh import MESH_AXES as MESH_AXES

@@ -13,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn._head import head_gradient
+from maxlib.nn.decoder._head import head_gradient
 from maxlib.sharding import pipelining
 from maxlib.training._gradients import divisor
 from maxlib.training._objectives.batch_names import INPUTS

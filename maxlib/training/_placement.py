@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, nn, sharding
 from maxlib.sharding._create import check_no_aliases, shapes_of
+from maxlib.training._objectives.batch_names import check_batch
 from maxlib.training._objectives.objective import Batch
 
 
@@ -35,9 +36,12 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
       layout: layout of the global batch; None for the default device.
 
     Raises:
+      TypeError: for a batch that is no dictionary, and for lists and other libraries' arrays in it.
       ValueError: for rows or tokens that do not divide over the mesh, or when processes pass different data for the
           same rows.
     """
+    check_batch(batch)
+    sharding.check_layout(layout)
     if layout is None:
         return jax.device_put(batch)
     mesh = layout.mesh

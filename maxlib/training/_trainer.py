@@ -1,9 +1,10 @@
 """A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,24 @@ from maxlib._utils.garbage import collection_paused
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed._preemption import Interrupt, Interrupted, interrupts
 from maxlib.distributed._timeouts import hard_timeout
-from maxlib.observability import _flops as flops
-from maxlib.observability._goodput import Clock
-from maxlib.observability._memory import Sampled, memory_use
-from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
+from maxlib.observability import (
+    Console,
+    GoodputRecorder,
+    Jsonl,
+    Meter,
+    Writers,
+    collect_metrics,
+    memory_use,
+    peak_flops,
+    training_flops,
+)
 from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._objectives.first_batch import check_first_batch
 from maxlib.training._objectives.next_token import next_token_loss
 from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._placement import host_rows, materialize_model, place_batch
-from maxlib.training._prefetch import StatefulLoader, follow_layout
+from maxlib.training._prefetch import IterableLoader, StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import make_state
@@ -53,8 +61,9 @@ class Trainer:
         parameters are created already sharded.
       optimizer: an optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
           optax.adamw does not clip.
-      loader: returns this host's rows of every batch, and has a state; see `StatefulLoader`. The Trainer tells a
-          `data.Loader` which rows to read (`follow`).
+      loader: returns this host's rows of every batch: a loader with a state (`StatefulLoader`), or any iterable of
+          batches, such as a list or a generator. Of an iterable, a resumed run reads and drops the batches of the
+          steps done. The Trainer tells a `data.Loader` which rows to read (`follow`).
       loss: see `make_train_step`; pass options with `functools.partial`, and use `accumulate(loss, 4)` or
           `one_f_one_b(loss)` for microbatches.
       layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
@@ -87,7 +96,7 @@ class Trainer:
         self,
         model: Any,
         optimizer: optax.GradientTransformation,
-        loader: StatefulLoader,
+        loader: StatefulLoader | Iterable[Batch],
         *,
         loss: Loss = next_token_loss,
         layout: sharding.Layout | None = None,
@@ -100,13 +109,14 @@ class Trainer:
         key: jax.Array | int = 0,
         **step_options: Any,
     ):
+        loader = as_loader(loader, "loader")
         check_arguments(model, loader, evaluation, checkpointer, callbacks)
         check_loss(loss)
-        check_step_options(step_options)
+        check_step_options(step_options, list(inspect.signature(Trainer).parameters)[:-1])
         check_layout(layout)
         for one in (loader, evaluation and evaluation.loader):
             follow_layout(one, layout)
-        self.clock = Clock(directory if jax.process_index() == 0 else None)
+        self.clock = GoodputRecorder(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
         exports = [one for one in callbacks if isinstance(one, Export)]
@@ -117,6 +127,10 @@ class Trainer:
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
             here = f"one of {jax.device_count()} devices"
             self.log(f"this run uses {here}; layout=sharding.Layout(sharding.make_mesh(fsdp=-1)) uses all")
+        if checkpointer is not None and isinstance(loader, IterableLoader):
+            kind = f"a {type(loader.batches).__name__}"
+            again = f"give it {kind} of the same batches" if loader.is_one_pass else "which must be the same"
+            self.log(f"the loader is {kind}: a resumed run reads and drops the batches of the steps done, {again}")
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
@@ -127,7 +141,7 @@ class Trainer:
             self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
         self.step, self.batch, self._batch_before = 0, None, None
         self._eval_step = jax.jit(make_eval_step(loss))
-        self._meter, self._memory = Meter(), Sampled(memory_use)
+        self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
         self._counted = False  # True once the FLOPs of a step are counted
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
@@ -179,7 +193,7 @@ class Trainer:
         """
         if self._origin is None:
             self.restore()
-        self._meter.peak = flops.peak_flops()
+        self._meter.peak = peak_flops()
         with self._running(steps):
             try:
                 self._catch_up()
@@ -264,7 +278,7 @@ class Trainer:
                 if batch is None:
                     self.log(f"the data ended after step {self.step}, before step {steps}")
                     break
-                counts = reported(self.loader) if jax.process_count() == 1 else {}
+                counts = collect_metrics(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._after_step()
                 if self._interrupt.requested(self.step):
@@ -283,6 +297,8 @@ class Trainer:
 
     def _dispatch_step(self, batch: Batch, **here: float) -> None:
         """Starts the next step, and reports the previous one."""
+        if not self._counted:
+            self.log("compiling the step ...")
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
                 self._batch_before, self.batch = self.batch, place_batch(batch, self.layout)
@@ -291,7 +307,7 @@ class Trainer:
             if not self._counted:  # while the first step runs
                 check_first_batch(host_rows(batch), self.state.model)
                 self._count_flops(batch)
-            ready = self._meter.push(self.step, metrics | self._memory(), **here)
+            ready = self._meter.push(self.step, metrics | memory_use(max_age=1.0), **here)
         self._report(ready)
 
     def _write_counts(self) -> None:
@@ -300,7 +316,7 @@ class Trainer:
             return
         self._counts_at = self.step
         with hard_timeout(self.timeout, "the other processes' counts of their data"):
-            counts = reported_by_all(self.loader)
+            counts = collect_metrics(self.loader, all_processes=True)
         self.writers.write(self.step, counts)
 
     def _due(self, every: int) -> bool:
@@ -387,6 +403,6 @@ class Trainer:
             share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
             frozen = jax.tree.map(lambda _: False, self.state.rest)
             trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
-            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows, trained=trained) / share
+            self._meter.flops = training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")

@@ -1,24 +1,43 @@
 """Checks of the Trainer's arguments, before anything is computed."""
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.training._evaluation import Evaluation
 from maxlib.training._export import Export
-from maxlib.training._prefetch import check_loader
+
+# What is given to another part of a run -> where it belongs.
+_ELSEWHERE = {
+    "learning_rate": "optimizer=training.adamw(learning_rate)",
+    "lr": "optimizer=training.adamw(learning_rate)",
+    "weight_decay": "optimizer=training.adamw(learning_rate, weight_decay=...)",
+    "dtype": "loss=functools.partial(training.next_token_loss, dtype=...)",
+    "remat": "loss=functools.partial(training.next_token_loss, remat=...)",
+    "microbatches": "loss=training.accumulate(loss, microbatches)",
+    "steps": "trainer.fit(steps)",
+    "num_steps": "trainer.fit(steps)",
+    "batch_size": "the loader",
+    "mesh": "layout=sharding.Layout(mesh)",
+    "seed": "key=seed",
+}
 
 
-def check_step_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an option that `make_train_step` does not have."""
-    if unknown := sorted(options.keys() - {"log_schedule", "router_bias_update_rate"}):
-        raise TypeError(f"Trainer takes no argument {', '.join(unknown)}; a schedule for the log is log_schedule=")
+def check_step_options(options: Mapping[str, Any], arguments: Collection[str]) -> None:
+    """Raises TypeError for an option that `make_train_step` does not have; `arguments` are the Trainer's others."""
+    known = [*arguments, "log_schedule", "router_bias_update_rate"]
+    for name in sorted(options.keys() - set(known)):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f": give it as {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"; it takes {', '.join(known)}"
+        raise TypeError(f"Trainer takes no argument {name}{f' (did you mean {near[0]}?)' if near else hint}")
 
 
 def check_layout(layout: Any) -> None:
-    """Raises ValueError if several processes would train without a layout."""
+    """Raises TypeError for what is no layout, and ValueError if several processes would train without one."""
+    sharding.check_layout(layout)
     if layout is None and jax.process_count() > 1:
         raise ValueError(
             f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
@@ -40,7 +59,6 @@ def check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any,
         raise TypeError(
             f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"
         )
-    check_loader(loader, "loader")
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
     if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):

@@ -9,7 +9,7 @@ import inspect
 import logging
 import pkgutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -100,7 +100,10 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
     if len(matching) == 1:
         return matching[0]
     if not matching:
-        raise ValueError(f"no family is known for {what}; there are {known}. Give family=, or register one.")
+        raise ValueError(
+            f"no family is known for {what}; there are {known}. Give family=, or register one: a "
+            f'package with FAMILY = weights.Family(...) in a module, named by an entry point of the group "{ENTRY_POINTS}".'
+        )
     raise ValueError(
         f"{what} is claimed by the families {', '.join(f.name for f in matching)}: give family= to choose."
     )
@@ -112,12 +115,15 @@ def family_of(model: Any) -> Family:
     return _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
 
 
-def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[Family, Any]:
+def read_model(
+    directory: str | Path, *, family: Family | None = None, ignore_fields: Collection[str] = ()
+) -> tuple[Family, Any]:
     """Reads the config.json of `directory`, without its weights.
 
     Args:
         directory: A Hugging Face directory.
         family: Needed only for models that are not registered.
+        ignore_fields: Unknown fields of config.json that change nothing, see `from_pretrained`.
 
     Returns:
         The family, and its configuration.
@@ -144,7 +150,7 @@ def read_model(directory: str | Path, *, family: Family | None = None) -> tuple[
         if isinstance(error, ValueError) and path.name in str(error):
             raise
         raise ValueError(f"{path} has values that are not valid for a {family.name} model: {error}") from error
-    fields.done()
+    fields.done(ignore_fields)
     return family, cfg
 
 
@@ -164,6 +170,7 @@ def from_pretrained(
     layout: sharding.Layout | None = None,
     dtype: Any = None,
     family: Family | None = None,
+    ignore_fields: Collection[str] = (),
     **changes: Any,
 ) -> Any:
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
@@ -178,6 +185,8 @@ def from_pretrained(
         layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
         dtype: The dtype of the weights; None keeps the stored dtype. Use `jnp.float32` for training.
         family: Needed only for models that are not registered.
+        ignore_fields: Fields of config.json that the family does not know and that change nothing, by dotted path, such
+            as `["internal_version"]`. By default an unknown field is an error, as the model may compute something else.
         **changes: Fields of the configuration that override those of config.json (`num_mtp=1`).
 
     Returns:
@@ -195,7 +204,7 @@ def from_pretrained(
             f"{directory} has quantized weights ({QUANTIZED}): read it with maxlib.quantization.load, or pass the "
             "directory from which it was made"
         )
-    family, cfg = read_model(directory, family=family)
+    family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     build = lambda: family.model(cfg, rngs=nnx.Rngs(0))

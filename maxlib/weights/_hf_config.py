@@ -7,7 +7,7 @@ calls `done()`: a remaining field that may change the computation is an error, s
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ BOOKKEEPING = _names(
     cache_implementation use_cache use_bfloat16 torchscript return_dict use_return_dict output_attentions
     output_hidden_states output_router_logits keys_to_ignore_at_inference gradient_checkpointing is_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
-    tf_legacy_loss transformers.js_config is_llama_config ep_size unsloth_fixed unsloth_version
+    tf_legacy_loss internal_version transformers.js_config is_llama_config ep_size unsloth_fixed unsloth_version
     """
 )
 TOKEN_IDS = _names(
@@ -74,7 +74,10 @@ HARMLESS_VALUES = {
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
     "pruned_heads": {},
+    "use_sliding_window": False,
 }
+# Only harmless if another field has the same value: an older name of it.
+HARMLESS_COPIES = {"max_sequence_length": "max_position_embeddings"}
 
 
 class HFConfig:
@@ -190,19 +193,30 @@ class HFConfig:
             if name not in self._taken | HARMLESS
             and value is not None
             and not (name in HARMLESS_VALUES and value == HARMLESS_VALUES[name])
+            and not (name in HARMLESS_COPIES and value == self._data.get(HARMLESS_COPIES[name]))
             and not (name == "quantization_config" and is_scaled_fp8(value))  # read as plain weights
         }
         nested = {f"{name}.{field}": v for name, child in self._children.items() for field, v in child.unread().items()}
         return own | nested
 
-    def done(self) -> None:
-        """Raises ValueError if an unread field may change the computation."""
-        if unread := self.unread():
+    def done(self, ignore_fields: Collection[str] = ()) -> None:
+        """Raises ValueError if an unread field may change the computation.
+
+        Args:
+            ignore_fields: Unread fields that change nothing, by dotted path. Fields that are read cannot be ignored.
+        """
+        unread = self.unread()
+        if read := sorted(set(ignore_fields) - unread.keys()):
+            raise ValueError(
+                f"ignore_fields names fields of config.json that nobody reads, got {', '.join(read)}, which this "
+                f"architecture reads, or which the config lacks; unread are: {', '.join(unread) or 'none'}."
+            )
+        if unread := {name: value for name, value in unread.items() if name not in ignore_fields}:
             listed = "\n".join(f"  {name} = {_short(value)}" for name, value in unread.items())
             raise ValueError(
                 f"config.json{': ' + self._path if self._path else ''} has fields this architecture does not know, so "
-                f"it cannot be sure to compute the same:\n{listed}\nRemove them if they change nothing, else use a "
-                "model that knows them."
+                f"it cannot be sure to compute the same:\n{listed}\nIf they change nothing, pass "
+                f"ignore_fields={[*unread]} to from_pretrained, or remove them; else use a model that knows them."
             )
 
 

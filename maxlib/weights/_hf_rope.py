@@ -89,6 +89,7 @@ def read_rope(
         ValueError: For an unknown type, a missing or invalid number, and contradicting spellings.
     """
     spelled = _Spellings(fields, _parts(fields, layer_type, scaling_field))
+    spelled.get("finetuned", kind=bool)  # whether YaRN's authors trained at this length; changes no frequency
     kind = spelled.get("rope_type", "type", kind=str, default="default")
     if kind not in TYPES:
         raise ValueError(f"{fields.where('rope_type')} must be one of {', '.join(TYPES)}, got {kind!r}.")

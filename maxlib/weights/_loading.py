@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlib import nn, sharding
+from maxlib._utils.arguments import check_dtype
 from maxlib.weights._files import Stored, find_tensors, is_float
 from maxlib.weights._fp8 import with_scales
 from maxlib.weights._resolve import Conversion, Cut, Piece, Tensor, WeightMapping, resolve
@@ -43,6 +44,8 @@ def load(
     Raises:
         ValueError: Before any tensor is read, if tensors are missing, left over or of another shape; names all of them.
     """
+    sharding.check_layout(layout)
+    check_dtype(dtype)
     abstract = jax.eval_shape(build)
     stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
     plan = _applicable(plan, stored)

@@ -30,8 +30,15 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
       table: its weight table.
 
     Raises:
-      ValueError: when reading would miss tensors, find unused ones, or compute with other settings.
+      ValueError: for quantized weights, and when reading would miss tensors, find unused ones, or compute with other
+        settings.
     """
+    if any(map(_is_quantized, jax.tree.leaves(model, is_leaf=_is_quantized))):
+        raise ValueError(
+            "save_pretrained writes plain weights, and this model has quantized ones: write it with "
+            "maxlib.quantization.save(model, directory), which maxlib.quantization.load reads, or export the model from "
+            "which it was made"
+        )
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
     here, configured = (_tensors(one, table) for one in (model, wanted))
     wrong = {name: f": {_shape(here, name)} here, {_shape(configured, name)} by the configuration"
@@ -44,6 +51,10 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
             f"another model: {'; '.join(wrong[:_SHOWN])}{more}. Give the model a family of its own (family=), or store it "
             "with checkpoint.Checkpointer"
         )
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, nn.quantized.QuantizedWeight)
 
 
 def _tensors(model: Any, table: Table) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from maxlib import inference, nn, ops
 from maxlib.models import _gemma4_towers as towers
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
-from maxlib.nn._context import bidirectional_blocks
+from maxlib.nn.decoder._context import bidirectional_blocks
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models import test_gemma4 as text

@@ -14,9 +14,9 @@ from flax import nnx
 
 from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek_v32
-from maxlib.nn import _query_chunks
-from maxlib.nn._index_loss import Attended, divergence
-from maxlib.nn._lightning_indexer import Chosen, Index
+from maxlib.nn.attention import _query_chunks
+from maxlib.nn.attention._index_loss import Attended, divergence
+from maxlib.nn.attention._indexer import Chosen, Index
 from maxlib.training._gradients import gradients_of
 from tests.models.test_combinations import LOSS, assert_same, packed
 from tests.nn.test_sparse_mla import DIM, INDEX, SEGMENTS, SEQ, SIZES, TOP, X

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, quantization, sharding, training
-from maxlib.nn._sites import unknown
+from maxlib.nn.sites import unknown
 from maxlib.nn.stack import layer_axis, map_layers
 from maxlib.nn.stack._storage import with_layer_axis, without_layer_axis
 from maxlib.training._offload import _groups

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops
-from maxlib.nn import _expert_dispatch as dispatch
-from maxlib.observability._flops import forward_flops
+from maxlib.nn.experts import _dispatch as dispatch
+from maxlib.observability import forward_flops
 from tests.nn.experts import (
     DIM,
     LOSSES,

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding
-from maxlib.nn import _expert_parallel as exchange
+from maxlib.nn.experts import _parallel as exchange
 from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
 
 MESHES = {

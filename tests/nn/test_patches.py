@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxlib.nn import vision
-from maxlib.nn._patches import check_patches
+from maxlib.nn.vision._patches import check_patches
 
 GRIDS = np.array([[1, 4, 6], [1, 2, 2], [1, 8, 4], [1, 6, 6]], np.int32)
 PLACES = [(0, 2), (0, 12), (1, 5), (2, 0)]  # row and place of each image's first placeholder

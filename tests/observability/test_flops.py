@@ -190,7 +190,7 @@ def test_a_registered_formula_counts_a_loop_of_unknown_length():
 
 
 def test_peaks():
-    assert 1e9 < observability.peak_flops() < 1e14
+    assert observability.peak_flops() is None  # of a CPU
     kinds = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}
     kinds |= {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12}
     kinds |= {"NVIDIA H200": 989e12, "NVIDIA H20": 148e12, "NVIDIA L40S": 362e12, "NVIDIA GB200": 2500e12}

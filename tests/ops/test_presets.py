@@ -61,7 +61,7 @@ def test_packed_rows_and_caches_have_a_proven_kernel_everywhere(phase):
     ids=["gather", "ring", "heads"],
 )
 def test_split_sequences_run_what_the_guide_says(strategy, chosen):
-    """`docs/guides/long-sequences.md` has this table."""
+    """`docs/guides/parallelism.md` has this table."""
     model, tokens = filled_llama(num_kv_heads=4, head_dim=64), jnp.zeros((2, 256), jnp.int32)
     layout = sharding.Layout(sharding.make_mesh(fsdp=2, context=4), sharding.FSDP | strategy)
     with sharding.use(layout), kernels._recorded("train") as found:

@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import json
 import re
 
+import jax
 import pytest
 
-from maxlib import adapters, plan, training
+from maxlib import adapters, nn, plan, training
 from maxlib.hardware import GIB
 from maxlib.plan import __main__ as command
 from maxlib.plan import _run as run
 from maxlib.plan import _targets as targets
 from maxlib.plan._advice import remedies
 from tests.nn.tiny import LLAMA
+from tests.plan import jobs
 from tests.plan.jobs import layout
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
@@ -44,6 +47,31 @@ def test_a_search_takes_what_the_command_line_fixes(asked):
     command.main(["llama3-8b", "--target", "v5e-16", "--search", "--gradients", "1f1b"])
     assert not {"layouts", "remats", "batches", "compile"} & asked[1][1].keys()
     assert asked[1][0].loss == training.one_f_one_b()
+
+
+@pytest.mark.parametrize("name", ["build", "CONFIG"])
+def test_a_model_of_your_own_is_named_as_module_and_function(name, capsys):
+    words = f"tests.plan.jobs:{name} --target h100x8 --sequence 16 --optimizer tests.plan.jobs:optimizer --json"
+    assert command.main(words.split()) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    parameters = nn.num_parameters(jax.eval_shape(jobs.build))
+    # float32 weights over eight devices; sgd keeps nothing but a step
+    assert numbers["num_parameters"] == parameters and parameters / 2 <= numbers["parameters"] < parameters * 2
+    assert numbers["optimizer"] < 100
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tests.plan.jobs:layout", "Layout is not a Config of a known family"),
+        ("tests.plan.jobs:moved", "calling a function without arguments, which <function moved"),
+        ("tests.plan.jobs:absent", "model must be named module:name"),
+        ("absent", "A function of your own is named module:function."),
+    ],
+)
+def test_a_model_that_is_no_such_function_is_refused(name, said, capsys):
+    assert command.main([name, "--target", "h100x8"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_degrees_are_separated_by_commas_or_spaces(asked):

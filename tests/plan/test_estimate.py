@@ -6,7 +6,7 @@ import math
 import pytest
 
 from maxlib import plan, sharding, training
-from maxlib.nn._expert_parallel import ROOM
+from maxlib.nn.experts._parallel import ROOM
 from maxlib.plan import _program as programs
 from maxlib.plan._memory import _at_once, _Gathered
 from tests.benchmarks import sweep

@@ -76,7 +76,7 @@ def assert_as_in_transformers(directory):
     )
     want = theirs.apply_chat_template(CHAT, chat_template=every_token, tokenize=False)
     assert ChatTemplate.from_directory(directory, default=every_token)(CHAT) == want
-    # A token of some models only renders as nothing, as in transformers; a standard one that no file states is an error.
+    # A token of some models only renders as nothing, as in transformers; a standard one that no file states does not.
     assert ChatTemplate.from_directory(directory, default="{{ other_token }}")(CHAT) == ""
     for name in {"bos_token", "eos_token", "pad_token"} - special_tokens(directory).keys():
         with pytest.raises(ValueError, match=f"no file of the tokenizer states its {name}"):

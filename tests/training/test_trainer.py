@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib import nn, observability, sharding, training
+from maxlib import checkpoint, nn, observability, sharding, training
 from tests.training import tiny
 from tests.training.trainers import SGD, by_hand, same, trainer
 
@@ -44,7 +44,8 @@ def test_it_is_the_bare_loop_and_leaves_the_model_alone(tmp_path):
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4, 6]
     assert seen == [1, 2, 3, 4, 5, -5, 6]
-    assert rows[0]["learning_rate"] == 0.5 and rows[-2]["mfu"] > 0
+    assert rows[0]["learning_rate"] == 0.5 and rows[-2]["model_tflops_per_second"] > 0
+    assert not any("mfu" in row for row in rows)  # of a CPU
 
 
 def test_on_a_mesh(tmp_path):
@@ -247,3 +248,20 @@ def test_several_models_are_a_pytree():
 def test_callbacks_run_after_a_number_of_steps(every):
     with pytest.raises(TypeError, match=r"callbacks must be pairs \(every, function\)"):
         trainer(callbacks=[(every, print)])
+
+
+def test_a_list_or_a_generator_of_batches_resumes_after_those_it_has_used(tmp_path, capsys):
+    batches = [tiny.batch(seed=number) for number in (1, 2, 3, 4)]
+    run = functools.partial(training.Trainer, tiny.model, tiny.optimizer(tiny.model()), loss=tiny.loss)
+    state, _ = by_hand(4)
+    with checkpoint.Checkpointer(tmp_path, every=2) as checkpointer:
+        run(batches, evaluation=training.Evaluation(batches[:1]), checkpointer=checkpointer).fit(2)
+    out = capsys.readouterr().out
+    assert "a resumed run reads and drops the batches of the steps done, which must be the same" in out
+    assert out.index("compiling the step ...") < out.index("step 2/2")
+    with checkpoint.Checkpointer(tmp_path, every=2) as checkpointer:
+        resumed = run((batch for batch in batches), checkpointer=checkpointer)
+        resumed.fit(9)
+    out = capsys.readouterr().out
+    assert "give it a generator of the same batches" in out and "the data ended after step 4, before step 9" in out
+    assert same(state.trainable, resumed.state.trainable)

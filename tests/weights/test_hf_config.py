@@ -133,6 +133,39 @@ def test_some_fields_are_harmless_with_one_value_only(name, value):
         HFConfig({name: 2}).done()
 
 
+def test_an_older_name_of_a_field_is_harmless_with_its_value_only():
+    fields = HFConfig({"max_position_embeddings": 2048, "max_sequence_length": 2048, "internal_version": "7b-alpha"})
+    fields.take("max_position_embeddings")
+    fields.done()
+    with pytest.raises(ValueError, match="max_sequence_length = 4096"):
+        HFConfig({"max_position_embeddings": 2048, "max_sequence_length": 4096}).done()
+
+
+def test_named_fields_are_ignored_unless_they_are_read():
+    fields = HFConfig({"hidden_size": 8, "a_note": "x", "text_config": {"another": 1}})
+    fields.take("hidden_size"), fields.nested("text_config")
+    with pytest.raises(ValueError, match=r"pass ignore_fields=\['a_note', 'text_config.another'\] to from_pretrained"):
+        fields.done()
+    fields.done(["a_note", "text_config.another"])
+    with pytest.raises(ValueError, match="a_note = .x."):
+        fields.done(["text_config.another"])
+    for read in ("hidden_size", "absent"):
+        with pytest.raises(
+            ValueError, match=f"fields of config.json that nobody reads, got {read}, .* unread are: a_note"
+        ):
+            fields.done([read, "a_note"])
+
+
+def test_a_note_of_yarns_authors_is_read():
+    scaling = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "finetuned": True}
+    fields = HFConfig({"max_position_embeddings": 65536, "rope_scaling": scaling})
+    rope = fields.rope(head_dim=8)
+    fields.done()
+    assert rope == HFConfig({"max_position_embeddings": 65536, "rope_scaling": scaling | {"finetuned": False}}).rope(
+        head_dim=8
+    )
+
+
 def test_layer_types_are_known_ones_for_every_layer():
     kinds = ("full_attention", "sliding_attention")
     assert HFConfig({}).layer_types(2, *kinds) is None
@@ -383,7 +416,8 @@ def test_only_architecture_is_left_unread(name):
     must = set(ARCHITECTURES[name].split())
     data = json.loads(getattr(transformers, name)().to_json_string(use_diff=False))
     assert set(HFConfig(data).unread()) <= must
-    assert not must & (HARMLESS | HARMLESS_VALUES.keys())
+    off = {"use_sliding_window"}  # False turns a feature off, for which nothing need be read; True is refused
+    assert not must & (HARMLESS | HARMLESS_VALUES.keys() - off)
 
 
 # --- the file -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from flax.nnx.tracers import TraceState
 from jaxtyping import Array, Float, Int
 
 from maxlib.nn._linear import draw_key
-from maxlib.nn._model import Model
+from maxlib.nn.decoder._model import Model
 from maxlib.nn.mixer import check_cache_dtype, check_order, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.nn.stack._run import Aux, run_alone, scan_group

@@ -90,7 +90,10 @@ class Mask:
 
     def interval(self, tokens: Tokens) -> Interval:
         """Returns `[k_start, k_end)` for each query, two arrays of shape `B T`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define interval(tokens) -> (k_start, k_end): the first key of each query and one "
+            "past its last, `B T`"
+        )
 
     @property
     def ring(self) -> int | None:

@@ -184,7 +184,7 @@ ROWS = (
         cudnn_refuses,
         takes_mask_hint=True,
     ),
-    # maxlib's for Hopper, compared with cuDNN and tokamax on an H100 (docs/benchmarks.md): the fastest for packed rows.
+    # maxlib's for Hopper, compared with cuDNN and tokamax on an H100 (docs/results.md): the fastest for packed rows.
     Implementation(
         "mosaic_gpu",
         mosaic_gpu,

@@ -2,8 +2,10 @@
 
 import difflib
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from maxlib._utils.arguments import check_array
 
 INPUTS = ("positions", "segment_ids", "valid", "images", "audio")
 # Other libraries' names for the inputs.
@@ -44,6 +46,26 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
             )
         if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
             raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
+
+
+def check_batch(batch: Any, name: str = "batch") -> None:
+    """Raises TypeError unless a batch is a dictionary of arrays, in dictionaries of any depth.
+
+    Args:
+        batch: The batch.
+        name: How the message calls it.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f'a {name} must be a dictionary of arrays, such as {{"tokens": ..., "targets": ...}}, got '
+            f"{type(batch).__name__}; give its parts names"
+        )
+    for key, x in batch.items():
+        here = f"{name}[{key!r}]"
+        if isinstance(x, Mapping):
+            check_batch(x, here)
+        elif (isinstance(x, list | tuple) and not hasattr(x, "_fields")) or type(x).__module__.startswith("torch"):
+            check_array(x, here)
 
 
 def check_has_targets(loss: str, batch: dict[str, Any]) -> None:

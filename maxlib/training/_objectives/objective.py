@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.training._objectives.batch_names import INPUTS, check_batch_names, check_has_targets, warn_of_unread
+from maxlib.training._objectives.batch_names import (
+    INPUTS,
+    check_batch,
+    check_batch_names,
+    check_has_targets,
+    warn_of_unread,
+)
 
 Batch = dict[str, Any]
 Loss = Callable[..., tuple[Array, "Stats"]]
@@ -84,6 +90,7 @@ class Objective:
         **options: Any,
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs `model` on the batch and returns `(loss sum, Stats)`, including the reports of its layers."""
+        check_batch(batch)
         self.check_names(batch)
         if self.prepare is not None:
             own, theirs = _options(self.from_hidden), _options(self.prepare)

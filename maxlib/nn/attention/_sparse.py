@@ -1,0 +1,216 @@
+"""Sparse latent attention (DeepSeek-AI 2025, DeepSeek-V3.2): a small indexer chooses the keys that a query attends to.
+
+Shapes: B rows, T new tokens, S keys, K chosen keys, D width, N heads, Hi width of index keys, R latent size with the
+shared key.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from maxlib.nn._pytree import pytree
+from maxlib.nn.attention._grouped_query import check_no_ring
+from maxlib.nn.attention._index_loss import HIDDEN, Attended, IndexLoss
+from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer
+from maxlib.nn.attention._latent import MLA
+from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
+from maxlib.nn.cache import LayerCache, put_rows
+from maxlib.nn.decoder._context import Context, check_prefix, context_of
+from maxlib.nn.remat import mark_heads
+from maxlib.ops._rope import Rope
+from maxlib.sharding import constrain, shard_map_by_name
+
+
+@pytree
+class IndexedLatentCache(LayerCache):
+    """Cache of each token's latent with the shared key part, and of its index key.
+
+    Attributes:
+        latent: As in a `LatentCache`, `B S R`.
+        index: Index keys, `B S Hi`.
+    """
+
+    can_rewind: ClassVar[bool] = True
+    kind: ClassVar[str | None] = "latent"
+
+    latent: Float[Array, "B S R"]
+    index: Float[Array, "B S Hi"]
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return self.latent.shape[-2]
+
+    def extend(self, latent: Array, index: Array, ctx: Context) -> "IndexedLatentCache":
+        """Stores the new tokens."""
+        return IndexedLatentCache(put_rows(self.latent, latent, ctx), put_rows(self.index, index, ctx))
+
+
+class SparseMLA(MLA):
+    """Latent attention to the keys that a `LightningIndexer` chooses; to all of them while there are no more than that.
+
+    The choice is exact. Attention to chosen keys either gathers their latents, or computes all keys under a mask,
+    whichever multiplies less: decoding gathers, and so do sequences of many times `top_k` tokens. Tokens must be in
+    order, and keys cannot travel around a ring: `CP_GATHER` and `CP_ULYSSES` split sequences.
+
+    Args:
+        dim: Width D of the residual stream.
+        index_heads: Number of index heads.
+        index_dim: Width of index queries and keys.
+        top_k: Keys that a query attends to.
+        index_rope: Rotation within the indexer.
+        index_loss: Loss that trains the indexer, reported by `with_loss`; None trains it not, and stores its weights
+            as variables that are no parameters.
+        gather: True gathers the latents of chosen keys, False computes all keys under a mask; None chooses.
+        rngs: Source of initial values.
+        **options: Those of `MLA`; `q_rank` is a number.
+    """
+
+    reorderable: ClassVar[bool] = False
+    quantizable_cache: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        index_heads: int,
+        index_dim: int,
+        top_k: int,
+        index_rope: Rope,
+        index_loss: IndexLoss | None = None,
+        gather: bool | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(dim, **options, rngs=rngs)
+        sizes: Any = dict(num_heads=index_heads, head_dim=index_dim, top_k=top_k, rope=index_rope)
+        trained = index_loss is not None
+        self.indexer = LightningIndexer(dim, options["q_rank"], **sizes, trained=trained, rngs=rngs)
+        self.index_loss, self.gather = index_loss, gather
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: IndexedLatentCache | None = None
+    ) -> tuple[Float[Array, "B T D"], IndexedLatentCache | None]:
+        """Mixes the tokens of each document; see `MLA.__call__`."""
+        return self.with_loss(x, ctx, cache)[:2]
+
+    def with_loss(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: IndexedLatentCache | None = None
+    ) -> tuple[Float[Array, "B T D"], IndexedLatentCache | None, dict[str, Array]]:
+        """Like `__call__`, but also returns the loss of the indexer by name; none without `index_loss`, or with a
+        cache.
+        """
+        ctx = context_of(x, ctx)
+        q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
+        # Nothing behind an index has a gradient: the choice is a step function, and its loss trains the indexer alone.
+        still = jax.lax.stop_gradient(x)
+        index_keys = self.indexer.keys(still, ctx)
+        if cache is not None:
+            q = check_prefix(q, self.mask, ctx)
+            cache = cache.extend(latent, index_keys, ctx)
+            latent, index_keys = cache.latent, cache.index
+        latent, loss = latent.astype(x.dtype), None if cache is not None else self.index_loss
+        index, chosen = self._choose(still, index_keys, ctx, loss)
+        if self._gathers(chosen, latent):
+            out = self._from_chosen(self._attended(q, latent, chosen))
+        else:
+            out = self._from_all(q, latent, chosen, ctx, cache)
+        aux = {} if loss is None else {loss.name: loss(index, self._attended(q, latent, chosen))}
+        return self.o(out), cache, aux
+
+    def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:
+        """Returns what the indexer's scores are computed of, None if nobody needs it, and the keys to attend to."""
+        bounds, few = ctx.key_intervals(self.mask), keys.shape[1] <= self.indexer.top_k
+        index = None if few and loss is None else self._index(x, keys, ctx)
+        if index is None or few or (loss is not None and loss.dense):
+            return index, Chosen(*bounds)
+        return index, self.indexer.choose(index, bounds)
+
+    def _index(self, x: Array, keys: Array, ctx: Context) -> Index:
+        """Returns what the indexer's scores are computed of."""
+        assert self.q_down is not None and self.q_norm is not None
+        return self.indexer.index(x, jax.lax.stop_gradient(self.q_norm(self.q_down(x))), keys, ctx)
+
+    def _gathers(self, chosen: Chosen, latent: Float[Array, "B S R"]) -> bool:
+        """Returns True where the latents of chosen keys are gathered.
+
+        A latent takes the place of a head's key and value, but is wider: with the sizes of DeepSeek V3.2 a product with
+        one costs as much as with 3.4 keys, of which a causal mask hides half. Gathering must halve the products: one by
+        query, they take twice the time (measured on CPUs), and the others need no gathering.
+        """
+        if chosen.best is None:
+            return False
+        check_no_ring(latent.shape[1])
+        if self.gather is not None:
+            return self.gather
+        (_, T, K), S = chosen.best.shape, latent.shape[1]
+        one = self.kv_rank * (self.nope_dim + self.v_dim)  # a head's key and value from a latent; or query and output
+        key, wide = self.nope_dim + self.shared_dim + self.v_dim, 2 * self.kv_rank + self.shared_dim
+        return T * one + 2 * T * K * wide < S * one + T * S * key // 2
+
+    def _attended(self, q: Array, latent: Array, chosen: Chosen) -> Attended:
+        """Returns what probabilities are computed of: all keys, or the latents of chosen ones."""
+        if chosen.best is None:
+            return Attended(q, self._keys(latent), chosen, self.scale)
+        return Attended(self._absorb(q), latent, chosen, self.scale)
+
+    def _from_all(self, q: Array, latent: Array, chosen: Chosen, ctx: Context, cache: Any) -> Array:
+        """Attends to all keys, of which a mask hides those that were not chosen."""
+        bias = None
+        if chosen.best is not None:
+            # [B, T, S] -> [B, 1, T, S]: the same for all heads.
+            bias = jnp.where(_mask(chosen, latent.shape[1]), 0.0, HIDDEN)[:, None]
+        run = self._absorbed if cache is not None and q.shape[1] == 1 else self._naive
+        return run(q, latent, ctx, ctx.mask_hint(self.mask, cache), bias)
+
+    def _from_chosen(self, attended: Attended) -> Float[Array, "B T N Hv"]:
+        """Attends to the gathered latents of chosen keys; the backward pass gathers again."""
+
+        def local(q, latent, *chosen):
+            whole = Attended(q, latent, Chosen(*chosen), self.scale)
+            if q.shape[1] > 1:
+                # The gradients of a latent from several chunks are added up in float32.
+                latent = latent.astype(jnp.promote_types(latent.dtype, jnp.float32))
+
+            def step(carry, chunk):
+                part = whole.of(*chunk)
+                keys = part.read(latent)
+                probs = part.probabilities(keys, part.seen()).astype(q.dtype)
+                # [B, N, C, K] and [B, C, K, R] -> [B, C, N, R]
+                return carry, jnp.einsum("bntk,btkr->btnr", probs, keys[..., : self.kv_rank])
+
+            assert whole.chosen.best is not None
+            width = (q.shape[2] + q.shape[3]) * whole.chosen.best.shape[2]
+            return over_queries(jax.checkpoint(step), None, (q, whole.chosen), per_query=width)[1]
+
+        names, chosen = [HEADS, ALL_KEYS, QUERIES, QUERIES, (*QUERIES, None)], attended.chosen
+        run = shard_map_by_name(local, names, HEADS)
+        out = run(attended.q, attended.keys, chosen.start, chosen.end, chosen.best)
+        out = checkpoint_name(constrain(out, "batch", "seq", "act_heads", None), "attention_out")
+        return self.v_up.product("BTNR,NHR->BTNH", out)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedLatentCache:
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
+        zeros = lambda width: jnp.zeros((batch, capacity, width), dtype)
+        return IndexedLatentCache(zeros(self.kv_rank + self.shared_dim), zeros(self.indexer.dim))
+
+    @property
+    def kind(self) -> str:
+        """Names the kind in tables."""
+        return "sparse MLA"
+
+    def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables."""
+        yield f"{self.indexer.top_k} chosen keys"
+
+
+def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
+    """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
+    local = lambda *parts: Chosen(*parts).among_all(keys)
+    run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
+    return run(chosen.start, chosen.end, chosen.best)

@@ -1,0 +1,1 @@
+"""The decoder: its context, inputs, output head and multi-token prediction."""

@@ -1,0 +1,185 @@
+"""Base classes of decoder-only models: embedding, stack of layers, final norm, head."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib._utils.arguments import check_array, check_dtype
+from maxlib.nn._linear import Embed
+from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
+from maxlib.nn.decoder._model import Output
+from maxlib.nn.remat import Policy
+from maxlib.nn.stack import Stack, WithShared
+from maxlib.ops._attention import Mask
+from maxlib.sharding import constrain
+
+
+def check_tokens(tokens: Any) -> None:
+    """Raises TypeError for what is no array, and ValueError for one that is not of integers, `B T`."""
+    if isinstance(tokens, str):
+        raise TypeError("tokens must be an array of integers, rows of ids `B T`, got text: encode it with a tokenizer")
+    check_array(tokens, "tokens")
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be an array of integers, rows of ids `B T`, got {tokens.dtype} of shape {tokens.shape}. A "
+            "single row is jnp.asarray(ids)[None]; text has to be encoded."
+        )
+
+
+class Decoder(nnx.Module):
+    """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions.md).
+
+    A model family subclasses it and sets the attributes in its constructor; it may override `embed_tokens`, `enter`,
+    `layer_inputs` and `leave`. A model with another structure need not subclass it: trainers and generators only need
+    the methods of `nn.Model`.
+
+    Attributes:
+        cfg: The model's config.
+        embed: Table of token vectors.
+        layers: The stack of layers.
+        norm: The norm after the last layer.
+        head: Table of output vectors; None if it is tied to `embed`.
+        masks: Masks of the layers, whose key intervals are computed once per forward pass.
+        ropes: Rotary embeddings of the layers, whose tables are computed once per forward pass.
+        recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
+            (LongRoPE in Phi); None if there is none.
+        softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
+        layers_take_tokens: True if layers read ids from `ctx.tokens`.
+        layers_share: True if layers share values with later ones. Their `x` is then a `stack.WithShared`.
+    """
+
+    cfg: Any
+    embed: Embed
+    layers: Stack
+    norm: nnx.Module
+    head: Embed | None = None
+    masks: tuple[Mask, ...] = ()
+    ropes: tuple[AnyRope, ...] = ()
+    recompute_cache_at: int | None = None
+    softcap: float | None = None
+    layers_take_tokens: bool = False
+    layers_share: bool = False
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: Policy = None,
+    ) -> Output:
+        """Computes the hidden states of rows of tokens.
+
+        Args:
+            tokens: Ids, `B T`.
+            positions: Positions for rotary tables, by default each token's index in its document.
+            segment_ids: Packed document of each token, 0 for padding; None for one document per row.
+            valid: False for padding; None if every token is real.
+            cache: Cache of earlier tokens, or None.
+            dtype: Dtype of the computation.
+            remat: What layers keep for the backward pass, see `nn.remat`.
+
+        Returns:
+            The hidden states after the final norm, the new cache, and the layers' losses and metrics.
+
+        Raises:
+            TypeError: when `tokens` or another input is a list or another library's array, or `dtype` no dtype.
+            ValueError: when `tokens` is not an integer array of shape `B T`.
+        """
+        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
+        x, inputs = self.embed_inputs(tokens, dtype=dtype, cache=cache, remat=remat, **inputs)
+        return self.run(x, **inputs, cache=cache, remat=remat)
+
+    def embed_inputs(
+        self, tokens: Int[Array, "B T"], *, dtype: Any, cache: Cache | None = None, remat: Policy = None, **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Returns the vectors of what a model reads, and the arguments of `enter`; it takes those of `__call__`.
+
+        Raises:
+            TypeError, ValueError: as `__call__` does.
+        """
+        check_tokens(tokens)
+        check_dtype(dtype)
+        for name in ("positions", "segment_ids", "valid"):
+            if inputs.get(name) is not None:
+                check_array(inputs[name], name)
+        return self.embed_tokens(tokens, dtype), inputs | self.ids_for_layers(tokens)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the vectors of token ids, `B T D`, in `dtype`."""
+        return self.embed(tokens, dtype=dtype)
+
+    def ids_for_layers(self, tokens: Int[Array, "B T"]) -> dict[str, Array]:
+        """Returns the ids as a keyword argument of `enter` if layers use them, else nothing."""
+        return {"tokens": tokens} if self.layers_take_tokens else {}
+
+    def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
+        """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
+        # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
+        x, ctx = self.enter(x, cache=cache, **inputs)
+        inputs = self.layer_inputs(x.x if isinstance(x, WithShared) else x, ctx)
+        ctx = dataclasses.replace(ctx, features=None)  # layers get theirs as inputs
+        x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat, layer_inputs=inputs)
+        # `cache and ...`: None without a cache.
+        return Output(self.leave(x, ctx), cache and cache.advanced(layers, ctx), aux)
+
+    def enter(self, x: Float[Array, "B T D"], *, cache: Cache | None = None, **inputs: Any) -> tuple[Any, Context]:
+        """Prepares the input of the first layer: shards `x` over the mesh and puts tokens of the context in order.
+
+        If sequences are split over devices, tokens are put into zigzag order, unless a layer needs their natural order.
+        """
+        ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        # Shard [B, T, D] over the mesh as every layer expects it.
+        x = constrain(x, "batch", "seq", "act_embed")
+        # A cache stores tokens by index, so decoding keeps the natural order.
+        x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
+        return (WithShared(x, {}) if self.layers_share else x), ctx
+
+    def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Any:
+        """Returns per-layer inputs, arrays with a leading axis of layers; None if there are none.
+
+        Args:
+            x: The input of the first layer.
+            ctx: The context, whose tokens are in the order of `x`.
+        """
+        return None
+
+    def leave(self, x: Any, ctx: Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head: the last layer's `x`, `B T D`, normed and in natural order."""
+        return zigzag_unshard(self.norm(x.x if isinstance(x, WithShared) else x), ctx)
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        """Returns the head's matrix, `V D`: the embedding if they are tied."""
+        return (self.head or self.embed).w[...]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Returns the logits of the next token, soft-capped if the model has a soft-cap."""
+        # [B, T, D] -> [B, T, V]
+        logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def init_cache(
+        self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None
+    ) -> Cache:
+        """Makes an empty cache.
+
+        Args:
+            batch: Number B of rows.
+            capacity: Maximum number of tokens in a row; results do not depend on it.
+            dtype: Dtype of the stored values; int8 and float8 are quantized.
+            rope_length: See `Cache`.
+        """
+        layers = self.layers.init_cache(batch, capacity, dtype)
+        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length)
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that the model supports; None if there is no limit."""
+        return min((rope.max_length for rope in self.ropes if rope.max_length is not None), default=None)

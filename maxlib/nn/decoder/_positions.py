@@ -1,0 +1,54 @@
+"""Learned positions: a table with a trained vector for each position up to a maximum length."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib.nn._initial_values import Init, normal
+from maxlib.nn._linear import draw_key
+from maxlib.nn.decoder._context import Context
+from maxlib.sharding import constrain
+
+
+class LearnedPositions(nnx.Module):
+    """A trained vector for each of the first `length` positions of a document, added to the token vectors (GPT-2).
+
+    Args:
+        length: Number of positions.
+        dim: Width D of a vector.
+        init: Initializer, by default normal with standard deviation 0.02.
+        rngs: Source of initial values.
+    """
+
+    def __init__(self, length: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
+        init = normal(0.02) if init is None else init
+        self.w = nnx.Param(init(draw_key(rngs), (length, dim), jnp.float32), axes=("position", "embed"))
+        self.length = length
+
+    def __call__(self, ctx: Context, *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
+        """Returns the vectors of `ctx.positions` in `dtype`.
+
+        Explicit positions and those of packed or padded documents are checked outside jit; inside jit, the vectors of
+        positions beyond the table are NaN.
+
+        Raises:
+            ValueError: when a row or a cache is longer than the table.
+        """
+        self.check(ctx.rope_length or 0)
+        with contextlib.suppress(jax.errors.ConcretizationTypeError):
+            self.check(int(ctx.positions.max()) + 1)
+        # The table is small, so gather it over the width; then the lookup needs no communication. [B, T] -> [B, T, D]
+        w = constrain(self.w[...], "position", None)
+        return jnp.asarray(jnp.take(w, ctx.positions, axis=0, mode="fill"), dtype)
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if `length` tokens exceed the table."""
+        if length > self.length:
+            raise ValueError(
+                f"this model has {self.length} learned positions, but {length} tokens (a row, or the capacity of a "
+                "cache) need more: shorten the text, or give generation a smaller capacity"
+            )

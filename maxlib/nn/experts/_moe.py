@@ -1,0 +1,257 @@
+"""Mixture of experts: every token passes through the few gated MLPs that a router chooses for it.
+
+Shapes: B rows, T tokens, D width, E experts, X chosen experts per token, F width of an expert, L latent
+width. `_expert_mlp` has what each device computes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import ops
+from maxlib.nn._initial_values import Init
+from maxlib.nn._linear import Einsum
+from maxlib.nn.decoder._context import Context, check_is_rows
+from maxlib.nn.experts._linear import ExpertLinear, expert_matrices
+from maxlib.nn.experts._mlp import local_experts
+from maxlib.nn.matmul import LowRank
+from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
+from maxlib.ops._glu import swiglu
+from maxlib.sharding import shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
+
+
+@runtime_checkable
+class RouterLoss(Protocol):
+    """A loss on the router's decisions.
+
+    Attributes:
+        name: Name in `aux`, which begins with `loss/`.
+    """
+
+    name: str
+
+    def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
+        """Returns the loss of one layer.
+
+        Args:
+            routing: The router's decisions.
+            ctx: Documents and padding; None means that every row is one document.
+        """
+        ...
+
+
+class MoE(nnx.Module):
+    """Mixture of experts: `sum over chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
+
+    Experts without a gate are `down(activation(up(x)))`. With a latent width L, `x` is projected to L before the
+    experts and their sum is projected back, `leave(experts(enter(x)))`; the router and the shared layer get the full
+    width.
+
+    With a capacity (GShard, arXiv:2006.16668) every expert has room for `ceil(capacity_factor * T * top_k / E)` tokens
+    of each row of T tokens, padding included; tokens later in the row are dropped. If all rows have one length, no
+    token's result depends on a later token or on another row. Longer rows have more room, and decoding one token at a
+    time drops none.
+
+        router = nn.Router(64, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+        moe = nn.MoE(64, 128, router=router, rngs=nnx.Rngs(1))
+        y, aux = moe(jnp.ones((2, 8, 64)))  # B T D; aux["moe/load"] is each expert's share of the tokens
+
+    Args:
+        dim: Width D of the residual stream.
+        mlp_dim: Width F of an expert.
+        router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`.
+        activation: Combines an expert's gate and up projections, such as `swiglu`; without a gate, a function of one
+            array.
+        gated: False for experts without a gate (Nemotron).
+        latent_dim: Width L of the experts' inputs and outputs (Nemotron 3); None means D.
+        bias: True adds biases to all three projections.
+        shared: Layer applied to every token, or None.
+        shared_gate: True multiplies the output of `shared` by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
+        capacity_factor: Capacity of an expert as a multiple of an even share; None computes every choice (dropless).
+        losses: Router losses to report for training.
+        weight_order: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
+        init: Initializer of the matrices.
+        rngs: Source of initial values.
+
+    Raises:
+        TypeError: when `router` is not a router.
+        ValueError: when `capacity_factor` is not positive.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        router: Router | SigmoidInputRouter | Any,
+        activation: Callable[..., Array] = swiglu,
+        gated: bool = True,
+        latent_dim: int | None = None,
+        bias: bool = False,
+        shared: nnx.Module | None = None,
+        shared_gate: bool = False,
+        capacity_factor: float | None = None,
+        losses: Sequence[RouterLoss] = (),
+        weight_order: ops.ExpertWeightOrder = "EOI",
+        init: Init | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if getattr(router, "num_experts", None) is None:
+            raise TypeError(
+                f"router must be a router, such as nn.Router(dim, num_experts=8, top_k=2), got {router!r:.40}"
+            )
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
+        width = dim if latent_dim is None else latent_dim
+        E, into, out = router.num_experts, (mlp_dim, width), (width, mlp_dim)
+        self.router, self.shared = router, shared
+        # One output, `...1`, which broadcasts over the width.
+        self.shared_gate = Einsum("...D,ED->...E", (1, dim), ("router", "embed"), rngs=rngs) if shared_gate else None
+        parts: dict[str, Any] = {"bias": bias, "weight_order": weight_order, "init": init, "rngs": rngs}
+        self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts) if gated else None
+        self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
+        self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
+        latent = lambda spec, shape, axes: None if latent_dim is None else Einsum(spec, shape, axes, rngs=rngs)
+        self.enter = latent("...D,LD->...L", (width, dim), ("rank", "embed"))
+        self.leave = latent("...L,DL->...D", (dim, width), ("embed", "rank"))
+        self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
+        self.weight_order: ops.ExpertWeightOrder = weight_order
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, *, routed_by: Float[Array, "B T D"] | None = None
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """Applies the chosen experts to every token.
+
+        Padding (`ctx.valid`) is sent to no expert and is not counted.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: Values shared by all layers; None means that every token is real.
+            routed_by: Input of the router if it differs from `x` (Gemma 4 normalizes it differently); None means `x`.
+
+        Returns:
+            The output, `B T D`, and arrays by name: the router's losses; `moe/load`, each expert's share of the choices
+            before any is dropped; `moe/counts`, how often each was chosen; with a capacity `moe/dropped`, the share of
+            dropped choices.
+
+        Raises:
+            ValueError: when `x` is not of shape `B T D`.
+        """
+        check_is_rows(x)
+        valid = None if ctx is None else ctx.valid
+        routing = self.router(x if routed_by is None else routed_by)
+        # [B, T, D] -> [B, T, L]
+        h = x if self.enter is None else self.enter(x)
+        y, kept = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
+        y = self._add_output_bias(y, routing, kept)
+        # [B, T, L] -> [B, T, D], applied once to the sum over experts
+        y = y if self.leave is None else self.leave(y)
+        return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, kept)
+
+    def _shared(self, x):
+        """Applies the shared layer and its gate."""
+        y = cast(Any, self.shared)(x)
+        return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x))
+
+    def capacity(self, seq: int) -> int | None:
+        """Returns how many tokens of a row of `seq` tokens an expert processes; None means all."""
+        if self.capacity_factor is None:
+            return None
+        # T * X choices over E experts, times the factor.
+        even = self.capacity_factor * seq * self.router.top_k / self.router.num_experts
+        return min(seq, math.ceil(even))
+
+    def _mix(self, x, routing: Routing, valid):
+        """Returns the weighted sum without the output bias, `B T D`, and a mask of the computed choices, `B T X`.
+
+        Each device computes its own rows.
+        """
+        capacity = self.capacity(x.shape[1])
+        # A capacity counts tokens of whole rows, so it needs unsplit sequences.
+        E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
+        # The mesh axis over which experts are split and tokens are exchanged; None if experts are not split.
+        axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
+        rows, biased = (*tokens, None), ("act_expert", "mlp")
+        # Without a gate, only up.
+        into = [m for m in (self.gate, self.up) if m is not None]
+        parts = (*into, self.down)
+        matrices = [expert_matrices(m, "I" if m is self.down else "O", x.dtype) for m in parts]
+        w, tree = jax.tree.flatten([m.values for m in matrices])
+        b = [None if m.b is None else jnp.asarray(m.b[...], x.dtype) for m in into]
+        # An adapter has arrays, so it is passed along with the matrices.
+        matmuls = tuple(None if isinstance(m.matmul, LowRank) else m.matmul for m in parts)
+        how = {"activation": self.activation, "weight_orders": (matrices[0].weight_order, matrices[-1].weight_order)}
+        options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
+        run = functools.partial(local_experts, matmuls=matmuls, tree=tree, **options)
+        split = [names for m in matrices for names in m.names]
+        # shard_map takes flat arguments, with one tuple of axis names for each array, in the order of the call below:
+        #   x, experts, weights, input_weights   rows      [B, T, ...]
+        #   valid                                tokens    [B, T]
+        #   b: biases of gate and up             biased    [E, F]
+        #   w: arrays of gate, up and down       split     (also a quantized one's scales, an adapted one's factors)
+        # If the width F is split, each device returns its part of the sum on a new first axis "mlp".
+        names = [rows, rows, rows, rows, tokens, *[biased] * len(into), *split]
+        mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
+        # [1 or number of parts of F, B, T, D] -> [B, T, D]
+        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
+        return y.sum(axis=0), kept
+
+    def _add_output_bias(self, y, routing: Routing, kept):
+        """Adds the weighted biases of the down projections.
+
+        This runs outside the shard_map, in which every device with a part of the width would add the bias again.
+        """
+        if self.down.b is None:
+            return y
+        weights = jnp.where(kept, routing.weights, 0)
+        # [B, T, X] -> [B, T, E]: each token's weight for every expert.
+        share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
+        # Every device gathers the biases and adds up a gradient of its own tokens. Left to XLA, the gradient of biases
+        # that are split by expert would gather the tokens of all devices.
+        tokens, whole = ("batch", "seq", None), AllGatherArg(("expert", "expert_embed"), (None, None))
+        add = shard_map_by_name(lambda share, b: jnp.einsum("...E,ED->...D", share, b), [tokens, whole], tokens)
+        return y + add(share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
+
+    def _aux(self, routing: Routing, ctx: Context | None, kept) -> dict[str, Array]:
+        """Returns losses and metrics by name."""
+        valid = None if ctx is None else ctx.valid
+        # [E]: choices of real tokens; `kept` counts the computed ones.
+        counts = expert_counts(routing.experts, valid, self.router.num_experts)
+        total = jnp.maximum(counts.sum(), 1)
+        aux = {loss.name: loss(routing, ctx) for loss in self.losses} | {"moe/load": counts / total}
+        # Counts can be added over microbatches; shares cannot, because microbatches have different numbers of tokens.
+        aux["moe/counts"] = counts
+        if self.capacity_factor is not None:
+            aux["moe/dropped"] = jnp.maximum(counts.sum() - kept.sum(), 0) / total
+        return aux
+
+    def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
+        """Computes the output of a dropless call by a plain loop in which every expert computes every token (the
+        specification).
+        """
+        routing, inputs = self.router(x), x if self.enter is None else self.enter(x)
+
+        def add(y, expert):
+            e, gate, up, down = expert
+            chosen = routing.experts == e
+            chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
+            # [B, T, X] -> [B, T, 1]: this expert's weight for each token, 0 if it was not chosen.
+            total = lambda values: jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
+            scaled = inputs
+            if routing.input_weights is not None:
+                scaled = (total(routing.input_weights) * inputs).astype(x.dtype)
+            h = self.activation(*(part.one(scaled) for part in (gate, up) if part is not None))
+            return y + (total(routing.weights) * down.one(h)).astype(x.dtype), None
+
+        experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
+        # One expert at a time: a scan over the leading axis E of the three matrices.
+        y = jax.lax.scan(add, jnp.zeros_like(inputs), experts)[0]
+        y = y if self.leave is None else self.leave(y)
+        return y if self.shared is None else y + self._shared(x)

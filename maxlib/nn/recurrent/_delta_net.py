@@ -1,0 +1,222 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention whose state decays and is updated by the delta
+rule.
+
+Shapes: B rows, T new tokens, D width, K key heads of width Hk, N value heads of width Hv, W taps of the convolution.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import ops
+from maxlib._xla_workarounds import for_each_token
+from maxlib.nn._linear import Einsum, of_same
+from maxlib.nn._pytree import pytree
+from maxlib.nn.cache import LayerCache
+from maxlib.nn.decoder._context import Context, context_of
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.norm import RMSNorm
+from maxlib.nn.recurrent._common import rates, sequence_axis, taps
+from maxlib.nn.remat import mark_heads
+from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import AllGatherArg
+
+_HEADS = ("batch", "seq", "act_heads", None)
+_TAIL = ("batch", None, "act_heads", None)
+_STATE = ("batch", "act_heads", None, None)
+
+
+@pytree
+class DeltaCache(LayerCache):
+    """Cache of a gated DeltaNet. Its size does not depend on the number of tokens, and it cannot be rewound.
+
+    Attributes:
+        q: The last W - 1 inputs of the convolution of queries, `B W-1 K Hk`.
+        k: Those of keys, `B W-1 K Hk`.
+        v: Those of values, `B W-1 N Hv`.
+        state: The state, `B N Hk Hv`, float32.
+    """
+
+    kind: ClassVar[str | None] = "state"
+
+    q: Float[Array, "B U K Hk"]
+    k: Float[Array, "B U K Hk"]
+    v: Float[Array, "B U N Hv"]
+    state: Float[Array, "B N Hk Hv"]
+
+
+class GatedDeltaNet(SequenceMixer):
+    """Gated DeltaNet: `out(norm(o) * out_gate_act(gate(x)))`; `o` is the gated delta rule of convolved projections.
+
+    Queries, keys and values pass through a short convolution and SiLU. With a row of `a(x)` and `b(x)` for each value
+    head, the log decay is `-exp(a_log) softplus(a(x) + dt_bias)` and the step `max_step * sigmoid(b(x))`. Padding and
+    other documents of a row have no effect. The cache has a fixed size. Tokens must be in order: devices that share a
+    sequence pass states on (`ops.gated_delta_rule`), and zigzag order raises an error.
+
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number N of value heads.
+        key_dim: Width Hk of a key head.
+        value_dim: Width Hv of a value head.
+        num_key_heads: Number K of heads of queries and keys, which divides N; None means N.
+        conv_width: Number W of taps of the convolution.
+        norm_eps: Added to the mean square in the norm of the output.
+        out_gate_act: Activation of the output's gate.
+        max_step: Largest step; above 1 the state's transition may have negative eigenvalues (2 in OLMo Hybrid).
+        implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `num_heads` is not a positive multiple of `num_key_heads`, or `conv_width` is below 2.
+    """
+
+    op: ClassVar[str | None] = "gated_delta_rule"
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        num_key_heads: int | None = None,
+        conv_width: int = 4,
+        norm_eps: float = 1e-6,
+        out_gate_act: Callable[[Array], Array] = jax.nn.silu,
+        max_step: float = 1.0,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        D, N, K, Hk, Hv, W = dim, num_heads, num_key_heads or num_heads, key_dim, value_dim, conv_width
+        if N < 1 or K < 1 or N % K:
+            raise ValueError(f"num_heads must be a multiple of num_key_heads; got {N} and {K}")
+        if W < 2:
+            raise ValueError(f"conv_width must be at least 2, got {W}")
+        of_keys, of_values = ("kv_heads", "head_dim", "embed"), ("heads", "head_dim", "embed")
+        self.q = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
+        self.k = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
+        self.v = Einsum("...D,NHD->...NH", (N, Hv, D), of_values, rngs=rngs)
+        self.gate = Einsum("...D,NHD->...NH", (N, Hv, D), of_values, rngs=rngs)
+        # One number per value head: `b` gives the step, `a` the decay.
+        self.b = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
+        self.a = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), rngs=rngs)
+        self.q_conv = taps((K, Hk, W), ("kv_heads", "head_dim"), rngs)
+        self.k_conv = taps((K, Hk, W), ("kv_heads", "head_dim"), rngs)
+        self.v_conv = taps((N, Hv, W), ("heads", "head_dim"), rngs)
+        self.a_log, self.dt_bias = rates(N, rngs)
+        self.norm = RMSNorm(Hv, eps=norm_eps)
+        self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), rngs=rngs)
+        self.num_heads, self.num_key_heads, self.key_dim, self.value_dim = N, K, Hk, Hv
+        self.conv_width, self.out_gate_act, self.max_step, self.implementation = (
+            W,
+            out_gate_act,
+            max_step,
+            implementation,
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
+    ) -> tuple[Float[Array, "B T D"], DeltaCache | None]:
+        """Mixes the tokens of each document.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            cache: Convolution inputs and state of earlier tokens, or None.
+
+        Returns:
+            The output, `B T D`, and the cache after the new tokens (None without one).
+        """
+        ctx = context_of(x, ctx)
+        # [B, T, D] -> [B, T, heads, width]
+        own = lambda y: constrain(y, *_HEADS[: y.ndim])
+        q, k, v, gate, a, b = map(own, of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b))
+        q, k, v = (mark_heads(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+        out, cache = self._mix(q, k, v, *self._rates(a, b), ctx, cache)
+        # Cheap to compute again; kept for the backward pass, it would take several times the memory of its inputs.
+        leave = jax.checkpoint(lambda out, gate: self.o(self._gated_norm(out, gate)), prevent_cse=False)
+        return leave(checkpoint_name(out, "attention_out"), gate), cache
+
+    def _gated_norm(self, out: Array, gate: Array) -> Array:
+        """Norms the output and gates it, `B T N Hv`."""
+        # The norm and the gate are in float32, so multiply in float32, too.
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        return (self.norm(out).astype(wide) * self.out_gate_act(gate.astype(wide))).astype(out.dtype)
+
+    def _rates(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """Returns log decays and steps, `B T N` each, in float32 or wider."""
+        wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
+        a, b = wide(a), wide(b)
+        # [N] -> [B, T, N]
+        a_log, dt_bias = (for_each_token(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
+        return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
+
+    def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
+        """Applies the convolution and the delta rule to each device's rows, heads and tokens."""
+        axis, seq = sequence_axis(q.shape[1])
+        here = lambda names: tuple(seq if name == "seq" else name for name in names)
+        filters = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
+        split = [AllGatherArg(w.get_metadata()["axes"], ("act_heads", None, None)) for w in (self.q_conv, self.v_conv)]
+        # Without packing and without a cache, the state needs no resets.
+        starts = ctx.is_start if ctx.packed or cache is not None else None
+        states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
+        names = [here(_HEADS)] * 3 + [here(_HEADS[:3])] * 2 + [split[0], split[0], split[1]]
+        names += [None] * 4 if cache is None else [_TAIL] * 3 + [_STATE]
+        names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
+        op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
+        mapped = shard_map_by_name(op, names, (here(_HEADS), _TAIL, _TAIL, _TAIL, _STATE))
+        out, *new = mapped(q, k, v, log_decay, beta, *filters, *states, starts, ctx.valid)
+        return constrain(out, *_HEADS), None if cache is None else DeltaCache(*new)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
+        """Makes an empty cache; its size does not depend on `capacity`.
+
+        Args:
+            batch: Number B of rows.
+            capacity: Maximum number of tokens in a row.
+            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
+        """
+        N, K, Hk, Hv, U = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim, self.conv_width - 1
+        keys, values = (batch, U, K, Hk), (batch, U, N, Hv)
+        state = jnp.zeros((batch, N, Hk, Hv), jnp.promote_types(dtype, jnp.float32))
+        return DeltaCache(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
+
+    def traffic(self, split: SplitSequence) -> Traffic:
+        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
+        training step.
+        """
+        N, K, Hk, Hv = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim
+        effect = 4 * N * Hk * (Hk + Hv)  # float32
+        tail = (self.conv_width - 1) * (2 * K * Hk + N * Hv) * split.width
+        whole = split.rows * split.parts * (effect + tail) / split.heads
+        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+
+    @property
+    def kind(self) -> str:
+        """Names the kind in tables."""
+        return "gated DeltaNet"
+
+    def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables."""
+        yield "short convolution"
+
+
+def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
+    """Applies the convolution and the delta rule to one device's part; returns the output and the new cache's
+    arrays.
+    """
+    filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
+    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
+    # Each channel becomes a weighted sum over the last W tokens of its document.
+    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
+    parts = zip((q, k, v), filters, tails, strict=True)
+    (q, k, v), tails = zip(*(convolve(x, w, tail=tail) for x, w, tail in parts), strict=True)
+    how = {"initial_state": state, "implementation": implementation}
+    out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, **masks, **how)
+    return out, *tails, state

@@ -1,0 +1,261 @@
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): a selective state space, computed by state-space duality.
+
+Shapes: B rows, T new tokens, D width, N heads of width P, G groups that share the S numbers by which a state is written
+and read, W taps of the convolution.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import ops
+from maxlib._xla_workarounds import for_each_token
+from maxlib.nn._linear import Einsum
+from maxlib.nn._pytree import pytree
+from maxlib.nn.cache import LayerCache
+from maxlib.nn.decoder._context import Context, context_of
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.norm import GroupRMSNorm
+from maxlib.nn.recurrent._common import rates, sequence_axis, taps
+from maxlib.nn.remat import mark_heads
+from maxlib.sharding import constrain, shard_map_by_name
+
+_HEADS = ("batch", "seq", "act_heads", None)
+_TAIL = ("batch", None, "act_heads", None)
+_STATE = ("batch", "act_heads", None, None)
+Factors = tuple[float, float, float, float, float]
+
+
+@pytree
+class MambaCache(LayerCache):
+    """Cache of a Mamba-2 layer. Its size does not depend on the number of tokens, and it cannot be rewound.
+
+    Attributes:
+        x: The last W - 1 inputs of the convolution of `x`, `B W-1 N P`.
+        b: Those of `b`, `B W-1 G S`.
+        c: Those of `c`, `B W-1 G S`.
+        state: The state, `B N P S`, float32.
+    """
+
+    kind: ClassVar[str | None] = "state"
+
+    x: Float[Array, "B U N P"]
+    b: Float[Array, "B U G S"]
+    c: Float[Array, "B U G S"]
+    state: Float[Array, "B N P S"]
+
+
+class Mamba2(SequenceMixer):
+    """Mamba-2: `out(norm(y * silu(gate(x))))`, where `y` is state-space duality (`ops.ssd`) of convolved projections.
+
+    The state's input `x`, and `b` and `c`, which write and read it, pass through a short convolution and SiLU. A head's
+    step is `softplus(dt(x) + dt_bias)`, within `dt_limit`, and its rate `-exp(a_log)`. Padding and other documents of a
+    row have no effect. The cache has a fixed size. Tokens must be in order: devices that share a sequence pass states
+    on, and zigzag order raises an error.
+
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number N of heads.
+        head_dim: Width P of a head.
+        state_dim: Size S of `b` and `c`; a head's state is P S.
+        num_groups: Number G of groups, which divides N; each has its own `b` and `c`, and is normalized separately.
+        conv_width: Number W of taps of the convolution.
+        conv_bias: True adds a bias to the convolution.
+        bias: True adds biases to all projections of the input.
+        out_bias: True adds a bias to the output projection; None means the same as `bias`.
+        dt_limit: Smallest and largest step.
+        norm: Whether the output is gated before it is normed ("gate_first") or after ("norm_first"); None for no norm.
+        norm_eps: Added to the mean square in the norm.
+        factors: Factors on the projections `gate`, `x`, `b`, `c` and `dt` (Falcon-H1's muP); None for ones.
+        implementation: Name of an implementation of `ops.ssd`; None chooses the best one.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `num_heads` is not a positive multiple of `num_groups`, or `conv_width` is below 2.
+    """
+
+    op: ClassVar[str | None] = "ssd"
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        state_dim: int,
+        num_groups: int = 1,
+        conv_width: int = 4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        norm: Literal["gate_first", "norm_first"] | None = "gate_first",
+        norm_eps: float = 1e-5,
+        factors: Factors | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        D, N, P, G, S, W = dim, num_heads, head_dim, num_groups, state_dim, conv_width
+        if N < 1 or G < 1 or N % G:
+            raise ValueError(f"num_heads must be a multiple of num_groups; got {N} and {G}")
+        if W < 2:
+            raise ValueError(f"conv_width must be at least 2, got {W}")
+        # Heads and their width are one axis of the weights, as in published files. A single group is replicated on all
+        # devices; several groups are split as heads are.
+        C, E, of_groups = N * P, G * S, "kv_heads" if G > 1 else "state"
+        heads = lambda: Einsum("...D,FD->...F", (C, D), ("heads", "embed"), bias=bias, rngs=rngs)
+        groups = lambda: Einsum("...D,FD->...F", (E, D), (of_groups, "embed"), bias=bias, rngs=rngs)
+        self.gate, self.x, self.b, self.c = heads(), heads(), groups(), groups()
+        # One number per head: the length of a step.
+        self.dt = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), bias=bias, rngs=rngs)
+        self.x_conv = taps((C, W), ("heads",), rngs)
+        self.b_conv, self.c_conv = (taps((E, W), (of_groups,), rngs) for _ in "bc")
+        zeros = lambda size, axis: nnx.Param(jnp.zeros(size), axes=(axis,)) if conv_bias else None
+        self.x_conv_bias = zeros(C, "heads")
+        self.b_conv_bias, self.c_conv_bias = (zeros(E, of_groups) for _ in "bc")
+        self.a_log, self.dt_bias = rates(N, rngs)
+        self.d = nnx.Param(jnp.ones(N), axes=("heads",))
+        self.norm = None if norm is None else GroupRMSNorm(C, groups=G, eps=norm_eps)
+        out_bias = bias if out_bias is None else out_bias
+        self.o = Einsum("...F,DF->...D", (D, C), ("embed", "heads"), bias=out_bias, rngs=rngs)
+        self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_width = N, P, G, S, W
+        self.dt_limit, self.norm_order, self.factors, self.implementation = dt_limit, norm, factors, implementation
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: MambaCache | None = None
+    ) -> tuple[Float[Array, "B T D"], MambaCache | None]:
+        """Mixes the tokens of each document.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            cache: Convolution inputs and state of earlier tokens, or None.
+
+        Returns:
+            The output, `B T D`, and the cache after the new tokens (None without one).
+        """
+        ctx = context_of(x, ctx)
+        # [B, T, D] -> gate [B, T, N * P], x [B, T, N, P], b and c [B, T, G, S], dt [B, T, N]
+        gate, inner, b, c, dt = self._project(x)
+        y, cache = self._mix(inner, b, c, self._step(dt), ctx, cache)
+        # [B, T, N, P] -> [B, T, N * P]
+        y = checkpoint_name(y, "attention_out").reshape(gate.shape)
+        return self.o(self._gated_norm(y, gate).astype(x.dtype)), cache
+
+    def _project(self, x: Array) -> tuple[Array, ...]:
+        """Returns gate, `B T N*P`, x, `B T N P`, b and c, `B T G S`, and dt, `B T N`."""
+        parts = [self.gate(x), self.x(x), self.b(x), self.c(x), self.dt(x)]
+        if self.factors is not None:
+            parts = [factor * part for factor, part in zip(self.factors, parts, strict=True)]
+        gate, inner, b, c, dt = parts
+        # [B, T, heads * width] -> [B, T, heads, width]
+        by_head = lambda y, heads: y.reshape(*y.shape[:2], heads, -1)
+        inner = mark_heads(constrain(by_head(inner, self.num_heads), *_HEADS), "v")
+        b, c = (mark_heads(by_head(y, self.num_groups), name) for y, name in ((b, "k"), (c, "q")))
+        return constrain(gate, *_HEADS[:3]), inner, b, c, constrain(dt, *_HEADS[:3])
+
+    def _step(self, dt: Array) -> Array:
+        """Returns the lengths of the steps, `B T N`, in float32 or wider."""
+        # The step is in the exponent of the decay: rounding it to bfloat16 would be an error of about a percent.
+        wide = jnp.promote_types(dt.dtype, jnp.float32)
+        # [N] -> [B, T, N]
+        bias = for_each_token(self.dt_bias[...].astype(wide), dt.shape)
+        return jnp.clip(jax.nn.softplus(dt.astype(wide) + bias), *self.dt_limit)
+
+    def _gated_norm(self, y: Array, gate: Array) -> Array:
+        """Gates and norms the output, `B T N*P`, in float32 or wider."""
+        wide = jnp.promote_types(y.dtype, jnp.float32)
+        # The norm and the gate are in float32, so multiply in float32, too.
+        y, gate = y.astype(wide), jax.nn.silu(gate.astype(wide))
+        if self.norm is None:
+            return y * gate
+        return self.norm(y * gate) if self.norm_order == "gate_first" else self.norm(y) * gate
+
+    def _mix(self, x, b, c, dt, ctx: Context, cache: MambaCache | None):
+        """Applies the convolution and the recurrence to each device's rows, heads and tokens."""
+        axis, seq = sequence_axis(x.shape[1])
+        # b and c of a single group are replicated; those of several groups are split as the heads are.
+        shared = lambda names: tuple(None if n == "act_heads" else n for n in names) if self.num_groups == 1 else names
+        here = lambda names: tuple(seq if name == "seq" else name for name in names)
+        rows, tails = (here(_HEADS), shared(here(_HEADS))), (_TAIL, shared(_TAIL), shared(_TAIL))
+        # Without packing and without a cache, the state needs no resets.
+        starts = ctx.is_start if ctx.packed or cache is not None else None
+        states = (None,) * 4 if cache is None else (cache.x, cache.b, cache.c, cache.state)
+        weights, gathered = self._weights(shared)
+        names = [rows[0], rows[1], rows[1], here(_HEADS[:3]), *gathered]
+        names += [None] * 4 if cache is None else [*tails, _STATE]
+        names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
+        op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
+        mapped = shard_map_by_name(op, names, (rows[0], *tails, _STATE))
+        out, *new = mapped(x, b, c, dt, *weights, *states, starts, ctx.valid)
+        return constrain(out, *_HEADS), None if cache is None else MambaCache(*new)
+
+    def _weights(self, shared) -> tuple[list[Array | None], list[tuple[str | None, ...] | None]]:
+        """Returns decay rates, input factors, filters and biases for the op, by head or group, and their shardings."""
+        of_heads, of_groups = ("act_heads", None, None), shared(("act_heads", None, None))
+        sizes = {"x": (self.num_heads, self.head_dim), "b": (self.num_groups, self.state_dim)}
+        found: list[Any] = [(self.a_log[...], of_heads[:1]), (self.d[...], of_heads[:1])]
+        for name in ("conv", "conv_bias"):
+            for part in "xbc":
+                w = getattr(self, f"{part}_{name}")
+                # [N * P, W] -> [N, P, W], [G * S, W] -> [G, S, W]
+                array = None if w is None else w[...].reshape(*sizes.get(part, sizes["b"]), *w.shape[1:])
+                names = of_heads if part == "x" else of_groups
+                found.append((array, None if array is None else names[: array.ndim]))
+        arrays, names = zip(*found, strict=True)
+        return list(arrays), list(names)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> MambaCache:
+        """Makes an empty cache; its size does not depend on `capacity`.
+
+        Args:
+            batch: Number B of rows.
+            capacity: Maximum number of tokens in a row.
+            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
+        """
+        N, P, G, S, U = self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_width - 1
+        # Convolution inputs are rounded like activations; the state is a sum over the whole document, so it is float32.
+        zeros = lambda heads, width: jnp.zeros((batch, U, heads, width), dtype)
+        state = jnp.zeros((batch, N, P, S), jnp.promote_types(dtype, jnp.float32))
+        return MambaCache(zeros(N, P), zeros(G, S), zeros(G, S), state)
+
+    def traffic(self, split: SplitSequence) -> Traffic:
+        """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
+        training step.
+        """
+        N, P, G, S = self.num_heads, self.head_dim, self.num_groups, self.state_dim
+        effect = 4 * N * (P * S + 1)  # float32; the transition is one number per head
+        tail = (self.conv_width - 1) * (N * P + 2 * G * S) * split.width
+        whole = split.rows * split.parts * (effect + tail) / split.heads
+        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+
+    @property
+    def kind(self) -> str:
+        """Names the kind in tables."""
+        return "Mamba-2"
+
+    def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables."""
+        yield "short convolution"
+
+
+def _op(x, b, c, dt, a_log, d, *rest, axis_name, implementation):
+    """Applies the convolution and the recurrence to one device's part; returns the output and the new cache's
+    arrays.
+    """
+    filters, biases, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:9], rest[9:]
+    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
+    # Each channel becomes a weighted sum over the last W tokens of its document.
+    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
+    parts = zip((x, b, c), filters, biases, tails, strict=True)
+    (x, b, c), tails = zip(*(convolve(y, w, bias=bias, tail=tail) for y, w, bias, tail in parts), strict=True)
+    # Negative for every a_log, so that states decay. [N]
+    a = -jnp.exp(a_log.astype(dt.dtype))
+    out, state = ops.ssd(x, dt, a, b, c, d=d, **masks, initial_state=state, implementation=implementation)
+    return out, *tails, state
