@@ -143,9 +143,9 @@ TEXT = Fields(
     [
         *fields.DECODER,
         fields.MLP,
-        fields.only_if(_is_sparse, "expert_dim", "moe_intermediate_size"),
+        fields.only_if(_is_sparse, "expert_dim", "moe_intermediate_size", kind=int),
         Computed("num_experts", _read_num_experts, lambda value, cfg: {} if value is None else {"num_experts": value}),
-        fields.only_if(_is_sparse, "top_k", "num_experts_per_tok"),
+        fields.only_if(_is_sparse, "top_k", "num_experts_per_tok", kind=int),
         *fields.ATTENTION,
         fields.rope(default_theta=500_000.0, default_length=128_000),
         vision.sections(SECTIONS),

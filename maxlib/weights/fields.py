@@ -410,7 +410,9 @@ def mtp(absent: int, hf_name: str = "num_nextn_predict_layers") -> Computed:
     return Computed("stored_mtp", read, write)
 
 
-def only_if(condition: Callable[[Any], bool], name: str, hf_name: str, absent: Default = REQUIRED) -> Computed:
+def only_if(
+    condition: Callable[[Any], bool], name: str, hf_name: str, absent: Default = REQUIRED, *, kind: type | None = None
+) -> Computed:
     """Makes the entry of a field that only some models of a family have; None in the others, and then not written.
 
     Args:
@@ -418,10 +420,11 @@ def only_if(condition: Callable[[Any], bool], name: str, hf_name: str, absent: D
         name: Name in the configuration.
         hf_name: Name in config.json.
         absent: Value if the config of such a model omits it.
+        kind: Type of the value, by default that of `absent`.
     """
 
     def read(hf: HFConfig, c: Any) -> Any:
-        return hf.take(hf_name, absent) if condition(c) else None
+        return hf.take(hf_name, absent, kind=kind) if condition(c) else None
 
     def write(value: Any, cfg: Any) -> Values:
         return {} if value is None else {hf_name: value}

@@ -232,7 +232,7 @@ def test_presets(name):
     layer = nn.num_parameters(abstract.layers) // 2
     count = nn.num_parameters(abstract) + (cfg.num_layers - 2) * layer
     assert round(count / 1e9, 3) == SIZES[name]
-    fields = weights.HFConfig(json.loads(json.dumps(cfg.to_hf())))
+    fields = weights.HFConfig(json.loads(json.dumps(llama.FIELDS.write(cfg))))
     assert llama.FIELDS.read(fields) == cfg
     fields.done()
 
@@ -264,7 +264,7 @@ def test_ropes_that_hugging_face_does_not_have_are_refused():
     cfg = llama.PRESETS["llama3.2-1b"]
     for rope in (ops.Rope(64, interleaved=True, max_length=8), ops.Rope(32, max_length=8)):
         with pytest.raises(ValueError, match="turns whole heads in halves"):
-            dataclasses.replace(cfg, rope=rope).to_hf()
+            llama.FIELDS.write(dataclasses.replace(cfg, rope=rope))
 
 
 def test_sequences_beyond_the_config_are_refused(tmp_path):
