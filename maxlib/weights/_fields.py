@@ -228,6 +228,11 @@ class Multimodal:
         put(written, first_of(self.fixed, cfg))
         return written
 
+    @property
+    def required(self) -> list[str]:
+        """Returns the names of the fields that the text must have."""
+        return self.text.required
+
     def _type(self, cfg: Any) -> str:
         if self.model_type is not None:
             return self.model_type(cfg)

@@ -52,7 +52,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     """Also the scaling of the rope."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.ApertusConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *apertus.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *apertus.FIELDS.required]}
     assert apertus.FIELDS.read(HFConfig(short)) == apertus.FIELDS.read(HFConfig(theirs.to_dict()))
 
 

@@ -261,7 +261,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
         (transformers.DeepseekV3Config, "deepseek_v3"),
     ):
         theirs = cls(num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2)
-        names = [*deepseek.Config.required(), "model_type", "qk_rope_head_dim", "max_position_embeddings"]
+        names = [*deepseek.FIELDS.required, "model_type", "qk_rope_head_dim", "max_position_embeddings"]
         short = {name: getattr(theirs, name) for name in names}
         assert deepseek.FIELDS.read(HFConfig(short)) == deepseek.FIELDS.read(HFConfig(theirs.to_dict())), model_type
 

@@ -121,6 +121,6 @@ def test_glm_in_its_older_spellings():
 @pytest.mark.parametrize("name", ["DeepseekV32Config", "GlmMoeDsaConfig"])
 def test_what_a_config_leaves_out_is_as_in_transformers(name):
     theirs = getattr(pytest.importorskip("transformers"), name)()
-    short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.FIELDS.required]}
     short |= {"qk_rope_head_dim": 64, "max_position_embeddings": theirs.max_position_embeddings}
     assert deepseek_v32.FIELDS.read(HFConfig(short)) == deepseek_v32.FIELDS.read(HFConfig(theirs.to_dict()))

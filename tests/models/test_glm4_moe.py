@@ -82,7 +82,7 @@ def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Glm4MoeConfig(hidden_size=768)
-    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe.FIELDS.required]}
     cfg = glm4_moe.FIELDS.read(HFConfig(short | {"max_position_embeddings": 131072}))
     assert cfg == glm4_moe.FIELDS.read(HFConfig(theirs.to_dict()))
     assert (cfg.head_dim, cfg.rope) == (8, Rope(4, max_length=131072))  # half a head

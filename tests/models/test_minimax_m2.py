@@ -51,7 +51,7 @@ transformers_cases = TestMiniMaxM2.transformers_cases
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.MiniMaxM2Config()
-    short = {name: getattr(theirs, name) for name in ["model_type", *minimax_m2.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *minimax_m2.FIELDS.required]}
     short["max_position_embeddings"] = theirs.max_position_embeddings
     assert minimax_m2.FIELDS.read(HFConfig(short)) == minimax_m2.FIELDS.read(HFConfig(theirs.to_dict()))
 

@@ -239,7 +239,7 @@ def test_preset_is_what_the_release_says():
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Mistral4Config().to_dict()
-    short = {name: theirs[name] for name in ["model_type", *mistral4.Config.required(), "rope_parameters"]}
+    short = {name: theirs[name] for name in ["model_type", *mistral4.FIELDS.required, "rope_parameters"]}
     whole = HFConfig(theirs)
     assert mistral4.FIELDS.read(HFConfig(short)) == mistral4.FIELDS.read(whole)
     whole.done()

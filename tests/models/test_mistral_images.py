@@ -384,7 +384,7 @@ def test_presets_are_what_the_releases_say(preset):
 @pytest.mark.parametrize("kind", ["Mistral3Config", "LlavaConfig"])
 def test_what_a_config_leaves_out_is_as_in_transformers(kind):
     transformers = pytest.importorskip("transformers")
-    text = {name: BASE[name] for name in (*mistral.Config.required(), "max_position_embeddings")} | {
+    text = {name: BASE[name] for name in (*mistral.FIELDS.required, "max_position_embeddings")} | {
         "model_type": "mistral"
     }
     least = {"text_config": text, "vision_config": {"model_type": "pixtral"}}

@@ -272,7 +272,7 @@ def test_the_module_reads_text_only():
 def test_what_a_config_leaves_out_is_as_in_transformers(config):
     transformers = pytest.importorskip("transformers")
     theirs = getattr(transformers, config)()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_5.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_5.FIELDS.required]}
     cfg = qwen3_5.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
     assert cfg == qwen3_5.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head

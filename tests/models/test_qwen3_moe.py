@@ -78,7 +78,7 @@ def test_dense_layers_stand_where_the_config_says():
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen3MoeConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe.FIELDS.required]}
     cfg = qwen3_moe.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
     assert cfg == qwen3_moe.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.head_dim == 64  # dim / heads, other than for the dense models

@@ -91,7 +91,7 @@ def test_layers_are_what_the_config_says():
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen3NextConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_next.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_next.FIELDS.required]}
     cfg = qwen3_next.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
     assert cfg == qwen3_next.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
