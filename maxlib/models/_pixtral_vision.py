@@ -71,8 +71,8 @@ class Vision:
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
-        return np.asarray(found.pixels), np.asarray(found.grids)
+        patches = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
+        return np.asarray(patches.pixels), np.asarray(patches.grids)
 
     def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
         """Returns the arrays of Pixtral's processor as the model takes them.
@@ -95,8 +95,8 @@ class Vision:
                 "pixels must be `I 3 H W` and sizes `I 2`, height and width of what an image has without padding, got "
                 f"the shapes {[image.shape for image in pixels]} and the sizes {sizes.tolist()}"
             )
-        found = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
-        cut, grids = zip(*found, strict=True)
+        images = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
+        cut, grids = zip(*images, strict=True)
         return nn.vision.patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
 
 
@@ -246,11 +246,8 @@ FIELDS = Fields(
 
 def table() -> Table:
     """Maps the tensor names of the releases to parameters; transformers has another prefix."""
-    own = {"self_attn.": "attention.", "mlp.": "feed_forward."}
-    entries = [*names.ATTENTION, *names.MLP]
-    layer = [
-        replace(e, hf_name=e.hf_name.replace(old, new)) for old, new in own.items() for e in entries if old in e.hf_name
-    ]
+    layer = [replace(e, hf_name=e.hf_name.replace("self_attn.", "attention.")) for e in names.ATTENTION]
+    layer += [replace(e, hf_name=e.hf_name.replace("mlp.", "feed_forward.")) for e in names.MLP]
     layer += [Weight("attention_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
     joined = "multi_modal_projector.patch_merger.merging_layer.weight"
     return [

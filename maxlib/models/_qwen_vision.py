@@ -165,8 +165,13 @@ class QwenVision(nnx.Module):
             return low.astype(jnp.int32), (place - low)[:, :, None]
 
         (y, down), (x, right) = ends(at.row, at.height), ends(at.column, at.width)
-        table = lambda y, x: jnp.take(w, jnp.minimum(y, last) * self.side + jnp.minimum(x, last), axis=0)
-        row = lambda y: table(y, x) * (1 - right) + table(y, x + 1) * right
+
+        def table(y, x):
+            return jnp.take(w, jnp.minimum(y, last) * self.side + jnp.minimum(x, last), axis=0)
+
+        def row(y):
+            return table(y, x) * (1 - right) + table(y, x + 1) * right
+
         return row(y) * (1 - down) + row(y + 1) * down
 
 

@@ -79,9 +79,8 @@ class XIELU(nnx.Module):
 
     def __init__(self, a_p: float = 0.8, a_n: float = 0.8, *, beta: float = 0.5, eps: float = -1e-6):
         # log(expm1(y)) is the inverse of softplus. [1] each, as files have them.
-        before_softplus = lambda y: jnp.log(jnp.expm1(jnp.full(1, y, jnp.float32)))
-        self.alpha_p = nnx.Param(before_softplus(a_p), axes=("norm",))
-        self.alpha_n = nnx.Param(before_softplus(a_n - beta), axes=("norm",))
+        self.alpha_p = nnx.Param(jnp.log(jnp.expm1(jnp.full(1, a_p, jnp.float32))), axes=("norm",))
+        self.alpha_n = nnx.Param(jnp.log(jnp.expm1(jnp.full(1, a_n - beta, jnp.float32))), axes=("norm",))
         self.beta, self.eps = Fixed(jnp.float32(beta), axes=()), Fixed(jnp.float32(eps), axes=())
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -72,8 +72,10 @@ class Attention(nn.SequenceMixer):
 
     def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
         D, N, H = cfg.dim, cfg.num_heads, cfg.dim // cfg.num_heads
-        wide = lambda heads: nn.Einsum("...D,DNH->...NH", (D, N, H), ("embed", heads, "head_dim"), bias=True, rngs=rngs)
-        self.q, self.k, self.v = wide("heads"), wide("kv_heads"), wide("kv_heads")
+        self.q, self.k, self.v = (
+            nn.Einsum("...D,DNH->...NH", (D, N, H), ("embed", heads, "head_dim"), bias=True, rngs=rngs)
+            for heads in ("heads", "kv_heads", "kv_heads")
+        )
         self.o = nn.Einsum("...NH,NHD->...D", (N, H, D), ("heads", "head_dim", "embed"), bias=True, rngs=rngs)
         self.mask, self.scale, self.num_heads, self.head_dim = MASK, scale, N, H
         self.implementation: str | None = None

@@ -162,12 +162,13 @@ def _table(cfg: Config) -> Table:
         Weight("mlp.experts.down_proj_bias", "moe.down.b"),
     ]
     experts, moe = "model.layers.{i}.mlp.experts.", "layers.{i}.moe."
-    stored = lambda name: (f"{experts}{name}_blocks", f"{experts}{name}_scales")
+    gate_up = f"{experts}gate_up_proj_blocks", f"{experts}gate_up_proj_scales"
+    down = f"{experts}down_proj_blocks", f"{experts}down_proj_scales"
     return [
         *names.decoder_table(layer),
-        Convert(stored("gate_up_proj"), moe + "gate.w", load=_dequantize_gate, batch=1),
-        Convert(stored("gate_up_proj"), moe + "up.w", load=_dequantize_up, batch=1),
-        Convert(stored("down_proj"), moe + "down.w", load=mxfp4.dequantize, batch=2),
+        Convert(gate_up, moe + "gate.w", load=_dequantize_gate, batch=1),
+        Convert(gate_up, moe + "up.w", load=_dequantize_up, batch=1),
+        Convert(down, moe + "down.w", load=mxfp4.dequantize, batch=2),
     ]
 
 

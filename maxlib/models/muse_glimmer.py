@@ -71,8 +71,7 @@ class Block(nn.Layer):
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
         D, unit = cfg.dim, nn.norm.UnitRMSNorm(cfg.norm_eps)
         # Unit vectors have scores of at most sqrt(H), which the factor sharpens.
-        norm = lambda eps: nn.RMSNorm(D, eps=eps, plus_one=True)
-        self.attn_norm = norm(cfg.norm_eps)
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
         self.attn = nn.Attention(
             D,
             num_heads=cfg.num_heads,
@@ -86,10 +85,10 @@ class Block(nn.Layer):
             out_gate_act=jax.nn.sigmoid,
             rngs=rngs,
         )
-        self.attn_post_norm = norm(cfg.post_norm_eps)
-        self.mlp_norm = norm(cfg.norm_eps)
+        self.attn_post_norm = nn.RMSNorm(D, eps=cfg.post_norm_eps, plus_one=True)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
-        self.mlp_post_norm = norm(cfg.post_norm_eps)
+        self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.post_norm_eps, plus_one=True)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)

@@ -63,8 +63,7 @@ class Block(nn.Layer):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
         self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
         self.moe: Any = _experts(cfg, rngs=rngs) if kind == EXPERTS else None
-        plain = lambda: nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
-        self.mlp: Any = plain() if kind == MLP else None
+        self.mlp: Any = _mlp(cfg, rngs=rngs) if kind == MLP else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, aux = self.norm(x), {}
@@ -84,6 +83,10 @@ class Block(nn.Layer):
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `max(x, 0)^2`."""
     return jnp.square(jax.nn.relu(x))
+
+
+def _mlp(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLP:
+    return nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
@@ -153,13 +156,13 @@ def _read_pattern(hf: HFConfig, c: Any) -> str:
     number = hf.take("num_hidden_layers", None, kind=int, nullable=True)
     types, letters = (hf.take(name, None, kind=object) for name in ("layers_block_type", "hybrid_override_pattern"))
     known = "".join(NAMES.values())
-    given = letters if types is None else [NAMES.get(kind, "?") for kind in types]
-    if not given or not set(given) <= set(known) or number not in (None, len(given)):
+    pattern = letters if types is None else [NAMES.get(kind, "?") for kind in types]
+    if not pattern or not set(pattern) <= set(known) or number not in (None, len(pattern)):
         raise ValueError(
             f"{hf.where('layers_block_type')} (or hybrid_override_pattern) must name each of num_hidden_layers layers "
             f"by one of {', '.join(NAMES)}, or by M, E, * and -; got {types or letters!r} for {number} layers."
         )
-    return "".join(given)
+    return "".join(pattern)
 
 
 FIELDS = Fields(

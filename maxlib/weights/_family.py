@@ -71,21 +71,20 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Lists every `FAMILY` in a module of `maxlib.models` or of an entry point of the group "maxlib.models"."""
     package = importlib.import_module("maxlib.models")
-    names = [found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_")]
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
-    own = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    return tuple(own) + tuple(_others())
+    return (*(module.FAMILY for module in modules if hasattr(module, "FAMILY")), *_others())
 
 
 def _others() -> list[Family]:
-    found = []
+    others = []
     for point in entry_points(group=ENTRY_POINTS):
         try:  # a package that fails to import must not prevent using the other models
             loaded = point.load()
-            found.append(loaded if isinstance(loaded, Family) else loaded.FAMILY)
+            others.append(loaded if isinstance(loaded, Family) else loaded.FAMILY)
         except Exception as error:
             logger.warning("the entry point %s=%s of group %s fails: %r", point.name, point.value, ENTRY_POINTS, error)
-    return found
+    return others
 
 
 def presets() -> Presets:
@@ -156,8 +155,8 @@ def read_model(
 
 def _family_for(data: Mapping[str, Any], path: Path) -> Family:
     kind, text = data.get("model_type"), data.get("text_config")
-    whole = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
-    claimed = [f for f in families() if whole in f.model_types] or [f for f in families() if kind in f.model_types]
+    nested = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
+    claimed = [f for f in families() if nested in f.model_types] or [f for f in families() if kind in f.model_types]
     known = ", ".join(sorted(t for f in families() for t in f.model_types))
     return _the(claimed, f"the model_type {kind!r} of {path}", known)
 
@@ -207,17 +206,16 @@ def from_pretrained(
     family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
-    build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
-    return load(build, family.table(cfg), directory, layout=layout, dtype=dtype)
+    return load(lambda: family.model(cfg, rngs=nnx.Rngs(0)), family.table(cfg), directory, layout=layout, dtype=dtype)
 
 
 def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:
     fields = [field.name for field in dataclasses.fields(cfg)]
-    own = list(inspect.signature(from_pretrained).parameters)[1:-1]
+    options = list(inspect.signature(from_pretrained).parameters)[1:-1]
     if unknown := sorted(changes.keys() - fields):
-        name, close = unknown[0], difflib.get_close_matches(unknown[0], own + fields, n=1)
+        name, close = unknown[0], difflib.get_close_matches(unknown[0], options + fields, n=1)
         raise TypeError(
-            f"from_pretrained takes {', '.join(own)} and the fields of {family.name}'s configuration "
+            f"from_pretrained takes {', '.join(options)} and the fields of {family.name}'s configuration "
             f"({', '.join(fields)}), got {name}={changes[name]!r}{f': did you mean {close[0]}?' if close else '.'}"
         )
 

@@ -36,14 +36,14 @@ class _Spellings:
 
         None and null are absent. Raises ValueError for values that differ.
         """
-        found = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
+        stated = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
         if outside is not None:
-            found[self.fields.where(outside)] = self.fields.take(outside, None, kind=kind)
-        found = {where: _modern(value) for where, value in found.items() if value is not None}
-        values = list(found.values())
+            stated[self.fields.where(outside)] = self.fields.take(outside, None, kind=kind)
+        stated = {where: _modern(value) for where, value in stated.items() if value is not None}
+        values = list(stated.values())
         if any(value != values[0] for value in values):
-            stated = ", but ".join(f"{where} is {value!r}" for where, value in found.items())
-            raise ValueError(f"{stated}: they must agree. Keep the one the weights were trained with.")
+            listed = ", but ".join(f"{where} is {value!r}" for where, value in stated.items())
+            raise ValueError(f"{listed}: they must agree. Keep the one the weights were trained with.")
         return values[0] if values else default
 
     def need(self, name: str, *, kind: type = float) -> Any:
@@ -227,17 +227,17 @@ def write_rope(
     return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRope) else {})
 
 
-def _limit(rope: Rope, given: int | None) -> int:
+def _limit(rope: Rope, wanted: int | None) -> int:
     limit = rope.max_length
     if isinstance(rope.scaling, DynamicNTK):
         limit = rope.scaling.original_length
-        if given is not None and given != limit:
+        if wanted is not None and wanted != limit:
             raise ValueError(
-                f"{LIMIT} must be the original_length of DynamicNTK ({limit}), which is read from it, got {given}."
+                f"{LIMIT} must be the original_length of DynamicNTK ({limit}), which is read from it, got {wanted}."
             )
     elif isinstance(rope.scaling, LinearScaling) and limit is not None:
         limit = math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)  # the length before scaling, see _reach
-    limit = limit if given is None else given
+    limit = limit if wanted is None else wanted
     if limit is None:
         raise ValueError(
             f"{LIMIT} must be known to describe a rope: build it with max_length=..., the longest sequence it is for, "
