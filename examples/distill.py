@@ -51,7 +51,7 @@ def main() -> None:
 def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:
     """Returns an endless loader of packed rows for training, and the rows of 5% of the documents for evaluation."""
     tokenizer = tokenization.load_tokenizer(args.model)
-    documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_text()
+    documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_docs()
     train, held_out = (data.tokenize(part, tokenizer) for part in data.split(documents, validation=0.05))
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
     make = functools.partial(data.Loader, batch_size=args.batch)

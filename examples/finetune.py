@@ -130,7 +130,7 @@ def documents(tokenizer: Tokenizer, args):
         read = data.chats(args.files)
         tokenize = lambda part: data.tokenize_chats(part, tokenizer, args.template, images=args.images)
     else:
-        read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_text()
+        read = data.files(args.files, field=args.field, document="paragraph") if args.files else data.python_docs()
         ids = special_ids(args.model)
         tokenize = lambda part: data.tokenize(part, tokenizer, **ids)
     return tokenize, *data.split(read, validation=args.validation)

@@ -51,7 +51,7 @@ def main() -> None:
 
 def documents() -> dict[str, list[str]]:
     """Splits the documents into two sources: short texts and long ones."""
-    texts = [document["text"] for document in data.python_text()][:300]
+    texts = [document["text"] for document in data.python_docs()][:300]
     return {"short": [t for t in texts if len(t) < 2000], "long": [t for t in texts if len(t) >= 2000]}
 
 

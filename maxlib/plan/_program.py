@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
-from maxlib.observability._flops import flops_by_dtype
+from maxlib.observability import flops_by_dtype
 from maxlib.ops._attention.chunked import chunked_tiles
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, by_name, check_names

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.observability._metrics import reported
+from maxlib.observability import collect_metrics
 from maxlib.post_training._reference import interleaved, log_probs
 from maxlib.training import StatefulLoader, shard_batch
 from maxlib.training._prefetch import follow_layout
@@ -22,7 +22,10 @@ class Scored:
         self.loader, self.model, self.layout = loader, model, layout
         self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
         self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
-        self.metrics, self.follow = lambda: dict(reported(loader)), getattr(loader, "follow", lambda sharding: None)
+        self.metrics, self.follow = (
+            lambda: dict(collect_metrics(loader)),
+            getattr(loader, "follow", lambda sharding: None),
+        )
         follow_layout(loader, layout)
 
     def __iter__(self) -> "Scored":

@@ -14,7 +14,6 @@ from flax import nnx
 from maxlib import nn, sharding, weights
 from maxlib._utils.files import read_json_object
 from maxlib._utils.paths import dotted
-from maxlib.checkpoint._migrations import current_names
 from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
@@ -98,7 +97,7 @@ def load(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{directory / MANIFEST} does not fit the model of its config.json: {error}") from error
     wanted = nn.variables(abstract)
-    stored = current_names(find_tensors(directory), wanted)
+    stored = find_tensors(directory)
     if wrong := _differences(stored, wanted):
         raise ValueError(
             f"{directory} does not contain the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}"

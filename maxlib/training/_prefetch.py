@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxlib import sharding
-from maxlib.observability._metrics import reported
+from maxlib.observability import collect_metrics
 from maxlib.training._placement import shard_batch
 from maxlib.training.losses import Batch
 
@@ -223,4 +223,4 @@ class Prefetch:
         """Returns the next batch on the devices, and the loader's state and metrics after it; None at the end."""
         if (batch := next(self.loader, None)) is None:
             return None
-        return shard_batch(batch, self._layout), self.loader.get_state(), reported(self.loader)
+        return shard_batch(batch, self._layout), self.loader.get_state(), collect_metrics(self.loader)

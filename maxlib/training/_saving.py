@@ -10,9 +10,8 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError, Tiers
-from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
-from maxlib.observability._goodput import Clock
+from maxlib.observability import GoodputRecorder
 from maxlib.training._export import Export
 from maxlib.training._restore import record_of, save
 from maxlib.training._state import TrainState
@@ -28,7 +27,7 @@ class SaveManager:
         checkpointer: Checkpointer | Tiers | None,
         exports: Sequence[Export],
         *,
-        clock: Clock,
+        clock: GoodputRecorder,
         timeout: float | None,
         log: Callable[[str], Any],
     ):
@@ -125,7 +124,7 @@ class SaveManager:
 
     def _short(self, error: SaveError) -> str:
         """Formats the error in one line; only the first error of a cause is shown in full."""
-        cause = re.sub(r"\d+", "#", summary(error.__cause__ or error))  # paths and sizes differ from step to step
+        cause = re.sub(r"\d+", "#", error.reason)  # paths and sizes differ from step to step
         self._causes[cause] += 1
         if self._causes[cause] == 1:
             return " ".join(str(error).split())

@@ -16,10 +16,17 @@ from maxlib._utils.garbage import collection_paused
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed._preemption import Interrupt, Interrupted, interrupts
 from maxlib.distributed._timeouts import hard_timeout
-from maxlib.observability import _flops as flops
-from maxlib.observability._goodput import Clock
-from maxlib.observability._memory import Sampled, memory_use
-from maxlib.observability._metrics import Console, Jsonl, Meter, Writers, reported, reported_by_all
+from maxlib.observability import (
+    Console,
+    GoodputRecorder,
+    Jsonl,
+    Meter,
+    Writers,
+    collect_metrics,
+    memory_use,
+    peak_flops,
+    training_flops,
+)
 from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
@@ -132,7 +139,7 @@ class Trainer:
         follow_layout(loader, layout)
         if evaluation is not None:
             follow_layout(evaluation.loader, layout)
-        self.clock = Clock(directory if jax.process_index() == 0 else None)
+        self.clock = GoodputRecorder(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.checkpointer = loader, evaluation, checkpointer
         exports = [callback for callback in callbacks if isinstance(callback, Export)]
@@ -154,7 +161,7 @@ class Trainer:
             model = model if is_builder(model) else copy_model(model, layout)
             self.state = jax.block_until_ready(make_state(model, optimizer, filter=filter, key=key))
         self.step, self.batch, self._batch_before = 0, None, None
-        self._meter, self._memory = Meter(), Sampled(memory_use)
+        self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
         self._counted = False  # True once the FLOPs of a step are counted
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
@@ -206,7 +213,7 @@ class Trainer:
         """
         if self._origin is None:
             self.restore()
-        self._meter.peak = flops.peak_flops()
+        self._meter.peak = peak_flops()
         with self._running(steps):
             try:
                 self._catch_up()
@@ -291,7 +298,7 @@ class Trainer:
                 if batch is None:
                     self.log(f"the data ended after step {self.step}, before step {steps}")
                     break
-                counts = reported(self.loader) if jax.process_count() == 1 else {}
+                counts = collect_metrics(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
                 self._after_step()
                 if self._interrupt.requested(self.step):
@@ -320,7 +327,7 @@ class Trainer:
             if not self._counted:  # while the first step runs
                 check_first_batch(host_rows(batch), self.state.model)
                 self._count_flops(batch)
-            ready = self._meter.push(self.step, metrics | self._memory(), **here)
+            ready = self._meter.push(self.step, metrics | memory_use(max_age=1.0), **here)
         self._report(ready)
 
     def _write_counts(self) -> None:
@@ -329,7 +336,7 @@ class Trainer:
             return
         self._counts_at = self.step
         with hard_timeout(self.timeout, "the other processes' counts of their data"):
-            counts = reported_by_all(self.loader)
+            counts = collect_metrics(self.loader, all_processes=True)
         self.writers.write(self.step, counts)
 
     def _due(self, every: int) -> bool:
@@ -416,6 +423,6 @@ class Trainer:
             share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
             frozen = jax.tree.map(lambda _: False, self.state.rest)
             trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
-            self._meter.flops = flops.training_flops(self.loss, self.state.model, rows, trained=trained) / share
+            self._meter.flops = training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")

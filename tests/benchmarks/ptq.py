@@ -77,7 +77,7 @@ def quantized(model, name: str):
 
 def text_rows(directory: Path, tokens: int, length: int):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    _, held_out = data.split(data.python_text(), validation=0.05)
+    _, held_out = data.split(data.python_docs(), validation=0.05)
     ids = tokenizer.encode("\n\n".join(document["text"] for document in held_out), add_special_tokens=False).ids
     return jnp.asarray(ids[: tokens // length * length], jnp.int32).reshape(-1, length)
 

@@ -74,7 +74,7 @@ def builders(args):
 
 def batches(args):
     """The training batches of every run, and those it is judged by."""
-    train, held_out = data.split(data.python_text(), validation=0.05)
+    train, held_out = data.split(data.python_docs(), validation=0.05)
     texts = (document["text"] for document in train)
     tokenizer = tokenization.train_bpe(texts, vocab_size=args.vocab, special_tokens=("<bos>", "<eos>"))
     make = lambda documents: data.tokenize(documents, tokenizer, bos_id=0, eos_id=1)

@@ -51,7 +51,7 @@ def pair(request, example, tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     prompt = example.chat_prompt(directory, tokenizer, PROMPTS[request.param])
     prompt = tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-    text = "\n\n".join(document["text"] for document in data.python_text()[:200])
+    text = "\n\n".join(document["text"] for document in data.python_docs()[:200])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     return prompt, tokenizer.encode(text).ids[: TOKENS + 1], theirs, maxlib.from_pretrained(directory)
 

@@ -14,7 +14,7 @@ from jax import export
 
 from maxlib import nn, ops
 from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
-from maxlib.observability._flops import forward_flops
+from maxlib.observability import forward_flops
 from maxlib.ops._grouped_matmul import api, dispatch
 from maxlib.ops._grouped_matmul import glu as glu_module
 from tests.ops.attention import emulator

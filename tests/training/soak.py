@@ -28,7 +28,7 @@ from flax import nnx
 
 import maxlib
 from maxlib import checkpoint, data, distributed, inference, nn, ops, training
-from tests.training import tiny
+from tests.training import tensorstore_leaks, tiny
 
 TIMES = {"trainer": 3000, "generator": 2000, "weights": 200, "loader": 500}
 LONG = 1000  # repeats from which on the time of one is compared
@@ -173,6 +173,7 @@ def short(directory: Path, times: int, record: Callable[..., None]) -> None:
 def train(
     model: Any, directory: Path, times: int, record: Callable[..., None], *, optimizer: Any, hugging_face: bool = True
 ) -> None:
+    tensorstore_leaks.avoid()
     exports = [training.ParameterExport(directory / "parameters", every=25, keep=2)]
     if hugging_face:
         exports.append(training.HuggingFaceExport(directory / "exports", every=25, keep=2))

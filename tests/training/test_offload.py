@@ -73,7 +73,7 @@ def test_training_is_the_same_and_stays_on_the_host():
 def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
     saved = trained(not to_host)[0]
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.groupings = checkpoint.groupings(saved.rest)
+        checkpointer.groupings = nn.tree.groupings(saved.rest)
         checkpointer.save(3, items_of(saved))
         checkpointer.wait()
         like = items_of(start(sharding.FSDP | (BOTH if to_host else {}))[0])

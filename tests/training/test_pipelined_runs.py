@@ -34,7 +34,7 @@ def run(directory, mesh, rules, layers, **options: Any):
     make = lambda: tiny.llama(num_layers=layers)
     layout = sharding.Layout(sharding.make_mesh(**mesh, devices=devices), rules)
     options = {"layout": layout, "dtype": jnp.float32, "loader": tiny.Loader()} | options
-    checkpointer = checkpoint.Checkpointer(directory, groupings=checkpoint.groupings(jax.eval_shape(make)))
+    checkpointer = checkpoint.Checkpointer(directory, groupings=nn.tree.groupings(jax.eval_shape(make)))
     optimizer = tiny.optimizer(jax.eval_shape(make))
     ours = training.Trainer(make, optimizer=optimizer, checkpointer=checkpointer, **options)
     ours.restore()

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array
 
 from maxlib import nn
-from maxlib.checkpoint._checksum import digest, to_hex
+from maxlib.checkpoint import checksums
 from maxlib.training.losses import Batch, LossFunction
 
 
@@ -65,10 +65,7 @@ def gradient_digests(
     """
     key = jax.random.key(0) if key is None else key
     value, grads = _gradient(loss, filter)(model, batch, key)
-    sums = {
-        path: digest(array) for path, array in (grads | {"loss": value}).items()
-    }  # start all of them before waiting for one
-    return {path: to_hex(pair) for path, pair in sums.items()}
+    return checksums(grads | {"loss": value})
 
 
 def replicas_that_differ(params: dict[str, Array]) -> list[str]:
@@ -81,10 +78,12 @@ def replicas_that_differ(params: dict[str, Array]) -> list[str]:
 
 
 def _differ(array: Array) -> bool:
+    if array.sharding.is_fully_addressable and not _replicated(array):
+        return False
     copies: dict[str, set[str]] = {}
-    for shard in array.addressable_shards if not array.sharding.is_fully_addressable or _replicated(array) else ():
-        copies.setdefault(str(shard.index), set()).add(to_hex(digest(shard.data)))
-    return any(len(found) > 1 for found in copies.values())
+    for shard in array.addressable_shards:
+        copies.setdefault(str(shard.index), set()).update(checksums({"": shard.data}).values())
+    return any(len(sums) > 1 for sums in copies.values())
 
 
 def _replicated(array: Array) -> bool:
