@@ -120,7 +120,7 @@ def _audio(document: Row, blank: "Clips | None") -> Row:
         if len(lengths_of(document)):
             raise ValueError("a document has clips: pad it with audio=, such as AudioProcessor.blank(clips, frames)")
         return {}
-    from maxlib.nn.audio import padded_clips
+    from maxlib.nn.audio import stack_clips
 
     if not Room(None, blank).holds(document):
         raise ValueError(
@@ -128,4 +128,4 @@ def _audio(document: Row, blank: "Clips | None") -> Row:
             f'{lengths_of(document).tolist()}: give audio= more room, or overlong="drop"'
         )
     found = document.get("audio", blank)
-    return {"audio": padded_clips(found.real, *blank.frames.shape)}
+    return {"audio": stack_clips(found.real, *blank.frames.shape)}

@@ -67,11 +67,11 @@ class Room:
                 "pixels": np.asarray(pixels),
             }
         if self.audio is not None:
-            from maxlib.nn.audio import padded_clips
+            from maxlib.nn.audio import stack_clips
 
             blank = self.audio
             clips = document.get("audio", type(blank)(blank.frames[:0], blank.lengths[:0]))
-            row = padded_clips(clips.real, len(clips.lengths), *blank.frames.shape[1:])
+            row = stack_clips(clips.real, len(clips.lengths), *blank.frames.shape[1:])
             found |= {"clips": row.lengths, "frames": row.frames}
         return found
 

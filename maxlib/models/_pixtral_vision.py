@@ -122,7 +122,7 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
+        found = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=1)
         return np.asarray(found.pixels), np.asarray(found.grids)
 
     def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
@@ -148,7 +148,7 @@ class Vision(ModelConfig):
             )
         found = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
         cut, grids = zip(*found, strict=True)
-        return nn.vision.patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
+        return nn.vision.pad_patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
 
 
 class Block(nnx.Module):

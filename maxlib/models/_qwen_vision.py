@@ -117,7 +117,7 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
+        found = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=self.frames)
         return np.asarray(found.pixels), np.asarray(found.grids)
 
 

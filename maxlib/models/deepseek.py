@@ -160,7 +160,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class DeepSeek(nn.mtp.MTPDecoder):
+class DeepSeek(nn.Decoder):
     """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` multi-token prediction modules."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -171,7 +171,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux | loss
 
 
-class DeepSeekV32(nn.mtp.MTPDecoder):
+class DeepSeekV32(nn.Decoder):
     """DeepSeek V3.2: the cost of attention to a long text is that of its indexer, once kernels skip what is hidden."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -86,7 +86,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class GLM4MoE(nn.mtp.MTPDecoder):
+class GLM4MoE(nn.Decoder):
     """GLM-4 with experts: grouped-query attention under DeepSeek V3's experts, and modules that look ahead."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -109,7 +109,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class GLM4MoELite(nn.mtp.MTPDecoder):
+class GLM4MoELite(nn.Decoder):
     """GLM-4.7-Flash: 30B parameters of which a token uses 3B, with a cache of 576 numbers per token and layer."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

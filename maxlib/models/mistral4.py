@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
@@ -134,7 +134,7 @@ class Block(nn.Layer):
         return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
 
 
-class Mistral4(nn.vision.NativeVisionDecoder):
+class Mistral4(nn.Decoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -151,9 +151,16 @@ class Mistral4(nn.vision.NativeVisionDecoder):
         sees: Any = dict(eps=cfg.norm_eps, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, **sees)
 
-    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
-        """Returns True for placeholders of images; there are no frames of videos."""
-        return tokens == self.cfg.vision.image_token
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower, tokens=(sees.image_token,), merge=sees.merge, patch_dim=sees.patch_dim
+            )
+        }
 
 
 def _table(cfg: Config) -> Table:

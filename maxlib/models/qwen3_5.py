@@ -188,7 +188,7 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
+class Qwen35(nn.Decoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -203,6 +203,21 @@ class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
             cfg.dim, block=Block(cfg, FULL, rngs=rngs), eps=cfg.norm_eps, plus_one=True, rngs=rngs
         )
         self.mtp = nnx.List([ahead() for _ in range(cfg.num_mtp)])
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                mrope=True,
+            )
+        }
 
 
 def _linear_attention(cfg: Config) -> list[Weight]:

@@ -133,7 +133,7 @@ class Block(nn.Layer):
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
-class Qwen3Next(nn.mtp.MTPDecoder):
+class Qwen3Next(nn.Decoder):
     """Qwen3-Next: every fourth layer caches keys and values, the others a state of fixed size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -139,7 +139,7 @@ class Block(nn.Layer):
         return constrain(x if added is None else x + added, "batch", "seq", "act_embed"), cache, aux
 
 
-class Qwen3VL(nn.vision.NativeVisionDecoder):
+class Qwen3VL(nn.Decoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -152,6 +152,20 @@ class Qwen3VL(nn.vision.NativeVisionDecoder):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads."""
+        sees = self.cfg.vision
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                mrope=True,
+            )
+        }
 
 
 def _experts_table(cfg: Any) -> tuple[list[Weight], list[Convert]]:

@@ -162,7 +162,7 @@ def one_f_one_b(loss: Loss = next_token_loss) -> OneFOneB:
 
 def _activations(x: Any) -> Float[Array, "B T D"]:
     """Returns the residual stream among what passes from layer to layer."""
-    return x.x if isinstance(x, nn.stack.WithShared) else x
+    return x.x if isinstance(x, nn.stack.Carry) else x
 
 
 def _without_inputs(batch: Batch) -> Batch:

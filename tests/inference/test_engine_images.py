@@ -43,7 +43,7 @@ def test_images_of_any_size(name):
     cfg = family.FAMILY.config.from_hf(HFConfig(case["config"]))
     model = filled(lambda: family.FAMILY.model(cfg, rngs=nnx.Rngs(0)))
     found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
-    picture = lambda *numbers: nn.vision.patches(
+    picture = lambda *numbers: nn.vision.pad_patches(
         np.concatenate([found.pixels[ends[i] : ends[i + 1]] for i in numbers]), found.grids[list(numbers)]
     )
     first, second = case["tokens"].tolist()

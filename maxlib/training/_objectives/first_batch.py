@@ -27,10 +27,8 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         # On the host: eager operations on devices would be compiled one by one.
         part = {name: np.asarray(found[name]) for name in read if found.get(name) is not None}
         _check_padding(part)
-        if isinstance(model, nn.vision.VisionModel) and "tokens" in part:
-            model.check_images(part["tokens"], found.get("images"))
-        if isinstance(model, nn.audio.AudioModel) and "tokens" in part:
-            model.check_audio(part["tokens"], found.get("audio"))
+        if isinstance(model, nn.MultimodalModel) and "tokens" in part:
+            model.check_inputs(part["tokens"], images=found.get("images"), audio=found.get("audio"))
         _check_positions(part, getattr(model, "max_length", None))
         warn_of_copies(part)
         _warn_of_restarts(part)
