@@ -218,18 +218,8 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
-def docs_browser(session: nox.Session) -> None:
-    """Check the built documentation in headless Chromium (must be on the path): search, contrast, phones, errors. Count
-    how far away each page is.
-    """
-    session.install("selenium>=4.20")
-    session.run("python", "-m", "tests.steps", "docs/_build/html")
-    session.run("python", "-m", "tests.browser", "docs/_build/html", *session.posargs)
-
-
-@nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks of docs/benchmarks.md: all of them, or `nox -s bench -- NAME ...`."""
+    """Run the benchmarks of docs/results.md: all of them, or `nox -s bench -- NAME ...`."""
     install_for_tests(session)
     for script in chosen(session, Path("tests/benchmarks"), "*.py"):
         session.run("python", "-m", f"tests.benchmarks.{script.stem}")
@@ -264,7 +254,7 @@ def kernels(session: nox.Session, jax: str) -> None:
     of tokamax (no GPU needed; downloads CUDA's compiler, several GB).
     """
     if jax.startswith("0.12"):
-        # The extra excludes it: with nvJitLink its kernels spill (docs/kernels/tests.md). Without, they must not.
+        # The extra excludes it: with nvJitLink its kernels spill (docs/kernels.md). Without, they must not.
         session.install("-e", ".[tests]", f"jax[cuda13]=={jax}", "nvidia-cuda-nvdisasm")
         session.run("pip", "uninstall", "--yes", "nvidia-nvjitlink")
         session.run("python", "-m", "tests.ops.sass", *session.posargs)
@@ -283,8 +273,6 @@ def kernels(session: nox.Session, jax: str) -> None:
     if jax == "0.11.2":  # the one that jax-linear-attention needs
         session.install("-e", ".[tests,cuda,linear-attention]", f"jax[cuda13]=={jax}")
         session.run("pytest", "-m", "", "tests/ops/test_jax_linear_attention.py")
-    session.install("-e", ".[tests,cuda,fla]", f"jax[cuda13]=={jax}")
-    session.run("pytest", "-m", "", "tests/ops/test_fla.py")
 
 
 @nox.session

@@ -7,18 +7,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "_extension"))
 
 import api
-import cards
 import notebooks
-import programs
 
 import maxlib
 
 notebooks.copy()
 notebooks.keep_compiled()
-cards.write(notebooks.cache_folder())
-programs.write()
 api.write()
-programs.write_commands(notebooks.cache_folder())
 
 project = "maxlib"
 author = "The maxlib authors"
@@ -32,14 +27,11 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
-    "sphinx_design",
-    "anchors",  # docs/_extension, as the next four
-    "api",
-    "entries",
+    "api",  # docs/_extension, as the next two
     "links",
     "notebooks",
 ]
-exclude_patterns = ["_build", "_extension", "families", "jupyter_execute", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_extension", "jupyter_execute", "**.ipynb_checkpoints"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"maxlib {version}"
@@ -52,7 +44,6 @@ html_css_files = ["maxlib.css"]
 html_sidebars = {page: [] for page in ("index", "concepts", "search", "genindex")}
 html_show_sourcelink = False
 html_domain_indices = False  # of modules: the API pages are the index
-html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_theme_options = {
     "show_nav_level": 2,
     "navigation_depth": 3,

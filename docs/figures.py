@@ -1,8 +1,7 @@
-"""Draws the figures of the guides, from the rules, schedules and tables themselves: `python docs/figures.py`."""
+"""Draws the figures of the guides, from the rules and schedules themselves: `python docs/figures.py`."""
 
 import json
 import os
-import re
 import runpy
 import tempfile
 from pathlib import Path
@@ -128,26 +127,6 @@ def boxes(ax: Any, turn: Any, at: float, width: float, colours: tuple[str, str])
         ax.text(at + width / 2, stage + 0.55, int(turn.microbatch[stage]), ha="center", va="center", fontsize=7, c="w")
 
 
-def draw_memory() -> Any:
-    """The table "Memory" of plans.md."""
-    table = (HERE / "plans.md").read_text().split("## Memory\n")[1].split("\n#")[0]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if " **" in line]
-    rows = [(name, [float(re.findall(r"[\d.]+", one)[0]) for one in rest[1:4]]) for name, *rest in cells]
-    figure, ax = plt.subplots(figsize=(9, 5))
-    for i, (label, colour) in enumerate(
-        {"maxlib": COLOURS[0], "its analytic model": "#99bbdd", "MaxText": WHOLE}.items()
-    ):
-        ax.barh(np.arange(len(rows)) + 0.27 * (i - 1), [sizes[i] for _, sizes in rows], 0.25, color=colour, label=label)
-    ax.set(yticks=range(len(rows)), yticklabels=[name.replace("`", "") for name, _ in rows], xlabel="GiB on one chip")
-    ax.axvline(95.74, color="#ee6677", lw=1, label="a v5p chip")
-    ax.axvline(15.75, color="#ee6677", lw=1, ls=":", label="a v5e chip")
-    ax.invert_yaxis()
-    ax.legend(frameon=False, loc="upper right", bbox_to_anchor=(0.85, 1))
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    return figure
-
-
 def draw_sweep() -> Any:
     """MFU at the roofline of every recorded preset by its size, on two kinds of chip; red under 60 %."""
     rows = json.loads((HERE.parent / "tests" / "benchmarks" / "sweep.json").read_text())
@@ -193,7 +172,7 @@ def draw_llama() -> str:
 
 def main() -> None:
     (HERE / "llama.svg").write_text(draw_llama())
-    figures = {"parallelisms": draw_parallelisms, "schedules": draw_schedules, "memory": draw_memory}
+    figures = {"parallelisms": draw_parallelisms, "schedules": draw_schedules}
     for name, draw in (figures | {"shapes": draw_shapes, "sweep": draw_sweep}).items():
         draw().savefig(HERE / f"{name}.png", dpi=110)
 

@@ -32,14 +32,9 @@ def main() -> None:
         post_training.WithFrozen(student, teacher),
         optimizer=training.adamw(schedule),
         loader=train,
-        loss=functools.partial(
-            post_training.distillation_loss,
-            beta=args.beta,
-            temperature=args.temperature,
-            hard=args.hard,
-            dtype=DTYPE,
-            remat="full",
-        ),
+        loss=post_training.Distillation(args.beta, args.temperature, args.hard),
+        dtype=DTYPE,
+        remat="full",
         directory=args.out,
         layout=layout,
         log_schedule=schedule,
@@ -56,7 +51,7 @@ def main() -> None:
 def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:
     """Returns an endless loader of packed rows for training, and the rows of 5% of the documents for evaluation."""
     tokenizer = tokenization.load_tokenizer(args.model)
-    documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_text()
+    documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_docs()
     train, held_out = (data.tokenize(part, tokenizer) for part in data.split(documents, validation=0.05))
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
     make = functools.partial(data.Loader, batch_size=args.batch)

@@ -39,7 +39,7 @@ def main() -> None:
         build,
         optimizer=training.adamw(3e-3),
         loader=loader,
-        loss=functools.partial(training.next_token_loss, dtype=jnp.float32),
+        dtype=jnp.float32,
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )
@@ -51,7 +51,7 @@ def main() -> None:
 
 def documents() -> dict[str, list[str]]:
     """Splits the documents into two sources: short texts and long ones."""
-    texts = [document["text"] for document in data.python_text()][:300]
+    texts = [document["text"] for document in data.python_docs()][:300]
     return {"short": [t for t in texts if len(t) < 2000], "long": [t for t in texts if len(t) >= 2000]}
 
 

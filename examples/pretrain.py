@@ -38,7 +38,7 @@ def main() -> None:
     distributed.initialize(exit_on_error=True)  # an error in one process ends all processes at once
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
-    text = data.files(args.files, document="paragraph") if args.files else data.python_text()
+    text = data.files(args.files, document="paragraph") if args.files else data.python_docs()
     train, held_out = data.split(text, validation=0.05)
     with distributed.main_process_first("tokenizer"):
         tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
@@ -52,7 +52,7 @@ def main() -> None:
         build,
         optimizer=training.adamw(schedule),
         loader=loader,
-        loss=functools.partial(training.next_token_loss, dtype=args.dtype),
+        dtype=args.dtype,
         directory=args.out,
         layout=args.layout.on(jax.devices()) if jax.device_count() > 1 else None,
         log_schedule=schedule,

@@ -1,6 +1,6 @@
 """A model unknown to maxlib: parallel blocks, every second one with a window, and an auxiliary loss in each.
 
-It keeps the contracts of docs/decisions and nothing else.
+It keeps the contracts of docs/decisions.md and nothing else.
 """
 
 from typing import Any

@@ -1,10 +1,6 @@
-"""Finds names on documentation pages that do not exist in maxlib, without running the code.
-
-Pages whose blocks take long to compile run in `tests_full` only; this notices what usually breaks them.
-"""
+"""Finds names on documentation pages that do not exist in maxlib, without running the code."""
 
 import ast
-import builtins
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -15,36 +11,18 @@ UNKNOWN = object()
 
 
 def wrong_names(blocks: list[str]) -> list[str]:
-    """Imports, attributes and arguments in `blocks`, in their order, that do not exist; names that nothing defines."""
-    found, bound = [], {}
-    defined = {*dir(builtins), "__name__"}
+    """Returns the imports, attributes and keyword arguments in `blocks` that do not exist."""
+    wrong, bound = [], {}
     for block in blocks:
         tree = ast.parse(block)
-        defined |= set(_defined(tree))
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                found += _bind(node, bound)
-        own = set(_defined(tree, imports=False))  # a local that hides a module
-        modules = {name: value for name, value in bound.items() if name not in own}
+                wrong += _bind(node, bound)
+        hidden = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        modules = {name: value for name, value in bound.items() if name not in hidden}
         for node in ast.walk(tree):
-            found += _check(node, modules)
-            if isinstance(node, ast.Name) and node.id not in defined:
-                found.append(f"line {node.lineno}: nothing defines {node.id}")
-    return found
-
-
-def _defined(tree: ast.AST, imports: bool = True) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and imports:
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name
+            wrong += _check(node, modules)
+    return wrong
 
 
 def _bind(node: ast.Import | ast.ImportFrom, bound: dict[str, Any]) -> Iterator[str]:
@@ -67,30 +45,27 @@ def _check(node: ast.AST, bound: dict[str, Any]) -> Iterator[str]:
         if isinstance(owner, ModuleType) and _attribute(owner, node.attr) is UNKNOWN:
             yield f"line {node.lineno}: {owner.__name__} has no {node.attr}"
     elif isinstance(node, ast.Call):
-        function, arguments = node.func, node.args
-        if ast.unparse(function) in ("functools.partial", "partial") and arguments:
-            function, *arguments = arguments
+        function = node.func
+        if ast.unparse(function) in ("functools.partial", "partial") and node.args:
+            function = node.args[0]
         called = _value(function, bound)
-        if callable(called) and not any(isinstance(one, ast.Starred) for one in arguments):
-            yield from _wrong_arguments(node, called, len(arguments))
+        if callable(called):
+            yield from _wrong_keywords(node, called)
 
 
-def _wrong_arguments(node: ast.Call, called: Any, positional: int) -> Iterator[str]:
+def _wrong_keywords(node: ast.Call, called: Any) -> Iterator[str]:
     try:
         # Metaclasses of layers take anything and pass it on.
-        signature = inspect.signature(called.__init__) if isinstance(called, type) else inspect.signature(called)
+        signature = inspect.signature(called.__init__ if isinstance(called, type) else called)
     except (TypeError, ValueError):
         return
-    parameters = list(signature.parameters.values())[isinstance(called, type) :]
-    kinds = [one.kind for one in parameters]
-    named = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in named:
-                yield f"line {node.lineno}: {ast.unparse(node.func)} takes no {keyword.arg}"
-    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds and positional > len(places):
-        yield f"line {node.lineno}: {ast.unparse(node.func)} takes {len(places)} arguments by position"
+    parameters = signature.parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    for keyword in node.keywords:
+        if keyword.arg is not None and keyword.arg not in known:
+            yield f"line {node.lineno}: {ast.unparse(node.func)} takes no {keyword.arg}"
 
 
 def _value(node: ast.AST, bound: dict[str, Any]) -> Any:

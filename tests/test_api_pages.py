@@ -1,7 +1,6 @@
 """The API pages list every public name once, and each has a page of its own whose file no system confuses."""
 
 import importlib
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -52,38 +51,3 @@ def test_a_value_says_what_the_string_below_it_says(api):
 
 def test_a_choice_lists_its_values(api):
     assert api.summary("maxlib.ops", "ExpertWeightOrder") == "One of ``'EOI'``, ``'EIO'``."
-
-
-@pytest.fixture
-def entries(api):
-    return importlib.import_module("entries")
-
-
-def test_a_subjects_page_has_the_entries_of_its_objects(entries, tmp_path):
-    (tmp_path / "objects").mkdir()
-    entry = (
-        '<article class="bd-article"><section class="a" id="nn-{0}"><h1>nn.{0}</h1><dl id="maxlib.nn.{0}"><a href="nn.B.html#maxlib.nn.B">B</a>'
-        '<a href="ops.C.html#maxlib.ops.C">C</a><a href="../../guides/x.html">x</a><a href="https://a.b/c.html">d</a></dl>'
-        '<div class="api-guides docutils container">See also</div></section></article>'
-    )
-    for name in "AB":
-        (tmp_path / "objects" / f"nn.{name}.html").write_text(entry.format(name))
-    page = tmp_path / "nn.html"
-    menu = '<a class="reference internal nav-link" href="#all-entries">All entries</a>'
-    page.write_text(f"<article>{entries.section(['nn.A', 'nn.B'])}</article>{menu}")
-    for _ in range(2):  # a build without changes fills it again
-        entries.fill(page)
-        text = page.read_text()
-        assert text.count('<dl id="maxlib.nn.A">') == text.count('<dl id="maxlib.nn.B">') == 1
-        assert text.count('href="#entry-nn.A"') == 1 and 'id="entry-nn.A"' in text
-    links = re.findall(r'href="([^"]*)"', text.partition('<dl id="maxlib.nn.A">')[2].partition("</dl>")[0])
-    assert links == ["#maxlib.nn.B", "objects/ops.C.html#maxlib.ops.C", "../guides/x.html", "https://a.b/c.html"]
-    assert "See also" not in text
-
-
-def test_a_text_for_programs_has_signatures_and_what_they_say(api):
-    pages = [page.read_text() for page in GROUPS if "{api}" in page.read_text()]
-    assert all(len(api.as_text(page)) > len(page) for page in pages)
-    text = api.as_text("## A\n\n```{api} maxlib.ops\nRope Causal\n```\n\n## More\n\n")
-    assert "### maxlib.ops.Rope(dim: int, theta: float = 10000.0" in text and "Causal mask" in text
-    assert "{api}" not in text and "More" not in text

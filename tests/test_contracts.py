@@ -1,4 +1,4 @@
-"""The contracts of docs/decisions, on a model unknown to maxlib (tests/outside.py)."""
+"""The contracts of docs/decisions.md, on a model unknown to maxlib (tests/outside.py)."""
 
 import jax
 import jax.numpy as jnp

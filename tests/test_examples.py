@@ -17,7 +17,7 @@ import pytest
 
 import maxlib
 from maxlib import adapters, observability, tokenization
-from maxlib.data import _sample_text
+from maxlib.data import _sources
 from maxlib.weights import _hub
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -61,10 +61,10 @@ def one_device() -> dict[str, str]:
 def little_text(monkeypatch):
     """Of the standard library a folder: parsing all of it takes longer than training."""
     stdlib = sysconfig.get_path("stdlib")
-    monkeypatch.setattr(_sample_text.sysconfig, "get_path", lambda name: f"{stdlib}/email")
-    _sample_text._documents.cache_clear()
+    monkeypatch.setattr(_sources.sysconfig, "get_path", lambda name: f"{stdlib}/email")
+    _sources._python_docs.cache_clear()
     yield
-    _sample_text._documents.cache_clear()
+    _sources._python_docs.cache_clear()
 
 
 def run_here(monkeypatch, name: str, *arguments) -> None:

@@ -39,7 +39,29 @@ MISTAKES = {
     "sharding.Layout({'fsdp': '8'})": "the degree of mesh axis 'fsdp' must be an integer, got '8'",
     "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.SlidingWindow(8), rngs=rngs)": "write Causal.. & SlidingWindow.window=8.",
     "model.layers[:2]": "a layer's number must be a whole number, got slice",
-    "model([[1, 2]])": "tokens must be an array of integers, .*got list",
+    "model([[1, 2]])": "tokens must be an array .*got list: pass np.asarray.tokens.",
+    "model(((1, 2),))": "tokens must be an array .*got tuple: pass np.asarray.tokens.",
+    "model(Tensor())": "tokens must be an array .*got a torch Tensor: pass tokens.numpy..",
+    "model('hello')": "tokens .*got text: encode it",
+    "model(jnp.array([[1, 2]]), valid=[[True, True]])": "valid must be an array .*got list: pass np.asarray.valid.",
+    "model(jnp.array([[1, 2]]), dtype='fp32')": "dtype must be one of jax, .*got 'fp32'; did you mean .float32.",
+    "maxlib.from_pretrained(sys.argv[1], dtype='bf16')": "dtype must be one of jax, .*got 'bf16'; did you mean .bfloat16.",
+    "maxlib.from_pretrained(sys.argv[1], layout=sharding.FSDP)": "layout must be a sharding.Layout, .*got the strategy FullyShard",
+    "sharding.create(build, mesh)": "layout must be a sharding.Layout, .*got the mesh Mesh",
+    "sharding.use(sharding.TP).__enter__()": "layout must be a sharding.Layout, .*got the strategy",
+    "sharding.Layout(mesh, sharding.strategies.FullyShard)": "a strategy such as sharding.FSDP, .*a class: write FullyShard..",
+    "sharding.Layout(sharding.FSDP)": "a mesh and a strategy, such as sharding.Layout.sharding.make_mesh",
+    "training.Trainer(build, adam, loader, layout=sharding.FSDP)": "layout must be a sharding.Layout, .*got the strategy",
+    "training.Trainer(build, adam, loader, callback=[])": r"no argument callback \(did you mean callbacks\?\)",
+    "training.Trainer(build, adam, loader, learning_rate=1e-3)": "no argument learning_rate: give it as optimizer=training.adamw",
+    "training.Trainer(build, adam, loader, epochs=3)": "no argument epochs; it takes model, optimizer, loader, loss",
+    "training.NextToken()(model, (ids, ids))": "a batch must be a dictionary of arrays, .*got tuple",
+    "training.NextToken()(model, {'tokens': ids, 'targets': [[2, 3]]})": r"batch\['targets'\] must be an array .*got list",
+    "training.shard_batch({'tokens': Tensor()}, None)": r"batch\['tokens'\] must be an array .*a torch Tensor",
+    "training.shard_batch((ids, ids), None)": "a batch must be a dictionary of arrays, .*got tuple",
+    "training.Trainer(build, adam, loader).writers.append(print)": "has the methods resume.step., write.step, values. and "
+    "close.., .*lacks resume, write, close",
+    "attend(type('Mine', (ops.Mask,), {})())": "Mine must define interval.tokens. -> .k_start, k_end.",
     "model(jnp.array([[1, 32]]))": r"tokens must be in \[0, 32\), got 32: is this the model's tokenizer",
     "model(jnp.array([[1, -100]]))": r"tokens must be in \[0, 32\), got -100",
     "model(jnp.array([[1, 2]])).logits": r"an Output has no logits: call model.logits\(output.hidden\)",
@@ -61,8 +83,8 @@ MISTAKES = {
     "adapters.add(model, 'lora', rngs=rngs)": r"rules must be a LoRA, such as LoRA\(16, alpha=32\), or Rules, got 'lora'",
     "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), '*.q_proj'), rngs=rngs)": "Did you mean layers.attn.q\\?",
     "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), ['q', 'v']), rngs=rngs)": "match must be one pattern, .*got ..q., .v..",
-    "train(functools.partial(post_training.preference_loss, kind='dpo'))": "kind must be a preference loss, .*got 'dpo'",
-    "training.next_token_loss(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
+    "train(training.NextToken)": r"or a training.Loss, such as training.NextToken\(\), got <class",
+    "training.NextToken()(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
     "training.Trainer(build, optimizer=adam, loader=loader, loss='ce')": "loss must be a function .*got 'ce'",
     "training.adamw('1e-3')": "learning_rate must be a number or a schedule .*got '1e-3'",
     "training.adamw(1e-3, mask=True)": "mask must be None, a dictionary or a function .*got True",
@@ -73,14 +95,16 @@ MISTAKES = {
     "training.make_state(build, adam, filter='norm')": "filter must be a function .*got 'norm'",
     "training.make_state(build, adam, filter=lambda *_: False)": r"selected no parameters; .* these \d+ names: embed.w, head.w",
     "training.Trainer(build, optimizer=adam)": "missing 1 required positional argument: 'loader'",
-    "training.Trainer(build, optimizer=adam, loader=[])": "loader must be a loader with a state, .*list lacks __next__, reset",
+    "training.Trainer(build, optimizer=adam, loader=[])": "loader must have at least one batch, got an empty list",
+    "training.Trainer(build, optimizer=adam, loader={'tokens': ids})": "an iterable of batches, such as a list; got dict",
     "training.Trainer(cfg, optimizer=adam, loader=loader)": "model must be an nnx.Module, a pytree of them or a function .*got Config",
     "training.Trainer(build, optimizer=adam, loader=loader, callbacks=[print])": "pairs .every, function., .*got <built-in",
     "training.Trainer(build, optimizer=adam, loader=loader, callbacks=[(None, print)])": "pairs .every, function., .*got .None",
     "training.Trainer(build, optimizer=adam, loader=loader, evaluation=loader)": "must be a training.Evaluation.loader, every=100., got",
-    "training.Evaluation([])": "Evaluation.loader must be a loader with a state, .*list lacks __next__, reset",
+    "training.Evaluation([])": "Evaluation.loader must have at least one batch, got an empty list",
+    "training.Evaluation(iter([1]))": "reads its batches from the first one each time, which a list_iterator cannot",
     "training.Evaluation(loader, every=-1)": "every of at least 0 and at least one batch, got every=-1",
-    "training.accumulate(training.next_token_loss, 0)": "at least one microbatch, got 0",
+    "training.make_train_step(training.NextToken(), adam, microbatches=0)": "at least one microbatch, got 0",
     "training.Trainer(build, optimizer=adam, loader=loader, checkpointer='run')": "Checkpointer.directory. or Tiers, got 'run'",
     "train(lambda model, batch, key: jnp.sum(model(batch['tokens']).hidden))": "must return its sum .*and a training.Stats",
     "data.Loader(documents, batch_size=2)": "rows_of_shard must be a function .*got RepeatMapDataset",
@@ -99,6 +123,9 @@ PROGRAM = """if True:
     cfg = llama.Config(vocab=32, num_layers=1, dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, rope=rope)
     build = lambda: llama.Llama(cfg, rngs=nnx.Rngs(0))
     model, adam, rngs = build(), training.adamw(1e-3), nnx.Rngs(0)
+    Tensor = type('Tensor', (), {'__module__': 'torch'})
+    mesh, ids = sharding.make_mesh(fsdp=-1), jnp.array([[1, 2]])
+    attend = lambda mask: nn.Attention(8, num_heads=1, head_dim=8, mask=mask, rngs=rngs)(jnp.ones((1, 4, 8)))
     attn = nn.Attention(64, num_heads=4, head_dim=16, rngs=rngs)
     documents = data.in_memory([list(range(1, 30))]).repeat()
     loader = data.Loader(lambda part: data.pack(documents[part], length=8), batch_size=2, num_shards=1)
@@ -107,13 +134,13 @@ PROGRAM = """if True:
         step = training.make_train_step(loss, adam)
         return jax.eval_shape(step, training.make_state(build, adam), next(loader))
 
-    train(training.next_token_loss)
+    train(training.NextToken())
     save_pretrained(model, sys.argv[1])
     said = {}
     for call in json.loads(sys.stdin.read()):
         try:
             said[call] = f"no error, but {eval(call)}"
-        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OSError, NotImplementedError, TypeError, ValueError) as error:
             said[call] = str(error)
     loader.close()
     print(json.dumps(said))

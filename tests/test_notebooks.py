@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from maxlib import plan
 from tests import page_names
 
 ROOT = Path(__file__).parents[1]
@@ -93,14 +94,14 @@ def test_every_notebook_is_on_the_site_and_in_the_tests():
     names = {path.stem for path in NOTEBOOKS}
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     assert names == set(SMALLER) == set(re.findall(r"^notebooks/(\w+)$", gallery, re.MULTILINE))
-    assert names == set(re.findall(r"^:link: notebooks/(\w+)$", gallery, re.MULTILINE))
+    assert names == set(re.findall(r"\(\.\./examples/notebooks/(\w+)\.ipynb\)", gallery))
 
 
-def test_links_are_put_below_the_title():
-    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "_extension" / "notebooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    alone = module.with_links(["# A title\n", "\n", "Text."], "a.ipynb", None)
-    assert alone == "# A title\n\n{download}`Download this notebook <../../examples/notebooks/a.ipynb>`\n\nText."
-    linked = module.with_links("# A title", "a.ipynb", "https://github.com/some/where.git")
-    assert "https://colab.research.google.com/github/some/where/blob/main/examples/notebooks/a.ipynb" in linked
+def test_the_stored_plan_is_as_cautious_as_the_report_today():
+    (bound,) = re.findall(
+        "a bound, not a forecast: .* took (.*) times, .*", str(plan.estimated(plan.Job("llama3.2-1b", "h100x8")))
+    )
+    text = (ROOT / "examples" / "notebooks" / "plan_70b.ipynb").read_text()
+    assert f"took {bound} times its seconds" in text and f"one H100 took {bound} times, with experts" in text
+    low, high = map(float, bound.split(" to "))
+    assert low <= float(re.findall(r"TOKENS, SLOWER = 1e12, ([\d.]+)", text)[0]) <= high

@@ -17,8 +17,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import entries
-import programs
 from docutils import nodes
 from flax import nnx
 from sphinx import addnodes
@@ -28,7 +26,6 @@ from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).parents[1]
 MOST = 12  # names that a page lists beside its own
-ENTRIES = 100  # on a subject's page; one with more names has tables only
 LOG = logging.getLogger(__name__)
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EMPTY = re.compile(r"^## More\n\s*(?=^#|\Z)", re.MULTILINE)  # a heading left out where nothing is left
@@ -52,7 +49,9 @@ def write() -> None:
     for old in set(folder.glob("*.md")) - {folder / f"{name}.md" for name in pages}:
         old.unlink()
     for name, text in pages.items():
-        programs.put(folder / f"{name}.md", text)
+        path = folder / f"{name}.md"
+        if not path.exists() or path.read_text() != text:  # else Sphinx would read it again
+            path.write_text(text)
 
 
 def listed(text: str) -> list[tuple[str, list[str]]]:
@@ -92,7 +91,7 @@ def page(module: str, name: str, siblings: list[str]) -> str:
 
 
 def expand(app, docname: str, source: list[str]) -> None:
-    """Replaces the blocks of a page by tables, and puts the entries and the contents below them; runs on every page."""
+    """Replaces the blocks of a page by tables, and puts the contents below them; runs on every page."""
     blocks = listed(source[0])
     if not blocks:
         return
@@ -103,8 +102,7 @@ def expand(app, docname: str, source: list[str]) -> None:
     labels = {page: page.partition(".")[2] if several else name for page, name in pages.items()}
     listed_below = "\n".join(f"{label} <objects/{page}>" for page, label in labels.items())
     contents = f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{listed_below}\n```\n"
-    below = entries.section(list(pages)) if len(pages) <= ENTRIES else ""
-    source[0] = EMPTY.sub("", text) + below + contents
+    source[0] = EMPTY.sub("", text) + contents
 
 
 def _table(module: str, names: list[str]) -> str:
@@ -131,25 +129,6 @@ def one_document(app, doctree) -> None:
         node.document = doctree
 
 
-def as_text(page: str) -> str:
-    """Returns an API page with what its names say in the place of their tables, for readers that are programs."""
-    of_block = iter(listed(page))
-    return EMPTY.sub("", BLOCK.sub(lambda match: _block_as_text(*next(of_block)), page))
-
-
-def _block_as_text(module: str, names: list[str]) -> str:
-    return "\n\n".join(f"### {_call(module, name)}\n\n{documentation(module, name)}" for name in names)
-
-
-def _call(module: str, name: str) -> str:
-    value = getattr(importlib.import_module(module), name)
-    is_exception = inspect.isclass(value) and issubclass(value, BaseException)
-    if is_exception or not (inspect.isclass(value) or inspect.isfunction(value)):
-        return f"{module}.{name}"
-    text = stringify_signature(_signature_of(value), show_return_annotation=False, unqualified_typehints=True)
-    return f"{module}.{name}{_readable(text)}"
-
-
 def _signature_of(value: Any) -> inspect.Signature:
     """Returns the constructor's own signature for flax modules, whose metaclass hides it."""
     if not inspect.isclass(value) or not issubclass(value, nnx.Module):
@@ -168,8 +147,8 @@ def public_names(module: str) -> list[str]:
     facade = hasattr(found, "__path__") or not own
     parent = importlib.import_module(module.rpartition(".")[0])
     public = [name for name, value in objects.items() if _belongs(name, value, module, facade)]
-    is_package = hasattr(found, "__path__")
-    return [name for name in public if is_package or getattr(parent, name, None) is not objects[name]]
+    is_room = module.count(".") == 1  # maxlib itself exports some names of its rooms
+    return [name for name in public if is_room or getattr(parent, name, None) is not objects[name]]
 
 
 def _home(value: Any) -> str:

@@ -1,13 +1,10 @@
-"""Copies the notebooks of examples/notebooks next to the pages, with the outputs that they are stored with; says where
-the outputs of the pages themselves are kept, and lets these pages be executed sooner.
+"""Puts the notebooks of examples/notebooks, with their stored outputs, beside the pages, and the outputs of the pages
+themselves into a cache.
 """
 
-import base64
 import hashlib
-import json
 import os
-import re
-import tomllib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +14,9 @@ HANDS = 8
 
 
 def copy() -> None:
+    (HERE / "notebooks").mkdir(exist_ok=True)
     for notebook in (ROOT / "examples" / "notebooks").glob("*.ipynb"):
-        cells = json.loads(notebook.read_text())
-        cells["cells"][0]["source"] = with_links(cells["cells"][0]["source"], notebook.name, repository())
-        text, target = json.dumps(cells), HERE / "notebooks" / notebook.name
-        target.parent.mkdir(exist_ok=True)
-        if not target.exists() or target.read_text() != text:  # else Sphinx would read it again
-            target.write_text(text)
-            target.with_suffix(".png").write_bytes(largest_figure(cells))
-
-
-def largest_figure(notebook: dict[str, Any]) -> bytes:
-    """Returns the figure with the most to see that a notebook is stored with, for docs/gallery.md."""
-    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
-    figures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-    return base64.b64decode(max(figures, key=len))
-
-
-def repository() -> str | None:
-    """Returns the address of the repository from pyproject.toml; None while it names none."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return project.get("urls", {}).get("Repository")
-
-
-def with_links(source: list[str] | str, name: str, repository: str | None) -> str:
-    """Returns a notebook's first cell with links below its title: to the file, and to Colab if it is on GitHub."""
-    title, _, rest = "".join(source).partition("\n")
-    links = f"{{download}}`Download this notebook <../../examples/notebooks/{name}>`"
-    if found := re.fullmatch(r"https://github\.com/([^/]+/[^/]+?)(?:\.git)?/?", repository or ""):
-        colab = f"https://colab.research.google.com/github/{found[1]}/blob/main/examples/notebooks/{name}"
-        links += f" · [Open in Colab]({colab})"
-    return f"{title}\n\n{links}\n{rest}"
+        shutil.copy2(notebook, HERE / "notebooks")
 
 
 def cache_folder() -> Path:
@@ -70,6 +39,12 @@ def spread(app, env, docnames: list[str]) -> None:
     docnames[:] = [name for start in range(HANDS) for name in docnames[start::HANDS]]
 
 
+def pages_for_the_site(app, docname: str, source: list[str]) -> None:
+    """Lets links to notebooks lead to their copies, and leaves out comments for the formatter."""
+    source[0] = source[0].replace("../examples/notebooks/", "notebooks/").replace("  # fmt: skip", "")
+
+
 def setup(app) -> dict[str, Any]:
     app.connect("env-before-read-docs", spread)
+    app.connect("source-read", pages_for_the_site)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

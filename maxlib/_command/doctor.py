@@ -23,7 +23,6 @@ EXTRAS = {
     "cuda": "jax-cuda13-plugin",
     "eval": "lm-eval",
     "examples": "matplotlib",
-    "fla": "fla-core",
     "gcs": "gcsfs",
     "gguf": "gguf",
     "hf": "datasets",
@@ -100,7 +99,7 @@ def devices() -> dict[str, str]:
 
 def slow_code(kind: str, version: str) -> str | None:
     """Says what makes kernels in Mosaic GPU slow: from 0.12 on, jax assembles them in a mode that gives warpgroups no
-    registers of others (docs/kernels/tests.md).
+    registers of others (docs/kernels.md).
     """
     from maxlib.hardware import is_hopper
 

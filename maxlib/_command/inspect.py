@@ -59,10 +59,11 @@ def read(path: str) -> dict[str, Array]:
     from maxlib import weights
     from maxlib.weights._files import find_tensors, read_header
 
-    if manifest := _manifest(Path(path)):
-        return {
-            f"{item}/{name}".rstrip("/"): _entry(e) for item, leaves in manifest.items() for name, e in leaves.items()
-        }
+    if _is_checkpoint(Path(path)):
+        from maxlib import checkpoint
+
+        items = checkpoint.read_records(path).items
+        return {f"{item}/{name}".rstrip("/"): _entry(e) for item, leaves in items.items() for name, e in leaves.items()}
     directory = Path(weights.model_directory(path))
     adapter = directory / "adapter_model.safetensors"
     tensors = read_header(adapter) if adapter.exists() else find_tensors(directory)
@@ -70,17 +71,9 @@ def read(path: str) -> dict[str, Array]:
     return {name: Array(t.shape, str(t.dtype), size(t), t.view) for name, t in tensors.items()}
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
-    """Reads the manifest of a step, or of the newest step in a folder."""
-    steps = sorted((int(p.name), p) for p in path.glob("*") if p.name.isdigit() and p.is_dir())
-    file = (steps[-1][1] if steps else path) / "manifest" / "manifest.json"
-    if not file.exists():
-        return None
-    from etils import epath
-
-    from maxlib.checkpoint import _checksummed_json
-
-    return _checksummed_json.read(epath.Path(file))["items"]
+def _is_checkpoint(path: Path) -> bool:
+    """Returns True for a step's directory, and for a run's."""
+    return any((folder / "manifest" / "manifest.json").exists() for folder in (path, *path.glob("[0-9]*")))
 
 
 def _entry(entry: dict[str, Any]) -> Array:

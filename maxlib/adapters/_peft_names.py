@@ -71,9 +71,14 @@ class Names:
         return _current(name)
 
     def in_transformers(self, name: str) -> str:
-        """Returns the name of a module in transformers, which for some models differs from that in files."""
+        """Returns the name of a module in transformers, which for some models differs from that in files.
+
+        A prefix that reading removes belongs to files with encoders; the class of the text alone has none.
+        """
         for entry in self.table:
-            if isinstance(entry, weights.Renamed) and entry.to and not entry.to.endswith(entry.hf_prefix):
+            if not isinstance(entry, weights.Renamed) or entry.hf_prefix.startswith(entry.to):
+                continue
+            if not entry.to.endswith(entry.hf_prefix):
                 name = entry.hf_prefix + name.removeprefix(entry.to) if name.startswith(entry.to) else name
         return name
 

@@ -11,11 +11,9 @@ import jax
 from etils import epath
 
 from maxlib import distributed
-from maxlib.checkpoint import _checksummed_json as records
-from maxlib.checkpoint import _flatten as trees
-from maxlib.checkpoint import _lock as owner
-from maxlib.checkpoint import _manifest as manifest
+from maxlib.checkpoint import _lock as lock
 from maxlib.checkpoint import _policy as policy
+from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, UnsavedError, shorten, summary
@@ -44,8 +42,8 @@ class Checkpointer:
         verify: True reads a step again after writing it.
         replace: True overwrites steps of an earlier history: the same step number first, and, once the step is
             complete, all later steps, from before the run went back. False raises an error for such steps.
-        groupings: Groupings of the model's stacks (`groupings(model)`), saved with each step; restored steps are
-            converted to them.
+        groupings: Groupings of the model's stacks (`nn.tree.groupings(model)`), saved with each step; restored
+            steps are converted to them.
         max_failed_saves: Consecutive failed saves after which `unsaved` returns an error to end the run; None for no
             limit.
         max_unsaved_seconds: The same limit in seconds since the first of them.
@@ -83,13 +81,13 @@ class Checkpointer:
         self._verify, self._replace, self._metrics = verify, replace, {}
         self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""
         try:
-            self._owner = owner.RunLock(self.directory)
+            self._owner = lock.RunLock(self.directory)
             self._steps = storage.Steps(self.directory, clean=self._owner.first)
         except (OSError, distributed.PeerError) as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
         self._saving: tuple[int, Future] | None = None
-        self._own: set[int] = set()  # steps that this object saved or restored
+        self._known: set[int] = set()  # steps that this object saved or restored
         self._left: list[int] = []  # later steps of another history, deleted once the running save is complete
         self._metric_seen = False  # or its absence has been reported
         self._damaged: set[int] = set()
@@ -142,15 +140,15 @@ class Checkpointer:
             InUseError: When another run has taken over the directory.
         """
         failed = self._finish()
-        if step in self._own - self._damaged and not (self._replace and overwrite):
+        if step in self._known - self._damaged and not (self._replace and overwrite):
             self._prune()  # the previous run may have been killed before pruning
             return _raise(failed)
         self._prepare(step)
         self._look_for_metric(step, metrics or {})
-        meta = {**(meta or {}), "format": manifest.FORMAT, "step": step, "layouts": self.groupings}
+        meta = {**(meta or {}), "format": records.FORMAT, "step": step, "layouts": self.groupings}
         meta |= {} if metrics is None else {"metrics": dict(metrics)}
         texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
-        self._start(step, {item: trees.flatten(tree) for item, tree in items.items()}, texts)
+        self._start(step, {item: records.flatten(tree) for item, tree in items.items()}, texts)
         return _raise(failed)
 
     def restore(
@@ -173,7 +171,7 @@ class Checkpointer:
 
     def adopt(self, step: int) -> None:
         """Marks `step`, if it exists, as saved by this run, so that it is not saved again."""
-        self._own |= {step} & set(self.steps())
+        self._known |= {step} & set(self.steps())
         self._when.saved(step)
 
     def steps(self) -> list[int]:
@@ -182,7 +180,7 @@ class Checkpointer:
 
     def has(self, step: int) -> bool:
         """Returns whether `step` is complete, or being saved."""
-        return step in self._own or step in self.steps()
+        return step in self._known or step in self.steps()
 
     def latest(self) -> int | None:
         """Returns the newest complete step with intact records that is not known to be damaged, else None.
@@ -249,18 +247,20 @@ class Checkpointer:
         return steps
 
     def _start(self, step: int, items: dict[str, dict[str, Any]], texts: dict[str, str]) -> None:
-        raws = {item: {n: trees.snapshot(leaf) for n, leaf in leaves.items()} for item, leaves in items.items()}
-        described = manifest.describe(items, raws)
-        stored = lambda item, n: manifest.is_stored(described[item][n])
-        arrays = {item: {n: raw for n, raw in leaves.items() if stored(item, n)} for item, leaves in raws.items()}
-        make = {name: lambda text=text: text for name, text in texts.items()}
+        raws = {item: {n: records.snapshot(leaf) for n, leaf in leaves.items()} for item, leaves in items.items()}
+        described = records.describe(items, raws)
+        arrays = {
+            item: {n: raw for n, raw in leaves.items() if records.is_stored(described[item][n])}
+            for item, leaves in raws.items()
+        }
+        make_texts = {name: lambda text=text: text for name, text in texts.items()}
         self._when.saved(step)
         try:
-            self._steps.save(step, arrays, {**make, "manifest": lambda: manifest.finish(described)})
+            self._steps.save(step, arrays, {**make_texts, "manifest": lambda: records.manifest_text(described)})
         except Exception as error:  # of orbax, tensorstore or the system
             raise self._failed(step, error) from error
         self._saving = step, self._thread.submit(self._complete, step)
-        self._own.add(step)
+        self._known.add(step)
 
     def _complete(self, step: int) -> list[str]:
         """Waits in the background until `step` is on disk, reads it again and returns the names of damaged leaves."""
@@ -291,24 +291,25 @@ class Checkpointer:
         return None
 
     def _refused(self, step: int, bad: list[str]) -> SaveError:
-        self._own.discard(step)
+        self._known.discard(step)
         aside = self._steps.set_aside(step)
         return self._failed(step, DamagedError(f"its files differ from what was saved, see {aside}:{shorten(bad)}"))
 
     def _failed(self, step: int, error: Exception) -> SaveError:
-        self._own.discard(step)
+        self._known.discard(step)
         self._left = []
         self._steps.clean(step)
         self._failures.add()
         self._last_error = summary(error)
         where = f"Step {step} could not be saved to {self.directory}"
-        failed = SaveError(f"{where} ({self._last_error}); {_say_good(self._last_good())}.", step=step)
+        message = f"{where} ({self._last_error}); {_say_good(self._last_good())}."
+        failed = SaveError(message, step=step, reason=self._last_error)
         failed.__cause__ = error
         return failed
 
     def _last_good(self) -> int | None:
         """Returns the newest step known to be good; only reads the disk, which may be the cause, if necessary."""
-        known = self._own - self._damaged
+        known = self._known - self._damaged
         return max(known) if known else self.latest()
 
     def _prune(self) -> None:
@@ -329,7 +330,7 @@ class Checkpointer:
 
     def _forget(self, gone: list[int]) -> None:
         """Forgets deleted steps, of which a long run has many."""
-        self._own.difference_update(gone)
+        self._known.difference_update(gone)
         for step in gone:
             self._metrics.pop(step, None)
 

@@ -8,11 +8,12 @@ class SaveError(RuntimeError):
 
     Attributes:
         step: The missing step.
+        reason: What went wrong, in one line.
     """
 
-    def __init__(self, message: str, *, step: int):
+    def __init__(self, message: str, *, step: int, reason: str | None = None):
         super().__init__(message)
-        self.step = step
+        self.step, self.reason = step, message if reason is None else reason
 
 
 class UnsavedError(RuntimeError):
@@ -51,12 +52,12 @@ def summary(error: BaseException, most: int = 300) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split()) or type(error).__name__
-    if found := re.search(r"([^:]+) \[os_error_code='(\d+)'\]", text):
-        return f"[Errno {found[2]}] {found[1].strip()}"
+    if match := re.search(r"([^:]+) \[os_error_code='(\d+)'\]", text):
+        return f"[Errno {match[2]}] {match[1].strip()}"
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def shorten(names: list[str], most: int = 12) -> str:
     """Returns a line for each of the first names, of which there may be thousands."""
-    more = [f"... and {len(names) - most} more"] if len(names) > most else []
-    return "".join(f"\n  {name}" for name in [*names[:most], *more])
+    rest = [f"... and {len(names) - most} more"] if len(names) > most else []
+    return "".join(f"\n  {name}" for name in [*names[:most], *rest])

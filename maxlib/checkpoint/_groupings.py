@@ -1,35 +1,31 @@
 """Matches stored leaves, or rows of them, to wanted leaves when the grouping of stacks has changed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 
 from maxlib import nn
 from maxlib.checkpoint._errors import shorten
-from maxlib.checkpoint._migrations import StoredGrouping, current_names, layers_by_slot
 
 Groupings = Mapping[str, nn.stack.Grouping]
+# The groups of a stack; in 0.1.0.dev0 numbers of layers by name.
+StoredGrouping = nn.stack.Grouping | Mapping[str, int]
+# Path suffixes: old -> new, with the last version that wrote the old one.
+_RENAMED = {"router.correction": "router.expert_bias"}  # 0.1.0.dev0
 # A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
 Piece = tuple[str, int | None]
 
 
-def groupings(model: Any) -> Groupings:
-    """Returns the groups of every stack of `model` by path, each as `[period, repeats]`, as stored in a checkpoint's
-    meta.
-    """
-    return nn.tree.groupings(model)
-
-
-def layer_path(name: str, groupings: Mapping[str, StoredGrouping]) -> list[Piece]:
+def layer_paths(name: str, groupings: Mapping[str, StoredGrouping]) -> list[Piece]:
     """Names the leaf `name` layer by layer: `layers.groups.1.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
     The stack may lie under any path: an optimizer's moments are named `0.mu.layers.groups.1.0.w`.
     """
     parts = name.split(".")
     for stack in sorted(groupings, key=len, reverse=True):
-        here, slots = stack.split(".") if stack else [], layers_by_slot(groupings[stack])
+        here, slots = stack.split(".") if stack else [], _layers_by_slot(groupings[stack])
         width = len(next(iter(slots), "").split("."))  # of "groups.1.0"
         for start in range(len(parts) - len(here) - width + 1):
             end = start + len(here)
@@ -73,49 +69,49 @@ def match_leaves(
     cast: bool,
 ) -> dict[str, Target]:
     """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError listing all mismatches."""
-    known = {layer for name in wanted for layer, _ in layer_path(name, new)}
-    source = current_names(_layers_of(entries, old), known)
+    known = {layer for name in wanted for layer, _ in layer_paths(name, new)}
+    source = {_current_name(path, known): layer for path, layer in _layers_of(entries, old).items()}
     targets, missing, differ, used = {}, [], [], set()
     for name, raw in wanted.items():
         layers, rows = _split(name, raw.shape, new)
         shape = raw.shape[1:] if rows else raw.shape
         here = _show(shape, str(raw.dtype))
-        found = {logical: source[logical] for logical, _ in layers if logical in source}
-        used |= set(found)
+        stored = {logical: source[logical] for logical, _ in layers if logical in source}
+        used |= set(stored)
         missing += [f"{logical} {here}" for logical, _ in layers if logical not in source]
-        bad = {n: it for n, it in found.items() if it.shape != shape or (it.dtype != str(raw.dtype) and not cast)}
+        bad = {n: it for n, it in stored.items() if it.shape != shape or (it.dtype != str(raw.dtype) and not cast)}
         differ += [f"{logical}: saved {it}, wanted {here}" for logical, it in bad.items()]
-        if not rows and len({it.checksum for it in found.values()}) > 1:
-            differ.append(f"{name}: a single value for the layers {list(found)}, but different values were saved")
-        targets[name] = Target(raw, tuple(it.piece for it in found.values()), rows)
+        if not rows and len({it.checksum for it in stored.values()}) > 1:
+            differ.append(f"{name}: a single value for the layers {list(stored)}, but different values were saved")
+        targets[name] = Target(raw, tuple(it.piece for it in stored.values()), rows)
     _check_fit(where, missing, [f"{name} {it}" for name, it in source.items() if name not in used], differ)
     return targets
 
 
 def _layers_of(entries: dict[str, dict[str, Any]], groupings: Mapping[str, StoredGrouping]) -> dict[str, _Layer]:
-    found = {}
+    result = {}
     for name, entry in entries.items():
         layers, rows = _split(name, entry["shape"], groupings)
         shape = tuple(entry["shape"][1:] if rows else entry["shape"])
         for logical, row in layers:
-            found[logical] = _Layer((name, row), shape, entry["dtype"], entry["checksum"])
-    return found
+            result[logical] = _Layer((name, row), shape, entry["dtype"], entry["checksum"])
+    return result
 
 
 def _split(name: str, shape: Any, groupings: Mapping[str, StoredGrouping]) -> tuple[list[Piece], bool]:
     """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has no rows: it represents
     all of them.
     """
-    layers = layer_path(name, groupings)
+    layers = layer_paths(name, groupings)
     if layers[0][1] is None or (len(shape) > 0 and shape[0] == len(layers)):
         return layers, layers[0][1] is not None
     return [(logical, None) for logical, _ in layers], False
 
 
 def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[str]) -> None:
-    found = (("it lacks", missing), ("nothing takes", extra), ("these differ", differ))
-    said = "\n".join(f"{what}:{shorten(names)}" for what, names in found if names)
-    if said:
+    problems = {"it lacks": missing, "nothing takes": extra, "these differ": differ}
+    if any(problems.values()):
+        said = "\n".join(f"{what}:{shorten(names)}" for what, names in problems.items() if names)
         raise ValueError(
             f"What is wanted must be what was saved, but {where} does not fit.\n{said}\nBuild the model and the optimizer as they were "
             "(the checkpoint's meta has what the run recorded), restore fewer items, pass cast=True if only dtypes differ, or "
@@ -125,3 +121,36 @@ def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[st
 
 def _show(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _current_name(path: str, wanted: Collection[str]) -> str:
+    """Returns the new name of a leaf if the model has that and not the stored one."""
+    for old, new in _RENAMED.items():
+        renamed = path.removesuffix(old) + new
+        if path.endswith(f".{old}") and path not in wanted and renamed in wanted:
+            return renamed
+    return path
+
+
+def _layers_by_slot(grouping: StoredGrouping) -> dict[str, list[tuple[int, int | None]]]:
+    """Returns the layers of each slot of a stack, as `nn.stack.layers_by_slot` does.
+
+    Args:
+        grouping: The groups of a stack. Those of 0.1.0.dev0 are `lead` layers with the period `lead_period`, then
+            `prefix` single layers, repeats of `period` layers (body), and single layers (suffix).
+    """
+    if not isinstance(grouping, Mapping):
+        return nn.stack.layers_by_slot(grouping)
+    lead, lead_period = grouping.get("lead", 0), grouping.get("lead_period", 1)
+    prefix, period = grouping["prefix"], grouping["period"]
+    start = lead + prefix
+    end = start + (grouping["num_layers"] - start) // period * period
+    repeated = {"lead": (0, lead, lead_period), "body": (start, end, period)}
+    alone = {"prefix": range(lead, start), "suffix": range(end, grouping["num_layers"])}
+    slots: dict[str, list[tuple[int, int | None]]] = {}
+    for name, (first, last, step) in repeated.items():
+        for slot in range(min(step, last - first)):
+            slots[f"{name}.{slot}"] = [(i, row) for row, i in enumerate(range(first + slot, last, step))]
+    for name, layers in alone.items():
+        slots |= {f"{name}.{slot}": [(i, None)] for slot, i in enumerate(layers)}
+    return slots

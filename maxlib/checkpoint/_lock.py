@@ -1,4 +1,4 @@
-"""The lock of a run's directory, so that only one run writes at a time, on any file system. See docs/decisions/0017."""
+"""The lock of a run's directory, so that only one run writes at a time, on any file system. See docs/decisions.md."""
 
 import collections
 import contextlib
@@ -99,8 +99,8 @@ def _read(file: epath.Path, tries: int = 3) -> dict[str, Any] | None:
     """Reads the owner's record; None if there is none, empty if it is invalid. Raises OSError if it cannot be read."""
     for left in reversed(range(tries)):
         try:
-            found = json.loads(file.read_text())
-            return found if isinstance(found, dict) else {}
+            record = json.loads(file.read_text())
+            return record if isinstance(record, dict) else {}
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:  # it may be in the middle of a write

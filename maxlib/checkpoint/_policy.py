@@ -39,9 +39,9 @@ class Keep:
 
 def _best(best: Best, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> set[int]:
     sign = -1 if best.highest else 1
-    found = {step: sign * metrics.get(step, {}).get(best.metric, math.nan) for step in steps}
-    ranked = [step for step in steps if not math.isnan(found[step])]
-    return set(sorted(ranked, key=found.__getitem__)[: best.n])
+    values = {step: sign * metrics.get(step, {}).get(best.metric, math.nan) for step in steps}
+    ranked = [step for step in steps if not math.isnan(values[step])]
+    return set(sorted(ranked, key=values.__getitem__)[: best.n])
 
 
 class Failures:

@@ -44,15 +44,15 @@ def replica_axis(leaf: jax.ShapeDtypeStruct) -> int | None:
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or not _has_bits(leaf.dtype):
         return None
     assert isinstance(sharding.mesh, Mesh)
-    used = {name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,))}
+    used = {name for axes in sharding.spec for name in (axes if isinstance(axes, tuple) else (axes,))}
     free = [i for i, name in enumerate(sharding.mesh.axis_names) if name not in used]
     return next((i for i in free if len(_hosts(sharding.mesh, i)) > 1 and _apart(_hosts(sharding.mesh, i))), None)
 
 
 def _load_once(read_here: Read, abstract: Arrays, mesh: Mesh, axis: int) -> Arrays:
     first = sorted(_hosts(mesh, axis)[0])
-    one = Mesh(np.take(mesh.devices, [0], axis), mesh.axis_names)
-    there = {n: _on(leaf, one) for n, leaf in abstract.items()}
+    replica = Mesh(np.take(mesh.devices, [0], axis), mesh.axis_names)
+    there = {n: _on(leaf, replica) for n, leaf in abstract.items()}
     with raise_on_all(f"reading {list(abstract)[:3]} ..."):
         leaves = read_here(there) if jax.process_index() in first else {}
         stacked = {name: _stacked(leaves.pop(name, None), leaf, axis) for name, leaf in abstract.items()}

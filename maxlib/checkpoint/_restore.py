@@ -1,5 +1,6 @@
 """Restoring a step from disk: leaves are verified, regrouped for the current model, cast and placed."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -12,9 +13,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlib.checkpoint import _checksummed_json as records
-from maxlib.checkpoint import _flatten as trees
-from maxlib.checkpoint import _manifest as manifest
+from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _replicas as replicas
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, shorten
@@ -40,8 +39,8 @@ def load(
         like: A pytree of arrays or `jax.ShapeDtypeStruct`s for each wanted item; their shardings place the leaves (no
             sharding: the default device; numpy arrays stay on the host).
         items: Without `like`, the items to read as `{path: numpy array}`; default: all.
-        groupings: Groupings of the current model's stacks (`groupings(model)`), for steps saved with another prefix or
-            period.
+        groupings: Groupings of the current model's stacks (`nn.tree.groupings(model)`), for steps saved with another
+            prefix or period.
         cast: True permits dtypes that differ from the saved ones.
 
     Raises:
@@ -53,11 +52,7 @@ def load(
     wanted = Wanted(like, None if items is None else tuple(items), groupings, cast)
     if storage.steps(path):
         return newest(path, wanted)
-    if not any((path / name).exists() for name in _RECORDS):
-        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing: it is no directory"
-        raise FileNotFoundError(
-            f"{path} is neither a complete step of a checkpoint nor a directory of steps; it has {held}."
-        )
+    _check_exists(path)
     return read(path, wanted)
 
 
@@ -76,9 +71,9 @@ def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int
         return list(error.leaves)
     bad: list[str] = []
     for item, entries in stored.items.items():
-        names = [name for name, entry in sorted(entries.items()) if manifest.is_stored(entry)][host::hosts]
-        for part in _parts(names, entries):
-            bad += [f"{item}: {name}" for name in _damaged_of(directory, item, {n: entries[n] for n in part})]
+        names = [name for name, entry in sorted(entries.items()) if records.is_stored(entry)][host::hosts]
+        for group in _groups(names, entries):
+            bad += [f"{item}: {name}" for name in _damaged_of(directory, item, {n: entries[n] for n in group})]
     return bad
 
 
@@ -86,7 +81,7 @@ def metrics(directory: epath.Path) -> dict[str, Any]:
     """Reads the metrics saved with a step; none if its records are damaged."""
     try:
         return records.read(directory / "meta" / "meta.json").get("metrics", {})
-    except records.DamagedError:
+    except DamagedError:
         return {}
 
 
@@ -101,8 +96,14 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """Records of a step: its manifest's entries by item and leaf, its meta and its data state."""
+class StepRecords:
+    """Records of a step.
+
+    Attributes:
+        items: Shape, dtype and checksum of every leaf, by item and path.
+        meta: What was passed to `Checkpointer.save`, with the step and the groupings of stacks (`layouts`).
+        data: State of the data iterators.
+    """
 
     items: dict[str, dict[str, dict[str, Any]]]
     meta: dict[str, Any]
@@ -129,23 +130,47 @@ def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None
     raise FileNotFoundError(f"{directory} holds no complete step of a checkpoint.")
 
 
-def open_step(directory: epath.Path) -> Stored:
+def read_records(path: Any) -> StepRecords:
+    """Reads the records of a step's directory, or of the newest step in a run's whose records are intact, but no
+    arrays.
+
+    Raises:
+        FileNotFoundError: when there is no checkpoint.
+        DamagedError: when the records differ from what was saved.
+    """
+    path = storage.absolute(path)
+    for step in reversed(storage.steps(path)):
+        with contextlib.suppress(DamagedError):
+            return open_step(path / str(step))
+    _check_exists(path)
+    return open_step(path)
+
+
+def _check_exists(path: epath.Path) -> None:
+    if not any((path / name).exists() for name in _RECORDS):
+        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing: it is no directory"
+        raise FileNotFoundError(
+            f"{path} is neither a complete step of a checkpoint nor a directory of steps; it has {held}."
+        )
+
+
+def open_step(directory: epath.Path) -> StepRecords:
     """Reads a step's records and checks that its items exist. Raises DamagedError."""
-    found, bad = {}, []
+    contents, bad = {}, []
     storage.forget_listings(directory)
     for name in _RECORDS:
         try:
-            found[name] = records.read(directory / name / f"{name}.json")
-        except records.DamagedError as error:
+            contents[name] = records.read(directory / name / f"{name}.json")
+        except DamagedError as error:
             bad.append(f"{name}: {error}")
     if not bad:
-        _check_format(directory, found["manifest"])
-        for item, entries in found["manifest"]["items"].items():
-            if any(map(manifest.is_stored, entries.values())) and not (directory / item).is_dir():
+        _check_format(directory, contents["manifest"])
+        for item, entries in contents["manifest"]["items"].items():
+            if any(map(records.is_stored, entries.values())) and not (directory / item).is_dir():
                 bad.append(f"{item}: missing entirely")
     if bad:
         raise _damaged(directory, bad)
-    return Stored(found["manifest"]["items"], found["meta"], found["data"])
+    return StepRecords(contents["manifest"]["items"], contents["meta"], contents["data"])
 
 
 def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
@@ -157,11 +182,11 @@ def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
         like = None if wanted.like is None else wanted.like[item]
         with jax.set_mesh(replicas.NO_MESH):  # leaves may be placed on one device, independent of the caller's mesh
             leaves = _read_item(directory, item, stored, like, wanted)
-        restored[item] = leaves if like is None else trees.unflatten(like, leaves)
+        restored[item] = leaves if like is None else records.unflatten(like, leaves)
     return {**restored, "data": stored.data, "meta": stored.meta}
 
 
-def _open_everywhere(directory: epath.Path) -> Stored:
+def _open_everywhere(directory: epath.Path) -> StepRecords:
     """Calls `open_step`, which must succeed on all hosts or on none, so that they do not continue with
     different steps.
     """
@@ -172,12 +197,12 @@ def _open_everywhere(directory: epath.Path) -> Stored:
         raise _damaged(directory, [f"seen on another host: {error}"]) from error
 
 
-def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, wanted: Wanted) -> dict[str, Any]:
+def _read_item(directory: epath.Path, item: str, stored: StepRecords, like: Any, wanted: Wanted) -> dict[str, Any]:
     entries = stored.items[item]
     if like is None:
         leaves = _load(directory, item, entries, {})
         return {name: leaf.astype(jnp.dtype(entries[name]["dtype"])) for name, leaf in leaves.items()}
-    leaves = trees.flatten(like)
+    leaves = records.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
     old, new = stored.meta["layouts"], wanted.groupings
     if not new or new == old:  # leaf by leaf
@@ -190,25 +215,25 @@ def _read_item(directory: epath.Path, item: str, stored: Stored, like: Any, want
 
 def _shardings(targets: dict[str, Target]) -> dict[str, Any]:
     """Returns the sharding in which to read each stored leaf, that of the first target that needs it."""
-    found: dict[str, Any] = {}
+    shardings: dict[str, Any] = {}
     for target in targets.values():
         for name, row in target.pieces:
-            found.setdefault(name, _with_rows(target.raw.sharding, target.rows, row is not None))
-    return found
+            shardings.setdefault(name, _with_rows(target.raw.sharding, target.rows, row is not None))
+    return shardings
 
 
 def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
     """Returns the sharding of the same leaf with or without its layer axis."""
     if not isinstance(sharding, NamedSharding) or (not has and not needs):
         return sharding
-    one = tuple(sharding.spec)[1:] if has else tuple(sharding.spec)
-    spec = PartitionSpec(None, *one) if needs else PartitionSpec(*one)
+    layer_axes = tuple(sharding.spec)[1:] if has else tuple(sharding.spec)
+    spec = PartitionSpec(None, *layer_axes) if needs else PartitionSpec(*layer_axes)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
     """Reads and verifies all leaves of an item in their saved form; to numpy if no sharding is given."""
-    want = {n: manifest.abstract(e, shardings.get(n)) for n, e in entries.items() if manifest.is_stored(e)}
+    want = {n: records.abstract(e, shardings.get(n)) for n, e in entries.items() if records.is_stored(e)}
     try:
         leaves = storage.load(directory, item, want)
     except Exception:
@@ -216,9 +241,9 @@ def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, 
         if not anywhere(bad):
             raise  # every leaf can be read, so the cause is something else
     else:
-        bad = manifest.damaged(entries, leaves)
+        bad = records.damaged(entries, leaves)
         if not anywhere(bad):
-            empty = {n: np.zeros(e["shape"], manifest.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
+            empty = {n: np.zeros(e["shape"], records.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
             return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
     raise _damaged(directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
@@ -258,7 +283,7 @@ def _cast(leaf: Any, raw: jax.ShapeDtypeStruct) -> Any:
 
 def _as(leaf: Any, like: Any, entries: dict, target: Target) -> Any:
     """Wraps the data in a typed key if one is wanted."""
-    if not trees.is_key(like):
+    if not records.is_key(like):
         return leaf
     key = jax.random.wrap_key_data(leaf, impl=entries[target.pieces[0][0]].get("key"))
     if key.dtype != like.dtype:
@@ -274,7 +299,7 @@ def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
         host = np.asarray(leaf)
         return jax.ShapeDtypeStruct(host.shape, host.dtype)
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    plain = jax.eval_shape(jax.random.key_data, leaf) if trees.is_key(leaf) else leaf
+    plain = jax.eval_shape(jax.random.key_data, leaf) if records.is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
 
 
@@ -282,7 +307,7 @@ def _put(leaf: np.ndarray, sharding: Any) -> Any:
     return leaf if sharding is None else jax.device_put(leaf, sharding)
 
 
-def _items(directory: epath.Path, stored: Stored, wanted: Wanted) -> list[str]:
+def _items(directory: epath.Path, stored: StepRecords, wanted: Wanted) -> list[str]:
     names = list(wanted.items or wanted.like or stored.items)
     for where, has in ((directory, stored.items), ("like", wanted.like or stored.items)):
         lacking = [name for name in names if name not in has]
@@ -291,10 +316,10 @@ def _items(directory: epath.Path, stored: Stored, wanted: Wanted) -> list[str]:
     return names
 
 
-def _check_format(directory: epath.Path, found: dict) -> None:
-    if found["format"] > manifest.FORMAT:
+def _check_format(directory: epath.Path, manifest: dict[str, Any]) -> None:
+    if manifest["format"] > records.FORMAT:
         raise ValueError(
-            f"{directory} has format {found['format']}, this maxlib reads up to {manifest.FORMAT}: use a newer one."
+            f"{directory} has format {manifest['format']}, this maxlib reads up to {records.FORMAT}: use a newer one."
         )
 
 
@@ -306,25 +331,25 @@ def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
     )
 
 
-def _parts(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[list[str]]:
+def _groups(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[list[str]]:
     """Splits names into groups of limited size, to limit host memory."""
-    part, size = [], 0
+    group, size = [], 0
     for name in names:
-        leaf = manifest.abstract(entries[name])
-        if part and size + leaf.size * leaf.dtype.itemsize > most:
-            yield part
-            part, size = [], 0
-        part, size = [*part, name], size + leaf.size * leaf.dtype.itemsize
-    if part:
-        yield part
+        leaf = records.abstract(entries[name])
+        if group and size + leaf.size * leaf.dtype.itemsize > most:
+            yield group
+            group, size = [], 0
+        group, size = [*group, name], size + leaf.size * leaf.dtype.itemsize
+    if group:
+        yield group
 
 
 def _damaged_of(directory: epath.Path, item: str, entries: dict) -> list[str]:
     try:
-        leaves = storage.read_here(directory, item, {n: manifest.abstract(e) for n, e in entries.items()})
+        leaves = storage.read_here(directory, item, {n: records.abstract(e) for n, e in entries.items()})
     except Exception:  # tensorstore raises various errors for a broken file
         if len(entries) == 1:
             return list(entries)
         return [name for n, entry in entries.items() for name in _damaged_of(directory, item, {n: entry})]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the other devices are busy
-        return manifest.damaged(entries, leaves)
+        return records.damaged(entries, leaves)

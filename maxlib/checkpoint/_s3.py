@@ -21,7 +21,7 @@ def enable() -> None:
     """Enables the scheme in orbax, once per process.
 
     Raises:
-      RuntimeError: when this version of orbax has different internals.
+        RuntimeError: when this version of orbax has different internals.
     """
     try:
         from orbax.checkpoint._src.path import gcs_utils

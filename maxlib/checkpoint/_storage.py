@@ -3,8 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import logging
 import os
+import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -15,11 +19,11 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore
 from etils import epath
+from orbax.checkpoint.path import step as step_names
 
 from maxlib.checkpoint import _replicas as replicas
-from maxlib.checkpoint import _s3, _tensorstore_leaks
-from maxlib.checkpoint._barrier import SaveBarrier
-from maxlib.distributed import raise_on_all
+from maxlib.checkpoint import _s3
+from maxlib.distributed import PeerError, raise_on_all
 
 Arrays = dict[str, Any]
 
@@ -42,6 +46,72 @@ class _WithoutTraces(logging.Filter):
 _without_traces = _WithoutTraces()
 
 
+_saves = itertools.count()
+_PHASES = ("async_write_complete", "async_commit_complete")  # as orbax calls them
+
+
+class SaveBarrier:
+    """Barriers of orbax's asynchronous saves, its `barrier_sync_fn`.
+
+    Orbax's threads wait at `_PHASES` when all arrays are written and when the step is committed. A host that fails
+    would never arrive, and the others would wait for a timeout of 20 minutes. Here it arrives too, after storing its
+    error at jax's coordinator, and the others raise PeerError as soon as their own part is done.
+    """
+
+    def __init__(self):
+        self.start()
+
+    def start(self) -> None:
+        """Begins a save. All hosts must call it, in the same order."""
+        self._name, self._thread = f"maxlib_save_{next(_saves)}", threading.get_ident()
+        self._phase, self._failed = 0, False
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all hosts.
+
+        Args:
+            key: Orbax's name for the barrier.
+            timeout_ms: Milliseconds until the wait fails.
+
+        Raises:
+            PeerError: When another host's part of the save failed.
+        """
+        if jax.process_count() == 1:
+            return
+        if any(phase in key for phase in _PHASES):
+            self._arrive(timeout_ms)
+            self._check()
+            return
+        # Orbax's thread reaches its last barrier, which is neither of the two, while handling the error that ends it.
+        error = sys.exc_info()[1] if threading.get_ident() != self._thread else None
+        if error is not None and not self._failed and self._phase < len(_PHASES):
+            self._tell(error)
+            self._arrive(timeout_ms)
+        _coordinator().wait_at_barrier(key, timeout_ms)
+
+    def _arrive(self, timeout_ms: int) -> None:
+        self._phase += 1
+        _coordinator().wait_at_barrier(f"{self._name}_{self._phase}", timeout_ms)
+
+    def _tell(self, error: BaseException) -> None:
+        self._failed = True
+        text = json.dumps([jax.process_index(), f"{type(error).__name__}: {error}"[:500]])
+        _coordinator().key_value_set(f"{self._name}/{jax.process_index()}", text)
+
+    def _check(self) -> None:
+        if told := _coordinator().key_value_dir_get(self._name):
+            self._failed = True
+            process, error = json.loads(told[0][1])
+            raise PeerError(f"saving failed in process {process}: {error}")
+
+
+def _coordinator() -> Any:
+    """Returns the client of jax's coordinator, which orbax uses too; it is not public."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 class Steps:
     """Directory of one run's steps; one step is saved at a time.
 
@@ -53,17 +123,14 @@ class Steps:
     def __init__(self, directory: epath.Path, *, clean: bool):
         self.directory = directory
         logging.getLogger("absl").addFilter(_without_traces)  # here, so that importing this module changes no logger
-        _tensorstore_leaks.avoid()
         if clean and jax.process_index() == 0:
-            _remove_unfinished(
-                directory
-            )  # orbax would do this in the background, where a second removal fails all later saves
+            # Orbax would do this in the background, where a second removal fails all later saves.
+            _remove_unfinished(directory)
         self._barrier = SaveBarrier()
         self._orbax = ocp.training.Checkpointer(directory, context=_context(self._barrier))
         self._deleted = 0  # deleted steps that orbax does not know about yet
-        self._response: Any = (
-            None  # of the running save; it holds a thread and three descriptors until `result` is called
-        )
+        # Of the running save; it holds a thread and three descriptors until `result` is called.
+        self._response: Any = None
 
     def save(self, step: int, arrays: dict[str, Arrays], texts: dict[str, Callable[[], str]]) -> None:
         """Writes `arrays` by item, and texts, which are functions called in the background, to `<name>/<name>.json`,
@@ -148,17 +215,18 @@ class Steps:
 
 def absolute(path: Any) -> epath.Path:
     """Resolves `path` from the root of its file system; a URL such as "gs://bucket/run" is returned as it is."""
-    found = epath.Path(path)
-    if str(found).startswith(_s3.SCHEME):
+    directory = epath.Path(path)
+    if str(directory).startswith(_s3.SCHEME):
         _s3.enable()
-    return found if "://" in str(found) else found.resolve()
+    return directory if "://" in str(directory) else directory.resolve()
 
 
 def steps(directory: epath.Path) -> list[int]:
     """Lists the completely written steps, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(directory))
+    # Of the names alone: version 1 of orbax reads a file of every step, which another host may be deleting.
+    return sorted(step.step for step in step_names.standard_name_format().find_all(directory))
 
 
 def _remove_unfinished(directory: epath.Path) -> None:
@@ -173,8 +241,9 @@ def _remove_unfinished(directory: epath.Path) -> None:
 
 def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     """Reads leaves of one item to the sharding of a `jax.ShapeDtypeStruct`, or to numpy if it has none."""
-    everywhere, here = functools.partial(_read, directory, item), functools.partial(read_here, directory, item)
-    return replicas.load(everywhere, here, abstract)
+    return replicas.load(
+        functools.partial(_read, directory, item), functools.partial(read_here, directory, item), abstract
+    )
 
 
 def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
@@ -195,8 +264,10 @@ def read_here(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
     """Reads this host's part of each leaf, independently of other hosts."""
     base = urllib.parse.quote(str(directory / item), safe="/:")
     kvstore = {"driver": "ocdbt", "base": f"{base}/" if "://" in base else f"file://{base}/"}
-    spec = lambda name: {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}
-    stores = {name: tensorstore.open(spec(name), open=True) for name in abstract}
+    stores = {
+        name: tensorstore.open({"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}, open=True)
+        for name in abstract
+    }
     return {name: _piece(stores[name].result(), leaf) for name, leaf in abstract.items()}
 
 
@@ -225,8 +296,8 @@ def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeS
 def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
     context = ocp.Context()
     if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it
-        plain = context.asynchronous.v0
-        context.asynchronous.v0 = lambda: dataclasses.replace(plain(), barrier_sync_fn=barrier)
+        options = context.asynchronous.v0
+        context.asynchronous.v0 = lambda: dataclasses.replace(options(), barrier_sync_fn=barrier)
     # Fail immediately if a directory cannot be created, instead of in five threads that wait minutes for it.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True

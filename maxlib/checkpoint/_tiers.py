@@ -58,15 +58,15 @@ class Tiers:
         self._due = (step, due) if due else None  # a save that is due in no tier goes to all
         return bool(due)
 
-    def save(self, step: int, items: Mapping[str, Any], **more: Any) -> None:
+    def save(self, step: int, items: Mapping[str, Any], **options: Any) -> None:
         """Saves to the tiers found by `should_save`, or to all without it (at the end of a run); see
         `Checkpointer.save`.
         """
         due, self._due = self._due, None
         into = due[1] if due is not None and due[0] == step else self.tiers
-        self._each(lambda tier: tier.save(step, items, **more), into)
+        self._each(lambda tier: tier.save(step, items, **options), into)
 
-    def restore(self, step: int | None = None, like: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    def restore(self, step: int | None = None, like: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         """Restores `step`, or the newest undamaged one with a warning for each that is not; see
         `Checkpointer.restore`.
         """
@@ -74,7 +74,7 @@ class Tiers:
         problems: list[str] = []
         for s, i in sorted(held, reverse=True):
             try:
-                restored = self.tiers[-i].restore(s, like, **more)
+                restored = self.tiers[-i].restore(s, like, **options)
             except DamagedError as error:
                 _log.warning("%s\nTrying the one before.", error)
                 problems.append(str(error))

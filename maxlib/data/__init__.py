@@ -11,52 +11,52 @@ if TYPE_CHECKING:
     from maxlib.data._audio import AudioProcessor as AudioProcessor
     from maxlib.data._audio import WaveformProcessor as WaveformProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords
-    from maxlib.data._chats import tokenize_chats as tokenize_chats
+    from maxlib.data._documents import token_ids as token_ids
     from maxlib.data._formats import HFStream as HFStream
     from maxlib.data._formats import files as files
     from maxlib.data._formats import parquet as parquet
     from maxlib.data._formats import records as records
-    from maxlib.data._host_rows import host_shards as host_shards
     from maxlib.data._images import Gemma4ImageProcessor as Gemma4ImageProcessor
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader
+    from maxlib.data._loader import host_shards as host_shards
     from maxlib.data._mixture import Mixture as Mixture
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
     from maxlib.data._packing import statistics as statistics
     from maxlib.data._padding import pad as pad
+    from maxlib.data._padding import pad_document as pad_document
     from maxlib.data._pairs import kto_examples as kto_examples
     from maxlib.data._pairs import pairs as pairs
     from maxlib.data._pretokenize import read_manifest as read_manifest
     from maxlib.data._pretokenize import read_tokens as read_tokens
     from maxlib.data._pretokenize import write_tokens as write_tokens
-    from maxlib.data._sample_text import python_text as python_text
     from maxlib.data._sources import array_record as array_record
     from maxlib.data._sources import chats as chats
     from maxlib.data._sources import in_memory as in_memory
     from maxlib.data._sources import jsonl as jsonl
+    from maxlib.data._sources import python_docs as python_docs
     from maxlib.data._sources import split as split
     from maxlib.data._sources import text_files as text_files
     from maxlib.data._tokenize import tokenize as tokenize
+    from maxlib.data._tokenize import tokenize_chats as tokenize_chats
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "_audio": ("AudioProcessor", "WaveformProcessor"),
         "_bad_records": ("SkipBadRecords",),
-        "_chats": ("tokenize_chats",),
+        "_documents": ("token_ids",),
         "_formats": ("HFStream", "files", "parquet", "records"),
-        "_host_rows": ("host_shards",),
         "_images": ("Gemma4ImageProcessor", "ImageProcessor", "PixtralImageProcessor"),
-        "_loader": ("Loader",),
+        "_loader": ("Loader", "host_shards"),
         "_mixture": ("Mixture",),
         "_packing": ("Statistics", "pack", "statistics"),
-        "_padding": ("pad",),
+        "_padding": ("pad", "pad_document"),
         "_pairs": ("kto_examples", "pairs"),
         "_pretokenize": ("read_manifest", "read_tokens", "write_tokens"),
-        "_sample_text": ("python_text",),
-        "_sources": ("array_record", "chats", "in_memory", "jsonl", "split", "text_files"),
-        "_tokenize": ("tokenize",),
+        "_sources": ("array_record", "chats", "in_memory", "jsonl", "python_docs", "split", "text_files"),
+        "_tokenize": ("tokenize", "tokenize_chats"),
     },
 )

@@ -75,10 +75,11 @@ def tokenize(args: argparse.Namespace) -> None:
 
 
 def token_id(tokenizer: Tokenizer, token: str | None) -> int | None:
-    found = None if token is None else tokenizer.token_to_id(token)
-    if token is not None and found is None:
+    if token is None:
+        return None
+    if (id := tokenizer.token_to_id(token)) is None:
         raise ValueError(f"{token!r} is not in the tokenizer's vocabulary.")
-    return found
+    return id
 
 
 def show(directory: Path) -> None:

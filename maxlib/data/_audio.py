@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from maxlib.data._images import find_parts
-from maxlib.data._sources import Document
+from maxlib.data._images import read_processor
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
 
-_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 4 and 5
 _FRAME, _HOP, _FFT = 320, 160, 512  # 20 and 10 ms in samples, and the length of the transform
 _FLOOR = 1e-3  # added to magnitudes before the logarithm
 
@@ -80,21 +78,16 @@ class AudioProcessor:
             FileNotFoundError: when it has no such file.
             ValueError: when its model does not hear, or its sound is prepared in an unsupported way.
         """
-        directory = Path(directory)
-        path = next((directory / name for name in _FILES if (directory / name).exists()), None)
-        if path is None:
-            raise FileNotFoundError(f"{directory} has none of {list(_FILES)}: its model reads no sound")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        fields = found.get("feature_extractor", found)
+        path, fields = read_processor(Path(directory), "feature_extractor", "sound")
         kind, known = fields.get("feature_extractor_type"), (AudioProcessor, WaveformProcessor)
-        made = next((one for one in known if one.prepares == kind), None)
-        if made is None:
-            names = " and ".join(one.prepares for one in known)
+        processor = next((cls for cls in known if cls.prepares == kind), None)
+        if processor is None:
+            names = " and ".join(cls.prepares for cls in known)
             raise ValueError(f"{path}: feature_extractor_type must be one of {names}, got {kind!r}")
-        for name, value in made.fixed.items():
+        for name, value in processor.fixed.items():
             if name in fields and fields[name] != value:
                 raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
-        return made._read(fields, json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        return processor._read(fields, json.loads((path.parent / "config.json").read_text(encoding="utf-8")))
 
     @classmethod
     def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "AudioProcessor":
@@ -173,8 +166,8 @@ class AudioProcessor:
         """Joins the clips of a document, `C F M` and `C`; there may be none."""
         from maxlib.nn.audio import stack_clips
 
-        found = [clip for one in clips for clip in one.real]
-        return stack_clips(found, len(found), max(map(len, found), default=0), self.frame_dim)
+        frames = [clip for joined in clips for clip in joined.real]
+        return stack_clips(frames, len(frames), max(map(len, frames), default=0), self.frame_dim)
 
     def blank(self, clips: int, frames: int) -> "Clips":
         """Returns an empty row with room for `clips` clips of `frames` frames; `pad` and `pack` fill such rows."""
@@ -261,14 +254,3 @@ def read_wave(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"{path}: the last sample is cut off: the file is damaged")
     values = np.frombuffer(data, f"<i{width}").reshape(-1, channels)
     return {"array": (values / 2.0 ** (8 * width - 1)).mean(axis=1).astype(np.float32), "sampling_rate": rate}
-
-
-def find_audio(document: Document) -> list[Any]:
-    """Returns the clips of a chat, in order; names of files start from the document's `folder`, if it has one.
-
-    A clip is a part `{"type": "audio", "audio": ...}` of a message's content, or one with `path` instead.
-
-    Raises:
-        ValueError: for an address on the web.
-    """
-    return find_parts(document, "audio")

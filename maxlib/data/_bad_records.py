@@ -20,10 +20,10 @@ class SkipBadRecords:
     Missing files and failing disks are not bad records: their errors are raised.
 
     Args:
-      limit: largest number of bad documents.
-      path: file to which a line of JSON is appended for each: `source`, `record` (its index) and `error`. Records in an
-          existing file count too, so a resumed run continues the count; a last line that a kill cut off is removed, and
-          its record counts when it is read again. Each host needs its own path.
+        limit: Largest number of bad documents.
+        path: File to which a line of JSON is appended for each: `source`, `record` (its index) and `error`. Records in
+            an existing file count too, so a resumed run continues the count; a last line that a kill cut off is
+            removed, and its record counts when it is read again. Each host needs its own path.
     """
 
     def __init__(self, *, limit: int, path: str | os.PathLike | None = None):

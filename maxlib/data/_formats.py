@@ -6,24 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import grain
 
-from maxlib.data._sources import (
-    Document,
-    Paths,
-    Piece,
-    array_record,
-    find_files,
-    jsonl,
-    text_files,
-    with_content,
-)
-from maxlib.data._token_ids import token_ids
+from maxlib.data._documents import Document, token_ids, with_content
+from maxlib.data._sources import Paths, Piece, array_record, find_files, jsonl, text_files
 
 
 @runtime_checkable
@@ -42,8 +32,8 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
     is reached.
 
     Args:
-      table: the records.
-      field: name of the field to read.
+        table: The records.
+        field: Name of the field to read.
     """
     if len(table) == 0:
         raise ValueError("There is no record in the table.")
@@ -57,8 +47,8 @@ def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
     tokenize it first (`write_tokens`).
 
     Args:
-      paths: files, folders or glob patterns.
-      field: name of the column.
+        paths: Files, folders or glob patterns.
+        field: Name of the column.
     """
     return grain.MapDataset.source(_Parquet(find_files(paths), field))
 
@@ -73,10 +63,11 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
     for path in find_files(paths):
         ending = path.suffix if path.suffix in _FORMATS else ""
         by_ending.setdefault(ending, []).append(path)
-    parts = [
-        _FORMATS[e](group, field=field) if e else text_files(group, document=document) for e, group in by_ending.items()
-    ]
-    return parts[0] if len(parts) == 1 else grain.MapDataset.concatenate(parts)
+    sources = []
+    for ending, group in by_ending.items():
+        read = _FORMATS.get(ending)
+        sources.append(text_files(group, document=document) if read is None else read(group, field=field))
+    return sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources)
 
 
 class HFStream:
@@ -123,8 +114,8 @@ class _StreamIterator(grain.DatasetIterator):
         first, every = part.start or 0, part.step or 1
         divides = dataset.num_shards % every == 0
         with _copying:
-            own = dataset.shard(num_shards=every, index=first) if divides else dataset.shard(num_shards=1, index=0)
-        self._dataset, self._first, self._every = own, 0 if divides else first, 1 if divides else every
+            self._dataset = dataset.shard(num_shards=every if divides else 1, index=first if divides else 0)
+        self._first, self._every = 0 if divides else first, 1 if divides else every
         self._field, self._epochs = field, epochs
         self._begin(epoch=0)
 
@@ -251,15 +242,15 @@ def _as_fields(record: Any, field: str, at: str) -> Document:
         return with_content(rest, "messages", value) | {"record": at}
     if isinstance(value, Sized) and not isinstance(value, str | Mapping) and len(value):
         return {"tokens": token_ids(value, f"{at}: the field {field!r}, which holds neither text nor messages,")}
-    found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+    fields = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise ValueError(
         f"{at}: the field {field!r} must hold text, integers or messages, and not be empty, got {value!r}; the record "
-        f"has {found}."
+        f"has {fields}."
     )
 
 
 _FORMATS: dict[str, Callable[..., grain.MapDataset]] = {
     ".jsonl": jsonl,
     ".parquet": parquet,
-    ".array_record": partial(array_record),
+    ".array_record": array_record,
 }

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from maxlib.data._sources import Document
-from maxlib.tokenization._chat_template import Message
+from maxlib.data._documents import Document
 
 if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
@@ -67,23 +66,19 @@ class ImageProcessor:
             FileNotFoundError: when it has no such file, as for a text model.
             ValueError: when its images are prepared in an unsupported way.
         """
-        directory = Path(directory)
-        path = next((directory / name for name in _FILES if (directory / name).exists()), None)
-        if path is None:
-            raise FileNotFoundError(f"{directory} has none of {list(_FILES)}: its model reads no images")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        fields = found.get("image_processor", found)
+        path, fields = read_processor(Path(directory), "image_processor", "images")
         kind = str(fields.get("image_processor_type"))
         known = [ImageProcessor, PixtralImageProcessor, Gemma4ImageProcessor]
-        made = next((one for one in known if kind.startswith(one.prepares)), None)
-        if made is None:
+        processor = next((cls for cls in known if kind.startswith(cls.prepares)), None)
+        if processor is None:
+            names = ", ".join(name for cls in known for name in cls.prepares)
             raise ValueError(
-                f"{path}: images of any size are prepared by {', '.join(name for one in known for name in one.prepares)}, this "
-                f"model's by {kind}: make its Patches with its own processor"
+                f"{path}: images of any size are prepared by {names}, this model's by {kind}: make its Patches with its "
+                "own processor"
             )
-        _check_fields(path, fields, normalizes=made.normalizes)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return made._read(path, fields, config)
+        _check_fields(path, fields, normalizes=processor.normalizes)
+        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        return processor._read(path, fields, config)
 
     @classmethod
     def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "ImageProcessor":
@@ -205,25 +200,33 @@ class PixtralImageProcessor(ImageProcessor):
 
         # The settings of the tokens are in a separate file next to that of the images, or in an enclosing object.
         outer = path.parent / "processor_config.json"
-        own = json.loads(outer.read_text(encoding="utf-8")) if outer.exists() else {}
+        settings = json.loads(outer.read_text(encoding="utf-8")) if outer.exists() else {}
         merge = config.get("spatial_merge_size", 2) if config["model_type"] == "mistral3" else 1
         patch = config["vision_config"].get("patch_size", 16)
-        _check_same(outer, {"patch_size": patch, "spatial_merge_size": merge}, own)
+        _check_same(outer, {"patch_size": patch, "spatial_merge_size": merge}, settings)
         edge = (fields.get("size") or {"longest_edge": 1024}).get("longest_edge")
         if not isinstance(edge, int):
             raise ValueError(f"{path}: size.longest_edge must be a number of pixels, got {fields.get('size')!r}")
         tokenizer = load_tokenizer(path.parent)
         ids = {}
         for name in ("break", "end"):
-            text = own.get(f"image_{name}_token", f"[IMG_{name.upper()}]")
-            if (found := tokenizer.token_to_id(text)) is None:
+            text = settings.get(f"image_{name}_token", f"[IMG_{name.upper()}]")
+            if (token := tokenizer.token_to_id(text)) is None:
                 raise ValueError(f"{path.parent}: the tokenizer must have {text}, which is one of an image's tokens")
-            ids[f"{name}_token"] = found
+            ids[f"{name}_token"] = token
         image = config.get("image_token_index", config.get("image_token_id"))
         if not isinstance(image, int):
             raise ValueError(f"{path.parent / 'config.json'}: image_token_index must be given, got {image!r}")
-        more: Any = {"mean": _triple(fields, "image_mean", cls.mean), "std": _triple(fields, "image_std", cls.std)}
-        return cls(image_token=image, patch_size=patch, merge=merge, longest_edge=edge, **ids, **more)
+        return cls(
+            image_token=image,
+            break_token=ids["break_token"],
+            end_token=ids["end_token"],
+            patch_size=patch,
+            merge=merge,
+            longest_edge=edge,
+            mean=_triple(fields, "image_mean", cls.mean),
+            std=_triple(fields, "image_std", cls.std),
+        )
 
     def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
         """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
@@ -288,10 +291,10 @@ class Gemma4ImageProcessor(ImageProcessor):
         """Returns the patches of one image, `n patch_dim`, and its grid, `1 3`; see `ImageProcessor`."""
         from maxlib.nn.vision import Patches
 
-        found, p = super().__call__(image), self.patch_size
+        patches, side = super().__call__(image), self.patch_size
         # The colors of a pixel are adjacent: [n, C, a, b] -> [n, a, b, C]
-        pixels = np.asarray(found.pixels).reshape(-1, 3, p, p).transpose(0, 2, 3, 1)
-        return Patches(pixels.reshape(len(pixels), -1), found.grids)
+        pixels = np.asarray(patches.pixels).reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+        return Patches(pixels.reshape(len(pixels), -1), patches.grids)
 
     def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
         """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
@@ -327,10 +330,10 @@ _SIZES = (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
 
 def _pixels(path: Path, fields: Mapping[str, Any], name: str, old: str) -> int:
     """Reads a number of pixels: the "edges" are areas here."""
-    found = fields.get(old) or (fields.get("size") or {}).get(name)
-    if not isinstance(found, int):
-        raise ValueError(f"{path}: size.{name} must be a number of pixels, got {found!r}")
-    return found
+    pixels = fields.get(old) or (fields.get("size") or {}).get(name)
+    if not isinstance(pixels, int):
+        raise ValueError(f"{path}: size.{name} must be a number of pixels, got {pixels!r}")
+    return pixels
 
 
 def _check_fields(path: Path, fields: Mapping[str, Any], *, normalizes: bool) -> None:
@@ -342,37 +345,53 @@ def _check_fields(path: Path, fields: Mapping[str, Any], *, normalizes: bool) ->
             raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
 
 
-def find_images(document: Document) -> list[Any]:
-    """Returns the images of a chat, in order; names of files start from the document's `folder`, if it has one.
+def read_processor(directory: Path, section: str, what: str) -> tuple[Path, dict[str, Any]]:
+    """Reads a Hugging Face directory's processor, and returns its file and its fields.
 
-    An image is a part `{"type": "image", "image": ...}` of a message's content, or one with `path` instead.
+    Args:
+        directory: The directory.
+        section: Name of the processor's object in a file that has several.
+        what: What it prepares, for the message.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+    """
+    path = next((directory / name for name in _FILES if (directory / name).exists()), None)
+    if path is None:
+        raise FileNotFoundError(f"{directory} has none of {list(_FILES)}: its model reads no {what}")
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return path, fields.get(section, fields)
+
+
+def find_parts(document: Document, kind: str) -> list[Any]:
+    """Returns the images or clips of a chat, in order; names of files start from the document's `folder`, if it has
+    one.
+
+    Args:
+        document: A document with messages.
+        kind: "image" or "audio", whose parts are `{"type": kind, kind: ...}`, or have `path` instead.
 
     Raises:
         ValueError: for an address on the web, and for videos.
     """
-    return find_parts(document, "image")
-
-
-def find_parts(document: Document, kind: str) -> list[Any]:
-    """Returns the contents of all parts of a kind, such as "image", in a chat's messages, in order."""
-    found = [_content(part, kind) for message in document["messages"] for part in _parts(message, kind)]
-    return [Path(document.get("folder", ""), one) if isinstance(one, str | os.PathLike) else one for one in found]
-
-
-def _parts(message: Message, kind: str) -> list[Mapping[str, Any]]:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    kinds = {part.get("type") for part in parts if isinstance(part, Mapping)}
-    if "video" in kinds:
-        raise ValueError("a chat may have images, not videos: give frames as images")
-    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == kind]
+    contents = []
+    for message in document["messages"]:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            part_type = part.get("type") if isinstance(part, Mapping) else None
+            if part_type == "video":
+                raise ValueError("a chat may have images, not videos: give frames as images")
+            if part_type == kind:
+                contents.append(_content(part, kind))
+    folder = document.get("folder", "")
+    return [Path(folder, content) if isinstance(content, str | os.PathLike) else content for content in contents]
 
 
 def _content(part: Mapping[str, Any], kind: str) -> Any:
-    found = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
-    if found is None or (isinstance(found, str) and found.startswith(("http:", "https:", "data:"))):
-        raise ValueError(f"an {kind} must be a file, under '{kind}' or 'path', got {found!r}: download it first")
-    return found
+    content = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
+    if content is None or (isinstance(content, str) and content.startswith(("http:", "https:", "data:"))):
+        raise ValueError(f"an {kind} must be a file, under '{kind}' or 'path', got {content!r}: download it first")
+    return content
 
 
 def expand(

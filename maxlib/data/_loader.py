@@ -2,6 +2,7 @@
 resume.
 """
 
+import functools
 import math
 import queue
 import time
@@ -11,15 +12,23 @@ from typing import Any
 
 import grain
 import numpy as np
+from jaxtyping import Bool
 
 from maxlib._utils.ranges import ranges
-from maxlib.data import _counting as counting
 from maxlib.data._bad_records import SkipBadRecords
-from maxlib.data._batch_rows import Batch, join_shards, padding_row
-from maxlib.data._host_rows import equal_part, host_shards, rows_of_process
-from maxlib.data._reader import Reader, stop_readers
+from maxlib.data._reader import Reader, stop_readers, total
 
 State = dict[str, Any]
+Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth and other pytrees
+
+
+def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
+    """Returns the consecutive virtual shards that contain the rows of one host (default: this jax process).
+
+    If the hosts do not divide the shards, some shards belong to two or more hosts.
+    """
+    host, num_hosts = _position(host, num_hosts)
+    return range(host * num_shards // num_hosts, -(-(host + 1) * num_shards // num_hosts))
 
 
 class Loader:
@@ -42,20 +51,21 @@ class Loader:
     the threads are asked to stop, never killed.
 
     Args:
-      rows_of_shard: from a shard's slice to its rows.
-      batch_size: rows of the global batch.
-      num_shards: fixed for a run; by default the greatest common divisor of `batch_size` and 8.
-      shards: shards of this host, which returns all of their rows; by default those of an equal part of the rows
-          (`host_shards`), or as given by `follow`.
-      num_batches: number of batches after which iteration ends; None continues to the end of the data.
-      prefetch: maximum number of prefetched batches per shard.
-      timeout: maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads' stacks.
-      bad_records: the `SkipBadRecords` of the documents, whose count appears in `metrics()`.
+        rows_of_shard: From a shard's slice to its rows.
+        batch_size: Rows of the global batch.
+        num_shards: Fixed for a run; by default the greatest common divisor of `batch_size` and 8.
+        shards: Shards of this host, which returns all of their rows; by default those of an equal part of the rows
+            (`host_shards`), or as given by `follow`.
+        num_batches: Number of batches after which iteration ends; None continues to the end of the data.
+        prefetch: Maximum number of prefetched batches per shard.
+        timeout: Maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads'
+            stacks.
+        bad_records: The `SkipBadRecords` of the documents, whose count appears in `metrics()`.
 
     Attributes:
-      rows: the global rows of this host's batches, in order.
-      batches: number of batches returned since the beginning of the data.
-      wait_seconds: total time that `next` has waited for data.
+        rows: The global rows of this host's batches, in order.
+        batches: Number of batches returned since the beginning of the data.
+        wait_seconds: Total time that `next` has waited for data.
     """
 
     def __init__(
@@ -86,8 +96,8 @@ class Loader:
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
-        self._own = np.full(held.size, True) if shards is not None else np.isin(held, equal_part(batch_size))
-        self.rows = self._counted_rows = held[self._own]
+        self._returned = np.full(held.size, True) if shards is not None else np.isin(held, _equal_share(batch_size))
+        self.rows = self._counted_rows = held[self._returned]
         self.wait_seconds, self._bad_records = 0.0, bad_records
         self._readers: dict[int, Reader] = {}
         weakref.finalize(self, stop_readers, self._readers)  # a forgotten loader stops its threads
@@ -100,18 +110,18 @@ class Loader:
         if self._num_batches is not None and self.batches >= self._num_batches:
             raise StopIteration
         self._collect()
-        parts = [self._ready[s][0] for s in self.shards]
+        batches = [self._ready[s][0] for s in self.shards]
         self._counts = {s: self._ready[s][2] for s in self.shards}
-        if all(part is None for part in parts):
+        if all(batch is None for batch in batches):
             self._check_end()
-        batch = self._join(parts)
+        joined = self._join(batches)
         self._states = {s: self._ready[s][1] for s in self.shards}
         for s in [s for s, ready in self._ready.items() if ready[0] is not None]:
             del self._ready[s]
             # Only now, because reading threads would compete with this one for the interpreter.
             self._readers[s].room.release()
         self.batches += 1
-        return batch
+        return joined
 
     def metrics(self) -> dict[str, float]:
         """Returns counts of what this host's shards have read since the beginning of the data.
@@ -123,7 +133,7 @@ class Loader:
         size = self._batch_size // self.num_shards
         # If several hosts read a shard, the one with its first row counts it.
         counted = (c for s, c in self._counts.items() if s * size in self._counted_rows)
-        counts: dict[str, float] = {**counting.total(counted)}
+        counts: dict[str, float] = {**total(counted)}
         if self._bad_records is not None:
             counts["bad_records"] = len(self._bad_records)
         return {f"data/{name}": count for name, count in counts.items()}
@@ -132,13 +142,13 @@ class Loader:
         """Returns the rows of this process's devices from now on. Call it before the first batch, as `Trainer` does.
 
         Args:
-          sharding: a `jax.sharding.NamedSharding` of the batch.
+            sharding: A `jax.sharding.NamedSharding` of the batch.
 
         Raises:
-          ValueError: when the loader was given `shards` with other rows, has already returned batches of other rows, or
-              `batch_size` does not divide over the mesh.
+            ValueError: when the loader was given `shards` with other rows, has already returned batches of other rows,
+                or `batch_size` does not divide over the mesh.
         """
-        rows, counted = rows_of_process(sharding, self._batch_size)
+        rows, counted = _rows_of_process(sharding, self._batch_size)
         if not np.array_equal(rows, self.rows):
             if self._is_fixed or self.batches:
                 raise ValueError(
@@ -148,7 +158,7 @@ class Loader:
                 )
             size = self._batch_size // self.num_shards
             self.shards = sorted({int(row) // size for row in rows})
-            self._own = np.isin([s * size + i for s in self.shards for i in range(size)], rows)
+            self._returned = np.isin([s * size + i for s in self.shards for i in range(size)], rows)
             self.rows = rows
             self.reset()
         self._counted_rows = counted
@@ -165,8 +175,8 @@ class Loader:
         """Continues from `state`, which may include shards of other hosts.
 
         Raises:
-          ValueError: when a shard of this host is missing, the shards are at different batches, or the state has
-              another `num_shards` or `batch_size`.
+            ValueError: when a shard of this host is missing, the shards are at different batches, or the state has
+                another `num_shards` or `batch_size`.
         """
         self._start(*self._checked(state))
 
@@ -237,13 +247,13 @@ class Loader:
                 "up to which an exhausted host returns rows of padding."
             )
 
-    def _join(self, parts: list[Batch | None]) -> Batch:
+    def _join(self, batches: list[Batch | None]) -> Batch:
         """Joins one batch of all shards, filled up with rows of padding."""
-        example = next((part for part in parts if part is not None), None)
+        example = next((batch for batch in batches if batch is not None), None)
         if example is not None:
-            self._padding_row = padding_row(example)
+            self._padding_row = _make_padding_row(example)
         assert self._padding_row is not None  # ensured by _check_end
-        return join_shards(parts, self._batch_size // self.num_shards, self._padding_row, self._own)
+        return _join_shards(batches, self._batch_size // self.num_shards, self._padding_row, self._returned)
 
     def _checked(self, state: Mapping[str, State]) -> tuple[int, dict[int, Any]]:
         missing = [s for s in self.shards if str(s) not in state]
@@ -275,3 +285,78 @@ def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
         )
     if not shards or len(set(shards)) != len(shards) or shards[0] < 0 or shards[-1] >= num_shards:
         raise ValueError(f"shards must be distinct numbers from 0 to {num_shards - 1}, at least one, got {shards}.")
+
+
+def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
+    if host is not None and num_hosts is not None:
+        return host, num_hosts
+    import jax
+
+    return jax.process_index(), jax.process_count()
+
+
+def _equal_share(batch_size: int) -> range:
+    """Returns this host's rows if all hosts have equally many."""
+    host, num_hosts = _position(None, None)
+    return range(host * batch_size // num_hosts, (host + 1) * batch_size // num_hosts)
+
+
+def _rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows of this process's devices, and those of them that no earlier process has."""
+    import jax
+
+    rows_only = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
+    try:
+        places = rows_only.devices_indices_map((batch_size,))
+    except ValueError as error:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide over the mesh {dict(sharding.mesh.shape)}."
+        ) from error
+    process = jax.process_index()
+    mine, before = np.zeros((2, batch_size), bool)
+    for device, index in places.items():
+        mine[index] |= device.process_index == process
+        before[index] |= device.process_index < process
+    return np.flatnonzero(mine), np.flatnonzero(mine & ~before)
+
+
+def _make_padding_row(batch: Batch) -> Batch:
+    """Returns a batch with one row of padding: -1 in `targets`, and zeros in other arrays, such as `segment_ids`."""
+    return _map_by_name(lambda name, a: np.full_like(a[:1], -1 if name == "targets" else 0), batch)
+
+
+def _join_shards(
+    batches: Sequence[Batch | None], size: int, blank: Batch, returned: Bool[np.ndarray, " rows"]
+) -> Batch:
+    """Joins the batches of shards, each filled up to `size` rows.
+
+    Args:
+        batches: One batch per shard; None for an exhausted shard.
+        size: Rows of a shard.
+        blank: The row of padding.
+        returned: Selects rows of the joined batch, of `len(batches) * size`.
+    """
+
+    def fill(array: np.ndarray, blank: np.ndarray) -> np.ndarray:
+        missing = size - len(array)
+        return np.concatenate([array, np.repeat(blank, missing, axis=0)]) if missing else array
+
+    def join(name: str, blank: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+        return np.concatenate([fill(array, blank) for array in arrays])[returned]
+
+    return _map_by_name(join, blank, *(blank if batch is None else batch for batch in batches))
+
+
+def _map_by_name(function: Callable[..., Any], *batches: Batch) -> Batch:
+    """Maps `function(name, *arrays)` over the arrays of batches, which may be in dictionaries of any depth and in other
+    pytrees, such as `nn.vision.Patches`, whose arrays have its name.
+    """
+    import jax
+
+    def map_entry(name: str) -> Any:
+        entries = [batch[name] for batch in batches]
+        if isinstance(entries[0], Mapping):
+            return _map_by_name(function, *entries)
+        return jax.tree.map(functools.partial(function, name), *entries)
+
+    return {name: map_entry(name) for name in batches[0]}

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import grain
 
-from maxlib.data._counting import CountingIterator
-from maxlib.data._sources import Document
+from maxlib.data._documents import Document
+from maxlib.data._reader import CountingIterator
 
 Weights = Mapping[str, float]
 
@@ -33,20 +33,20 @@ class Mixture:
     `"source"`.
 
     Args:
-      sources: documents by name.
-      weights: relative shares by name; default: by size. For a curriculum, a function from the step to shares, which
-        may be zero. A shard computes the step from the tokens it has returned, so with packing that reads ahead
-        (`first_fit`: `bins` rows) the shares change that much earlier than training.
-      by: unit of the shares, "tokens" or "documents".
-      epochs: number of times that a source is read, one number or by name; None (the default) repeats forever, unless
-          the source itself ends. The share of an exhausted source goes to the others; the mixture ends with the last
-          one.
-      seed: shuffles each source differently in every epoch. None reads sources in order, and warns about those that
-          repeat in the same order.
-      tokens_per_step: tokens of one step over all shards, for a curriculum.
+        sources: Documents by name.
+        weights: Relative shares by name; default: by size. For a curriculum, a function from the step to shares, which
+            may be zero. A shard computes the step from the tokens it has returned, so with packing that reads ahead
+            (`first_fit`: `bins` rows) the shares change that much earlier than training.
+        by: Unit of the shares, "tokens" or "documents".
+        epochs: Number of times that a source is read, one number or by name; None (the default) repeats forever, unless
+            the source itself ends. The share of an exhausted source goes to the others; the mixture ends with the last
+            one.
+        seed: Shuffles each source differently in every epoch. None reads sources in order, and warns about those that
+            repeat in the same order.
+        tokens_per_step: Tokens of one step over all shards, for a curriculum.
 
     Raises:
-      ValueError: when a source is empty, or names or weights do not agree.
+        ValueError: when a source is empty, or names or weights do not agree.
     """
 
     def __init__(
@@ -75,9 +75,7 @@ class Mixture:
             name: _epochs(name, source, epochs.get(name), None if seed is None else seed + i)
             for i, (name, source) in enumerate(sources.items())
         }
-        same = [
-            name for name, source in sources.items() if seed is None and _repeats_in_order(source, epochs.get(name))
-        ]
+        same = [name for name, source in sources.items() if _repeats_in_order(source, epochs.get(name), seed)]
         if same:
             warnings.warn(
                 f"the sources {', '.join(same)} are read in the same order in every epoch: give seed=, shuffle them, or say "
@@ -162,8 +160,8 @@ class _MixedIterator(CountingIterator):
                 "resume with the same sources in the same order. To stop using a source, give it weight 0 at later "
                 "steps."
             )
-        for reader, one in zip(self._readers, state["readers"], strict=True):
-            reader.set_state(one)
+        for reader, position in zip(self._readers, state["readers"], strict=True):
+            reader.set_state(position)
         self._credit, self._ended, self._tokens = list(state["credit"]), list(state["ended"]), state["tokens"]
         self.counts.clear()
         self.counts.update(dict(state["counts"]))
@@ -247,10 +245,10 @@ def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) 
     return (source if seed is None else source.shuffle(seed=seed)).repeat(epochs)
 
 
-def _repeats_in_order(source: Sliceable, epochs: int | None) -> bool:
+def _repeats_in_order(source: Sliceable, epochs: int | None, seed: int | None) -> bool:
     """Returns True for a finite source that is read more than once without shuffling."""
     finite = isinstance(source, grain.MapDataset) and len(source) < sys.maxsize
-    return finite and epochs != 1 and not _is_shuffled(source)
+    return finite and seed is None and epochs != 1 and not _is_shuffled(source)
 
 
 def _is_shuffled(source: Any) -> bool:
@@ -291,8 +289,8 @@ def _is_weight(weight: Any) -> bool:
     return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
 
 
-def _check_names(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    unknown = sorted(set(given) - set(names))
+def _check_names(what: str, values: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    unknown = sorted(set(values) - set(names))
     if unknown:
         raise ValueError(f"{what} names {unknown}, which are not among the sources {list(names)}.")
 

@@ -15,10 +15,9 @@ from grain.experimental import (
 )
 from jaxtyping import Int32
 
-from maxlib.data._counting import CountingIterator
-from maxlib.data._row_room import Room
-from maxlib.data._sources import Document
-from maxlib.data._token_ids import token_ids
+from maxlib.data._documents import Document, Row, tokens_and_targets
+from maxlib.data._padding import Room, fits, has_media, misfit
+from maxlib.data._reader import CountingIterator
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 Overlong = Literal["split", "truncate", "drop", "error"]
 Policies = Overlong | Mapping[str, Overlong]
-Row = dict[str, np.ndarray]
-_BLANKS = {"images": "ImageProcessor.blank(patches)", "audio": "AudioProcessor.blank(clips, frames)"}
 
 
 def pack(
@@ -57,18 +54,18 @@ def pack(
         loader = Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
     Args:
-      documents: documents with `"tokens"`.
-      length: tokens per row.
-      strategy: "first_fit" only splits documents longer than a row. "concat_then_split" only pads the last row, and
-          splits a document at the end of every row.
-      bins: number of rows that `first_fit` fills at a time; more bins give less padding but a slower restore.
-      overlong: policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another
-        row, "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use
-        "truncate" or "drop": in a second row an answer would be learned without its question. Such documents, and
-        their tokens beyond the first row (all tokens of a dropped one), are counted in the loader's metrics, in total
-        and per source.
-      images: an empty row that defines the capacity of every row (`ImageProcessor.blank`); None for none.
-      audio: the same for clips (`AudioProcessor.blank`).
+        documents: Documents with `"tokens"`.
+        length: Tokens per row.
+        strategy: "first_fit" only splits documents longer than a row. "concat_then_split" only pads the last row, and
+            splits a document at the end of every row.
+        bins: Number of rows that `first_fit` fills at a time; more bins give less padding but a slower restore.
+        overlong: Policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another
+            row, "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use
+            "truncate" or "drop": in a second row an answer would be learned without its question. Such documents, and
+            their tokens beyond the first row (all tokens of a dropped one), are counted in the loader's metrics, in
+            total and per source.
+        images: An empty row that defines the capacity of every row (`ImageProcessor.blank`); None for none.
+        audio: The same for clips (`AudioProcessor.blank`).
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
@@ -77,24 +74,20 @@ def pack(
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}.")
     _check_policies(overlong)
-    lengths = {"tokens": length, "targets": length}
-    if images is not None or audio is not None:
-        return _pack_whole(_in_order(documents), lengths, Room(images, audio), strategy, bins, overlong)
-    pieces = _Segments(_in_order(documents), length, overlong, cut=strategy == "first_fit")
-    if strategy == "concat_then_split":
-        return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
-    return FirstFitPackIterDataset(pieces, length_struct=lengths, num_packing_bins=bins).map(_as_row)
-
-
-def _pack_whole(documents, lengths: dict[str, int], room: Room, strategy: str, bins: int, overlong: Policies):
-    if strategy != "first_fit":
+    lengths, room = {"tokens": length, "targets": length}, Room(images, audio)
+    cut = strategy == "first_fit"
+    if room.sizes and not cut:
         raise ValueError(
             f"documents with images or audio cannot be split: pack them with strategy='first_fit', not {strategy!r}."
         )
-    pieces = _Segments(documents, lengths["tokens"], overlong, cut=True, room=room)
+    pieces = _Pieces(_in_order(documents), length, overlong, room, cut=cut)
+    if not cut:
+        return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     # The bins count the patches and clips of a row; they are concatenated when it is full.
-    options: Any = dict(length_struct=lengths | room.sizes, num_packing_bins=bins, meta_features=room.uncounted)
-    return FirstFitPackIterDataset(pieces, **options).map(lambda packed: room.fill(_as_row(packed), packed))
+    packed = FirstFitPackIterDataset(
+        pieces, length_struct=lengths | room.sizes, num_packing_bins=bins, meta_features=room.uncounted
+    )
+    return packed.map(lambda columns: room.fill(_as_row(columns), columns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,92 +130,73 @@ def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
     )
 
 
-class _Segments(grain.IterDataset):
+class _Pieces(grain.IterDataset):
     """Documents with targets, split into pieces as the policy and the packing require."""
 
-    def __init__(
-        self, parent: grain.IterDataset, length: int, overlong: Policies, *, cut: bool, room: Room | None = None
-    ):
+    def __init__(self, parent: grain.IterDataset, length: int, overlong: Policies, room: Room, *, cut: bool):
         super().__init__(parent)
-        self._length, self._cut, self._room = length, cut, room
-        self._overlong: Policies = overlong
+        self._length, self._overlong, self._room, self._cut = length, overlong, room, cut
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(iter(self._parent), self._length, self._overlong, cut=self._cut, room=self._room)
+        return _PiecesIterator(iter(self._parent), self._length, self._overlong, self._room, cut=self._cut)
 
 
 class _PiecesIterator(CountingIterator):
     """Iterator whose state is the one before the current document, and the number of its pieces already returned."""
 
-    def __init__(
-        self,
-        parent: grain.DatasetIterator,
-        length: int,
-        overlong: Policies,
-        *,
-        cut: bool,
-        room: Room | None = None,
-    ):
+    def __init__(self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool):
         super().__init__(parent)
-        self._length, self._cut, self._room = length, cut, room
-        self._overlong: Policies = overlong
+        self._length, self._overlong, self._room, self._cut = length, overlong, room, cut
         self._pieces: list[Row] = []
-        self._given, self._before = 0, (parent.get_state(), Counter(self.counts))
+        self._returned, self._before = 0, (parent.get_state(), Counter(self.counts))
 
     def __next__(self) -> Row:
-        while self._given >= len(self._pieces):
+        while self._returned >= len(self._pieces):
             self._before = (self._parent.get_state(), Counter(self.counts))
-            self._pieces, self._given = self._of(next(self._parent)), 0
-        self._given += 1
-        return self._pieces[self._given - 1]
+            self._pieces, self._returned = self._of(next(self._parent)), 0
+        self._returned += 1
+        return self._pieces[self._returned - 1]
 
     def get_state(self) -> dict[str, Any]:
         parent, counts = self._before
-        return {"parent": parent, "counts": [[name, n] for name, n in counts.items()], "given": self._given}
+        return {"parent": parent, "counts": [[name, n] for name, n in counts.items()], "given": self._returned}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._parent.set_state(state["parent"])
         self.counts.clear()
         self.counts.update(dict(state["counts"]))
         self._before = (state["parent"], Counter(self.counts))
-        self._given = state["given"]
-        self._pieces = self._of(next(self._parent)) if self._given else []
+        self._returned = state["given"]
+        self._pieces = self._of(next(self._parent)) if self._returned else []
 
     def _of(self, document: Document) -> list[Row]:
-        for name, example in _BLANKS.items():
-            if name in document and getattr(self._room, name, None) is None:
-                raise ValueError(f"A document has {name}: pack it with {name}=, such as {example}.")
-        if self._room is not None:
-            return self._whole(document, self._room)
-        row = self._kept(_with_targets(document), document.get("source"))
-        return self._cut_up(row)
+        """Returns the pieces of a document; one with images or clips stays in one piece."""
+        self._room.check_expected(document, "pack")
+        if "tokens" not in document:
+            raise ValueError(
+                f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
+            )
+        row, source = tokens_and_targets(document), document.get("source")
+        if not has_media(document):
+            no_media = self._room.columns({})
+            return [piece | no_media for piece in self._cut_up(self._shortened(row, source))]
+        counts = [("tokens", self._length, len(row["tokens"])), *self._room.counts(document)]
+        if fits(counts):
+            return [row | self._room.columns(document)]
+        if self._policy(source) != "drop":
+            raise ValueError(misfit(counts))
+        self._count("dropped", len(row["tokens"]), source)
+        return []
 
     def _cut_up(self, row: Row) -> list[Row]:
         size = len(row["tokens"])
         starts = range(0, size, self._length if self._cut else max(size, 1))
         return [{name: array[i : i + starts.step] for name, array in row.items()} for i in starts]
 
-    def _whole(self, document: Document, room: Room) -> list[Row]:
-        """Returns a document with images or clips in one piece; one without may be split."""
-        row, source = _with_targets(document), document.get("source")
-        counts = [("tokens", self._length, len(row["tokens"])), *room.counts(document)]
-        if not any(got for _, _, got in counts[1:]):
-            return [text | room.columns({}) for text in self._cut_up(self._kept(row, source))]
-        if all(got <= most for _, most, got in counts):
-            return [row | room.columns(document)]
-        if self._policy(source) != "drop":
-            most, got = _listed([f"{most} {name}" for name, most, _ in counts]), _listed([str(n) for _, _, n in counts])
-            raise ValueError(
-                f"A document with {' or '.join(_BLANKS)} must fit a row of {most}, got {got}: make rows larger, or give "
-                'overlong="drop".'
-            )
-        self._count("dropped", len(row["tokens"]), source)
-        return []
-
     def _policy(self, source: str | None) -> Overlong:
         return self._overlong if isinstance(self._overlong, str) else self._overlong.get(source or "", "split")
 
-    def _kept(self, row: Row, source: str | None) -> Row:
+    def _shortened(self, row: Row, source: str | None) -> Row:
         """Applies the policy to a document, and counts it if it is longer than a row."""
         size, policy = len(row["tokens"]), self._policy(source)
         if size <= self._length:
@@ -245,10 +219,6 @@ class _PiecesIterator(CountingIterator):
             self.counts[f"{what}_tokens{end}"] += tokens
 
 
-def _listed(parts: list[str]) -> str:
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
 def _check_policies(overlong: Policies) -> None:
     for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
         if policy not in get_args(Overlong):
@@ -264,18 +234,6 @@ def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterData
     read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     # `split` filters most documents out on purpose.
     return WithOptionsIterDataset(documents.to_iter_dataset(read), DatasetOptions(filter_warn_threshold_ratio=None))
-
-
-def _with_targets(document: Document) -> Row:
-    if "tokens" not in document:
-        raise ValueError(
-            f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
-        )
-    tokens = token_ids(document["tokens"], "A document's 'tokens'")
-    targets = token_ids(document.get("targets", np.append(tokens[1:], -1)), "A document's 'targets'", targets=True)
-    if len(targets) != len(tokens):
-        raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
-    return {"tokens": tokens, "targets": targets}
 
 
 def _as_row(packed: Row) -> Row:

@@ -1,20 +1,21 @@
 """Pads documents to rows of one length, one document per row; documents may be nested, like pairs."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grain
 import numpy as np
 
 from maxlib._utils.choices import check_choice
-from maxlib.data._row_room import Room, lengths_of
-from maxlib.data._token_ids import token_ids
+from maxlib.data._documents import Document, Row, tokens_and_targets
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
     from maxlib.nn.vision import Patches
 
-Row = dict[str, Any]
 Overlong = Literal["error", "truncate", "drop"]
+_BLANKS = {"images": "ImageProcessor.blank(patches)", "audio": "AudioProcessor.blank(clips, frames)"}
 
 
 def pad(
@@ -45,87 +46,165 @@ def pad(
             holds.
     """
     check_choice("overlong", overlong, get_args(Overlong))
+    room = Room(images, audio)
     if overlong == "drop":
-        documents = documents.filter(lambda document: _fits(document, length, images, audio))
-    return documents.map(lambda document: padded(document, length, overlong, images, audio))
+        documents = documents.filter(lambda document: _fits(document, length, room))
+    return documents.map(lambda document: _padded(document, length, overlong, room))
 
 
-def padded(
-    document: Row,
-    length: int,
-    overlong: Overlong = "error",
-    images: "Patches | None" = None,
-    audio: "Clips | None" = None,
-) -> Row:
-    """Returns a document and its nested documents as rows."""
-    inner = {
-        name: padded(x, length, overlong, images, audio)
-        for name, x in document.items()
-        if isinstance(x, dict) and "tokens" in x
-    }
-    out = inner | {name: x for name, x in document.items() if isinstance(x, np.ndarray | np.generic)}
+def pad_document(document: Document, *, length: int, images: "Patches | None" = None) -> Row:
+    """Returns a document and its nested documents as rows, as `pad` does.
+
+    Args:
+        document: A document with `tokens` and `targets`.
+        length: Tokens of a row.
+        images: As for `pad`.
+    """
+    return _padded(document, length, "error", Room(images, None))
+
+
+def _padded(document: Document, length: int, overlong: Overlong, room: "Room") -> Row:
+    row: Row = {}
+    for name, value in document.items():
+        if isinstance(value, dict) and "tokens" in value:
+            row[name] = _padded(value, length, overlong, room)
+        elif isinstance(value, np.ndarray | np.generic):
+            row[name] = value
     if "tokens" not in document:
-        return out
+        return row
     if "targets" not in document:
         raise ValueError("pad needs 'targets' in a document: use data.tokenize_chats, or set them to the next tokens")
-    size, whole = len(document["tokens"]), len(_grids(document)) > 0 or len(lengths_of(document)) > 0
-    if size > length and (overlong == "error" or whole):
+    size = len(document["tokens"])
+    if size > length and (overlong == "error" or has_media(document)):
         raise ValueError(
             f"a document of {size} tokens does not fit a row of {length}: give overlong='truncate' or 'drop'"
         )
-    tokens = token_ids(document["tokens"], "A document's 'tokens'")
-    targets = token_ids(document["targets"], "A document's 'targets'", targets=True)
-    if len(targets) != size:
-        raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {size}.")
-    room = max(length - size, 0)
-    rows = {
-        "tokens": np.pad(tokens[:length], (0, room)),
-        "targets": np.pad(targets[:length], (0, room), constant_values=-1),
-    }
-    rows |= {"segment_ids": (np.arange(length) < size).astype(np.int32)}
-    return out | rows | _images(document, images) | _audio(document, audio)
+    room.check_expected(document, "pad")
+    counts = room.counts(document)
+    if not fits(counts):
+        raise ValueError(misfit(counts))
+    ids = tokens_and_targets(document)
+    padding = max(length - size, 0)
+    row["tokens"] = np.pad(ids["tokens"][:length], (0, padding))
+    row["targets"] = np.pad(ids["targets"][:length], (0, padding), constant_values=-1)
+    row["segment_ids"] = (np.arange(length) < size).astype(np.int32)
+    columns = room.columns(document)
+    return room.fill(row, columns | {name: [columns[name]] for name in room.uncounted})
 
 
-def _fits(document: Row, length: int, images: "Patches | None", audio: "Clips | None") -> bool:
+def _fits(document: Document, length: int, room: "Room") -> bool:
     """Returns True if a document and its nested documents fit a row."""
-    nested = all(_fits(value, length, images, audio) for value in document.values() if isinstance(value, dict))
-    short = nested and len(document.get("tokens", ())) <= length
-    return short and Room(images, audio).holds(document)
+    nested = all(_fits(value, length, room) for value in document.values() if isinstance(value, dict))
+    return nested and len(document.get("tokens", ())) <= length and fits(room.counts(document))
 
 
-def _grids(document: Row) -> np.ndarray:
-    return document["images"].grids if "images" in document else np.zeros((0, 3), np.int32)
+def has_media(document: Document) -> bool:
+    """Returns True for a document with images or clips."""
+    return any(_num_media(document, name) for name in _BLANKS)
 
 
-def _images(document: Row, blank: "Patches | None") -> Row:
-    """Returns the images of a document as a row of patches, of the size of `blank`."""
-    if blank is None:
-        if len(_grids(document)):
-            raise ValueError("a document has images: pad it with images=, such as ImageProcessor.blank(patches)")
-        return {}
-    if not Room(blank, None).holds(document):
-        found = document["images"]
-        raise ValueError(
-            f"a document with images must fit {len(blank.pixels)} patches and {len(blank.grids)} images of a row, got "
-            f'{len(found.pixels)} and {len(found.grids)}: give images= more room, or overlong="drop"'
-        )
-    found = document.get("images", blank)
-    put = lambda a, b: np.concatenate([np.asarray(a, b.dtype), b[len(a) :]])
-    return {"images": type(blank)(put(found.pixels, blank.pixels), put(found.grids, blank.grids))}
+def fits(counts: list[tuple[str, int, int]]) -> bool:
+    """Returns True if a row has room for everything in `Room.counts`."""
+    return all(size <= capacity for _, capacity, size in counts)
 
 
-def _audio(document: Row, blank: "Clips | None") -> Row:
-    """Returns the clips of a document as a row of the size of `blank`."""
-    if blank is None:
-        if len(lengths_of(document)):
-            raise ValueError("a document has clips: pad it with audio=, such as AudioProcessor.blank(clips, frames)")
-        return {}
-    from maxlib.nn.audio import stack_clips
+def misfit(counts: list[tuple[str, int, int]]) -> str:
+    """Returns the message about a document that has more than a row has room for."""
+    capacity = _listed([f"{capacity} {name}" for name, capacity, _ in counts])
+    sizes = _listed([str(size) for _, _, size in counts])
+    return (
+        f"A document with {' or '.join(_BLANKS)} must fit a row of {capacity}, got {sizes}: make rows larger, or give "
+        'overlong="drop".'
+    )
 
-    if not Room(None, blank).holds(document):
-        raise ValueError(
-            f"a document with audio must fit {len(blank.lengths)} clips of {blank.frames.shape[1]} frames, got clips of "
-            f'{lengths_of(document).tolist()}: give audio= more room, or overlong="drop"'
-        )
-    found = document.get("audio", blank)
-    return {"audio": stack_clips(found.real, *blank.frames.shape)}
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Room of a row for images and clips: empty rows that say how many; None for none."""
+
+    images: "Patches | None"
+    audio: "Clips | None"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Room of a row, by the names of columns that the bins of packing count."""
+        images = {} if self.images is None else {"patches": len(self.images.pixels), "grids": len(self.images.grids)}
+        return images if self.audio is None else images | {"clips": len(self.audio.lengths)}
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Columns that packing keeps by document."""
+        return (*(("pixels",) if self.images is not None else ()), *(("frames",) if self.audio is not None else ()))
+
+    def check_expected(self, document: Document, verb: str) -> None:
+        """Raises ValueError for a document with images or clips of which rows have none."""
+        for name, example in _BLANKS.items():
+            if getattr(self, name) is None and _num_media(document, name):
+                raise ValueError(f"A document has {name}: {verb} it with {name}=, such as {example}.")
+
+    def counts(self, document: Document) -> list[tuple[str, int, int]]:
+        """Lists what a row has room for: its name, how many a row holds, and how many a document has."""
+        counts: list[tuple[str, int, int]] = []
+        if self.images is not None:
+            pixels, grids = self._images_of(document)
+            counts.append(("patches", len(self.images.pixels), len(pixels)))
+            counts.append(("images", len(self.images.grids), len(grids)))
+        if self.audio is not None:
+            (clips, frames, _), lengths = self.audio.frames.shape, self._clips_of(document).lengths
+            counts.append(("clips", clips, len(lengths)))
+            counts.append(("frames of a clip", frames, int(lengths.max(initial=0))))
+        return counts
+
+    def columns(self, document: Document) -> Row:
+        """Returns the columns of a document besides its tokens: what is counted, and pixels and frames."""
+        columns: Row = {}
+        if self.images is not None:
+            pixels, grids = self._images_of(document)
+            columns["patches"] = np.zeros(len(pixels), np.int8)
+            columns["grids"] = np.asarray(grids)
+            columns["pixels"] = np.asarray(pixels)
+        if self.audio is not None:
+            from maxlib.nn.audio import stack_clips
+
+            clips = self._clips_of(document)
+            row = stack_clips(clips.real, len(clips.lengths), *self.audio.frames.shape[1:])
+            columns["clips"] = row.lengths
+            columns["frames"] = row.frames
+        return columns
+
+    def fill(self, row: Row, columns: Row) -> Row:
+        """Adds the images and clips of all documents of a row, in their order; `uncounted` columns are lists."""
+        if self.images is not None:
+            pixels, grids = self.images.pixels, self.images.grids
+            row["images"] = type(self.images)(_filled(pixels, columns["pixels"]), _filled(grids, [columns["grids"]]))
+            # Positions depend on rows and columns of images, and the model computes them from the grids.
+            row.pop("positions", None)
+        if self.audio is not None:
+            frames, lengths = self.audio.frames, self.audio.lengths
+            row["audio"] = type(self.audio)(_filled(frames, columns["frames"]), _filled(lengths, [columns["clips"]]))
+        return row
+
+    def _images_of(self, document: Document) -> tuple[Any, Any]:
+        assert self.images is not None
+        images = document.get("images")
+        return (self.images.pixels[:0], self.images.grids[:0]) if images is None else (images.pixels, images.grids)
+
+    def _clips_of(self, document: Document) -> "Clips":
+        assert self.audio is not None
+        return document.get("audio", type(self.audio)(self.audio.frames[:0], self.audio.lengths[:0]))
+
+
+def _num_media(document: Document, name: str) -> int:
+    if name not in document:
+        return 0
+    return len(document[name].grids if name == "images" else document[name].lengths)
+
+
+def _filled(blank: Any, arrays: Sequence[Any]) -> np.ndarray:
+    """Joins arrays, and fills up with the rest of `blank`."""
+    count = sum(map(len, arrays))
+    return np.concatenate([*(np.asarray(array, blank.dtype) for array in arrays), blank[count:]])
+
+
+def _listed(texts: list[str]) -> str:
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"

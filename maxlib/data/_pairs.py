@@ -7,13 +7,12 @@ import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._chats import map_named, with_targets
+from maxlib.data._documents import Document, Row, is_messages, map_named
 from maxlib.data._images import ImageProcessor
-from maxlib.data._sources import Document, is_messages
+from maxlib.data._tokenize import with_targets
 from maxlib.tokenization import ChatTemplate
 
 LOOK_AHEAD = 100
-Row = dict[str, Any]
 Documents = Any  # a grain.MapDataset, or anything with a length and items by number
 
 
@@ -35,8 +34,8 @@ def pairs(
             Hugging Face's.
         tokenizer: A `tokenizers.Tokenizer`, or a Hugging Face tokenizer that has one.
         template: The chat template.
-        images: The image processor of a vision model; each half then has `"images"`, as in
-            `tokenize_chats`. Give `pad` a row that has room for them.
+        images: The image processor of a vision model; each half then has `"images"`, as in `tokenize_chats`. Give `pad`
+            a row that has room for them.
         audio: The audio processor of a model that hears, likewise.
 
     Returns:
@@ -76,16 +75,15 @@ def kto_examples(
         ValueError: when reading a document whose next 100 documents have the same prompt: shuffle the documents.
     """
 
-    def one(document: Document, index: int) -> Row:
-        prompt = document["messages"][:-1]
-        other = [*prompt, _answer_to_another(documents, index, prompt)]
-        tokenize = lambda messages: _answered(document, messages, tokenizer, template, images, audio)
-        return tokenize(document["messages"]) | {
-            "desirable": _truth(document["desirable"]),
-            "mismatched": tokenize(other),
-        }
+    def example(document: Document, index: int) -> Row:
+        messages = document["messages"]
+        mismatched = [*messages[:-1], _answer_to_another(documents, index, messages[:-1])]
+        row = _answered(document, messages, tokenizer, template, images, audio)
+        row["desirable"] = _truth(document["desirable"])
+        row["mismatched"] = _answered(document, mismatched, tokenizer, template, images, audio)
+        return row
 
-    return _mapped(documents, one)
+    return _mapped(documents, example)
 
 
 def _answer_to_another(documents: Documents, index: int, prompt: Sequence[Any]) -> Any:
@@ -113,19 +111,28 @@ def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> g
     return map_named(documents, function, "document")
 
 
-def _answered(document: Document, messages: Sequence[Any], *how: Any) -> Row:
-    """Returns tokens, targets, images and sound of a chat with the document's tools; only the last answer has targets.
-
-    `how` holds the tokenizer, the template and the processors of images and sound.
-    """
+def _answered(
+    document: Document,
+    messages: Sequence[Any],
+    tokenizer: Any,
+    template: ChatTemplate,
+    images: ImageProcessor | None,
+    audio: AudioProcessor | None,
+) -> Row:
+    """Returns tokens, targets, images and sound of a chat; only its last answer has targets."""
     if not is_messages(messages) or messages[-1]["role"] != "assistant":
         roles = [message.get("role") for message in messages] if is_messages(messages) else messages
         raise ValueError(f"the compared answer must be the last message, of the role 'assistant', got {roles!r:.200}")
-    tokenizer, template, *processors = how
-    return with_targets({**document, "messages": messages}, tokenizer, template, "last", *processors)
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images, audio)
 
 
-def _pair(document: Document, *how: Any) -> dict[str, Row]:
+def _pair(
+    document: Document,
+    tokenizer: Any,
+    template: ChatTemplate,
+    images: ImageProcessor | None,
+    audio: AudioProcessor | None,
+) -> dict[str, Row]:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
@@ -133,8 +140,10 @@ def _pair(document: Document, *how: Any) -> dict[str, Row]:
         raise ValueError(
             "chosen and rejected must answer the same prompt, but the messages before their last turns differ"
         )
-    halves = {"chosen": chosen, "rejected": rejected}
-    out = {half: _answered(document, messages, *how) for half, messages in halves.items()}
-    if np.array_equal(out["chosen"]["tokens"], out["rejected"]["tokens"]):
+    pair = {
+        "chosen": _answered(document, chosen, tokenizer, template, images, audio),
+        "rejected": _answered(document, rejected, tokenizer, template, images, audio),
+    }
+    if np.array_equal(pair["chosen"]["tokens"], pair["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
-    return out
+    return pair

@@ -1,12 +1,11 @@
 """Pretokenization: writes documents to ArrayRecord files of tokens with a manifest, and reads them back."""
 
-import contextlib
+import collections
 import dataclasses
 import hashlib
 import json
-import queue
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from tokenizers import Tokenizer
 
 from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
-from maxlib.data._sources import ArrayRecords, Document
-from maxlib.data._token_ids import token_ids
-from maxlib.data._tokenize import check_whole, end_ids
+from maxlib.data._documents import Document, token_ids
+from maxlib.data._sources import ArrayRecords
+from maxlib.data._tokenize import check_not_truncated, end_ids
 
 MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
 FORMAT = 1
@@ -59,25 +58,25 @@ def write_tokens(
     missing file.
 
     Args:
-      documents: documents with `"text"`.
-      directory: directory of the files.
-      tokenizer: the tokenizer, which encodes a batch on its own threads.
-      bos_id: token before each document, or None.
-      eos_id: token after each document, or None.
-      documents_per_file: number of documents in a file.
-      batch: number of documents encoded at a time.
-      bad_records: largest number of failing documents to skip; they are listed in `bad_records.jsonl`.
-      description: description of the documents for the manifest; a continued run must have the same.
-      progress: function that is called after every batch.
+        documents: Documents with `"text"`.
+        directory: Directory of the files.
+        tokenizer: The tokenizer, which encodes a batch on its own threads.
+        bos_id: Token before each document, or None.
+        eos_id: Token after each document, or None.
+        documents_per_file: Number of documents in a file.
+        batch: Number of documents encoded at a time.
+        bad_records: Largest number of failing documents to skip; they are listed in `bad_records.jsonl`.
+        description: Description of the documents for the manifest; a continued run must have the same.
+        progress: Function that is called after every batch.
 
     Returns:
-      The manifest.
+        The manifest.
 
     Raises:
-      ValueError: when the tokenizer truncates or pads, `bos_id` or `eos_id` is no token id, or the directory has tokens
-          of other documents, another tokenizer or other options.
+        ValueError: when the tokenizer truncates or pads, `bos_id` or `eos_id` is no token id, or the directory has
+            tokens of other documents, another tokenizer or other options.
     """
-    check_whole(tokenizer)
+    check_not_truncated(tokenizer)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     job = _job(documents, tokenizer, bos_id, eos_id, documents_per_file, description)
@@ -89,8 +88,11 @@ def write_tokens(
         path = directory / f"tokens-{number:05}.array_record"
         counts = _read_counts(path)
         if counts is None:
-            part = range(first, min(first + documents_per_file, len(documents)))
-            counts = _write_file(texts, part, path, tokenizer, job, batch, _added(progress, total))
+            indices = range(first, min(first + documents_per_file, len(documents)))
+            before = total
+            counts = _write_file(
+                texts, indices, path, tokenizer, job, batch, lambda now, before=before: progress(before + now)
+            )
         total += counts
         progress(total)
         files.append({"name": path.name, "bytes": path.stat().st_size, **dataclasses.asdict(counts)})
@@ -106,8 +108,8 @@ def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
     """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
     Raises:
-      FileNotFoundError: when the manifest or one of its files is missing.
-      ValueError: when a file differs from the written one.
+        FileNotFoundError: when the manifest or one of its files is missing.
+        ValueError: when a file differs from the written one.
     """
     manifest, directory = read_manifest(directory), Path(directory)
     files = [file for file in manifest["files"] if file["documents"]]
@@ -167,10 +169,6 @@ def _is_file(entry: Any) -> bool:
     return Path(name).name == name not in ("", "..") and type(entry.get("bytes")) is int
 
 
-def _added(progress: Callable[[Counts], Any], before: Counts) -> Callable[[Counts], Any]:
-    return lambda now: progress(before + now)
-
-
 def _decode(data: bytes, *, dtype: str, where: str) -> Document:
     if len(data) % np.dtype(dtype).itemsize:
         raise ValueError(f"{where}: a record of {len(data)} bytes holds no tokens of {dtype}. Tokenize again.")
@@ -212,7 +210,7 @@ def _check_job(directory: Path, job: dict) -> None:
 
 def _write_file(
     documents: grain.MapDataset,
-    part: range,
+    indices: range,
     path: Path,
     tokenizer: Tokenizer,
     job: dict,
@@ -224,7 +222,7 @@ def _write_file(
     begun = path.with_name(path.name + ".part")
     writer = ArrayRecordWriter(str(begun), "group_size:1")
     counts = Counts()
-    for texts, records in _ahead(_records(_ahead(_texts(documents, part, batch)), tokenizer, job)):
+    for texts, records in _ahead(_records(_ahead(_texts(documents, indices, batch)), tokenizer, job)):
         for record in records:
             writer.write(record)
         width = np.dtype(job["dtype"]).itemsize
@@ -237,9 +235,9 @@ def _write_file(
     return counts
 
 
-def _texts(documents: grain.MapDataset, part: range, batch: int) -> Iterator[list[str]]:
-    for first in part[::batch]:
-        read = (documents[i] for i in range(first, min(first + batch, part.stop)))
+def _texts(documents: grain.MapDataset, indices: range, batch: int) -> Iterator[list[str]]:
+    for first in indices[::batch]:
+        read = (documents[i] for i in range(first, min(first + batch, indices.stop)))
         yield [text for text in read if text is not None]
 
 
@@ -257,35 +255,12 @@ def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> I
 
 
 def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
-    """Yields the same items, produced in a separate thread."""
-    ready: queue.Queue = queue.Queue(size)
-    stop = threading.Event()
-
-    def put(item: Any) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
-                return
-
-    def run() -> None:
-        try:
-            for item in items:
-                put((item, None))
-            put((None, StopIteration()))
-        except BaseException as error:  # raised in the thread that waits for the items
-            put((None, error))
-
-    threading.Thread(target=run, daemon=True, name="maxlib-tokenize").start()
-    try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
+    """Yields the same items, of which a thread produces the next few."""
+    with ThreadPoolExecutor(1, "maxlib-tokenize") as thread:
+        ready = collections.deque(thread.submit(next, items, None) for _ in range(size))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(thread.submit(next, items, None))
             yield item
-    finally:
-        stop.set()
 
 
 def _read_counts(path: Path) -> Counts | None:

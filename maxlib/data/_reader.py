@@ -1,4 +1,4 @@
-"""Threads that read the batches of one shard ahead, and their end with the program."""
+"""Threads that read the batches of one shard ahead with their states and counts, and end with the program."""
 
 import atexit
 import queue
@@ -6,13 +6,47 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import grain
+import numpy as np
 
-from maxlib.data import _counting as counting
-from maxlib.data._iterator_state import from_json, to_json
+
+class CountingIterator(grain.DatasetIterator):
+    """An iterator stage that counts. `counts` is part of its state, so a resumed run continues the count."""
+
+    def __init__(self, parents: Any = ()):
+        super().__init__(parents)
+        self.counts: Counter[str] = Counter()
+        stages = _stages.get()
+        if stages is not None:
+            stages.append(self)
+
+
+_stages: ContextVar[list[CountingIterator] | None] = ContextVar("stages", default=None)
+
+
+@contextmanager
+def _collected() -> Iterator[list[CountingIterator]]:
+    """Collects the stages of the iterators that this thread creates in the body."""
+    stages: list[CountingIterator] = []
+    token = _stages.set(stages)
+    try:
+        yield stages
+    finally:
+        _stages.reset(token)
+
+
+def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Adds up counts, sorted by name."""
+    sums: Counter[str] = Counter()
+    for stage in counts:
+        sums.update(stage)
+    return dict(sorted(sums.items()))
 
 
 class Reader:
@@ -46,14 +80,14 @@ class Reader:
             _running.discard(self)
 
     def _read(self, dataset: Callable, state: Any) -> None:
-        with counting.collected() as stages:
+        with _collected() as stages:
             iterator = iter(dataset())
         if state is not None:
             _restore(iterator, state)
         while self.room.acquire() and not self.stop.is_set():
             batch = next(iterator, None)
-            state = to_json(iterator.get_state()) if batch is not None else state
-            self.ready.put((batch, state, counting.total(stage.counts for stage in stages)))
+            state = _to_json(iterator.get_state()) if batch is not None else state
+            self.ready.put((batch, state, total(stage.counts for stage in stages)))
             if batch is None:
                 return
 
@@ -77,7 +111,7 @@ def _end_threads(patience: float = 5.0) -> None:
 
 def _restore(iterator: grain.DatasetIterator, state: Any) -> None:
     try:
-        iterator.set_state(from_json(state))
+        iterator.set_state(_from_json(state))
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"The data state does not fit this pipeline ({error!r}): resume with the pipeline that it was taken from. "
@@ -91,3 +125,32 @@ def stop_readers(readers: dict) -> None:
         reader.stop.set()
         reader.room.release()
     readers.clear()
+
+
+def _to_json(state: Any) -> Any:
+    """Copies an iterator's state into JSON types. JSON turns tuples into lists, from which grain would resume
+    incorrectly, so tuples are marked.
+    """
+    match state:
+        case None | bool() | int() | float() | str():
+            return state
+        case np.integer() | np.floating() | np.bool_():
+            return state.item()
+        case tuple():
+            return {"tuple": [_to_json(x) for x in state]}
+        case list():
+            return [_to_json(x) for x in state]
+        case dict() if all(isinstance(key, str) for key in state) and set(state) != {"tuple"}:
+            return {key: _to_json(value) for key, value in state.items()}
+    raise TypeError(f"An iterator's state must consist of JSON types, got {state!r}.")
+
+
+def _from_json(state: Any) -> Any:
+    match state:
+        case {"tuple": items, **rest} if not rest:
+            return tuple(_from_json(x) for x in items)
+        case dict():
+            return {key: _from_json(value) for key, value in state.items()}
+        case list():
+            return [_from_json(x) for x in state]
+    return state

@@ -1,12 +1,14 @@
 """Sources of documents: random-access grain datasets of `{"text": str}` or `{"tokens": int array}`."""
 
+import ast
 import glob
 import hashlib
 import json
 import os
+import sysconfig
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +16,9 @@ import grain
 import numpy as np
 
 from maxlib._utils.files import without_duplicates
-from maxlib.data._token_ids import token_ids
+from maxlib.data._documents import Document, is_messages, token_ids, with_content
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
-Document = dict[str, Any]
 Piece = Literal["file", "line", "paragraph"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -30,13 +31,13 @@ def text_files(paths: Paths, *, document: Piece = "file") -> grain.MapDataset[Do
     memory.
 
     Args:
-      paths: files, folders (all files below them in sorted order, without hidden ones) or glob patterns.
-      document: unit of a document: the whole "file", each "line", or each "paragraph" between blank lines. Blank lines
-        are never documents.
+        paths: Files, folders (all files below them in sorted order, without hidden ones) or glob patterns.
+        document: Unit of a document: the "file", each "line", or each "paragraph" between blank lines. Blank lines are
+            never documents.
 
     Raises:
-      FileNotFoundError: when a path or pattern matches no file.
-      ValueError: when a file is empty or not UTF-8; the message names the file and the byte.
+        FileNotFoundError: when a path or pattern matches no file.
+        ValueError: when a file is empty or not UTF-8; the message names the file and the byte.
     """
     if document not in _PIECES:
         raise ValueError(f"document must be one of {sorted(_PIECES)}, got {document!r}.")
@@ -69,7 +70,7 @@ def array_record(paths: Paths, *, field: str | None = None) -> grain.MapDataset[
     an error when it is reached, with its file and index.
     """
     decode = _as_text if field is None else partial(_as_record, field=field)
-    return grain.MapDataset.concatenate([_one_array_record(path, decode) for path in find_files(paths)])
+    return grain.MapDataset.concatenate([_array_record_file(path, decode) for path in find_files(paths)])
 
 
 def in_memory(documents: Sequence[Any]) -> grain.MapDataset[Document]:
@@ -90,24 +91,55 @@ def split(
     documents. Equal documents are always on the same side. Documents are filtered while reading.
 
     Args:
-      documents: the documents.
-      validation: expected fraction of documents to hold out.
+        documents: The documents.
+        validation: Expected fraction of documents to hold out.
 
     Raises:
-      ValueError: when `validation` is not between 0 and 1, or a side has no document.
+        ValueError: when `validation` is not between 0 and 1, or a side has no document.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation must be a fraction between 0 and 1, got {validation}.")
-    held_out = documents.filter(partial(_held_out, fraction=validation))
-    kept = documents.filter(partial(_kept, fraction=validation))
-    for name, side in (("training", kept), ("validation", held_out)):
+    held_out = documents.filter(partial(_is_held_out, fraction=validation))
+    training = documents.filter(partial(_is_training, fraction=validation))
+    for name, side in (("training", training), ("validation", held_out)):
         if all(side[i] is None for i in range(len(side))):
             raise ValueError(
                 f"validation={validation} of {len(documents)} documents leaves no {name} document: "
                 "change the fraction, or split the text into more documents (files and text_files have "
                 "document='paragraph')."
             )
-    return kept, held_out
+    return training, held_out
+
+
+def python_docs() -> grain.MapDataset[Document]:
+    """Reads about 2.2 million characters of English: Python's help topics and the docstrings of its standard library.
+
+    One document per topic and one per module, always in the same order, for experiments without a corpus or a network.
+    The text differs between Python versions.
+    """
+    return in_memory(_python_docs())
+
+
+@cache
+def _python_docs() -> tuple[str, ...]:
+    from pydoc_data.topics import topics
+
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    modules = (path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts))
+    texts = ["\n\n".join(_docstrings(ast.parse(path.read_bytes()))) for path in sorted(modules)]
+    return tuple(text for text in [*(topics[name] for name in sorted(topics)), *texts] if text.strip())
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """Yields docstrings in the order of the source."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    if isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):
+        for child in ast.iter_child_nodes(node):
+            yield from _docstrings(child)
 
 
 class _Spans:
@@ -168,7 +200,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, bytes]]:
         yield begin, b"".join(block).rstrip(b"\r\n")
 
 
-def _whole(path: Path) -> Iterator[tuple[int, bytes]]:
+def _files(path: Path) -> Iterator[tuple[int, bytes]]:
     data = path.read_bytes()
     mark = _mark(data)
     if data[mark:].strip():
@@ -180,15 +212,15 @@ def _mark(data: bytes) -> int:
     return len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0
 
 
-_PIECES = {"file": _whole, "line": _lines, "paragraph": _paragraphs}
+_PIECES = {"file": _files, "line": _lines, "paragraph": _paragraphs}
 
 
 def find_files(paths: Paths) -> list[Path]:
     """Finds the files of paths, folders and patterns in the given order; those of folders and patterns are sorted."""
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not given:
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not paths:
         raise ValueError("Give at least one path, got an empty list.")
-    return [file for path in given for file in _expand(Path(path))]
+    return [file for path in paths for file in _expand(Path(path))]
 
 
 def _expand(path: Path) -> list[Path]:
@@ -196,24 +228,12 @@ def _expand(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         below = ((file, file.relative_to(path).parts) for file in path.rglob("*") if file.is_file())
-        found = [file for file, parts in below if not any(part.startswith(".") for part in parts)]
+        files = [file for file, names in below if not any(name.startswith(".") for name in names)]
     else:
-        found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
-    if not found:
+        files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+    if not files:
         raise FileNotFoundError(f"{path} names no file: give files, folders that contain files, or glob patterns.")
-    return sorted(found)
-
-
-def with_content(record: Mapping[str, Any], name: str, content: Any) -> Document:
-    """Returns a record as a document with one content, `text` or `messages`, without other fields of such names."""
-    return {key: value for key, value in record.items() if key not in ("text", "messages", "tokens")} | {name: content}
-
-
-def is_messages(value: Any) -> bool:
-    """Returns True for a list of messages, each an object with a role."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return False
-    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
+    return sorted(files)
 
 
 def _as_text(data: bytes, *, path: Any, start: int) -> Document:
@@ -297,7 +317,7 @@ class ArrayRecords(grain.sources.ArrayRecordDataSource):
         )
 
 
-def _one_array_record(path: Path, decode: Callable) -> grain.MapDataset[Document]:
+def _array_record_file(path: Path, decode: Callable) -> grain.MapDataset[Document]:
     source: Any = ArrayRecords([path])
     if len(source) == 0:
         raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or exclude it from the paths.")
@@ -332,9 +352,9 @@ def _hash(document: Document) -> float:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest()) / 2**56
 
 
-def _held_out(document: Document, *, fraction: float) -> bool:
+def _is_held_out(document: Document, *, fraction: float) -> bool:
     return _hash(document) < fraction
 
 
-def _kept(document: Document, *, fraction: float) -> bool:
+def _is_training(document: Document, *, fraction: float) -> bool:
     return _hash(document) >= fraction

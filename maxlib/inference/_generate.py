@@ -1,4 +1,4 @@
-"""Generation: prefill and decode with any `nn.Model` (docs/decisions/0001).
+"""Generation: prefill and decode with any `nn.Model` (docs/decisions.md).
 
 Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The base class of a layer in a stack, and the residual stream between its sublayers."""
+"""The base class of a layer in a stack, and its residual connection."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from maxlib.sharding import constrain
 class Layer(nnx.Module):
     """Base class of a decoder layer, `layer(x, ctx, cache) -> (x, cache, aux)`, whose sequence mixer is `self.attn`.
 
-    A subclass defines its sublayers and `__call__`. Its cache is that of `attn`; a layer with several mixers, or none,
+    A subclass defines its parts and `__call__`. Its cache is that of `attn`; a layer with several mixers, or none,
     defines its own `init_cache`.
 
     Attributes:
@@ -33,18 +33,15 @@ def residual(
     h: Float[Array, "B T D"],
     name: str,
     *,
-    norm: Callable[[Array], Array] | None = None,
-    scale: float | None = None,
+    norm: Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Adds the output of a sublayer to the residual stream: `x + scale * norm(h)`, sharded as layers expect it.
+    """Adds the output of a branch to the residual stream, placed over the mesh as layers expect it.
 
     Args:
-        x: The residual stream.
-        h: The output of a sublayer, such as attention.
-        name: Name of `h` for remat policies: "attn", "mlp", or one of your own (`nn.remat`).
-        norm: Norm of `h` before it is added; None for none.
-        scale: Factor on `h`; None for 1.
+        x: The stream.
+        h: The output of attention or of the MLP.
+        name: Name of `h` for remat policies, "attn" or "mlp".
+        norm: A norm of `h` after the branch; policies keep what it reads.
     """
     h = checkpoint_name(h, name)
-    h = h if norm is None else norm(h)
-    return constrain(x + (h if scale is None else scale * h), "batch", "seq", "act_embed")
+    return constrain(x + (h if norm is None else norm(h)), "batch", "seq", "act_embed")

@@ -1,5 +1,6 @@
 """Modules that own a matmul weight: every projection in maxlib is an `Einsum`, every token table an `Embed`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._xla_workarounds import for_each_token, gradient_as_stored
 from maxlib.hardware import current_device
+from maxlib.nn._initial_values import Init, normal, truncated_normal
 from maxlib.nn._merged_einsum import merged_einsum
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.sharding import IfFree, constrain, current
 from maxlib.sharding.layers import check_axes, gather_once
-
-Init = Callable[..., Array]
 
 
 def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
@@ -88,6 +88,7 @@ class Einsum(nnx.Module):
         summed = [d for d, letter in enumerate(letters) if letter not in out]
         if init is None:
             init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
+            init = truncated_normal(math.prod(shape[d] for d in summed), init)
         self.spec, self.gather_once = spec, gather_once
         self.matmul: Matmul = PlainMatmul()
         self.w = nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
@@ -186,7 +187,7 @@ class Embed(nnx.Module):
     """
 
     def __init__(self, vocab: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02) if init is None else init
+        init = normal(0.02) if init is None else init
         self.w = nnx.Param(init(draw_key(rngs), (vocab, dim), jnp.float32), axes=("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "..."], *, dtype=jnp.bfloat16) -> Float[Array, "... D"]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxlib.nn._initial_values import normal
 from maxlib.nn._linear import Einsum, Embed
 from maxlib.nn.norm import RMSNorm
-from maxlib.ops._glu import geglu
+from maxlib.ops import geglu
 from maxlib.sharding import constrain
 
 
@@ -29,7 +30,7 @@ class PerLayerEmbed(nnx.Module):
 
     def __init__(self, vocab: int, dim: int, num_layers: int, per_layer_dim: int, *, eps: float = 1e-6, rngs: nnx.Rngs):
         # The table has standard deviation P^-0.5, so that sqrt(P) times a row has variance one.
-        wide, init = num_layers * per_layer_dim, nnx.initializers.normal(per_layer_dim**-0.5)
+        wide, init = num_layers * per_layer_dim, normal(per_layer_dim**-0.5)
         self.embed = Embed(vocab, wide, init=init, rngs=rngs)
         self.proj = Einsum("...D,RD->...R", (wide, dim), ("per_layer", "embed"), rngs=rngs)
         self.norm = RMSNorm(per_layer_dim, eps=eps)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._linear import Einsum, Init
+from maxlib.nn._initial_values import Init
+from maxlib.nn._linear import Einsum
 from maxlib.nn.experts._bias import ExpertBias as ExpertBias
 from maxlib.nn.experts._bias import expert_bias_paths as expert_bias_paths
 from maxlib.nn.experts._bias import moved_biases as moved_biases

@@ -8,35 +8,38 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
+    from maxlib.observability._anomalies import SlowHosts as SlowHosts
+    from maxlib.observability._anomalies import SlowSteps as SlowSteps
+    from maxlib.observability._anomalies import Spike as Spike
+    from maxlib.observability._anomalies import loss_spikes as loss_spikes
+    from maxlib.observability._anomalies import slow_hosts as slow_hosts
+    from maxlib.observability._flops import flops_by_dtype as flops_by_dtype
     from maxlib.observability._flops import forward_flops as forward_flops
     from maxlib.observability._flops import peak_flops as peak_flops
     from maxlib.observability._flops import training_flops as training_flops
-    from maxlib.observability._goodput import Account as Account
-    from maxlib.observability._goodput import Clock as Clock
+    from maxlib.observability._goodput import GoodputRecorder as GoodputRecorder
+    from maxlib.observability._goodput import GoodputSummary as GoodputSummary
     from maxlib.observability._goodput import goodput as goodput
-    from maxlib.observability._memory import live_arrays as live_arrays
-    from maxlib.observability._memory import memory_profile as memory_profile
-    from maxlib.observability._memory import memory_use as memory_use
     from maxlib.observability._metrics import Console as Console
     from maxlib.observability._metrics import Jsonl as Jsonl
     from maxlib.observability._metrics import Meter as Meter
     from maxlib.observability._metrics import Writer as Writer
+    from maxlib.observability._metrics import Writers as Writers
+    from maxlib.observability._metrics import collect_metrics as collect_metrics
     from maxlib.observability._metrics import read_jsonl as read_jsonl
-    from maxlib.observability._profile import Op as Op
+    from maxlib.observability._profile import DumpProgram as DumpProgram
+    from maxlib.observability._profile import OpStats as OpStats
     from maxlib.observability._profile import Profile as Profile
+    from maxlib.observability._profile import dump_program as dump_program
+    from maxlib.observability._profile import live_arrays as live_arrays
+    from maxlib.observability._profile import memory_profile as memory_profile
+    from maxlib.observability._profile import memory_use as memory_use
     from maxlib.observability._profile import profile_summary as profile_summary
     from maxlib.observability._profile import top_ops as top_ops
-    from maxlib.observability._program import DumpProgram as DumpProgram
-    from maxlib.observability._program import dump_program as dump_program
+    from maxlib.observability._report import Samples as Samples
+    from maxlib.observability._report import add_sample as add_sample
     from maxlib.observability._report import report as report
-    from maxlib.observability._run import Samples as Samples
-    from maxlib.observability._run import add_sample as add_sample
-    from maxlib.observability._run import write_config as write_config
-    from maxlib.observability._spikes import Spike as Spike
-    from maxlib.observability._spikes import loss_spikes as loss_spikes
-    from maxlib.observability._stragglers import SlowHosts as SlowHosts
-    from maxlib.observability._stragglers import SlowSteps as SlowSteps
-    from maxlib.observability._stragglers import slow_hosts as slow_hosts
+    from maxlib.observability._report import write_config as write_config
     from maxlib.observability._trackers import MLflow as MLflow
     from maxlib.observability._trackers import TensorBoard as TensorBoard
     from maxlib.observability._trackers import Trackio as Trackio
@@ -45,16 +48,55 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "_flops": ("forward_flops", "peak_flops", "training_flops"),
-        "_goodput": ("Account", "Clock", "goodput"),
-        "_memory": ("live_arrays", "memory_profile", "memory_use"),
-        "_trackers": ("MLflow", "TensorBoard", "Trackio", "WandB"),
-        "_metrics": ("Console", "Jsonl", "Meter", "Writer", "read_jsonl"),
-        "_profile": ("Op", "Profile", "profile_summary", "top_ops"),
-        "_program": ("DumpProgram", "dump_program"),
-        "_report": ("report",),
-        "_run": ("Samples", "add_sample", "write_config"),
-        "_spikes": ("Spike", "loss_spikes"),
-        "_stragglers": ("SlowHosts", "SlowSteps", "slow_hosts"),
+        "_anomalies": (
+            "SlowHosts",
+            "SlowSteps",
+            "Spike",
+            "loss_spikes",
+            "slow_hosts",
+        ),
+        "_flops": (
+            "flops_by_dtype",
+            "forward_flops",
+            "peak_flops",
+            "training_flops",
+        ),
+        "_goodput": (
+            "GoodputRecorder",
+            "GoodputSummary",
+            "goodput",
+        ),
+        "_metrics": (
+            "Console",
+            "Jsonl",
+            "Meter",
+            "Writer",
+            "Writers",
+            "collect_metrics",
+            "read_jsonl",
+        ),
+        "_profile": (
+            "DumpProgram",
+            "OpStats",
+            "Profile",
+            "dump_program",
+            "live_arrays",
+            "memory_profile",
+            "memory_use",
+            "profile_summary",
+            "top_ops",
+        ),
+        "_report": (
+            "Samples",
+            "add_sample",
+            "report",
+            "write_config",
+        ),
+        "_trackers": (
+            "MLflow",
+            "TensorBoard",
+            "Trackio",
+            "WandB",
+        ),
     },
 )

@@ -3,9 +3,7 @@
 `maxlib.plan` instead counts the FLOPs that a compiled program executes, including recomputation and padding.
 """
 
-import functools
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +14,14 @@ import numpy as np
 from jax.extend import core
 
 from maxlib.hardware import chip_of
-from maxlib.ops._cost import FORMULAS
+from maxlib.ops import registered_flops
 
 
 class Counts(list[tuple[float, Any, str]]):
     """Counted FLOPs: number of executions, FLOPs of each, op and dtypes.
 
     Args:
-      follow: True computes the integers on which masks depend, as far as they are known.
+        follow: True computes the integers on which masks depend, as far as they are known.
     """
 
     def __init__(self, follow: bool = True):
@@ -35,8 +33,8 @@ class Fact(NamedTuple):
     """Static knowledge about a value in a trace.
 
     Args:
-      value: its value; None if unknown.
-      trained: True if it depends on trained parameters, so that a backward pass computes its gradient.
+        value: Its value; None if unknown.
+        trained: True if it depends on trained parameters, so that a backward pass computes its gradient.
     """
 
     value: Any = None
@@ -54,10 +52,10 @@ def training_flops(loss: Callable[..., Any], model: Any, batch: Any, *, trained:
     pairs heads (Hk + Hv)`: N weights in matmuls, T tokens, L layers, and visible pairs of a query and a key.
 
     Args:
-      loss: `(model, batch, key) -> anything`.
-      model: arrays or shapes.
-      batch: arrays or shapes.
-      trained: a boolean for each array of the model, in the model's structure; None means that all are trained.
+        loss: `(model, batch, key) -> anything`.
+        model: Arrays or shapes.
+        batch: Arrays or shapes.
+        trained: A boolean for each array of the model, in the model's structure; None means that all are trained.
     """
     model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     flags = jax.tree.leaves(jax.tree.map(lambda _: True, model) if trained is None else trained)
@@ -82,10 +80,10 @@ def flops_by_dtype(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
     Ops of `maxlib.ops` are listed by name ("grouped_matmul int8 x int8"); attention is counted as if every query
     attended to every key.
     """
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for what, flops in _counted(fn, args, follow=False):
-        found[what] = found.get(what, 0.0) + flops
-    return found
+        totals[what] = totals.get(what, 0.0) + flops
+    return totals
 
 
 def _counted(
@@ -94,16 +92,16 @@ def _counted(
     """Returns the operands and FLOPs of each matmul in the trace of `fn(*args)`.
 
     Args:
-      fn: the function to trace.
-      args: its arguments.
-      follow: as in `Counts`.
-      trained: whether each of the first leaves of `args` is trained; then the backward pass counts too.
+        fn: The function to trace.
+        args: Its arguments.
+        follow: As in `Counts`.
+        trained: Whether each of the first leaves of `args` is trained; then the backward pass counts too.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     traced = jax.make_jaxpr(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)))(*shapes)
     known = [np.asarray(x) if follow and _is_known(x) else None for x in leaves]
-    found: list[tuple[float, str]] = []
+    counted: list[tuple[float, str]] = []
 
     def evaluate(known: list[Any]) -> list[jax.Array]:
         counts = Counts(follow)
@@ -113,37 +111,21 @@ def _counted(
             for x, flag, var in zip(known, flags, traced.jaxpr.invars, strict=True)
         ]
         _walk(traced, inputs, 1.0, counts)
-        found[:] = [(times, what) for times, _, what in counts]
+        counted[:] = [(times, what) for times, _, what in counts]
         return [jnp.asarray(flops, jnp.float32) for _, flops, _ in counts]
 
     # One small program computes the integers on which masks depend; the rest of the trace is dead code.
     flops = jax.device_get(jax.jit(evaluate)(known))
-    return [(what, times * float(one)) for (times, what), one in zip(found, flops, strict=True)]
+    return [(what, times * float(count)) for (times, what), count in zip(counted, flops, strict=True)]
 
 
 def peak_flops() -> float | None:
-    """Returns the FLOP/s of all devices together: from `maxlib.hardware`, on a CPU measured; None for unknown kinds.
+    """Returns the dense bfloat16 FLOP/s of all devices together, from `maxlib.hardware`; None on CPUs, unknown kinds.
 
-    For accelerators it is the dense bfloat16 rate. For a CPU it is that of a float32 matmul, measured once per process.
+    A CPU has no such number: its clock changes with the load, and other processes share it.
     """
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return _measured_peak() * jax.process_count()
-    chip = chip_of(device.device_kind)
+    chip = chip_of(jax.devices()[0].device_kind)
     return None if chip is None else chip.flops * jax.device_count()
-
-
-@functools.cache
-def _measured_peak(size: int = 1024, rounds: int = 3) -> float:
-    """Measures the best of a few square matmuls, which take about 0.1 s in all."""
-    x = jax.device_put(np.ones((size, size), np.float32))
-    dot = jax.jit(jnp.dot).lower(x, x).compile()
-    seconds = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        jax.block_until_ready(dot(x, x))
-        seconds.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(seconds)
 
 
 def _is_known(x: Any) -> bool:
@@ -159,12 +141,15 @@ def _walk(traced: Any, inputs: Sequence[Fact], times: float, counts: Counts) -> 
     jaxpr = getattr(traced, "jaxpr", traced)
     facts = dict(zip(jaxpr.constvars, map(Fact, getattr(traced, "consts", ())), strict=False))
     facts |= dict(zip(jaxpr.invars, inputs, strict=True))
-    look = lambda atom: Fact(jnp.asarray(atom.val)) if isinstance(atom, core.Literal) else facts.get(atom, Fact())
-    seen = look if counts.follow else lambda atom: look(atom)._replace(value=None)
+
+    def fact(atom: Any) -> Fact:
+        known = Fact(jnp.asarray(atom.val)) if isinstance(atom, core.Literal) else facts.get(atom, Fact())
+        return known if counts.follow else known._replace(value=None)
+
     for eqn in jaxpr.eqns:
-        outputs = _count(eqn, [seen(atom) for atom in eqn.invars], times, counts)
+        outputs = _count(eqn, [fact(atom) for atom in eqn.invars], times, counts)
         facts |= dict(zip(eqn.outvars, outputs, strict=True))
-    return [seen(atom) for atom in jaxpr.outvars]
+    return [fact(atom) for atom in jaxpr.outvars]
 
 
 def _count(eqn: Any, inputs: list[Fact], times: float, counts: Counts) -> list[Fact]:
@@ -174,12 +159,12 @@ def _count(eqn: Any, inputs: list[Fact], times: float, counts: Counts) -> list[F
     unknown = [Fact(None, trained and _passes_gradients(v.aval)) for v in eqn.outvars]
     if name in _RULES:
         return _RULES[name](eqn, inputs, times, counts) or unknown
-    formula = FORMULAS.get(params["name"]) if name in ("jit", "pjit") else None
+    formula = registered_flops(params["name"]) if name in ("jit", "pjit") else None
     if formula is not None and len(eqn.invars) >= formula.fewest:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        given = [shape if fact.value is None else fact.value for shape, fact in zip(shapes, inputs, strict=True)]
+        arguments = [shape if fact.value is None else fact.value for shape, fact in zip(shapes, inputs, strict=True)]
         op = params["name"].rpartition(".")[2].lstrip("_")
-        counts.append((times * _passes(inputs), formula.flops(*given), f"{op} {_dtypes(eqn)}"))
+        counts.append((times * _passes(inputs), formula.flops(*arguments), f"{op} {_dtypes(eqn)}"))
         return unknown
     inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
     if inner is not None:
@@ -255,7 +240,7 @@ def _scan(eqn, inputs, times, counts):
     if "num_consts" in params:
         consts, carry = params["num_consts"], params["num_carry"]
     else:  # from jax 0.12
-        consts, carry = (len(list(part)) for part in list(params["ft_in"].unpack())[:2])
+        consts, carry = (len(list(inputs)) for inputs in list(params["ft_in"].unpack())[:2])
     inputs = [*inputs[:consts], *_unknown(inputs[consts:])]
     return _loop(params["jaxpr"], inputs, slice(consts, consts + carry), times * params["length"], counts)
 
@@ -276,12 +261,12 @@ def _while(eqn, inputs, times, counts):
 
 def _loop(body: Any, inputs: list[Fact], carry: slice, times: float, counts: Counts) -> list[Fact]:
     """Counts the body of a loop. Iterates the dependencies of its carry to a fixed point, as autodiff does."""
-    found = Counts(counts.follow)
-    outputs = _unknown(_walk(body, inputs, times, found))
+    body_counts = Counts(counts.follow)
+    outputs = _unknown(_walk(body, inputs, times, body_counts))
     after = [a._replace(trained=a.trained or b.trained) for a, b in zip(inputs[carry], outputs, strict=False)]
     if after != inputs[carry]:
         return _loop(body, [*inputs[: carry.start], *after, *inputs[carry.stop :]], carry, times, counts)
-    counts += found
+    counts += body_counts
     return outputs
 
 

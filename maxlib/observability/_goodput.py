@@ -1,7 +1,8 @@
-"""Goodput: accounts for the time of a run across its restarts."""
+"""Goodput: what the time of a run was spent on, across its restarts."""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,21 @@ NAMES = {
 }
 
 
-class Clock:
+class GoodputRecorder:
     """Divides the time of this process among spans (the innermost one counts), and appends it to
-    `directory/goodput.jsonl`.
+    `directory/goodput.jsonl`. Use it from one thread.
 
     Time outside of spans is `startup` before the first step, and `idle` after it. A line is written every `every`
-    seconds, even within a span, so a kill loses at most that much. directory: None keeps the account in memory. age:
-    seconds that the process had already run; by default the first clock of a program starts when the program did. Use
-    it from one thread.
+    seconds, even within a span, so a kill loses at most that much.
 
-    Attributes: `seconds`, the account of this process by name.
+    Args:
+        directory: The run's directory; None keeps the times in memory.
+        every: Seconds between lines.
+        age: Seconds that the process had already run; by default the first recorder of a program starts when the
+            program did.
+
+    Attributes:
+        seconds: The seconds of this process by name.
     """
 
     def __init__(self, directory: str | Path | None = None, *, every: float = 5.0, age: float | None = None):
@@ -51,7 +57,10 @@ class Clock:
         self._session, self._before = _position(self._path)
         self._at = time.monotonic() - (_age() if age is None else age)
         self._written = -float("inf")
-        self._open(begin=self._at, boot=_boot())
+        self._end_of_thread: threading.Event | None = None
+        if self._path is not None:
+            self._write(at=self._at, begin=self._at, boot=_boot())
+            self._start_thread()
 
     @contextlib.contextmanager
     def span(self, name: str | None) -> Iterator[None]:
@@ -59,7 +68,7 @@ class Clock:
         if name is None:
             yield
             return
-        self._switch(lambda: self._stack.append(name))
+        self._switch(functools.partial(self._stack.append, name))
         try:
             yield
         finally:
@@ -74,36 +83,38 @@ class Clock:
         self._step = max(self._step, number)
 
     def close(self) -> None:
-        """Writes pending time. A later span continues the account, and the time in between counts as idle."""
+        """Writes pending time. A later span continues, and the time in between counts as idle."""
         self.flush()
-        _ticker.stop(self)
+        if self._end_of_thread is not None:
+            self._end_of_thread.set()
 
     def flush(self, *, older_than: float = 0.0) -> None:
-        """Writes the account so far, if the last line is that many seconds old."""
+        """Writes the seconds so far, if the last line is that many seconds old."""
         with self._lock:
             if time.monotonic() - self._written >= older_than:
                 self._charge()
                 self._write(at=self._at, step=self._step, seconds=self._unwritten)
 
-    def _switch(self, change: Any) -> None:
+    def _switch(self, change: Callable[[], Any]) -> None:
         with self._lock:
             self._charge()
             change()
-        self._open()
+        self._start_thread()
 
     def _charge(self) -> None:
         now = time.monotonic()
         name = self._stack[-1] if self._stack else self._base
-        for account in (self.seconds, self._unwritten):
-            account[name] = account.get(name, 0.0) + now - self._at
+        for seconds in (self.seconds, self._unwritten):
+            seconds[name] = seconds.get(name, 0.0) + now - self._at
         self._at = now
 
-    def _open(self, **more: Any) -> None:
-        if self._path is None:
-            return
-        if more:
-            self._write(at=self._at, **more)
-        _ticker.start(self)
+    def _start_thread(self) -> None:
+        """Starts the thread that writes while this one is busy, unless it runs; it ends with `close` or the object."""
+        running = self._end_of_thread is not None and not self._end_of_thread.is_set()
+        if self._path is not None and not running:
+            self._end_of_thread = threading.Event()
+            arguments = weakref.ref(self), self._end_of_thread, self._every
+            threading.Thread(target=_flush_periodically, args=arguments, daemon=True, name="maxlib-goodput").start()
 
     def _write(self, *, seconds: dict[str, float] | None = None, **line: Any) -> None:
         """Writes a line in one call, so that a kill cannot truncate it. If writing fails (a full disk), the line waits
@@ -121,42 +132,15 @@ class Clock:
         self._unwritten = {}
 
 
-class _Ticker:
-    """Writes for all open clocks from one thread, even while their own threads are busy; ends with the last clock."""
-
-    def __init__(self):
-        self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
-        self._lock, self._wake, self._runs = threading.Lock(), threading.Event(), False
-
-    def start(self, clock: Clock) -> None:
-        if clock in self._clocks:
+def _flush_periodically(recorder: "weakref.ref[GoodputRecorder]", end: threading.Event, every: float) -> None:
+    while not end.wait(min(0.5, every)):
+        if (alive := recorder()) is None:
             return
-        with self._lock:
-            self._clocks.add(clock)
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, daemon=True, name="maxlib-goodput").start()
-
-    def stop(self, clock: Clock) -> None:
-        self._clocks.discard(clock)
-        self._wake.set()
-
-    def _run(self) -> None:
-        while self._round():
-            self._wake.wait(0.5)
-            self._wake.clear()
-
-    def _round(self) -> bool:
-        with self._lock:
-            clocks = list(self._clocks)  # only for this call, so that an unused clock can be deleted
-            self._runs = bool(clocks)
-        for clock in clocks:
-            clock.flush(older_than=clock._every)
-        return bool(clocks)
+        alive.flush(older_than=every)
+        del alive  # so that an unused recorder can be deleted
 
 
-_ticker = _Ticker()
-_clocks = itertools.count()
+_recorders = itertools.count()
 
 
 def _append(path: Path, text: str) -> None:
@@ -184,7 +168,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(line: Any) -> bool:
-    """Returns whether a line was written by a `Clock`."""
+    """Returns whether a line was written by a `GoodputRecorder`."""
     if not isinstance(line, dict) or not {"session", "at", "time"} <= line.keys():
         return False
     seconds = line.get("seconds", {})
@@ -205,8 +189,8 @@ def _boot() -> str | None:
 
 
 def _age() -> float:
-    """Returns how long this program has run, for its first clock; interactive sessions begin with the clock."""
-    if next(_clocks) or getattr(sys, "ps1", None) or "ipykernel" in sys.modules:
+    """Returns how long this program has run, for its first recorder; interactive sessions begin with the recorder."""
+    if next(_recorders) or getattr(sys, "ps1", None) or "ipykernel" in sys.modules:
         return 0.0
     try:
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -215,17 +199,14 @@ def _age() -> float:
         return 0.0
 
 
-# ---------------------------------------------------------------------------------------- the account
-
-
 @dataclasses.dataclass(frozen=True)
-class Account:
-    """Account of the time of a run.
+class GoodputSummary:
+    """The time of a run.
 
     Args:
-      seconds: seconds by name; `down` is the time between two processes.
-      sessions: number of processes.
-      steps: number of the last step.
+        seconds: Seconds by name; `down` is the time between two processes.
+        sessions: Number of processes.
+        steps: Number of the last step.
     """
 
     seconds: dict[str, float]
@@ -243,22 +224,24 @@ class Account:
 
     def __str__(self) -> str:
         head = f"goodput {self.goodput:.1%} of {self.wall:,.1f} s; {self.steps} steps in {self.sessions} process(es)"
-        share = lambda v: v / self.wall if self.wall else 0.0
-        rows = [f"  {NAMES.get(k, k):34}{v:12,.1f} s {share(v):7.1%}" for k, v in self.seconds.items()]
+        wall = self.wall or 1.0
+        rows = [f"  {NAMES.get(k, k):34}{v:12,.1f} s {v / wall:7.1%}" for k, v in self.seconds.items()]
         return "\n".join([head, *rows])
 
 
-def goodput(directory: str | Path) -> Account:
-    """Sums the account of the run in `directory`, from the start of its first process to the last line of its last one.
+def goodput(directory: str | Path) -> GoodputSummary:
+    """Sums the time of the run in `directory`, from the start of its first process to the last line of its last one.
 
     Time within a process, and between two processes of one boot, is monotonic: changes of the wall clock have no
-    effect. Between boots or machines the wall clock is used, and a jump back counts as no time. Raises
-    FileNotFoundError if no `Clock` wrote there.
+    effect. Between boots or machines the wall clock is used, and a jump back counts as no time.
+
+    Raises:
+        FileNotFoundError: when no `GoodputRecorder` wrote there.
     """
     path = Path(directory) / FILE
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist: a Trainer with directory= writes it, or a Clock({str(directory)!r})"
+            f"{path} does not exist: a Trainer with directory= writes it, or a GoodputRecorder({str(directory)!r})"
         )
     sessions = [list(lines) for _, lines in itertools.groupby(_lines(path), key=lambda line: line["session"])]
     seconds: dict[str, float] = {}
@@ -269,7 +252,7 @@ def goodput(directory: str | Path) -> Account:
     seconds |= {"down": down} if len(sessions) > 1 else {}
     order = {name: i for i, name in enumerate(NAMES)}
     ordered = dict(sorted(seconds.items(), key=lambda item: order.get(item[0], len(order))))
-    return Account(
+    return GoodputSummary(
         ordered, len(sessions), max((line.get("step", 0) for lines in sessions for line in lines), default=0)
     )
 

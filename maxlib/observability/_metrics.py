@@ -49,8 +49,25 @@ class Writers(list[Writer]):
     """
 
     def __init__(self, writers: Iterable[Writer], *, log: Callable[[str], Any]):
-        super().__init__(writers)
+        super().__init__()
         self._log, self._failed = log, set()
+        self.extend(writers)
+
+    def append(self, writer: Writer) -> None:
+        """Adds a writer. Raises TypeError for one that lacks a method."""
+        self.extend([writer])
+
+    def extend(self, writers: Iterable[Writer]) -> None:
+        """Adds several writers; raises as `append` does."""
+        writers = list(writers)
+        for writer in writers:
+            methods = ("resume", "write", "close")
+            if lacking := [name for name in methods if not callable(getattr(writer, name, None))]:
+                raise TypeError(
+                    "a writer of metrics has the methods resume(step), write(step, values) and close(), as "
+                    f"observability.Jsonl has; {type(writer).__name__} lacks {', '.join(lacking)}"
+                )
+        super().extend(writers)
 
     def resume(self, step: int) -> None:
         self._each(lambda writer: writer.resume(step))
@@ -72,20 +89,23 @@ class Writers(list[Writer]):
 
 
 @runtime_checkable
-class Reports(Protocol):
-    """Protocol of parts of a run with their own metrics, such as a loader that counts its reads."""
+class HasMetrics(Protocol):
+    """Protocol of objects with their own metrics, such as a loader that counts its reads."""
 
     def metrics(self) -> Values: ...
 
 
-def reported(part: object) -> Values:
-    """Returns the metrics of a part, if it has any."""
-    return part.metrics() if isinstance(part, Reports) else {}
+def collect_metrics(source: object, *, all_processes: bool = False) -> Values:
+    """Returns the metrics of an object that has a method `metrics()`; none of any other object.
 
-
-def reported_by_all(part: object) -> Values:
-    """Sums the counts of a part over all processes; all of them must call this."""
-    everyone = distributed.allgather_json(dict(reported(part)))
+    Args:
+        source: The object, such as a loader.
+        all_processes: True adds up the counts of all processes, which must all call this.
+    """
+    values = source.metrics() if isinstance(source, HasMetrics) else {}
+    if not all_processes:
+        return values
+    everyone = distributed.allgather_json(dict(values))
     names = sorted({name for counts in everyone for name in counts})
     return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
 
@@ -108,12 +128,13 @@ class Jsonl:
         self.close()
         self._waiting.clear()
         lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
-        keep = [line for line in lines if (found := _step(line)) is not None and found <= step]
-        self._have = {(step, _names(json.loads(line))) for line in keep if _step(line) == step}
-        if len(keep) == len(lines):
+        rows = [read_json(line) for line in lines]
+        until = [(line, row) for line, row in zip(lines, rows, strict=True) if _is_row(row) and row["step"] <= step]
+        self._have = {(step, _names(row)) for _, row in until if row["step"] == step}
+        if len(until) == len(lines):
             return
         shutil.copyfile(self.path, self.path.with_suffix(self.path.suffix + ".old"))
-        write_atomically(self.path, "".join(line + "\n" for line in keep))
+        write_atomically(self.path, "".join(line + "\n" for line, _ in until))
 
     def write(self, step: int, values: Values) -> None:
         if not values or (step, _names(values)) in self._have:  # the evaluation after the last step may be repeated
@@ -225,9 +246,9 @@ class Meter:
     """Reader of metrics from the device, one step late so that the device never waits, which also measures the speed.
 
     Args:
-      flops: model FLOPs of a step.
-      peak: FLOP/s of all devices. `tokens_per_second` (of `num_tokens`), `targets_per_second` (of `num_targets`) and
-        what comes of `flops` are averaged over about ten steps; `seconds` is the time of one step.
+        flops: Model FLOPs of a step.
+        peak: FLOP/s of all devices. `tokens_per_second` (of `num_tokens`), `targets_per_second` (of `num_targets`) and
+            what comes of `flops` are averaged over about ten steps; `seconds` is the time of one step.
     """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):
@@ -268,8 +289,9 @@ class Meter:
 
 
 def _summary(values: Values) -> str:
-    shown = {
-        "loss": "loss {:.4f}",
+    # A policy's loss has the gradient of the reward, but its value says nothing: about 0 at every step.
+    shown = {"reward": "reward {:.4f}"} if "reward" in values else {"loss": "loss {:.4f}"}
+    shown |= {
         "eval/loss": "eval loss {:.4f}",
         "eval/accuracy": "accuracy {:.3f}",
         "tokens_per_second": "{:,.0f} tokens/s",
@@ -294,9 +316,3 @@ def _finite(value: Any) -> Any:
 
 def _names(values: Values) -> tuple[str, ...]:
     return tuple(sorted(name for name in values if name != "step"))
-
-
-def _step(line: str) -> int | None:
-    """Reads the step of a complete line; None if it is truncated."""
-    row = read_json(line)
-    return row["step"] if _is_row(row) else None

@@ -90,8 +90,8 @@ def binned(steps: np.ndarray, values: np.ndarray, most: int = 500) -> Series:
     """Returns at most `most` points, each the mean of its neighbours."""
     if len(values) <= most:
         return steps, values
-    parts = np.array_split(np.arange(len(values)), most)
-    return np.array([steps[part[-1]] for part in parts]), np.array([_mean(values[part]) for part in parts])
+    bins = np.array_split(np.arange(len(values)), most)
+    return np.array([steps[indices[-1]] for indices in bins]), np.array([_mean(values[indices]) for indices in bins])
 
 
 def _mean(values: np.ndarray) -> float:

@@ -1,18 +1,23 @@
-"""An HTML page about one or several runs, in a single file with light and dark mode."""
+"""A run's configuration and samples as files, and an HTML page about one or several runs with light and dark mode."""
 
 import dataclasses
+import json
+import platform
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jinja2
 import numpy as np
 
+import maxlib
+from maxlib._utils.files import write_atomically
 from maxlib.observability import _plots as plots
-from maxlib.observability._goodput import NAMES, Account, goodput
+from maxlib.observability._anomalies import loss_name, loss_spikes
+from maxlib.observability._goodput import NAMES, GoodputSummary, goodput
 from maxlib.observability._metrics import is_number, read_json, read_jsonl
-from maxlib.observability._run import read_config
-from maxlib.observability._spikes import loss_name, loss_spikes
 
 # Categories of time, in the order of the bar, with their CSS colour variables.
 COLOURS = {
@@ -36,49 +41,101 @@ LAYERS = {
 }
 
 
+def write_config(directory: str | Path, **values: Any) -> None:
+    """Adds `values` and a description of the hardware to `directory/config.json`. Values without a JSON type become
+    strings.
+    """
+    path = Path(directory) / "config.json"
+    config = _read_config(directory) | values | {"environment": _environment()}
+    write_atomically(path, json.dumps(config, indent=1, default=str))
+
+
+def _read_config(directory: str | Path) -> dict[str, Any]:
+    path = Path(directory) / "config.json"
+    config = read_json(path.read_text(errors="replace")) if path.exists() else {}
+    return config if isinstance(config, dict) else {}  # truncated or damaged
+
+
+def add_sample(directory: str | Path, step: int, text: str, prompt: str = "") -> None:
+    """Appends the model's text after `step` steps to `directory/samples.jsonl`."""
+    path = Path(directory) / "samples.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+
+
+class Samples:
+    """Callback that stores the text that `generate(model)` returns: `callbacks=[(1000, Samples("run", generate))]`."""
+
+    def __init__(self, directory: str | Path, generate: Callable[[Any], str]):
+        self._directory, self._generate = directory, generate
+
+    def __call__(self, trainer: Any) -> None:
+        text = self._generate(trainer.model)
+        if jax.process_index() == 0:
+            add_sample(self._directory, trainer.step, text)
+
+
+def _environment() -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+        "hosts": jax.process_count(),
+        "maxlib": maxlib.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Contents of a run's directory."""
 
     name: str
     rows: list[dict[str, Any]]
-    account: Account | None
+    goodput: GoodputSummary | None
     config: dict[str, Any]
     samples: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps and values of a scalar metric; NaN where it was not finite."""
-        found = [(row["step"], row[name]) for row in self.rows if name in row and not isinstance(row[name], list)]
-        steps, values = zip(*found, strict=True) if found else ((), ())
-        return np.array(steps, float), np.array([np.nan if v is None else v for v in values], float)
+        rows = [row for row in self.rows if name in row and not isinstance(row[name], list)]
+        values = [np.nan if row[name] is None else row[name] for row in rows]
+        return np.array([row["step"] for row in rows], float), np.array(values, float)
 
     def arrays(self, name: str) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns steps and values of a metric that is an array."""
-        found = [(row["step"], _array(row[name])) for row in self.rows if isinstance(row.get(name), list)]
-        found = [(step, value) for step, value in found if value.size]
-        return np.array([step for step, _ in found], float), [value for _, value in found]
+        points = [(row["step"], _array(row[name])) for row in self.rows if isinstance(row.get(name), list)]
+        points = [(step, value) for step, value in points if value.size]
+        return np.array([step for step, _ in points], float), [value for _, value in points]
+
+    def last(self, name: str) -> float | None:
+        """Returns the last value of a scalar metric; None if it was never logged."""
+        values = self.series(name)[1]
+        return float(values[-1]) if len(values) else None
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes one page about runs: loss, its spikes, speed, goodput, memory, samples, configuration. Needs matplotlib.
 
     Args:
-      runs: directories of a Trainer. `metrics.jsonl` is required; `goodput.jsonl`, `config.json` and `samples.jsonl`
-          are optional.
-      out: file to write; by default `report.html` in the first run.
+        runs: Directories of a Trainer. `metrics.jsonl` is required; `goodput.jsonl`, `config.json` and `samples.jsonl`
+            are optional.
+        out: File to write; by default `report.html` in the first run.
 
     Returns:
-      The file.
+        The file.
 
     Raises:
-      FileNotFoundError: when a directory has no metrics.
+        FileNotFoundError: when a directory has no metrics.
     """
     if not runs:
         raise ValueError("report needs at least one run's directory")
-    found = [_read(Path(run), _name(Path(run), runs)) for run in runs]
+    contents = [_read(Path(run), _name(Path(run), runs)) for run in runs]
     path = Path(runs[0]) / "report.html" if out is None else Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(found), encoding="utf-8", errors="replace")  # JSON may contain half of a surrogate pair
+    path.write_text(page(contents), encoding="utf-8", errors="replace")  # JSON may contain half of a surrogate pair
     return path
 
 
@@ -96,7 +153,7 @@ def page(runs: list[Run]) -> str:
         compared=list(zip(runs, facts, strict=True)),
         curves=_curves(runs),
         spikes=_spikes(runs),
-        times=[_time(run.name, run.account) for run in runs if run.account is not None],
+        times=[_time(run.name, run.goodput) for run in runs if run.goodput is not None],
         layers=_layers(runs),
         samples=_samples(runs),
         settings=_settings(runs),
@@ -109,15 +166,16 @@ def _read(directory: Path, name: str) -> Run:
     rows = read_jsonl(directory / "metrics.jsonl")
     samples = directory / "samples.jsonl"
     lines = samples.read_text(errors="replace").splitlines() if samples.exists() else []
-    texts = [one for one in map(read_json, lines) if _is_sample(one)]
-    account = goodput(directory) if (directory / "goodput.jsonl").exists() else None
-    return Run(name, rows, account, read_config(directory), texts)
+    texts = [line for line in map(read_json, lines) if _is_sample(line)]
+    summary = goodput(directory) if (directory / "goodput.jsonl").exists() else None
+    return Run(name, rows, summary, _read_config(directory), texts)
 
 
-def _is_sample(one: Any) -> bool:
+def _is_sample(line: Any) -> bool:
     """Returns whether a line was written by `add_sample`."""
-    texts = [one.get("prompt", ""), one.get("text")] if isinstance(one, dict) else [None]
-    return all(isinstance(text, str) for text in texts) and isinstance(one.get("step"), int) and is_number(one["step"])
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int) or not is_number(line["step"]):
+        return False
+    return isinstance(line.get("prompt", ""), str) and isinstance(line.get("text"), str)
 
 
 def _name(run: Path, runs: Iterable[str | Path]) -> str:
@@ -125,35 +183,34 @@ def _name(run: Path, runs: Iterable[str | Path]) -> str:
     return name if sum(Path(other).resolve().name == name for other in runs) == 1 else str(run)
 
 
-# ------------------------------------------------------------------------------------------- sections
-
-
 def _facts(run: Run) -> dict[str, str]:
     loss, held_out = loss_name(run.rows, ""), loss_name(run.rows, "eval/")
-    last = lambda name: _last(run.series(name)[1])
+    smoothed = plots.smooth(run.series(loss)[1])
     speed = run.series("tokens_per_second")[1]
-    targets = [*run.series("num_targets")[1], *run.series("tokens")[1]]  # runs of 0.1.0.dev0 wrote "tokens"
-    form = lambda value, text: "-" if value is None or not np.isfinite(value) else text.format(value)
+    targets = run.series("num_targets")[1]
     return {
         "steps": f"{int(max((row['step'] for row in run.rows), default=0)):,}",
-        "targets": _compact(np.nansum(targets)) if targets else "-",
-        "loss, smoothed": form(_last(plots.smooth(run.series(loss)[1])), "{:.4f}"),
+        "targets": _compact(np.nansum(targets)) if len(targets) else "-",
+        "loss, smoothed": _formatted(smoothed[-1] if len(smoothed) else None, "{:.4f}"),
         "loss spikes": str(len(loss_spikes(run.rows)) or "-"),
-        "eval loss": form(last(held_out), "{:.4f}"),
-        "tokens/s": form(np.nanmedian(speed) if len(speed) else None, "{:,.0f}"),
-        "MFU": form(last("mfu"), "{:.1%}"),
-        "goodput": "-" if run.account is None else f"{run.account.goodput:.1%}",
-        "time": "-" if run.account is None else _duration(run.account.wall),
+        "eval loss": _formatted(run.last(held_out), "{:.4f}"),
+        "tokens/s": _formatted(np.nanmedian(speed) if len(speed) else None, "{:,.0f}"),
+        "MFU": _formatted(run.last("mfu"), "{:.1%}"),
+        "goodput": "-" if run.goodput is None else f"{run.goodput.goodput:.1%}",
+        "time": "-" if run.goodput is None else _duration(run.goodput.wall),
     }
 
 
+def _formatted(value: float | None, text: str) -> str:
+    return "-" if value is None or not np.isfinite(value) else text.format(value)
+
+
 def _curves(runs: list[Run]) -> list[plots.Chart]:
-    tokens_per_second = lambda run: run.series("tokens_per_second")
     where, memory = _memory(runs)
     charts = [
         plots.loss([(run.series(loss_name(run.rows, "")), run.series(loss_name(run.rows, "eval/"))) for run in runs]),
         plots.lines("Gradient norm", "before clipping", [run.series("grad_norm") for run in runs], log=True),
-        plots.lines("Throughput", "tokens per second", [tokens_per_second(run) for run in runs], zero=True),
+        plots.lines("Throughput", "tokens per second", [run.series("tokens_per_second") for run in runs], zero=True),
         plots.lines("Learning rate", "", [run.series("learning_rate") for run in runs], zero=True),
         plots.lines("Step time", "seconds", [run.series("seconds") for run in runs], zero=True),
         plots.lines("Waiting for data", "share of the step, %", [_waiting(run) for run in runs], zero=True),
@@ -164,22 +221,28 @@ def _curves(runs: list[Run]) -> list[plots.Chart]:
 
 
 def _spikes(runs: list[Run]) -> list[str]:
-    who = lambda run: f"{run.name}, " if len(runs) > 1 else ""
-    return [f"{who(run)}{spike}" for run in runs for spike in loss_spikes(run.rows)[-SPIKES:]]
+    return [f"{_who(run, runs)}{spike}" for run in runs for spike in loss_spikes(run.rows)[-SPIKES:]]
 
 
-def _time(name: str, account: Account) -> dict[str, Any]:
-    seconds, wall, count = account.seconds, account.wall or 1.0, account.sessions
+def _who(run: Run, runs: list[Run]) -> str:
+    return f"{run.name}, " if len(runs) > 1 else ""
+
+
+def _time(run: str, summary: GoodputSummary) -> dict[str, Any]:
+    seconds, wall, count = summary.seconds, summary.wall or 1.0, summary.sessions
     order = [name for name in COLOURS if name in seconds] + [name for name in seconds if name not in COLOURS]
-    part = lambda name: {
-        "share": f"{seconds[name] / wall:.6f}",
-        "colour": COLOURS.get(name, "t9"),
-        "label": NAMES.get(name, name),
-        "duration": _duration(seconds[name]),
-        "percent": f"{seconds[name] / wall:.1%}",
-    }
-    what = f"goodput {account.goodput:.1%} of {_duration(wall)}, {count} process{'es' if count > 1 else ''}"
-    return {"run": name, "what": what, "parts": [part(name) for name in order]}
+    slices = [
+        {
+            "share": f"{seconds[name] / wall:.6f}",
+            "colour": COLOURS.get(name, "t9"),
+            "label": NAMES.get(name, name),
+            "duration": _duration(seconds[name]),
+            "percent": f"{seconds[name] / wall:.1%}",
+        }
+        for name in order
+    ]
+    what = f"goodput {summary.goodput:.1%} of {_duration(wall)}, {count} process{'es' if count > 1 else ''}"
+    return {"run": run, "what": what, "slices": slices}
 
 
 def _layers(runs: list[Run]) -> list[plots.Chart]:
@@ -194,11 +257,15 @@ def _layers(runs: list[Run]) -> list[plots.Chart]:
 
 
 def _samples(runs: list[Run], most: int = 3) -> list[dict[str, str]]:
-    who = lambda run: f"{run.name}, " if len(runs) > 1 else ""
     return [
-        {"who": who(run), "step": f"{one['step']:,}", "prompt": one.get("prompt", ""), "text": one["text"]}
+        {
+            "who": _who(run, runs),
+            "step": f"{sample['step']:,}",
+            "prompt": sample.get("prompt", ""),
+            "text": sample["text"],
+        }
         for run in runs
-        for one in run.samples[-most:]
+        for sample in run.samples[-most:]
     ]
 
 
@@ -207,9 +274,6 @@ def _settings(runs: list[Run]) -> dict[str, list[str]]:
     flat = [_flat(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     return {key: [str(values.get(key, "-")) for values in flat] for key in keys}
-
-
-# -------------------------------------------------------------------------------------------- numbers
 
 
 def _waiting(run: Run) -> tuple[np.ndarray, np.ndarray]:
@@ -240,10 +304,6 @@ def _imbalance(run: Run) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([np.mean(load.max(axis=-1) * load.shape[-1]) for load in loads])
 
 
-def _last(values: np.ndarray) -> float | None:
-    return float(values[-1]) if len(values) else None
-
-
 def _compact(number: float) -> str:
     """Formats a number with three digits and a unit: 16.4M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -258,10 +318,9 @@ def _duration(seconds: float) -> str:
         return f"{rest:.1f} s"
     hours, minutes = divmod(int(minutes), 60)
     days, hours = divmod(hours, 24)
-    text: Callable[..., str] = lambda *parts: " ".join(f"{n} {unit}" for n, unit in parts if n)
-    return text(
-        (days, "d"), (hours, "h"), (minutes, "min"), (int(rest) if not days and not hours and minutes < 10 else 0, "s")
-    )
+    seconds = int(rest) if not days and not hours and minutes < 10 else 0
+    numbers = {"d": days, "h": hours, "min": minutes, "s": seconds}
+    return " ".join(f"{number} {unit}" for unit, number in numbers.items() if number)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,8 +20,8 @@ class _Tracker:
     """Base class of trackers: only the first process writes, and a resumed run continues under the same id.
 
     Args:
-      directory: the run's directory, where the id is stored; None only keeps it in this object.
-      config: settings to show with the run.
+        directory: The run's directory, where the id is stored; None only keeps it in this object.
+        config: Settings to show with the run.
     """
 
     name = ""
@@ -30,8 +30,9 @@ class _Tracker:
         self._file = None if directory is None else Path(directory) / f"{self.name}.json"
         self._config = {key: _plain(value) for key, value in (config or {}).items()}
         self._run: Any = None
-        self._kept: str | None = None
-        _require(self.name)  # raise now rather than after the first step
+        self._run_id: str | None = None
+        if self.name not in sys.modules and importlib.util.find_spec(self.name) is None:  # now, not after a step
+            raise ImportError(f"{self.name} must be installed to log there: pip install {self.name}")
 
     def resume(self, step: int) -> None:
         """Does nothing: trackers keep what was logged."""
@@ -50,13 +51,12 @@ class _Tracker:
 
     def _id(self) -> str | None:
         """Returns the id of the run that this object or its directory belongs to; None for a new one."""
-        found = read_json(self._file.read_text()) if self._file is not None and self._file.exists() else None
-        return found.get("id") if isinstance(found, dict) else self._kept
+        record = read_json(self._file.read_text()) if self._file is not None and self._file.exists() else None
+        return record.get("id") if isinstance(record, dict) else self._run_id
 
     def _keep(self, run_id: str) -> None:
-        self._kept = run_id
+        self._run_id = run_id
         if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, json.dumps({"id": run_id}))
 
     def _start(self, package: Any, run_id: str | None) -> Any: ...
@@ -72,10 +72,10 @@ class WandB(_Tracker):
     Needs the extra `wandb`. With `mode="offline"` everything stays on disk, and `wandb sync` uploads it later.
 
     Args:
-      project: the project.
-      directory: the run's directory. A run that is resumed from it goes on in the same chart.
-      config: settings to show with the run.
-      **options: arguments of `wandb.init`, such as `name`, `entity` or `mode`.
+        project: The project.
+        directory: The run's directory. A run that is resumed from it goes on in the same chart.
+        config: Settings to show with the run.
+        **options: Arguments of `wandb.init`, such as `name`, `entity` or `mode`.
     """
 
     name = "wandb"
@@ -103,41 +103,25 @@ class WandB(_Tracker):
         self._run.finish()
 
 
-class Trackio(_Tracker):
+class Trackio(WandB):
     """Writer for trackio, Hugging Face's local tracker: `trainer.writers.append(observability.Trackio("project"))`.
 
     Needs the extra `trackio`. `trackio show` opens the dashboard.
 
     Args:
-      project: the project.
-      directory: the run's directory. A run that is resumed from it goes on in the same chart.
-      config: settings to show with the run.
-      **options: arguments of `trackio.init`, such as `space_id`.
+        project: The project.
+        directory: The run's directory. A run that is resumed from it goes on in the same chart.
+        config: Settings to show with the run.
+        **options: Arguments of `trackio.init`, such as `space_id`.
     """
 
     name = "trackio"
 
-    def __init__(
-        self,
-        project: str,
-        *,
-        directory: str | Path | None = None,
-        config: Mapping[str, Any] | None = None,
-        **options: Any,
-    ):
-        super().__init__(directory, config)
-        self._options = {"project": project} | options
-
     def _start(self, package: Any, run_id: str | None) -> Any:
         name = run_id or self._options.get("name") or f"run-{uuid.uuid4().hex[:8]}"
         self._keep(name)  # trackio knows runs by name
-        return package.init(**{"resume": "allow", "config": self._config, **self._options, "name": name})
-
-    def _log(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
-
-    def _finish(self) -> None:
-        self._run.finish()
+        settings = {key: value for key, value in self._options.items() if key != "dir"}
+        return package.init(**{"resume": "allow", "config": self._config, **settings, "name": name})
 
 
 class MLflow(_Tracker):
@@ -146,11 +130,11 @@ class MLflow(_Tracker):
     Needs the extra `mlflow`.
 
     Args:
-      experiment: the experiment, created if it does not exist.
-      uri: address of the server, or a folder; by default MLflow's own choice (`MLFLOW_TRACKING_URI`).
-      directory: the run's directory. A run that is resumed from it goes on in the same chart.
-      config: settings to show with the run, as parameters.
-      name: name of the run.
+        experiment: The experiment, created if it does not exist.
+        uri: Address of the server, or a folder; by default MLflow's own choice (`MLFLOW_TRACKING_URI`).
+        directory: The run's directory. A run that is resumed from it goes on in the same chart.
+        config: Settings to show with the run, as parameters.
+        name: Name of the run.
     """
 
     name = "mlflow"
@@ -170,9 +154,9 @@ class MLflow(_Tracker):
     def _start(self, package: Any, run_id: str | None) -> Any:
         self._client = package.MlflowClient(tracking_uri=self._uri)
         if run_id is None:
-            found = self._client.get_experiment_by_name(self._experiment)
-            experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-            run_id = str(self._client.create_run(experiment, run_name=self._run_name).info.run_id)
+            experiment = self._client.get_experiment_by_name(self._experiment)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+            run_id = str(self._client.create_run(number, run_name=self._run_name).info.run_id)
             for key, value in self._config.items():
                 self._client.log_param(run_id, key, value)
             self._keep(run_id)
@@ -186,22 +170,16 @@ class MLflow(_Tracker):
         self._client.set_terminated(self._run)
 
 
-def _require(name: str) -> None:
-    """Raises ImportError if a package is not installed; it is imported later."""
-    if name not in sys.modules and importlib.util.find_spec(name) is None:
-        raise ImportError(f"{name} must be installed to log there: pip install {name}")
-
-
 class TensorBoard:
     """Writer of scalars for TensorBoard: `trainer.writers.append(observability.TensorBoard("run/tensorboard"))`.
 
     Needs the extra `tensorboard`. Only the first process writes. What a resumed run does again replaces what was there.
 
     Args:
-      directory: the directory that TensorBoard reads.
+        directory: The directory that TensorBoard reads.
 
     Raises:
-      ImportError: without the package tensorboardX.
+        ImportError: without the package tensorboardX.
     """
 
     def __init__(self, directory: str | Path):
@@ -233,18 +211,16 @@ class TensorBoard:
 
 def _numbers(values: Values) -> dict[str, float]:
     """Returns scalars unchanged, and the mean, minimum and maximum of arrays, such as one number per layer."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         array = np.asarray(value, np.float64)
         if array.ndim == 0:
-            found[name] = float(array)
+            numbers[name] = float(array)
         elif array.size:
-            found |= {
-                f"{name}/mean": float(array.mean()),
-                f"{name}/min": float(array.min()),
-                f"{name}/max": float(array.max()),
-            }
-    return found
+            numbers[f"{name}/mean"] = float(array.mean())
+            numbers[f"{name}/min"] = float(array.min())
+            numbers[f"{name}/max"] = float(array.max())
+    return numbers
 
 
 def _plain(value: Any) -> Any:

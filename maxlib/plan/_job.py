@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from maxlib import adapters, nn, quantization, sharding, training, weights
-from maxlib.ops._attention.dispatch import implementations
+from maxlib.ops import attention_implementations
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._mesh import MeshShape
-from maxlib.training._gradients import Accumulated
-from maxlib.training._pipelining import OneFOneB
 
 MARK = "maxlib-plan "
 FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
@@ -31,7 +30,8 @@ class Job:
         job = plan.Job("llama3.1-8b", "v5p-128", layout=layout, sequence=8192)
 
     Args:
-      model: the name of a preset, a `Config` of a known family, or a function that builds the model.
+      model: the name of a preset, a `Config` of a known family, a function without arguments that builds a model or
+        returns a `Config`, or the name "module:name" of either.
       target: the hardware, a name for `parse_target`.
       layout: the layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
         with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
@@ -40,10 +40,11 @@ class Job:
       sequence: tokens of a sequence.
       remat: the `remat` argument of the model.
       attention: the implementation of `ops.attention` in all layers; None for the best that can run.
-      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`.
+      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
+        "module:name".
       dtype: dtype of activations and of weights in matmuls.
-      loss: a loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of one,
-        or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
+      loss: a `training.Loss`, or a function with the options `dtype` and `remat`, or the name "module:name" of either.
+      microbatches: parts of a batch whose gradients are computed one after the other, as in `training.make_train_step`.
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
       lora: an `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
@@ -63,7 +64,8 @@ class Job:
     attention: str | None = None
     optimizer: Any = "adamw"
     dtype: str = "bfloat16"
-    loss: Any = training.next_token_loss
+    loss: Any = dataclasses.field(default_factory=training.NextToken)
+    microbatches: int = 1
     batch: Any = None
     lora: Any = None
     base: str | None = None
@@ -94,16 +96,6 @@ class Job:
         """The degrees of the mesh across slices or hosts."""
         return dict(self.layout.mesh.dcn)
 
-    @property
-    def accumulate(self) -> int:
-        """Microbatches whose gradients are accumulated in a step."""
-        return getattr(self.loss, "microbatches", 1)
-
-    @property
-    def is_1f1b(self) -> bool:
-        """Returns True if a 1F1B pipeline computes the gradient."""
-        return isinstance(self.loss, OneFOneB)
-
     def build(self) -> Any:
         """Builds the model that is trained, with its adapters; call it under `jax.eval_shape`.
 
@@ -119,34 +111,39 @@ class Job:
 
     def plain(self) -> Any:
         """Builds the model without adapters, in full precision; call it under `jax.eval_shape`."""
-        if isinstance(self.model, str):
+        if isinstance(self.model, str) and ":" not in self.model:
             known = weights.presets()
             if self.model not in known:
-                raise ValueError(known.unknown(self.model))
+                raise ValueError(f"{known.unknown(self.model)} A function of your own is named module:function.")
             return _from_config(known[self.model])
-        return self.model() if callable(self.model) else _from_config(self.model)
+        model = by_name(self.model, "model")
+        if callable(model):
+            _check_takes_nothing(model)
+            model = model()
+        return model if isinstance(model, nnx.Module) else _from_config(model)
 
-    def loss_fn(self, **options: Any) -> Any:
-        """Returns the loss with `dtype` and other options bound.
+    @property
+    def loss_function(self) -> Any:
+        """The loss; found by its name if it is one, and made with its defaults if that names a class."""
+        loss = by_name(self.loss, "loss")
+        return loss() if isinstance(loss, type) else loss
 
-        Args:
-          options: keyword arguments of the loss, such as `remat`.
+    def train_step(self, optimizer: optax.GradientTransformation) -> Any:
+        """Returns the training step.
 
         Raises:
-          ValueError: when the loss does not take them.
+          ValueError: when the loss does not take `dtype` and `remat`, or for less than one microbatch.
         """
-        wrapped = isinstance(self.loss, Accumulated | OneFOneB)
-        loss = by_name(self.loss.loss if wrapped else self.loss, "loss")
-        options = {"dtype": jnp.dtype(self.dtype)} | options
         try:
-            inspect.signature(loss).bind(None, None, None, **options)
+            return training.make_train_step(
+                self.loss_function,
+                optimizer,
+                dtype=jnp.dtype(self.dtype),
+                remat=self.remat,
+                microbatches=self.microbatches,
+            )
         except TypeError as error:
-            raise ValueError(
-                f"a loss in a plan is called as loss(model, batch, key, {', '.join(options)}), which {loss!r} does not "
-                f"take ({error}): make it with training.objective, or let it take these"
-            ) from error
-        loss = functools.partial(loss, **options)
-        return dataclasses.replace(self.loss, loss=loss) if wrapped else loss
+            raise ValueError(str(error)) from error
 
     def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch of `rows`, by name."""
@@ -177,6 +174,17 @@ def _stored(model: Any, base: str, dtype: str) -> Any:
         known = ", ".join(("float32", "bfloat16", *sorted(quantization.INFERENCE)))
         raise ValueError(f"base must be one of {known}; got {base!r}")
     return nn.tree.cast(model, jnp.dtype(base))
+
+
+def _check_takes_nothing(build: Any) -> None:
+    """Raises ValueError for a model's function that needs arguments."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"a plan builds a model by calling a function without arguments, which {build!r} does not allow ({error}): "
+            "give them in a function of your own, def build(): return Model(cfg, rngs=nnx.Rngs(0))"
+        ) from error
 
 
 def _from_config(cfg: Any) -> Any:
@@ -271,7 +279,7 @@ def check_names(job: Job) -> None:
     """Raises ValueError for a remat policy, attention, loss or option that the target does not support."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
-    job.loss_fn(remat=job.remat)
+    job.train_step(optax.identity())
     foreign = _FOREIGN[parse_target(job.target).platform]
     if wrong := sorted(name for name in job.options if name.startswith(foreign)):
         raise ValueError(
@@ -281,7 +289,7 @@ def check_names(job: Job) -> None:
 
 
 def _check_attention(job: Job) -> None:
-    known = {one.name: one.platforms for one in implementations()}
+    known = {kernel.name: kernel.platforms for kernel in attention_implementations()}
     if job.attention is None:
         return
     if job.attention not in known:

@@ -18,6 +18,7 @@ from maxlib.sharding._create import shardings as shardings
 from maxlib.sharding._describe import describe as describe
 from maxlib.sharding._experts import ExpertParallel as ExpertParallel
 from maxlib.sharding._layout import Layout as Layout
+from maxlib.sharding._layout import check_layout as check_layout
 from maxlib.sharding._layout import current as current
 from maxlib.sharding._layout import use as use
 from maxlib.sharding._mesh import MESH_AXES as MESH_AXES
@@ -35,6 +36,7 @@ from maxlib.sharding._presets import FSDP_TP as FSDP_TP
 from maxlib.sharding._presets import OFFLOAD_LAYERS as OFFLOAD_LAYERS
 from maxlib.sharding._presets import OFFLOAD_OPTIMIZER as OFFLOAD_OPTIMIZER
 from maxlib.sharding._presets import PP as PP
+from maxlib.sharding._presets import PP_1F1B as PP_1F1B
 from maxlib.sharding._presets import PRESETS as PRESETS
 from maxlib.sharding._presets import SP as SP
 from maxlib.sharding._presets import TP as TP

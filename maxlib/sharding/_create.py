@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib._utils.paths import dotted
-from maxlib.sharding._layout import Layout, use
+from maxlib.sharding._layout import Layout, check_layout, use
 
 Model = TypeVar("Model")
 
@@ -44,6 +44,7 @@ def shardings(model: Model, layout: Layout) -> Model:
       ValueError: when an axis is not declared, when a mesh axis does not divide a dimension, or when two names of a
         parameter use the same mesh axis; the message names the parameter.
     """
+    check_layout(layout)
 
     def place(path, leaf):
         if not isinstance(leaf, nnx.Variable):
@@ -86,6 +87,7 @@ def create(build: Callable[[], Model], layout: Layout) -> Model:
             f"create takes a function that builds the model, lambda: {type(build).__name__}(...), got a model; "
             "jax.device_put(model, sharding.shardings(model, layout)) splits one that exists"
         )
+    check_layout(layout)
     # With out_shardings, XLA also splits the random number generation: each device computes its own shard.
     places = shardings(shapes_of(build), layout)
     with use(layout):

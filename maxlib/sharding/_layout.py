@@ -54,7 +54,10 @@ class Layout:
         if isinstance(self.mesh, Mapping):
             object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
         if not isinstance(self.mesh, AnyMesh | MeshShape):
-            raise TypeError(f"a layout's mesh must be a mesh, got {self.mesh!r}; sharding.make_mesh(fsdp=-1) makes one")
+            raise TypeError(
+                f"a layout's mesh must be a mesh, got {self.mesh!r}; a layout is a mesh and a strategy, such as "
+                "sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)"
+            )
         object.__setattr__(self, "strategy", join(self.strategy))
         for name, axes in self.rules.items():
             what = f"rule {name!r} -> {axes!r}"
@@ -212,6 +215,23 @@ class Layout:
         return NamedSharding(self.mesh, spec, memory_kind=HOST if on_host else None)
 
 
+def check_layout(layout: Any) -> None:
+    """Raises TypeError unless `layout` is a `Layout`, or None.
+
+    Args:
+      layout: what was passed where a layout belongs, such as a mesh or a strategy alone.
+    """
+    if layout is None or isinstance(layout, Layout):
+        return
+    what = (
+        "the mesh" if isinstance(layout, AnyMesh) else "the strategy" if isinstance(layout, Strategy) else "the value"
+    )
+    raise TypeError(
+        f"layout must be a sharding.Layout, a mesh with a strategy, such as "
+        f"sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP); got {what} {layout!r:.80} alone"
+    )
+
+
 # Part of jit's cache key: with a plain context variable a second layout would reuse the first one's program.
 _context = jax.make_user_context(None)
 _stage = jax.make_user_context(False)
@@ -232,6 +252,7 @@ def use(layout: Layout) -> Iterator[None]:
     Args:
       layout: the layout. With an abstract mesh, programs can be traced but not run.
     """
+    check_layout(layout)
     mesh = layout.mesh
     if isinstance(mesh, MeshShape):
         raise mesh.needs_devices_error()

@@ -176,6 +176,7 @@ def parts_of(strategy: Any) -> tuple[Strategy, ...]:
         return (Rules(strategy),)
     if not isinstance(strategy, Strategy):
         hint = f"; sharding.preset({strategy!r}) makes one of a name" if isinstance(strategy, str) else ""
+        hint = f", a class: write {strategy.__name__}()" if isinstance(strategy, type) else hint
         raise TypeError(f"a layout takes a strategy such as sharding.FSDP, or a table of rules; got {strategy!r}{hint}")
     return (strategy,)
 

@@ -25,16 +25,16 @@ class ChatTemplate:
     """Renders messages as transformers' `apply_chat_template` does, in a separate process, because it is untrusted.
 
     Args:
-      source: the template, or several by name. With tools the one named `tool_use` is used if there is one, else
-          `default`.
-      special_tokens: texts that it may name, such as `{"bos_token": "<s>"}`; None for one that does not exist.
-      seconds: maximum processor time of a rendering. The other limits are 16 million characters and 1 GiB of memory.
+        source: The template, or several by name. With tools the one named `tool_use` is used if there is one, else
+            `default`.
+        special_tokens: Texts that it may name, such as `{"bos_token": "<s>"}`; None for one that does not exist.
+        seconds: Maximum processor time of a rendering. The other limits are 16 million characters and 1 GiB of memory.
 
     Attributes: `source`, the default template; `marks_generation`, whether it marks with `{% generation %}` what the
     model writes.
 
     Raises:
-      ValueError: when it is not a template of Jinja.
+        ValueError: when it is not a template of Jinja.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ChatTemplate:
         """Reads the templates of a Hugging Face directory.
 
         Args:
-          directory: a directory with a tokenizer, whose special tokens the template may use.
-          default: source of the template of a directory without one, such as that of a base model.
+            directory: A directory with a tokenizer, whose special tokens the template may use.
+            default: Source of the template of a directory without one, such as that of a base model.
 
         Raises:
-          FileNotFoundError: It has none, and there is no default.
-          ValueError: The files are damaged, or the template is none.
+            FileNotFoundError: It has none, and there is no default.
+            ValueError: The files are damaged, or the template is none.
         """
         directory = Path(directory)
         sources = _sources(directory) or ({} if default is None else {"default": default})
@@ -84,15 +84,15 @@ class ChatTemplate:
         """Renders the prompt of `messages`. It has its special tokens already: encode it without adding any.
 
         Args:
-          messages: each with `role` and `content`.
-          add_generation_prompt: True ends the prompt with the beginning of an answer.
-          continue_final_message: True ends the prompt within the last message, for the model to continue.
-          chat_template: name of the template to use.
-          variables: what this template takes besides, such as `tools`.
+            messages: Each with `role` and `content`.
+            add_generation_prompt: True ends the prompt with the beginning of an answer.
+            continue_final_message: True ends the prompt within the last message, for the model to continue.
+            chat_template: Name of the template to use.
+            variables: What this template takes besides, such as `tools`.
 
         Raises:
-          ValueError: when the template refuses the messages, exceeds a limit, or names a special token that no file
-              states.
+            ValueError: when the template refuses the messages, exceeds a limit, or names a special token that no file
+                states.
         """
         if ignored := variables.keys() & set(_TOKENIZES):
             raise ValueError(
@@ -124,7 +124,7 @@ class ChatTemplate:
         """Returns what the template writes after an answer, such as `"<|im_end|>"`, or "" if it does not write answers.
 
         Raises:
-          ValueError: when it cannot render a plain chat.
+            ValueError: when it cannot render a plain chat.
         """
         mark = _CONTINUED.strip()
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]

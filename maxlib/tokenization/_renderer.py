@@ -22,16 +22,19 @@ from jinja2.utils import missing
 
 MEMORY = 1 << 30  # bytes
 LARGEST = 1 << 24  # maximum characters of the output
+# Tokens that every tokenizer may state. Others, such as `image_token`, belong to some models only, and templates that
+# several models share write them unasked.
+STANDARD_TOKENS = {f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
 class StrictToken(Undefined):
-    """A value that is not defined. Writing one whose name says that it is a special token is an error."""
+    """A value that is not defined. Writing a standard special token that no file states is an error."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
         name = self._undefined_name
-        if self._undefined_obj is missing and isinstance(name, str) and name.endswith("_token"):
+        if self._undefined_obj is missing and name in STANDARD_TOKENS:
             raise UndefinedError(f"no file of the tokenizer states its {name}: name it in special_tokens=")
         return ""
 

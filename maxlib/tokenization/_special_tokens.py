@@ -18,13 +18,13 @@ def special_tokens(directory: str | os.PathLike) -> Tokens:
     They are those of `transformers.AutoTokenizer`: of several files that state one, the same file decides.
 
     Args:
-      directory: a directory with a tokenizer.
+        directory: A directory with a tokenizer.
 
     Returns:
-      The text of each token; None for one that the files say does not exist.
+        The text of each token; None for one that the files say does not exist.
 
     Raises:
-      ValueError: when a file is damaged, or states a token that is not text.
+        ValueError: when a file is damaged, or states a token that is not text.
     """
     directory = Path(directory)
     path, map_path = directory / "tokenizer_config.json", directory / "special_tokens_map.json"

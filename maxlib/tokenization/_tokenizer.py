@@ -19,7 +19,7 @@ def train_bpe(
     The special tokens have the ids 0, 1, ... in their order. Small texts may give fewer than `vocab_size` tokens.
 
     Raises:
-      ValueError: when `vocab_size` is too small for the 256 bytes and the special tokens.
+        ValueError: when `vocab_size` is too small for the 256 bytes and the special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(special_tokens)
@@ -49,7 +49,7 @@ def save_tokenizer(
     With a `bos_token`, encoding there begins with it, as a prompt should.
 
     Raises:
-      ValueError: when a named special token is not in the vocabulary.
+        ValueError: when a named special token is not in the vocabulary.
     """
     special = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
     special = {role: token for role, token in special.items() if token is not None}
@@ -88,11 +88,12 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     whole.
 
     Args:
-      path: the file, or a directory that has it.
+        path: The file, or a directory that has it.
 
     Raises:
-      FileNotFoundError: when there is no such file.
-      ValueError: when the file is damaged, or its tokenizer can neither encode nor decode a text; the message names it.
+        FileNotFoundError: when there is no such file.
+        ValueError: when the file is damaged, or its tokenizer can neither encode nor decode a text; the message names
+            it.
     """
     path = Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlib.training._objectives.objective import Batch, Stats
-from maxlib.training._prefetch import StatefulLoader, check_loader
+from maxlib.training._prefetch import IterableLoader, as_loader
 from maxlib.training._state import TrainState
 from maxlib.training._step import means
+from maxlib.training.losses import Batch, Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,22 +18,27 @@ class Evaluation:
     """Evaluation of a training run on held-out data: which batches, and how often.
 
     Args:
-      loader: this host's rows of the held-out batches, read from the start each time. It must not be the training
-          loader.
+      loader: this host's rows of the held-out batches, read from the start each time: a loader or a list. It must
+          not be the training loader.
       every: steps between evaluations; 0 evaluates only at the end of the run.
       batches: number of batches to read; None reads to the end.
 
     Raises:
-      TypeError: for a loader without a state.
+      TypeError: for what is neither, such as a generator, which can be read only once.
       ValueError: for a negative `every`, or less than one batch.
     """
 
-    loader: StatefulLoader
+    loader: Any  # StatefulLoader, or an iterable that becomes one
     every: int = 0
     batches: int | None = None
 
     def __post_init__(self):
-        check_loader(self.loader, "Evaluation.loader")
+        object.__setattr__(self, "loader", as_loader(self.loader, "Evaluation.loader"))
+        if isinstance(self.loader, IterableLoader) and self.loader.is_one_pass:
+            raise TypeError(
+                "Evaluation reads its batches from the first one each time, which a "
+                f"{type(self.loader.batches).__name__} cannot: give a list of batches, or a loader"
+            )
         if self.every < 0 or (self.batches is not None and self.batches < 1):
             raise ValueError(
                 f"Evaluation needs every of at least 0 and at least one batch, got every={self.every} and "

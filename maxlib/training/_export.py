@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxlib import checkpoint
+from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError
 from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._restore import config_text, items_of
@@ -119,7 +119,7 @@ class ParameterExport:
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing, after the previous export has finished. Raises SaveError if that one failed."""
-        self._checkpointer.groupings = checkpoint.groupings(state.rest)
+        self._checkpointer.groupings = nn.tree.groupings(state.rest)
         items = {name: item for name, item in items_of(state).items() if name != "opt"}
         self._checkpointer.save(step, items, meta={"model": config_text(state.rest)})
 

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxlib import sharding
-from maxlib.observability._metrics import reported
-from maxlib.training._objectives.objective import Batch
-from maxlib.training._placement import place_batch
+from maxlib.observability import collect_metrics
+from maxlib.training._placement import shard_batch
+from maxlib.training.losses import Batch
 
 
 @runtime_checkable
@@ -31,13 +31,70 @@ class StatefulLoader(Protocol):
     def set_state(self, state: Any) -> None: ...
 
 
-def check_loader(loader: Any, name: str) -> None:
-    """Raises TypeError for a loader without a state; `name` is the argument's name."""
-    if not isinstance(loader, StatefulLoader):
-        lacking = [n for n in ("__next__", "reset", "get_state", "set_state") if not hasattr(loader, n)]
+class IterableLoader:
+    """Loader of any iterable of batches, such as a list or a generator. Its state is the number of batches read.
+
+    To continue from a state it begins the iterable anew and drops that many batches. A generator cannot begin anew: a
+    resumed run needs a new one, with the same batches.
+
+    Args:
+      batches: this host's rows of every batch.
+    """
+
+    def __init__(self, batches: Iterable[Batch]):
+        self.batches, self._iterator = batches, iter(batches)
+        self._read, self._last, self._again = 0, {}, False
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Returns True for a generator or another iterator, which cannot begin anew."""
+        return iter(self.batches) is self.batches
+
+    def __next__(self) -> Batch:
+        if not self._again:
+            self._last = next(self._iterator)
+        self._read, self._again = self._read + 1, False
+        return self._last
+
+    def reset(self) -> None:
+        if self.is_one_pass:
+            raise ValueError(
+                f"a {type(self.batches).__name__} cannot go back to its first batch: give a list of batches, or a loader "
+                "such as data.Loader"
+            )
+        self._iterator, self._read, self._again = iter(self.batches), 0, False
+
+    def get_state(self) -> dict[str, int]:
+        return {"batches": self._read}
+
+    def set_state(self, state: Any) -> None:
+        read = state["batches"]
+        if read == self._read - 1 and not self._again:  # the last batch was read, but not used
+            self._read, self._again = read, True
+            return
+        if read < self._read:
+            self.reset()
+        for _ in range(read - self._read):
+            next(self)
+
+
+def as_loader(loader: Any, name: str) -> StatefulLoader:
+    """Returns a loader with a state, made of an iterable if needed.
+
+    Raises:
+      TypeError: for anything else; `name` is the argument's name.
+      ValueError: for an empty list.
+    """
+    if isinstance(loader, StatefulLoader):
+        return loader
+    if not isinstance(loader, Iterable) or isinstance(loader, str | Mapping):
         raise TypeError(
-            f"{name} must be a loader with a state, such as data.Loader; {type(loader).__name__} lacks {', '.join(lacking)}"
+            f"{name} must be a loader, such as data.Loader, or an iterable of batches, such as a list; got "
+            f"{type(loader).__name__}"
         )
+    if isinstance(loader, Sized) and len(loader) == 0:
+        raise ValueError(f"{name} must have at least one batch, got an empty {type(loader).__name__}")
+    return IterableLoader(loader)
 
 
 @runtime_checkable
@@ -58,7 +115,7 @@ class Prefetch:
 
     Copies are asynchronous, so no thread is needed for them. With `in_thread` the loader itself runs in a thread while
     the loop computes: completions are then sampled while the model trains, with weights that are `size` steps old
-    (docs/guides/grpo.md).
+    (docs/guides/post-training.md).
 
     `get_state` is the state after the last returned batch, not after the prefetched ones, which a resumed run reads
     again.
@@ -77,7 +134,7 @@ class Prefetch:
 
     def __init__(
         self,
-        loader: StatefulLoader,
+        loader: StatefulLoader | Iterable[Batch],
         *,
         layout: sharding.Layout | None = None,
         size: int = 2,
@@ -86,7 +143,7 @@ class Prefetch:
     ):
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        self.loader, self.wait_seconds = loader, 0.0
+        self.loader, self.wait_seconds = as_loader(loader, "loader"), 0.0
         self._layout, self._size, self._before_read = layout, size, before_read
         self._thread = ThreadPoolExecutor(1, "prefetch") if in_thread else None
         self._ahead: collections.deque[Future] = collections.deque()
@@ -166,4 +223,4 @@ class Prefetch:
         """Returns the next batch on the devices, and the loader's state and metrics after it; None at the end."""
         if (batch := next(self.loader, None)) is None:
             return None
-        return place_batch(batch, self._layout), self.loader.get_state(), reported(self.loader)
+        return shard_batch(batch, self._layout), self.loader.get_state(), collect_metrics(self.loader)

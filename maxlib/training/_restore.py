@@ -1,6 +1,5 @@
 """Restoring the state at the start of a run, and saving it."""
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -17,10 +16,6 @@ import optax
 from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, sharding
-from maxlib.checkpoint import _storage as storage
-from maxlib.checkpoint._checksum import digest, to_hex
-from maxlib.checkpoint._groupings import layer_path
-from maxlib.checkpoint._restore import Stored, open_step
 from maxlib.training._state import TrainState, init_optimizer
 
 
@@ -48,11 +43,11 @@ def initial_state(
     """
     base = None if checkpointer is None else checkpointer.base
     if checkpointer is not None:
-        checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
+        checkpointer.groupings = checkpointer.groupings or nn.tree.groupings(state.rest)
         if any(step is not None for step in distributed.allgather_json(checkpointer.latest())):
             restored = _read(lambda like: checkpointer.restore(like=like), state, base, checkpointer.directory)
             return _resumed(state, restored, f"this run's own checkpoint in {checkpointer.directory}")
-    groupings = checkpoint.groupings(state.rest)
+    groupings = nn.tree.groupings(state.rest)
     if resume_from is not None:
         restored = _read(lambda like: checkpoint.load(resume_from, like, groupings=groupings), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
@@ -99,7 +94,7 @@ def save(
     base: dict[str, str] | None = None,
 ) -> None:
     """Starts saving the items that `initial_state` restores, without frozen weights if `base` records them."""
-    checkpointer.groupings = checkpointer.groupings or checkpoint.groupings(state.rest)
+    checkpointer.groupings = checkpointer.groupings or nn.tree.groupings(state.rest)
     meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
     meta |= {} if base is None else {"base": base}
     checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, overwrite=False)
@@ -118,8 +113,8 @@ def items_of(state: TrainState, base: Any = None) -> dict[str, Any]:
 def record_of(state: TrainState, base: str | Path) -> dict[str, str]:
     """Returns a checkpoint's record of the base of `state`: its directory, and a checksum of its frozen weights."""
     frozen = {path: v for path, v in nn.variables(state.rest).items() if path not in state.trainable and _is_weight(v)}
-    sums = {path: digest(v.get_value()) for path, v in sorted(frozen.items())}
-    text = "\n".join(f"{path} {to_hex(value)}" for path, value in sums.items())
+    sums = checkpoint.checksums({path: v.get_value() for path, v in sorted(frozen.items())})
+    text = "\n".join(f"{path} {checksum}" for path, checksum in sums.items())
     return {"directory": str(base), "checksum": hashlib.sha256(text.encode()).hexdigest()[:32]}
 
 
@@ -219,7 +214,7 @@ def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sh
 
 def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, groupings: Any) -> dict[str, Any]:
     """Reads a checkpoint's items `params` and `rest`; a path may be in either."""
-    stored = _newest_records(directory)
+    stored = checkpoint.read_records(directory)
     _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
     if "base" in stored.meta:  # frozen weights were not saved: the current ones must be the same
         _check_base(state, stored.meta["base"], directory)
@@ -228,7 +223,7 @@ def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path,
 
     # Paths of single layers, because the checkpoint may group its stacks in another way.
     def layers_of(paths: Iterable[str], groupings: Any) -> set[str]:
-        return {layer for path in paths for layer, _ in layer_path(path, groupings)}
+        return {layer for path in paths for layer, _ in checkpoint.layer_paths(path, groupings)}
 
     params, rest = (layers_of(stored.items.get(item, ()), stored.meta["layouts"]) for item in ("params", "rest"))
     like: dict[str, dict[str, Any]] = {"params": {}, "rest": {}}
@@ -249,16 +244,3 @@ def _check_base(state: TrainState, saved: dict[str, str], directory: Path) -> No
             f"{saved['checksum']}), but this model's frozen weights differ ({here['checksum']}): build the model from "
             "that base"
         )
-
-
-def _newest_records(directory: Path) -> Stored:
-    """Reads the records of a step's directory, or of the newest step in a run's."""
-    path = storage.absolute(directory)
-    for step in reversed(storage.steps(path)):
-        with contextlib.suppress(checkpoint.DamagedError):
-            return open_step(path / str(step))
-    try:
-        return open_step(path)
-    except checkpoint.DamagedError:
-        checkpoint.load(directory, items=("params",))  # raises an error that describes the directory
-        raise

@@ -10,13 +10,12 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError, Tiers
-from maxlib.checkpoint._errors import summary
 from maxlib.distributed._timeouts import hard_timeout
-from maxlib.observability._goodput import Clock
+from maxlib.observability import GoodputRecorder
 from maxlib.training._export import Export
-from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._restore import record_of, save
 from maxlib.training._state import TrainState
+from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes._nonfinite import find_nonfinite
 
 
@@ -28,7 +27,7 @@ class SaveManager:
         checkpointer: Checkpointer | Tiers | None,
         exports: Sequence[Export],
         *,
-        clock: Clock,
+        clock: GoodputRecorder,
         timeout: float | None,
         log: Callable[[str], Any],
     ):
@@ -89,7 +88,7 @@ class SaveManager:
             return "There is no good checkpoint yet"
         return f"The last good checkpoint is that of step {latest}"
 
-    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
+    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: LossFunction) -> str:
         """Returns a sentence that names the first tensor of a bad step that is not finite.
 
         The step is recomputed with the parameters of the last good checkpoint, because its own no longer exist.
@@ -125,7 +124,7 @@ class SaveManager:
 
     def _short(self, error: SaveError) -> str:
         """Formats the error in one line; only the first error of a cause is shown in full."""
-        cause = re.sub(r"\d+", "#", summary(error.__cause__ or error))  # paths and sizes differ from step to step
+        cause = re.sub(r"\d+", "#", error.reason)  # paths and sizes differ from step to step
         self._causes[cause] += 1
         if self._causes[cause] == 1:
             return " ".join(str(error).split())

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from maxlib.checkpoint import Checkpointer
 from maxlib.checkpoint import _checksum as checksum
-from maxlib.checkpoint import _manifest as manifest
+from maxlib.checkpoint import _records as records
 
 STEPS = ("save returns", "on disk", "restored")
 
@@ -33,7 +33,7 @@ def seconds(run: Callable[[], object]) -> float:
 def without_checksums() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(checksum, "digest", return_value=(jnp.uint32(0), jnp.uint32(0))))
-    stack.enter_context(mock.patch.object(manifest, "damaged", return_value=[]))
+    stack.enter_context(mock.patch.object(records, "damaged", return_value=[]))
     return stack
 
 

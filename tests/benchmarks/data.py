@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens-per-second", type=float, default=200_000)
     args = parser.parse_args()
-    texts = [document["text"] for document in data.python_text()]
+    texts = [document["text"] for document in data.python_docs()]
     tokenizer = tokenization.train_bpe(texts, vocab_size=4096)
     size = sum(map(len, texts))
     texts = (texts * max(1, round(args.megabytes * 1e6 / size)))[

@@ -54,18 +54,20 @@ def planned(job: plan.Job) -> dict[str, float]:
     )
 
 
-def measure(job: plan.Job, steps: int) -> dict[str, Any]:
+def measure(job: plan.Job, steps: int, unstacked: bool) -> dict[str, Any]:
     """Trains for a few steps and times them; they are waited for once."""
     model = jax.jit(job.build)()
-    loss = functools.partial(training.next_token_loss, dtype=jnp.bfloat16, remat=job.remat)
+    if unstacked:
+        model.layers = model.layers.unstacked()
     optimizer = training.adamw(1e-3, mask=training.decay_mask(model))
     shape = (int(job.per_device_batch_size), job.sequence + 1)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, job.model.vocab)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    flops = observability.training_flops(loss, model, batch)
+    flops = observability.training_flops(training.NextToken(), model, batch)
     state = training.make_state(model, optimizer)
     del model
-    step = training.jit_step(training.make_train_step(loss, optimizer)).lower(state, batch).compile()
+    step = training.make_train_step(training.NextToken(), optimizer, dtype=jnp.bfloat16, remat=job.remat)
+    step = training.jit_step(step).lower(state, batch).compile()
     state, metrics = step(state, batch)
     first = float(metrics["nll"])
     begin = time.perf_counter()
@@ -101,6 +103,7 @@ def main():
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--minutes", type=float, default=9, help="begin no case after so many minutes")
+    parser.add_argument("--unstacked", action="store_true", help="store layers one by one instead of scanning them")
     parser.add_argument("--tiny", action="store_true", help="one small model, also on a CPU")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     args = parser.parse_args()
@@ -113,6 +116,7 @@ def main():
     lines, begin, target = Lines(args.json, tiny=args.tiny), time.monotonic(), target_of(jax.devices()[0].device_kind)
     for (name, cfg), format, remat in itertools.product(cases.items(), args.formats, args.remats):
         row = {"case": name, "format": format, "remat": remat, "batch": args.batch, "length": args.length}
+        row["unstacked"] = args.unstacked
         if time.monotonic() - begin > 60 * args.minutes:
             lines.add(row | {"left_out": f"{args.minutes:g} minutes are over"})
             continue
@@ -124,7 +128,7 @@ def main():
             per_device_batch_size=args.batch,
             sequence=args.length,
         )
-        found = attempt(functools.partial(measure, job, args.steps))
+        found = attempt(functools.partial(measure, job, args.steps, args.unstacked))
         lines.add(row | ({"left_out": found} if isinstance(found, str) else found))
         jax.clear_caches()
         lines.add(row | {"plan": attempt(functools.partial(planned, job)) if target else "no plan for this device"})

@@ -40,7 +40,7 @@ def nll(model, rows, cache_dtype=None):
     def one(row):
         cache = None if cache_dtype is None else model.init_cache(1, len(row), dtype=cache_dtype)
         hidden = model(row[None, :-1], cache=cache, dtype=jnp.float32).hidden
-        return ops.linear_cross_entropy(hidden, model.head_weight(), row[None, 1:]).loss
+        return ops.fused_linear_cross_entropy(hidden, model.head_weight(), row[None, 1:]).loss
 
     return jax.lax.map(one, rows).sum() / (rows.size - len(rows))
 
@@ -77,7 +77,7 @@ def quantized(model, name: str):
 
 def text_rows(directory: Path, tokens: int, length: int):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    _, held_out = data.split(data.python_text(), validation=0.05)
+    _, held_out = data.split(data.python_docs(), validation=0.05)
     ids = tokenizer.encode("\n\n".join(document["text"] for document in held_out), add_special_tokens=False).ids
     return jnp.asarray(ids[: tokens // length * length], jnp.int32).reshape(-1, length)
 

@@ -81,7 +81,7 @@ def test_everything_comes_back(tmp_path, items):
 def test_a_model_and_its_optimizer(tmp_path):
     model = abstract_model("abcbcbc")
     state = state_of(model)
-    layouts = checkpoint.groupings(model)
+    layouts = nn.tree.groupings(model)
     with Checkpointer(tmp_path, groupings=layouts) as ck:
         ck.save(1, state)
         got = ck.restore(like={**state, "params": abstract(state["params"])})
@@ -97,7 +97,7 @@ def test_a_model_and_its_optimizer(tmp_path):
 def test_restored_without_naming_the_stacks(tmp_path):
     model = abstract_model("abcbcbc")
     state = state_of(model)
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, state)
     with Checkpointer(tmp_path) as ck:
         assert_same(ck.restore(like={"opt": state["opt"]})["opt"], state["opt"])
@@ -215,7 +215,7 @@ def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, b
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxlib.checkpoint._manifest.FORMAT", 2)
+    monkeypatch.setattr("maxlib.checkpoint._records.FORMAT", 2)
     with Checkpointer(tmp_path) as ck:
         ck.save(1, {"params": {"x": jnp.zeros(2)}})
     monkeypatch.undo()
@@ -251,3 +251,12 @@ def test_what_a_killed_save_left_goes_once_and_before_anything_is_saved(tmp_path
         ck.save(3, {"params": {"w": jnp.ones(3)}})
     with Checkpointer(tmp_path) as ck:
         assert ck.steps() == [3] and not list(tmp_path.glob("2.*"))
+
+
+def test_listing_steps_reads_none_of_their_files(tmp_path, caplog):
+    """Another host may be deleting a step that this one lists: orbax warns of files that are gone."""
+    with Checkpointer(tmp_path) as ck, caplog.at_level(logging.WARNING):
+        ck.save(3, {"params": {"w": jnp.ones(2)}})
+        ck.wait()
+        (tmp_path / "3" / "_CHECKPOINT_METADATA").unlink()
+        assert ck.steps() == [3] and not caplog.records

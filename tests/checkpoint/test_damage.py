@@ -220,7 +220,7 @@ def test_a_failed_save_is_reported_by_wait_and_close(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint._manifest, "finish", broken)  # in the background
+    monkeypatch.setattr(checkpoint._records, "manifest_text", broken)  # in the background
     ck = Checkpointer(tmp_path)
     ck.save(1, ITEMS)
     with pytest.raises(SaveError, match=r"Step 1 could not be saved.*No space left.*there is no earlier one"):

@@ -9,14 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, nn
 from maxlib.checkpoint import Checkpointer
-from maxlib.checkpoint import _groupings as relayout
 from tests.checkpoint.test_checkpointer import assert_same
 from tests.training.stacked import KINDS, abstract_model, state_of
 
 
 def saved(tmp_path, model):
     state = state_of(model)
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, state)
     return state
 
@@ -38,7 +37,7 @@ def test_parameters_rest_and_moments_are_laid_anew(tmp_path, old, new):
     saved(tmp_path, abstract_model(old))
     model = abstract_model(new)
     want = state_of(model)  # what these groups would have come to by themselves
-    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=checkpoint.groupings(model))
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=nn.tree.groupings(model))
     assert_same({name: got[name] for name in want}, want)
 
 
@@ -54,7 +53,7 @@ def test_unstacked_for_inference(tmp_path):
     flat = nn.unstack(nn.combine(state["params"], state["rest"]))
     params, _ = nn.partition(flat)
     like = jax.tree.map(jnp.zeros_like, params)
-    assert_same(checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(flat))["params"], params)
+    assert_same(checkpoint.load(tmp_path, {"params": like}, groupings=nn.tree.groupings(flat))["params"], params)
 
 
 @pytest.mark.parametrize(
@@ -76,21 +75,21 @@ def test_with_shardings(tmp_path, old, new):
 
     place = lambda params: {path: jax.device_put(x, shard(path, x)) for path, x in params.items()}
     source, target = abstract_model(old), abstract_model(new)
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(source)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(source)) as ck:
         ck.save(1, {"params": place(state_of(source)["params"])})
     want = place(state_of(target)["params"])
     like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in want.items()}
-    got = checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(target))["params"]
+    got = checkpoint.load(tmp_path, {"params": like}, groupings=nn.tree.groupings(target))["params"]
     assert_same(got, want)
     assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in want.items()}
 
 
 def test_on_the_host(tmp_path):
     model, other = abstract_model(), abstract_model("abcdcde")
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, {"params": jax.device_get(state_of(model)["params"])})
     want = jax.device_get(state_of(other)["params"])
-    assert_same(checkpoint.load(tmp_path, {"params": want}, groupings=checkpoint.groupings(other))["params"], want)
+    assert_same(checkpoint.load(tmp_path, {"params": want}, groupings=nn.tree.groupings(other))["params"], want)
 
 
 def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
@@ -99,10 +98,10 @@ def test_placeholders_of_an_optimizer_stand_for_all_layers(tmp_path):
     moments = lambda model, value: {"v_row": {path: value(i) for i, path in enumerate(nn.partition(model)[0])}}
     same, different = lambda i: jnp.ones(1), lambda i: jnp.full(1, float(i))
     for name, model, value in (("a", stacked, same), ("b", apart, same), ("c", apart, different)):
-        with Checkpointer(tmp_path / name, groupings=checkpoint.groupings(model)) as ck:
+        with Checkpointer(tmp_path / name, groupings=nn.tree.groupings(model)) as ck:
             ck.save(1, {"opt": moments(model, value)})
     load = lambda name, model: checkpoint.load(
-        tmp_path / name, {"opt": moments(model, same)}, groupings=checkpoint.groupings(model)
+        tmp_path / name, {"opt": moments(model, same)}, groupings=nn.tree.groupings(model)
     )
     assert_same(load("a", apart)["opt"], moments(apart, same))
     assert_same(load("b", stacked)["opt"], moments(stacked, same))
@@ -125,9 +124,9 @@ def test_a_sharded_axis_of_layers(tmp_path):
         p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x) if "groups.1." in p else P()))
         for p, x in want.items()
     }
-    with Checkpointer(tmp_path, groupings=checkpoint.groupings(model)) as ck:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
         ck.save(1, {"params": state_of(model)["params"]})
-    got = checkpoint.load(tmp_path, {"params": like}, groupings=checkpoint.groupings(other))["params"]
+    got = checkpoint.load(tmp_path, {"params": like}, groupings=nn.tree.groupings(other))["params"]
     assert_same(jax.device_get(got), jax.device_get(want))
     assert {p: x.sharding for p, x in got.items()} == {p: x.sharding for p, x in like.items()}
 
@@ -138,10 +137,10 @@ def test_another_depth_is_another_model(tmp_path):
     with pytest.raises(
         ValueError, match=r"nothing takes:\n  layers\.5\.scale float32\[8\]\n  layers\.5\.w float32\[4,8\]\n"
     ):
-        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, groupings=checkpoint.groupings(shallow))
+        checkpoint.load(tmp_path, {"params": nn.partition(shallow)[0]}, groupings=nn.tree.groupings(shallow))
     deep = abstract_model("aaaaaaaa")
     with pytest.raises(ValueError, match=r"it lacks:\n  layers\.7\.scale"):
-        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=checkpoint.groupings(deep))
+        checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=nn.tree.groupings(deep))
 
 
 def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
@@ -155,24 +154,24 @@ def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint._storage, "load", flip)
     with pytest.raises(checkpoint.DamagedError, match=r"params: layers\.groups\.0\.0\.w$"):
-        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, groupings=checkpoint.groupings(model))
+        checkpoint.load(tmp_path / "1", {"params": nn.partition(model)[0]}, groupings=nn.tree.groupings(model))
 
 
 def test_names_of_layers():
     groupings = {"layers": [[1, 1], [2, 2]], "vision.layers": [[2, 1]]}
-    names = lambda name: relayout.layer_path(name, groupings)
+    names = lambda name: checkpoint.layer_paths(name, groupings)
     assert names("layers.groups.1.1.attn.q.w") == [("layers.2.attn.q.w", 0), ("layers.4.attn.q.w", 1)]
     assert names("1.0.mu.layers.groups.0.0.w") == [("1.0.mu.layers.0.w", None)]
     assert names("vision.layers.groups.0.1.w") == [("vision.layers.1.w", None)]
     assert names("my_layers.groups.1.0.w") == [("my_layers.groups.1.0.w", None)]
     assert names("embed.w") == [("embed.w", None)]
-    assert relayout.layer_path("0.mu.groups.0.0.w", {"": [[1, 2]]}) == [("0.mu.0.w", 0), ("0.mu.1.w", 1)]
+    assert checkpoint.layer_paths("0.mu.groups.0.0.w", {"": [[1, 2]]}) == [("0.mu.0.w", 0), ("0.mu.1.w", 1)]
 
 
 def test_groupings_are_those_of_the_stacks():
     for kinds, grouping in KINDS.items():
-        assert checkpoint.groupings(abstract_model(kinds)) == {"layers": grouping}
-    assert checkpoint.groupings(optax.EmptyState()) == {}
+        assert nn.tree.groupings(abstract_model(kinds)) == {"layers": grouping}
+    assert nn.tree.groupings(optax.EmptyState()) == {}
     assert abstract_model("abcdbcd").layers.groups[1][0].w.shape == (2, 4, 8)
 
 
@@ -201,9 +200,9 @@ def test_layers_of_the_first_version_are_read(tmp_path):
     with Checkpointer(tmp_path) as ck:
         ck.groupings = {"layers": FIRST_VERSION}
         ck.save(1, {"params": old})
-    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=checkpoint.groupings(model))
+    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=nn.tree.groupings(model))
     assert_same(got["params"], want["params"])
-    names = lambda name, **grouping: relayout.layer_path(f"layers.{name}.w", {"layers": grouping})
+    names = lambda name, **grouping: checkpoint.layer_paths(f"layers.{name}.w", {"layers": grouping})
     periods = {"num_layers": 8, "lead": 4, "lead_period": 2, "prefix": 0, "period": 3}
     assert names("lead.1", **periods) == [("layers.1.w", 0), ("layers.3.w", 1)]
     assert names("body.2", **periods) == [("layers.6.w", 0)] and names("suffix.0", **periods) == [("layers.7.w", None)]

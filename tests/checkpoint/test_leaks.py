@@ -56,7 +56,7 @@ def test_saves_that_fail_hold_none_either(tmp_path, monkeypatch):
         ck.save(1, ITEMS)
         ck.wait()
         before = held()
-        for where, name in ((checkpoint._manifest, "finish"), (ck._steps._orbax, "save_checkpointables_async")):
+        for where, name in ((checkpoint._records, "manifest_text"), (ck._steps._orbax, "save_checkpointables_async")):
             with monkeypatch.context() as patched:
                 patched.setattr(where, name, broken)  # in the background, and before it begins
                 for step in range(2, 7):

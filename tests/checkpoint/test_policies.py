@@ -267,7 +267,7 @@ def test_a_run_whose_directory_is_taken_while_it_saves_is_told_so(tmp_path, monk
         (tmp_path / owner.FILE).write_text(json.dumps(THEIRS))
         raise FileNotFoundError("the other run has cleaned it away")
 
-    monkeypatch.setattr(checkpoint._manifest, "finish", taken)  # in the background
+    monkeypatch.setattr(checkpoint._records, "manifest_text", taken)  # in the background
     with Checkpointer(tmp_path) as ck:
         ck.save(1, ITEMS)
         with pytest.raises(InUseError, match="was taken over by process 1 on there"):

@@ -299,9 +299,9 @@ def test_padded_rows_have_the_clips_of_their_document(tokenizer, processor):
         np.testing.assert_array_equal(row["audio"].frames[:count, :size], document["audio"].frames)
     small = processor.blank(1, 20)
     assert 0 < len(list(data.pad(documents, length=128, overlong="drop", audio=small).to_iter_dataset())) < len(given)
-    with pytest.raises(ValueError, match="must fit 1 clips of 20 frames"):
+    with pytest.raises(ValueError, match="must fit a row of 1 clips and 20 frames"):
         list(data.pad(documents, length=128, audio=small))
-    with pytest.raises(ValueError, match="a document has clips: pad it with audio="):
+    with pytest.raises(ValueError, match="A document has audio: pad it with audio="):
         list(data.pad(documents, length=128))
 
 

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from maxlib import data, tokenization
-from maxlib.data._chats import _learned
+from maxlib.data._tokenize import _learned
 from tests.data.kinds_of_tokenizer import every_kind
 
 KINDS = every_kind()

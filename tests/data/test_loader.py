@@ -165,7 +165,7 @@ def test_a_loader_follows_before_its_first_batch(monkeypatch):
     make = lambda: data.Loader(partial(shard_rows, docs=shuffled()), batch_size=BATCH, num_shards=SHARDS, timeout=60.0)
     late, early = make(), make()
     want = next(late)["tokens"][6:]
-    monkeypatch.setattr(_loader, "rows_of_process", lambda *_: (np.arange(6, 12),) * 2)
+    monkeypatch.setattr(_loader, "_rows_of_process", lambda *_: (np.arange(6, 12),) * 2)
     with pytest.raises(ValueError, match="hold the rows 6-11 of each global batch, but its loader returns 0-11"):
         late.follow(None)
     early.follow(None)

@@ -8,7 +8,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlib import data
-from maxlib.data import _sample_text
+from maxlib.data import _sources
 
 
 def texts(documents):
@@ -74,13 +74,13 @@ def test_in_memory():
 
 
 @pytest.mark.full
-def test_python_text_is_long_and_always_the_same():
-    found = _sample_text._documents.__wrapped__()
+def test_python_docs_is_long_and_always_the_same():
+    found = _sources._python_docs.__wrapped__()
     assert sum(map(len, found)) > 1_500_000
-    assert list(found) == texts(data.python_text())
+    assert list(found) == texts(data.python_docs())
 
 
-def test_python_text_is_topics_and_docstrings_in_order(tmp_path, monkeypatch):
+def test_python_docs_is_topics_and_docstrings_in_order(tmp_path, monkeypatch):
     from pydoc_data.topics import topics
 
     write(
@@ -90,8 +90,8 @@ def test_python_text_is_topics_and_docstrings_in_order(tmp_path, monkeypatch):
     write(tmp_path / "empty.py", b"x = 1\n")
     (tmp_path / "test").mkdir()
     write(tmp_path / "test" / "left_out.py", b'"""Left out."""\n')
-    monkeypatch.setattr(_sample_text.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = _sample_text._documents.__wrapped__()
+    monkeypatch.setattr(_sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = _sources._python_docs.__wrapped__()
     assert found[-2:] == ("First.\n\nOf g.", "Second.\n\nOf f.\n\nMore.\n\nOf C.")
     assert list(found[:-2]) == [topics[name] for name in sorted(topics) if topics[name].strip()]
     assert any("list comprehension" in text for text in found)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlib import data, post_training, tokenization
-from maxlib.data._token_ids import token_ids
+from maxlib.data._documents import token_ids
 from tests.data.test_chats import CHAT, PLAIN
 
 ASK, YES = CHAT[:1], [{"role": "assistant", "content": "a"}]
@@ -82,6 +82,10 @@ def padded(ids, _):
     return data.pad(documents(tokens=ids, targets=[-1] * len(ids)), length=4)[0]["tokens"]
 
 
+def padded_document(ids, _):
+    return data.pad_document({"tokens": ids, "targets": [-1] * len(ids)}, length=4)["tokens"]
+
+
 def padded_targets(ids, _):
     return data.pad(documents(tokens=[0] * len(ids), targets=ids), length=4)[0]["targets"]
 
@@ -105,11 +109,13 @@ ENTRANCES = {
     "tokenize": [with_bos],
     "write_tokens": [write_with_eos],
     "pack": [packed, packed_targets],
+    "pad_document": [padded_document],
     "pad": [padded, padded_targets],
     "completion_batch": [prompt, completion],
 }
-TEXT_ONLY = {"array_record", "chats", "jsonl", "kto_examples", "pairs", "python_text", "text_files", "tokenize_chats"}
+TEXT_ONLY = {"array_record", "chats", "jsonl", "kto_examples", "pairs", "python_docs", "text_files", "tokenize_chats"}
 OF_CHECKED = {
+    "token_ids",
     "Loader",
     "Mixture",
     "SkipBadRecords",

@@ -5,7 +5,7 @@ from pathlib import Path
 from etils import epath
 
 from maxlib.checkpoint import DamagedError
-from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from tests.fuzz.run import Target
 

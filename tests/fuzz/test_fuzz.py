@@ -8,7 +8,7 @@ from etils import epath
 from jinja2.exceptions import SecurityError
 
 from maxlib import data, observability
-from maxlib.checkpoint import _checksummed_json, _lock
+from maxlib.checkpoint import DamagedError, _lock, _records
 from maxlib.inference import stop_tokens
 from maxlib.plan import __main__ as plan
 from maxlib.quantization import _files as quantized
@@ -129,8 +129,8 @@ def test_sizes_that_no_model_has(field, tmp_path):
 
 def test_records_nested_too_deeply(tmp_path):
     (tmp_path / "manifest.json").write_text("[" * 9000)
-    with pytest.raises(_checksummed_json.DamagedError, match=r"manifest\.json"):
-        _checksummed_json.read(epath.Path(tmp_path / "manifest.json"))
+    with pytest.raises(DamagedError, match=r"manifest\.json"):
+        _records.read(epath.Path(tmp_path / "manifest.json"))
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 9000, "3", ""])

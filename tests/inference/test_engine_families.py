@@ -24,7 +24,7 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     case = parity.golden(family)[name]
     model = maxlib.from_pretrained(parity.directory(tmp_path, case), dtype=jnp.float32)
     engine = inference.LocalEngine(model, slots=2, capacity=LENGTH, dtype=jnp.float32)
-    # Beyond that length cached keys keep the rotation of the length that their row had (docs/decisions/0018).
+    # Beyond that length cached keys keep the rotation of the length that their row had.
     longest = min([LENGTH, *(rope.scaling.original_length for rope in model.ropes if rope.needs_length)])
     prompts = [case["tokens"][0][: min(n, longest - 3)].tolist() for n in PROMPT_LENGTHS]
     if (getattr(model, "recompute_cache_at", None) or LENGTH + 1) <= LENGTH:

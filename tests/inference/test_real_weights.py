@@ -51,7 +51,7 @@ def pair(request, example, tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     prompt = example.chat_prompt(directory, tokenizer, PROMPTS[request.param])
     prompt = tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-    text = "\n\n".join(document["text"] for document in data.python_text()[:200])
+    text = "\n\n".join(document["text"] for document in data.python_docs()[:200])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     return prompt, tokenizer.encode(text).ids[: TOKENS + 1], theirs, maxlib.from_pretrained(directory)
 
@@ -77,7 +77,7 @@ def test_perplexity_is_that_of_transformers(pair):
     @jax.jit
     def nll(model, ids):
         hidden = model(ids[:, :-1], dtype=jnp.float32).hidden
-        return ops.linear_cross_entropy(hidden, model.head_weight(), ids[:, 1:]).loss / TOKENS
+        return ops.fused_linear_cross_entropy(hidden, model.head_weight(), ids[:, 1:]).loss / TOKENS
 
     with torch.no_grad():
         hidden = theirs.model(torch.tensor([ids[:-1]])).last_hidden_state[0]

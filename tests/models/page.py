@@ -1,9 +1,10 @@
 """Writes the tables of docs/models.md: `python -m tests.models.page [family ...]`.
 
-The first is `python -m maxlib.models --markdown`, the last how far each case of tests/models is from transformers, and
-the one before it the worst of each family. With families named, only their rows of the last are made anew.
+The first is `python -m maxlib.models --markdown`, the second the greatest difference of each family from transformers,
+by the cases of `parity.json`. With families named, only their cases are measured again.
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -18,19 +19,12 @@ from maxlib.models import __main__ as models
 from tests.models import parity
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-COLUMNS = ("family", "case", "logits", "norms of gradients")
-HEAD = "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, ("---", "---", "---:", "---:")])
+CASES = Path(__file__).with_name("parity.json")
 
 
 def sections(page: str) -> dict[str, str]:
     """Returns the contents between each table's markers."""
     return dict(re.findall(r"<!-- begin (\w+) -->\n\n(.*?)\n\n<!-- end \1 -->", page, re.DOTALL))
-
-
-def replaced(page: str, tables: dict[str, str]) -> str:
-    for name, old in sections(page).items():
-        page = page.replace(f"begin {name} -->\n\n{old}\n", f"begin {name} -->\n\n{tables[name]}\n")
-    return page
 
 
 def cases() -> list[tuple[str, str]]:
@@ -39,48 +33,47 @@ def cases() -> list[tuple[str, str]]:
     return [(family, name) for family in families for name in parity.golden(family)]
 
 
-def distances(family: str, name: str) -> tuple[float, float]:
+def distances(family: str, name: str) -> list[float]:
     """The greatest error of a logit in units of their deviation, and of a gradient's norm relative to it."""
     case = parity.golden(family)[name]
     with tempfile.TemporaryDirectory() as scratch:
         model = maxlib.from_pretrained(parity.directory(Path(scratch) / "model", case))
         logits, gradients = parity.ours(model, case["tokens"], Path(scratch) / "gradients", *parity.given(case))
     norms = {tensor: norm for tensor, (norm, _) in case["gradients"].items()}
-    off = [abs(np.linalg.norm(g) / norms[tensor] - 1) for tensor, g in gradients.items() if norms[tensor] > 0]
-    return float(np.abs(logits - case["logits"]).max() / case["logits"].std()), float(max(off))
+    errors = [abs(np.linalg.norm(g) / norms[tensor] - 1) for tensor, g in gradients.items() if norms[tensor] > 0]
+    worst = np.abs(logits - case["logits"]).max() / case["logits"].std(), max(errors)
+    return [float(f"{error:.0e}") for error in worst]
 
 
-def parity_rows(old: dict[str, str], chosen: list[str]) -> list[str]:
-    rows = []
+def measured(chosen: list[str]) -> dict[str, list[float]]:
+    """The distances of every case: those of the file, and new ones of the chosen families."""
+    known = json.loads(CASES.read_text())
+    rows = {}
     for family, name in cases():
-        start = f"| {family} | {name} |"
-        if family in chosen or start not in old:
-            logits, gradients = distances(family, name)
-            old[start] = f"{start} {logits:.0e} | {gradients:.0e} |"
-            print(old[start], flush=True)
-        rows.append(old[start])
+        key = f"{family}/{name}"
+        rows[key] = distances(family, name) if family in chosen or key not in known else known[key]
     return rows
 
 
-def worst(rows: list[str]) -> str:
-    """The greatest differences of each family, from the rows of its cases."""
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    of = {family: [row for row in cells if row[0] == family] for family, *_ in cells}
-    most = lambda found, column: max((row[column] for row in found), key=float)
-    lines = [f"| {name} | {len(found)} | {most(found, 2)} | {most(found, 3)} |" for name, found in of.items()]
-    return "\n".join(
-        ["| family | cases | worst logits | worst norms of gradients |", "| --- | ---: | ---: | ---: |", *lines]
-    )
+def worst(rows: dict[str, list[float]]) -> str:
+    """The greatest differences of each family."""
+    lines = ["| family | cases | worst logits | worst norms of gradients |", "| --- | ---: | ---: | ---: |"]
+    for family in dict.fromkeys(key.partition("/")[0] for key in rows):
+        errors = [row for key, row in rows.items() if key.partition("/")[0] == family]
+        logits, norms = map(max, zip(*errors, strict=True))
+        lines.append(f"| {family} | {len(errors)} | {logits:.0e} | {norms:.0e} |")
+    return "\n".join(lines)
 
 
 def main(chosen: list[str]) -> None:
+    rows = measured(chosen or [family for family, _ in cases()])
+    CASES.write_text("{\n" + ",\n".join(f"  {json.dumps(key)}: {row}" for key, row in rows.items()) + "\n}\n")
+    presets = [models.row(family, preset) for family in weights.families() for preset in family.presets]
+    tables = {"capabilities": models.markdown(presets), "worst": worst(rows)}
     page = PAGE.read_text()
-    lines = sections(page)["parity"].splitlines()[2:]
-    old = {"|".join(line.split("|")[:3]) + "|": line for line in lines}
-    rows = [models.row(family, preset) for family in weights.families() for preset in family.presets]
-    found = parity_rows(old, chosen or [family for family, _ in cases()])
-    tables = {"capabilities": models.markdown(rows), "worst": worst(found), "parity": "\n".join([HEAD, *found])}
-    PAGE.write_text(replaced(page, tables))
+    for name, old in sections(page).items():
+        page = page.replace(f"begin {name} -->\n\n{old}\n", f"begin {name} -->\n\n{tables[name]}\n")
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import maxlib
 from maxlib import inference, nn, sharding, training
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL, OWN, SHARES, TAKES
+from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, assert_close
@@ -100,7 +101,7 @@ class TestGemma4(Conformance):
         """There is one: transformers 4 has no Gemma 4."""
         case = parity.golden(self.family)[name]
         now = HFConfig(case["config"])
-        gemma4.Config.from_hf(now)
+        gemma4.FIELDS.read(now)
         now.done()
 
     @pytest.mark.full
@@ -112,8 +113,8 @@ class TestGemma4(Conformance):
             model = jax.eval_shape(lambda cfg=cfg: gemma4.Gemma4(cfg, rngs=nnx.Rngs(0)))
             count = nn.num_parameters(model) / 1e9
             assert abs(count - cls.presets[name]) <= 0.0051, f"{name} has {count:.4f}B"
-            fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
-            assert gemma4.Config.from_hf(fields) == cfg, name
+            fields = HFConfig(json.loads(json.dumps(gemma4.FIELDS.write(cfg))))
+            assert gemma4.FIELDS.read(fields) == cfg, name
             fields.done()
 
 
@@ -143,7 +144,7 @@ def test_configs_that_cannot_be_are_refused_by_name(changes, error):
     config = parity.golden("gemma4")["keys_as_values"]["config"]
     config = {name: value for name, value in config.items() if name != "per_layer_config"}
     with pytest.raises(ValueError, match=error):
-        gemma4.Config.from_hf(HFConfig(config | {"num_hidden_layers": 3} | changes))
+        gemma4.FIELDS.read(HFConfig(config | {"num_hidden_layers": 3} | changes))
 
 
 def test_layers_of_the_presets_are_scanned():
@@ -221,13 +222,13 @@ def test_pipelines_equal_one_device_or_refuse_vectors_of_layers(tmp_path):
     layout = sharding.Layout(
         sharding.make_mesh(data=4, stage=2), sharding.DP | sharding.Pipeline("stage", microbatches=2)
     )
-    plain = training.next_token_loss
-    exact = training.one_f_one_b(functools.partial(plain, dtype=jnp.float32))
+    loss = training.NextToken()
+    pipelined = functools.partial(pipelined_gradient, loss, dtype=jnp.float32)
 
     @jax.jit
     def by_autodiff(params, rest, batch):
-        loss = lambda params: plain(nn.combine(params, rest), batch, jax.random.key(0), dtype=jnp.float32)
-        grads, stats = jax.grad(loss, has_aux=True)(params)
+        total = lambda params: loss(nn.combine(params, rest), batch, dtype=jnp.float32)
+        grads, stats = jax.grad(total, has_aux=True)(params)
         return jax.tree.map(lambda g: g / stats.num_targets, grads)
 
     for name in ("experts", "shared"):
@@ -241,10 +242,10 @@ def test_pipelines_equal_one_device_or_refuse_vectors_of_layers(tmp_path):
                 with pytest.raises(ValueError, match="layer_inputs are not supported in a pipeline"):
                     parity.logits(placed, np.asarray(batch["tokens"]))
                 with pytest.raises(ValueError, match="layers of Gemma4 take token ids"):
-                    exact.gradients(*nn.partition(placed), batch, jax.random.key(0))
+                    pipelined(*nn.partition(placed), batch, jax.random.key(0))
                 continue
             assert_close(parity.logits(placed, np.asarray(batch["tokens"]))[:2], case["logits"], 1e-4)
-            got, _, _ = jax.jit(exact.gradients)(*nn.partition(placed), batch, jax.random.key(0))
+            got, _, _ = jax.jit(pipelined)(*nn.partition(placed), batch, jax.random.key(0))
         want = by_autodiff(params, rest, batch)
         for path, gradient in want.items():
             scale = float(jnp.abs(gradient[...]).max())

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.nn.experts import _dispatch as dispatch
-from maxlib.observability._flops import forward_flops
+from maxlib.observability import forward_flops
 from tests.nn.experts import (
     DIM,
     LOSSES,

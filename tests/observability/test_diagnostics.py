@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, distributed, nn, observability, sharding, training
 from maxlib._command import main
-from maxlib.observability._memory import Sampled
+from maxlib.observability import _profile
 from maxlib.observability._report import Run, page
 from maxlib.training import probes
 from maxlib.training.probes import _corruption as corruption
@@ -58,40 +58,40 @@ def test_every_second_is_accounted_for_through_kills_and_a_wall_clock_that_goes_
         process.communicate()
         time.sleep(0.3)  # nothing runs
     out, _ = python("-m", "tests.training.ticking", tmp_path).communicate(timeout=100)
-    wall, account = float(out) - begin, observability.goodput(tmp_path)
-    assert account.wall == pytest.approx(wall, rel=0.02)
-    assert account.sessions == 3 and account.steps == ticking.STEPS
-    assert account.seconds["down"] > 0.6 and account.seconds["startup"] > 0
+    wall, summary = float(out) - begin, observability.goodput(tmp_path)
+    assert summary.wall == pytest.approx(wall, rel=0.02)
+    assert summary.sessions == 3 and summary.steps == ticking.STEPS
+    assert summary.seconds["down"] > 0.6 and summary.seconds["startup"] > 0
     best, again = {}, []
     for step, seconds in lines(truth):
         (again.append(seconds) if step in best else best.setdefault(step, seconds))
     assert again  # the kills did cost work
-    assert account.seconds["redone"] == pytest.approx(sum(again), abs=0.5)
-    assert account.seconds["step"] == pytest.approx(sum(best.values()), abs=0.5)
-    assert account.goodput == pytest.approx(account.seconds["step"] / account.wall)
-    assert "steps done again" in str(account)
+    assert summary.seconds["redone"] == pytest.approx(sum(again), abs=0.5)
+    assert summary.seconds["step"] == pytest.approx(sum(best.values()), abs=0.5)
+    assert summary.goodput == pytest.approx(summary.seconds["step"] / summary.wall)
+    assert "steps done again" in str(summary)
 
 
 def test_spans_are_exclusive(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     wait = lambda seconds: now.__setitem__(0, now[0] + seconds)
-    clock = observability.Clock(age=7.0)
-    with clock.span("restore"):
+    recorder = observability.GoodputRecorder(age=7.0)
+    with recorder.span("restore"):
         wait(1)
-    with clock.step(1):
+    with recorder.step(1):
         wait(2)
-        with clock.span("data"):
+        with recorder.span("data"):
             wait(4)
-            with clock.span(None):
+            with recorder.span(None):
                 wait(8)
-        with contextlib.suppress(ValueError), clock.span("save"):
+        with contextlib.suppress(ValueError), recorder.span("save"):
             wait(16)
             raise ValueError
         wait(32)
     wait(64)
-    clock.close()
-    assert clock.seconds == {"startup": 7, "restore": 1, "step": 34, "data": 12, "save": 16, "idle": 64}
+    recorder.close()
+    assert recorder.seconds == {"startup": 7, "restore": 1, "step": 34, "data": 12, "save": 16, "idle": 64}
 
 
 def test_between_two_machines_the_wall_clock_counts_and_never_backwards(tmp_path):
@@ -113,14 +113,14 @@ def test_between_two_machines_the_wall_clock_counts_and_never_backwards(tmp_path
 def test_a_disk_that_is_full_loses_no_seconds(tmp_path, monkeypatch):
     from maxlib.observability import _goodput as module
 
-    clock = observability.Clock(tmp_path, age=0)
+    recorder = observability.GoodputRecorder(tmp_path, age=0)
     append = module._append
     monkeypatch.setattr(module, "_append", lambda path, text: (_ for _ in ()).throw(OSError("No space left")))
-    with clock.step(1):
+    with recorder.step(1):
         time.sleep(0.05)
-    clock.close()
+    recorder.close()
     monkeypatch.setattr(module, "_append", append)
-    clock.close()
+    recorder.close()
     assert observability.goodput(tmp_path).seconds["step"] >= 0.05
 
 
@@ -146,8 +146,8 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     observability.write_config(tmp_path, learning_rate=1e-2, size=jnp.float32)
     ours.fit(6)
 
-    account = observability.goodput(tmp_path)
-    assert {"step", "compile", "restore", "data", "evaluation", "save", "callbacks"} <= account.seconds.keys()
+    summary = observability.goodput(tmp_path)
+    assert {"step", "compile", "restore", "data", "evaluation", "save", "callbacks"} <= summary.seconds.keys()
     rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert all(row["memory/host_bytes"] > 1e6 for row in rows if "tokens_per_second" in row)
     (layers,) = [row for row in rows if "layers/output_rms" in row]
@@ -233,7 +233,7 @@ def test_layers_of_every_group_are_tapped_one_by_one():
     order = ["layers.groups.0.0.w", "layers.groups.0.0", "layers.groups.1.0", "layers.groups.1.1", "norm"]
     first = [(f"layers.groups.0.0{name}", row) for row in range(3) for name in (".w", "")]
     second = [(f"layers.groups.1.{slot}", row) for row in range(2) for slot in range(2)]
-    assert hooks.in_layer_order(order, checkpoint.groupings(model)) == [*first, *second, ("norm", None)]
+    assert hooks.in_layer_order(order, nn.tree.groupings(model)) == [*first, *second, ("norm", None)]
 
 
 @pytest.mark.full
@@ -352,7 +352,8 @@ def test_os_signals_stay_as_they_were():
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_slow_reading_is_taken_now_and_then():
-    asked = iter(range(10))
-    often, rarely = (Sampled(lambda: {"n": next(asked)}, seconds) for seconds in (0, 3600))
-    assert [often()["n"], often()["n"], rarely()["n"], rarely()["n"]] == [0, 1, 2, 2]
+def test_memory_is_read_now_and_then(monkeypatch):
+    peaks = iter(range(10))
+    monkeypatch.setattr(_profile, "_host_memory", lambda: {"memory/host_bytes": next(peaks)})
+    ages = [0.0, 0.0, 3600.0, 3600.0]
+    assert [observability.memory_use(max_age=age)["memory/host_bytes"] for age in ages] == [0, 1, 1, 1]

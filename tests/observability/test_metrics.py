@@ -77,6 +77,14 @@ def test_console_without_a_terminal_prints_lines():
     assert lines == [f"step 1/3  {shown}", "step 3  eval loss 1.2500", f"step 3/3  {shown}"]
 
 
+def test_the_console_shows_the_reward_in_place_of_a_policys_loss():
+    out = io.StringIO()
+    console = observability.Console(terminal=Terminal(file=out, width=100))
+    console.start(0, 3)
+    console.write(1, {"loss": -1e-9, "reward": 0.25})
+    assert out.getvalue().strip() == "step 1/3  reward 0.2500"
+
+
 def test_console_on_a_terminal_draws_a_bar():
     out = io.StringIO()
     console = observability.Console(terminal=Terminal(file=out, width=100, force_terminal=True))

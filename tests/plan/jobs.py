@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import optax
+from flax import nnx
+
 from maxlib import ops, plan, sharding
-from maxlib.models import mixtral
+from maxlib.models import llama, mixtral
 from tests.nn.tiny import LLAMA
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
@@ -21,6 +24,16 @@ MIXTRAL = mixtral.Config(
     num_experts=8,
     top_k=2,
 )
+
+
+def build() -> Any:
+    """Builds a model without arguments, as `maxlib plan tests.plan.jobs:build` names it."""
+    return llama.Llama(CONFIG, rngs=nnx.Rngs(0))
+
+
+def optimizer(model: Any) -> optax.GradientTransformation:
+    """Returns an optimizer without state, as `--optimizer tests.plan.jobs:optimizer` names it."""
+    return optax.sgd(1e-3)
 
 
 def layout(strategy: Any = "fsdp", *, dcn: Mapping[str, int] | None = None, **degrees: int) -> sharding.Layout:

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, ops, sharding, training
-from maxlib.checkpoint import Checkpointer, InUseError, SaveError
-from maxlib.checkpoint import _checksummed_json as records
+from maxlib.checkpoint import Checkpointer, DamagedError, InUseError, SaveError
 from maxlib.checkpoint import _lock as owner
+from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _storage as storage
 from tests.training import tiny
 
@@ -179,7 +179,7 @@ def without(step: int) -> Callable[[Any], Any]:
 
     def refused(path: Any) -> Any:
         if path.parent.parent.name == str(step):
-            raise records.DamagedError(f"{path} cannot be read")
+            raise DamagedError(f"{path} cannot be read")
         return read(path)
 
     return refused

@@ -1,7 +1,7 @@
 """Repeats the operations of long runs, and fits a line to the process's threads, open files and memory.
 
 `python -m tests.training.soak [trainer generator weights loader] [--share 0.05] [--draw docs/soak.png]`; the numbers of
-docs/reliability.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
+docs/results.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from flax import nnx
 
 import maxlib
 from maxlib import checkpoint, data, distributed, inference, nn, ops, training
-from tests.training import tiny
+from tests.training import tensorstore_leaks, tiny
 
 TIMES = {"trainer": 3000, "generator": 2000, "weights": 200, "loader": 500}
 LONG = 1000  # repeats from which on the time of one is compared
@@ -173,6 +173,7 @@ def short(directory: Path, times: int, record: Callable[..., None]) -> None:
 def train(
     model: Any, directory: Path, times: int, record: Callable[..., None], *, optimizer: Any, hugging_face: bool = True
 ) -> None:
+    tensorstore_leaks.avoid()
     exports = [training.ParameterExport(directory / "parameters", every=25, keep=2)]
     if hugging_face:
         exports.append(training.HuggingFaceExport(directory / "exports", every=25, keep=2))

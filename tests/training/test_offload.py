@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -39,10 +40,10 @@ def trained(offload: bool):
     state, optimizer, mesh = start(rules)
     layout = sharding.Layout(mesh, rules)
     with sharding.use(layout):
-        loss = functools.partial(tiny.loss, remat="full")
-        step = tiny.jit_step(training.make_train_step(loss, optimizer))
+        step = training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, remat="full")
+        step = tiny.jit_step(step)
         for seed in range(3):
-            state, metrics = step(state, training.place_batch(tiny.batch(seed=seed), layout))
+            state, metrics = step(state, training.shard_batch(tiny.batch(seed=seed), layout))
     return state, metrics
 
 
@@ -72,7 +73,7 @@ def test_training_is_the_same_and_stays_on_the_host():
 def test_checkpoints_do_not_know_the_memory(to_host, tmp_path):
     saved = trained(not to_host)[0]
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.groupings = checkpoint.groupings(saved.rest)
+        checkpointer.groupings = nn.tree.groupings(saved.rest)
         checkpointer.save(3, items_of(saved))
         checkpointer.wait()
         like = items_of(start(sharding.FSDP | (BOTH if to_host else {}))[0])

@@ -1,11 +1,13 @@
 """A loader that reads ahead of the loop, while its state does not."""
 
+import json
 import threading
 
 import numpy as np
 import pytest
 
 from maxlib import post_training, sharding, training
+from maxlib.training._prefetch import as_loader
 from tests.training import tiny
 
 MESH = sharding.make_mesh(fsdp=8)
@@ -28,9 +30,9 @@ def test_batches_are_in_their_place_before_they_are_asked_for():
     first = next(ahead)
     assert same(first, 1) and loader.next == 2 and ahead.get_state() == {"0": {"next": 1}}
     assert ahead.metrics()["data/read"] == 1 and ahead.metrics()["data/wait_seconds"] > 0
-    place = training.place_batch(tiny.batch(), layout)["tokens"].sharding
+    place = training.shard_batch(tiny.batch(), layout)["tokens"].sharding
     assert first["tokens"].sharding == place and len(first["tokens"].addressable_shards) == 8
-    assert training.place_batch(first, layout)["tokens"] is first["tokens"]
+    assert training.shard_batch(first, layout)["tokens"] is first["tokens"]
     assert [same(batch, n) for n, batch in enumerate(ahead, 2)] == [True] * 4  # the last ones too
     assert next(ahead, None) is None
 
@@ -46,6 +48,32 @@ def test_it_goes_on_where_its_state_was_taken():
     assert same(next(training.Prefetch(tiny.Loader(), size=1)), 1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         training.Prefetch(tiny.Loader(), size=0)
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "prefetched"])
+def test_any_iterable_is_a_loader_that_continues_after_the_batches_read(kind):
+    def batches():
+        made = [tiny.batch(seed=number) for number in (1, 2, 3, 4)]
+        return iter(made) if kind == "generator" else made
+
+    def loader():
+        return training.Prefetch(batches()) if kind == "prefetched" else as_loader(batches(), "loader")
+
+    first = loader()
+    assert same(next(first), 1) and same(next(first), 2)
+    state = first.get_state()
+    assert same(next(first), 3)
+    first.set_state(state)  # as after an interrupt: this batch was read, but not used
+    assert same(next(first), 3)
+    resumed = loader()
+    resumed.set_state(json.loads(json.dumps(state)))
+    assert same(next(resumed), 3) and same(next(resumed), 4) and next(resumed, None) is None
+    if kind == "generator":
+        with pytest.raises(ValueError, match="a list_iterator cannot go back to its first batch"):
+            resumed.reset()
+    else:
+        resumed.reset()
+        assert same(next(resumed), 1)
 
 
 class Slow(Counting):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from maxlib import checkpoint, nn, ops, training, weights
-from maxlib.observability import Clock
+from maxlib.observability import GoodputRecorder
 from maxlib.training import _saving
 from tests.training import tiny
 
@@ -55,7 +55,11 @@ def saving(tmp_path, monkeypatch):
     def make(*exports, checkpointer=True):
         parts = [Noted(calls, name, **options) for name, options in exports]
         return _saving.SaveManager(
-            Checkpointer() if checkpointer else None, parts, clock=Clock(tmp_path), timeout=None, log=pytest.fail
+            Checkpointer() if checkpointer else None,
+            parts,
+            clock=GoodputRecorder(tmp_path),
+            timeout=None,
+            log=pytest.fail,
         ), calls
 
     return make

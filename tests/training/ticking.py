@@ -12,13 +12,13 @@ from pathlib import Path
 
 time.time = lambda: 1e9 - 100 * time.monotonic()
 
-from maxlib.observability import Clock  # noqa: E402
+from maxlib.observability import GoodputRecorder  # noqa: E402
 
 STEPS, EVERY = 60, 10
 
 
 def main(directory: Path) -> None:
-    clock = Clock(directory, every=0.1)
+    clock = GoodputRecorder(directory, every=0.1)
     truth = os.open(directory / "truth.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     saved = directory / "saved"
     with clock.span("restore"):

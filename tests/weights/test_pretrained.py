@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import inference, nn, ops, sharding, training, weights
+from maxlib import inference, nn, ops, quantization, sharding, training, weights
 from maxlib.models import llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
@@ -260,9 +260,10 @@ def test_a_truncated_file_is_refused_before_anything_is_built(copied):
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"hidden_size": None}, "hidden_size must be given"),
         ({"head_dim": None, "hidden_size": 33}, "must divide hidden_size"),
-        ({"num_key_value_heads": 3}, r"num_attention_heads\) must be a multiple of num_kv_heads .* got 4 and 3"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads must be a multiple of num_key_value_heads.* got 4 and 3"),
         ({"sliding_window": 16}, "fields this architecture does not know.*\n.*sliding_window = 16"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "nonsense"}, r"weights.Family\(...\) .* an entry point of the group .maxlib.models"),
         ({"rope_theta": 1.0}, "they must agree"),
     ],
 )
@@ -274,12 +275,30 @@ def test_configs_that_cannot_be_right_are_refused(change, message, copied):
         maxlib.from_pretrained(path)
 
 
+def test_a_field_that_changes_nothing_is_ignored_by_name(copied):
+    path, _ = copied
+    cfg = maxlib.from_pretrained(path).cfg
+    config = json.loads((path / "config.json").read_text()) | {"a_note": "x"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"pass ignore_fields=\['a_note'\] to from_pretrained"):
+        maxlib.from_pretrained(path)
+    assert maxlib.from_pretrained(path, ignore_fields=["a_note"]).cfg == cfg
+
+
+def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
+    small = quantization.for_inference(maxlib.from_pretrained(copied[0]), "int8")
+    with pytest.raises(ValueError, match="write it with maxlib.quantization.save.model, directory., which"):
+        maxlib.save_pretrained(small, tmp_path / "out")
+    quantization.save(small, tmp_path / "out")
+
+
 def test_arguments_that_do_not_exist_are_named(exported):
     for given, meant in (("num_layer", "num_layers"), ("dtpye", "dtype")):
         with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
             maxlib.from_pretrained(exported, **{given: 1})
     with pytest.raises(
-        TypeError, match=r"takes revision, token, layout, dtype, family and .*\(vocab, .*got quantize=True\."
+        TypeError,
+        match=r"takes revision, token, layout, dtype, family, ignore_fields and .*\(vocab, .*got quantize=True\.",
     ):
         maxlib.from_pretrained(exported, quantize=True)
 

@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._utils.arguments import check_array, check_dtype
 from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
 from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
@@ -17,23 +16,24 @@ from maxlib.nn.decoder._model import Input, Output
 from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Carry, Stack
-from maxlib.ops._attention import Mask
+from maxlib.ops import Mask
 from maxlib.sharding import constrain
 
 
 def check_tokens(tokens: Any) -> None:
-    """Raises ValueError unless `tokens` is an integer array of shape `B T`; works while tracing."""
-    is_array = isinstance(tokens, jax.Array | np.ndarray)
-    if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
+    """Raises TypeError for what is no array, and ValueError for one that is not of integers, `B T`."""
+    if isinstance(tokens, str):
+        raise TypeError("tokens must be an array of integers, rows of ids `B T`, got text: encode it with a tokenizer")
+    check_array(tokens, "tokens")
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            "tokens must be an array of integers, rows of ids `B T`, got "
-            f"{f'{tokens.dtype} of shape {tokens.shape}' if is_array else type(tokens).__name__}. "
-            "A single row is jnp.asarray(ids)[None]; text has to be encoded."
+            f"tokens must be an array of integers, rows of ids `B T`, got {tokens.dtype} of shape {tokens.shape}. A "
+            "single row is jnp.asarray(ids)[None]; text has to be encoded."
         )
 
 
 class Decoder(nnx.Module):
-    """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions/0001).
+    """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions.md).
 
     A model family subclasses it and sets the attributes in its constructor; it may override `inputs`, `embed_tokens`,
     `enter`, `layer_inputs` and `leave`. A model with another structure need not subclass it: trainers and generators
@@ -103,6 +103,7 @@ class Decoder(nnx.Module):
             The hidden states after the final norm, the new cache, and the layers' losses and metrics.
 
         Raises:
+            TypeError: when `tokens` or another input is a list or another library's array, or `dtype` no dtype.
             ValueError: when `tokens` is not an integer array of shape `B T`, and as `check_inputs` does; inside jit,
                 where ids are hidden, placeholders that do not fit become NaN instead.
         """
@@ -150,12 +151,16 @@ class Decoder(nnx.Module):
         """Returns the vectors of what a model reads, and the arguments of `enter`; it takes those of `__call__`.
 
         Raises:
-            ValueError: as `__call__` does.
+            TypeError, ValueError: as `__call__` does.
         """
         check_tokens(tokens)
+        check_dtype(dtype)
+        rows = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
+        for name, value in rows.items():
+            if value is not None:
+                check_array(value, name)
         x = self.embed_tokens(tokens, dtype)
         self.check_inputs(tokens, **inputs)
-        rows = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
         arguments = rows | self.ids_for_layers(tokens)
         for name, reader in self.inputs.items():
             if (value := inputs.get(name)) is not None:

@@ -34,7 +34,7 @@ class Output:
 
 @runtime_checkable
 class Model(Protocol):
-    """Protocol of models (docs/decisions/0001): any pytree with these methods can be trained, sharded, saved and used
+    """Protocol of models (docs/decisions.md): any pytree with these methods can be trained, sharded, saved and used
     to generate.
 
     Attributes:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._linear import Init, draw_key
+from maxlib.nn._initial_values import Init, normal
+from maxlib.nn._linear import draw_key
 from maxlib.nn.decoder._context import Context
 from maxlib.sharding import constrain
 
@@ -24,7 +25,7 @@ class LearnedPositions(nnx.Module):
     """
 
     def __init__(self, length: int, dim: int, *, init: Init | None = None, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02) if init is None else init
+        init = normal(0.02) if init is None else init
         self.w = nnx.Param(init(draw_key(rngs), (length, dim), jnp.float32), axes=("position", "embed"))
         self.length = length
 

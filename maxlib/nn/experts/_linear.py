@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import ops
-from maxlib.nn._linear import Init, draw_key
+from maxlib.nn._initial_values import Init, truncated_normal
+from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.sharding import constrain
@@ -48,6 +49,7 @@ class ExpertLinear(nnx.Module):
             init = nnx.initializers.variance_scaling(
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
+            init = truncated_normal(shape[1], init)
         values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
         if weight_order == "EIO":
             # [E, O, I] -> [E, I, O] after drawing, so that both orders have the same initial values.

@@ -15,13 +15,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import ops
-from maxlib.nn._linear import Einsum, Init
+from maxlib.nn._initial_values import Init
+from maxlib.nn._linear import Einsum
 from maxlib.nn.decoder._context import Context, check_is_rows
 from maxlib.nn.experts._linear import ExpertLinear, expert_matrices
 from maxlib.nn.experts._mlp import local_experts
 from maxlib.nn.matmul import LowRank
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
-from maxlib.ops._glu import swiglu
+from maxlib.ops import swiglu
 from maxlib.sharding import shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
 

@@ -89,7 +89,7 @@ def dropless(
 def is_ragged() -> bool:
     """Returns True if rows are exchanged by `ragged_all_to_all`, False if in pieces of equal size.
 
-    The layout decides (`ExpertParallel.exchange`), or else the platform's default (docs/decisions/0011).
+    The layout decides (`ExpertParallel.exchange`), or else the platform's default.
 
     Raises:
         ValueError: when the layout asks for it and XLA does not support it on this platform.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from maxlib.nn._initial_values import normal
 from maxlib.nn._linear import draw_key
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.mixer import SplitSequence, Traffic
@@ -99,7 +100,7 @@ def taps(shape: tuple[int, ...], axes: tuple[str, ...], rngs: nnx.Rngs) -> nnx.P
         axes: Names of the channels' axes.
         rngs: Source of initial values.
     """
-    init = nnx.initializers.normal(shape[-1] ** -0.5)
+    init = normal(shape[-1] ** -0.5)
     return nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=(*axes, "tap"))
 
 

@@ -9,8 +9,8 @@ import jax
 from jaxtyping import Array
 
 from maxlib import nn
-from maxlib.checkpoint._checksum import digest, to_hex
-from maxlib.training._objectives.objective import Batch, Loss
+from maxlib.checkpoint import checksums
+from maxlib.training.losses import Batch, LossFunction
 
 
 class Corrupted(RuntimeError):
@@ -52,7 +52,7 @@ class Recompute:
 
 
 def gradient_digests(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
+    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> dict[str, str]:
     """Computes a hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes.
 
@@ -65,10 +65,7 @@ def gradient_digests(
     """
     key = jax.random.key(0) if key is None else key
     value, grads = _gradient(loss, filter)(model, batch, key)
-    sums = {
-        path: digest(array) for path, array in (grads | {"loss": value}).items()
-    }  # start all of them before waiting for one
-    return {path: to_hex(pair) for path, pair in sums.items()}
+    return checksums(grads | {"loss": value})
 
 
 def replicas_that_differ(params: dict[str, Array]) -> list[str]:
@@ -81,10 +78,12 @@ def replicas_that_differ(params: dict[str, Array]) -> list[str]:
 
 
 def _differ(array: Array) -> bool:
+    if array.sharding.is_fully_addressable and not _replicated(array):
+        return False
     copies: dict[str, set[str]] = {}
-    for shard in array.addressable_shards if not array.sharding.is_fully_addressable or _replicated(array) else ():
-        copies.setdefault(str(shard.index), set()).add(to_hex(digest(shard.data)))
-    return any(len(found) > 1 for found in copies.values())
+    for shard in array.addressable_shards:
+        copies.setdefault(str(shard.index), set()).update(checksums({"": shard.data}).values())
+    return any(len(sums) > 1 for sums in copies.values())
 
 
 def _replicated(array: Array) -> bool:
@@ -92,7 +91,7 @@ def _replicated(array: Array) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _gradient(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., Any]:
+def _gradient(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[..., Any]:
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> Any:
         trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.checkpoint._groupings import groupings, layer_path
+from maxlib.checkpoint import layer_paths
 from maxlib.training._gradients import divisor
-from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._state import TrainState
+from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes import _hooks as hooks
 
 
@@ -38,7 +38,7 @@ class Observation:
 
 
 def observe(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
+    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> Observation:
     """Runs one forward and backward pass and records statistics of every layer. The model is not changed.
 
@@ -53,10 +53,10 @@ def observe(
     """
     key = jax.random.key(0) if key is None else key
     found = _watched(loss, filter)(model, batch, key)
-    laid, seen = groupings(model), jax.device_get(found.seen)
+    laid, seen = nn.tree.groupings(model), jax.device_get(found.seen)
     outputs = {}
     for path, row in hooks.in_layer_order(found.order, laid):
-        name = layer_path(path, laid)[row or 0][0]
+        name = layer_paths(path, laid)[row or 0][0]
         outputs[name] = {}
         for kind in (f"{path}.tap", f"{path}.logit_tap"):
             if kind in seen:
@@ -72,7 +72,7 @@ def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
       params: parameters, gradients or a moment.
       model: the model they belong to.
     """
-    return _by_layer(_norms(params, nn.tree.axes(model)), groupings(model))
+    return _by_layer(_norms(params, nn.tree.axes(model)), nn.tree.groupings(model))
 
 
 class LayerStatistics:
@@ -135,7 +135,7 @@ class _Found:
 
 
 @functools.lru_cache(maxsize=4)
-def _watched(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
+def _watched(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
     is_tap = lambda path: path.endswith((".tap", ".logit_tap"))
 
     @jax.jit
@@ -173,6 +173,6 @@ def _norm(x: Array, rank: int) -> Array:
 def _by_layer(norms: dict[str, Array], laid: Mapping[str, nn.stack.Grouping]) -> dict[str, float]:
     found = {}
     for path, norm in jax.device_get(norms).items():
-        for name, row in layer_path(path, laid):
+        for name, row in layer_paths(path, laid):
             found[name] = float(norm if row is None else norm[row])
     return found

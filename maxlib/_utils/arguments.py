@@ -1,0 +1,36 @@
+"""Checks of arguments that newcomers pass in another form: arrays and dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SHORT = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+    "fp8": "float8_e4m3fn",
+    "half": "float16",
+}
+
+
+def check_array(x: Any, name: str) -> None:
+    """Raises TypeError unless `x` is an array of jax or numpy; the message says how to make one."""
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return
+    kind = type(x)
+    if kind.__module__.partition(".")[0] == "torch":
+        raise TypeError(f"{name} must be an array of jax or numpy, got a torch {kind.__name__}: pass {name}.numpy()")
+    raise TypeError(f"{name} must be an array of jax or numpy, got {kind.__name__}: pass np.asarray({name})")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises TypeError for what is no dtype, such as "fp32"; None passes."""
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        meant = _SHORT.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+        hint = f'; did you mean "{meant}"?' if meant != str(dtype) else ""
+        raise TypeError(f'dtype must be one of jax, such as jnp.float32 or "bfloat16", got {dtype!r}{hint}') from None
