@@ -11,8 +11,8 @@ def lazy(package: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[Callable
     """Returns the `__getattr__` and `__dir__` of a package that imports its names when they are first used.
 
     Args:
-      package: the package's `__name__`.
-      modules: the names that each module below `package` defines. The empty name stands for submodules themselves.
+        package: The package's `__name__`.
+        modules: The names that each module below `package` defines. The empty name stands for submodules themselves.
     """
     home = {name: f"{package}.{module}" for module, names in modules.items() if module for name in names}
     submodules = modules.get("", ())

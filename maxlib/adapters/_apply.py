@@ -40,8 +40,13 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     """
     rules, key = as_rules(rules), draw_key(rngs)
     decide = sites.Decisions(rules, lambda rule: rule.adapter)
-    put = lambda site, lora, path, layers: _with_adapter(site, lora, path, layers, key)
-    change = lambda model: sites.change_sites(model, decide, put)
+
+    def put(site, lora, path, layers):
+        return _with_adapter(site, lora, path, layers, key)
+
+    def change(model):
+        return sites.change_sites(model, decide, put)
+
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
     new = jax.eval_shape(change, model) if is_abstract else change(model)
     decide.check()
@@ -74,8 +79,13 @@ def freeze(model: Model) -> Model:
     They belong to its base: `add` adds new adapters on top of them, and `base_model` only removes the new ones. `save`
     still writes them.
     """
-    kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
-    fixed = lambda v: nnx.Variable(jnp.copy(v[...]), **kept(v)) if isinstance(v, nnx.LoRAParam) else v
+
+    def fixed(variable: nnx.Variable) -> nnx.Variable:
+        if not isinstance(variable, nnx.LoRAParam):
+            return variable
+        metadata = {name: x for name, x in variable.get_metadata().items() if name in ("axes", "summed", "unnamed")}
+        return nnx.Variable(jnp.copy(variable[...]), **metadata)
+
     return not_trained(_with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable)))
 
 
@@ -87,10 +97,11 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
         requantize: True rounds merged weights to their previous format. By default quantized weights become parameters
             in their original dtype, because rounding again loses part of the adapter.
     """
-    one = lambda site: _merged(site, requantize)
-    return as_parameters(
-        sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site)
-    )
+
+    def merge_site(path: str, site: Any) -> Any:
+        return nn.stack.map_layers(lambda layer: _merged(layer, requantize), site) if levels(site) else site
+
+    return as_parameters(sites.map_sites(model, merge_site))
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
@@ -105,11 +116,11 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
 
 def levels(site: Any) -> list[LowRank]:
     """Lists the adapters of a layer: the newest first, then frozen ones."""
-    found, matmul = [], getattr(site, "matmul", None)  # an embedding has no matmul
+    adapters, matmul = [], getattr(site, "matmul", None)  # an embedding has no matmul
     while isinstance(matmul, LowRank):
-        found.append(matmul)
+        adapters.append(matmul)
         matmul = matmul.inner
-    return found
+    return adapters
 
 
 def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
@@ -124,7 +135,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
 
 def trains(site: Any) -> bool:
     """Returns True if a layer has a trainable adapter."""
-    return bool(found := levels(site)) and isinstance(found[0].b, nnx.LoRAParam)
+    return bool(adapters := levels(site)) and isinstance(adapters[0].b, nnx.LoRAParam)
 
 
 def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | None, key: jax.Array) -> Any:
@@ -146,7 +157,10 @@ def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Arra
 def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> LowRank:
     """Returns the matmul of one layer with these factors."""
     names = sites.axes_of(site)
-    named = lambda dims: tuple(names[d] for d in dims)
+
+    def named(dims):
+        return tuple(names[d] for d in dims)
+
     experts, kept, summed = sites.dimensions(site)
     of_a, of_b = (*named(experts), "lora_rank", *named(summed)), (*named(experts), *named(kept), "lora_rank")
     a, b = nnx.LoRAParam(a, axes=of_a, summed=named(summed)), nnx.LoRAParam(b, axes=of_b, summed=("lora_rank",))
@@ -159,7 +173,10 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
 
 def _with_matmul(model: Any, change: Callable[[LowRank], Any]) -> Any:
     """Changes the matmuls that have a trainable adapter."""
-    new = lambda site: sites.replace(site, matmul=change(site.matmul)) if trains(site) else site
+
+    def new(site):
+        return sites.replace(site, matmul=change(site.matmul)) if trains(site) else site
+
     return sites.map_sites(model, lambda _, site: new(site))
 
 

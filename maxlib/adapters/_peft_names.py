@@ -93,14 +93,14 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
     plain = jax.eval_shape(lambda model: quantization.full_precision(merge(model)), model)
     family = family_of(model)
     table = with_fused_experts(family.table(model.cfg)) if fused else family.table(model.cfg)
-    found, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
+    layers, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
     parts: dict[str, list[Part]] = {}
     tensors, tables = resolve(plain, table).tensors, set()
     for name, tensor in tensors.items():
         lengths = dict(zip([a for group in tensor.pieces[0].groups for a in group], tensor.lengths, strict=True))
         for piece in tensor.pieces:
             path = piece.place.path
-            site = found.get(path.removesuffix(".w"))
+            site = layers.get(path.removesuffix(".w"))
             # Skip modules in which heads of several layers alternate.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue

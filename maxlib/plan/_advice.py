@@ -15,23 +15,23 @@ def remedies(job: Job, capacity: float, peak_of: Callable[[Job], float]) -> str:
     """Returns a sentence about the changes of a job that fit by an estimate; if none does, about the closest.
 
     Args:
-      job: a step that does not fit.
-      capacity: bytes of one device.
-      peak_of: estimates the peak of a job in bytes on one device.
+        job: A step that does not fit.
+        capacity: Bytes of one device.
+        peak_of: Estimates the peak of a job in bytes on one device.
     """
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for words, change in _changes(job):
-        if "lora" in words and any("lora" in one and size <= capacity for one, size in found.items()):
+        if "lora" in words and any("lora" in remedy and size <= capacity for remedy, size in sizes.items()):
             continue  # adapters of a bfloat16 base fit: a smaller base is not needed
         try:
-            found[words] = peak_of(change)
+            sizes[words] = peak_of(change)
         except (ValueError, TypeError):  # the model or the layout does not take this change
             continue
-    if not found:
+    if not sizes:
         return ""
-    fitting = {words: size for words, size in found.items() if size <= capacity}
-    best = min(found, key=found.__getitem__)
-    verb, listed = ("fits", fitting) if fitting else ("comes closest", {best: found[best]})
+    fitting = {words: size for words, size in sizes.items() if size <= capacity}
+    best = min(sizes, key=sizes.__getitem__)
+    verb, listed = ("fits", fitting) if fitting else ("comes closest", {best: sizes[best]})
     each = "; ".join(f"{words} {verb}, {size / GIB:.1f} GiB" for words, size in listed.items())
     return f"By estimates for {capacity / GIB:.1f} GiB: {each}."
 

@@ -10,8 +10,8 @@ def axes_of_group(rest: str, mesh: dict[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes in which the devices of one group differ, `("?",)` if its groups cannot be read.
 
     Args:
-      rest: the attributes of the instruction.
-      mesh: from mesh axis to size, in the order of the mesh.
+        rest: The attributes of the instruction.
+        mesh: From mesh axis to size, in the order of the mesh.
     """
     ids = _group(rest, math.prod(mesh.values()))
     if ids is None:
@@ -24,16 +24,16 @@ def axes_of_group(rest: str, mesh: dict[str, int]) -> tuple[str, ...]:
 def _group(rest: str, count: int) -> list[int] | None:
     """Returns the device ids of the first group, in any of the notations of XLA; None if there is none."""
     if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
-        found = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}")]
-        return next((list(pair) for pair in found if pair[0] != pair[1]), [0])  # to itself only
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return [int(n) for n in found[1].split(",")]
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        ids = _turned(int(found[1]) * int(found[2]), found[3], found[4])
-        return ids.reshape(int(found[1]), int(found[2]))[0].tolist()
+        match = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}")]
+        return next((list(pair) for pair in match if pair[0] != pair[1]), [0])  # to itself only
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return [int(n) for n in match[1].split(",")]
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        ids = _turned(int(match[1]) * int(match[2]), match[3], match[4])
+        return ids.reshape(int(match[1]), int(match[2]))[0].tolist()
     order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]" + order + r" \{([^}]*)\}", rest):
-        return _named_group(found[1], found[4], _turned(count, found[2], found[3]))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]" + order + r" \{([^}]*)\}", rest):
+        return _named_group(match[1], match[4], _turned(count, match[2], match[3]))
     return list(range(count)) if re.search(r"replica_groups=\{\}", rest) else None
 
 

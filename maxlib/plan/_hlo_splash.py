@@ -86,23 +86,25 @@ class _Kernel:
         return self.heads * (staying + self.visited * block.keys * (keys + segments))
 
 
-def _read(one: Instruction) -> _Kernel | None:
-    if one.opcode != "custom-call" or (found := _KERNEL.search(one.rest)) is None:
+def _read(instruction: Instruction) -> _Kernel | None:
+    if instruction.opcode != "custom-call" or (match := _KERNEL.search(instruction.rest)) is None:
         return None
-    arrays = [(kind, sizes) for kind, sizes, _ in shapes_of(found[1])]
-    (kind, q), (_, _), (_, v) = [one for one in arrays if not one[0].startswith(("s", "u", "pred"))][:3]
+    arrays = [(kind, sizes) for kind, sizes, _ in shapes_of(match[1])]
+    (kind, q), (_, _), (_, v) = [
+        instruction for instruction in arrays if not instruction[0].startswith(("s", "u", "pred"))
+    ][:3]
     marks = sum(kind == "s32" and sizes[-1] in (LANES, q[-2]) and len(sizes) > 1 for kind, sizes in arrays[2:])
-    window = None if found[3] is None else int(found[3])
-    return _Kernel(found[4], found[2], window, tuple(q), tuple(v), round(size_of(f"{kind}[1]")), marks)
+    window = None if match[3] is None else int(match[3])
+    return _Kernel(match[4], match[2], window, tuple(q), tuple(v), round(size_of(f"{kind}[1]")), marks)
 
 
-def splash_flops(one: Instruction) -> float:
+def splash_flops(instruction: Instruction) -> float:
     """Returns the FLOPs of a call of splash attention, 0 for any other instruction."""
-    kernel = _read(one)
+    kernel = _read(instruction)
     return 0.0 if kernel is None else kernel.flops
 
 
-def splash_bytes(one: Instruction) -> float | None:
+def splash_bytes(instruction: Instruction) -> float | None:
     """Returns the bytes that a call of splash attention reads and writes, None for any other instruction."""
-    kernel = _read(one)
+    kernel = _read(instruction)
     return None if kernel is None else kernel.bytes

@@ -30,41 +30,41 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     entry = ""
     # The text of a kernel's own metadata breaks its instruction into three lines.
     for line in _BROKEN.sub(r"={\1}", text).splitlines():
-        if found := re.match(r"(ENTRY )?%([^\s(]+) \(.*\{$", line):
-            current = computations.setdefault(found[2], {})
-            entry = found[2] if found[1] else entry
-        elif found := _INSTRUCTION.match(line):
-            one = _instruction(found[2], found[3], bool(found[1]))
-            if one is not None:
-                current |= {element.name: element for element in _elements(one, current)}
-                current[one.name] = one
+        if match := re.match(r"(ENTRY )?%([^\s(]+) \(.*\{$", line):
+            current = computations.setdefault(match[2], {})
+            entry = match[2] if match[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            instruction = _instruction(match[2], match[3], bool(match[1]))
+            if instruction is not None:
+                current |= {element.name: element for element in _elements(instruction, current)}
+                current[instruction.name] = instruction
     if not entry:
         raise ValueError("the program's text has no ENTRY computation")
     return computations, entry
 
 
-def _elements(one: Instruction, current: dict[str, Instruction]) -> Iterator[Instruction]:
+def _elements(instruction: Instruction, current: dict[str, Instruction]) -> Iterator[Instruction]:
     """Yields the elements of tuples that an instruction names in place, `%loop#2`, as instructions of their own.
 
     libtpu 0.0.48 writes them so; other versions write a `get-tuple-element`.
     """
-    for name in one.operands:
-        whole, _, index = name.rpartition("#")
-        if whole in current:
-            type_ = types_of(current[whole].type)[int(index)]
-            yield Instruction(name, type_, "get-tuple-element", [whole], f", index={index}", False)
+    for name in instruction.operands:
+        tuple_name, _, index = name.rpartition("#")
+        if tuple_name in current:
+            type_ = types_of(current[tuple_name].type)[int(index)]
+            yield Instruction(name, type_, "get-tuple-element", [tuple_name], f", index={index}", False)
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction | None:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
-    found = re.match(r" ?([\w\-]+)\(", text[end:])
-    if found is None:
+    match = re.match(r" ?([\w\-]+)\(", text[end:])
+    if match is None:
         return None
-    start = end + found.end()
+    start = end + match.end()
     stop = _closing(text, start - 1)
     operands = re.findall(r"%([^\s,()]+)", text[start:stop])
-    rest = text[start:] if found[1] in ("parameter", "constant") else text[stop + 1 :]
-    return Instruction(name, text[:end], found[1], operands, rest, root)
+    rest = text[start:] if match[1] in ("parameter", "constant") else text[stop + 1 :]
+    return Instruction(name, text[:end], match[1], operands, rest, root)
 
 
 def _closing(text: str, start: int) -> int:
@@ -76,28 +76,30 @@ def _closing(text: str, start: int) -> int:
     return len(text) - 1
 
 
-def constant_of(one: Instruction | None) -> int | None:
-    found = re.match(r"(\d+)\)", one.rest) if one is not None and one.opcode == "constant" else None
-    return int(found[1]) if found else None
+def constant_of(instruction: Instruction | None) -> int | None:
+    match = (
+        re.match(r"(\d+)\)", instruction.rest) if instruction is not None and instruction.opcode == "constant" else None
+    )
+    return int(match[1]) if match else None
 
 
-def index_of(one: Instruction) -> int:
-    found = re.search(r"index=(\d+)", one.rest)
-    return int(found[1]) if found else 0
+def index_of(instruction: Instruction) -> int:
+    match = re.search(r"index=(\d+)", instruction.rest)
+    return int(match[1]) if match else 0
 
 
-def computation_of(one: Instruction, attribute: str) -> str:
-    found = re.search(rf"{attribute}=%([^\s,)]+)", one.rest)
-    if found is None:
-        raise ValueError(f"{one.opcode} {one.name} names no {attribute}")
-    return found[1]
+def computation_of(instruction: Instruction, attribute: str) -> str:
+    match = re.search(rf"{attribute}=%([^\s,)]+)", instruction.rest)
+    if match is None:
+        raise ValueError(f"{instruction.opcode} {instruction.name} names no {attribute}")
+    return match[1]
 
 
-def branches_of(one: Instruction) -> list[str]:
-    found = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
-    if found:
-        return re.findall(r"%([^\s,]+)", found[1])
-    return re.findall(r"(?:true|false)_computation=%([^\s,]+)", one.rest)
+def branches_of(instruction: Instruction) -> list[str]:
+    match = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
+    if match:
+        return re.findall(r"%([^\s,]+)", match[1])
+    return re.findall(r"(?:true|false)_computation=%([^\s,]+)", instruction.rest)
 
 
 def shapes_of(type_: str) -> Iterator[tuple[str, list[int], str]]:

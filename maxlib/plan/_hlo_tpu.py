@@ -20,58 +20,58 @@ _KERNEL = re.compile(
 )
 
 
-def grouped_flops(one: Instruction, room: float = 1) -> float | None:
+def grouped_flops(instruction: Instruction, room: float = 1) -> float | None:
     """Returns the FLOPs of a grouped matmul, None for any other instruction.
 
     Args:
-      one: the instruction.
-      room: size of the buffer of rows, as a multiple of the rows that arrive.
+        instruction: The instruction.
+        room: Size of the buffer of rows, as a multiple of the rows that arrive.
     """
-    of = _sizes(one, room)
+    of = _sizes(instruction, room)
     return None if of is None else 2.0 * of.rows * of.summed * of.out
 
 
-def repeated_flops(one: Instruction, room: float = 1, vmem: int = DEFAULT_VMEM) -> float:
+def repeated_flops(instruction: Instruction, room: float = 1, vmem: int = DEFAULT_VMEM) -> float:
     """Returns the FLOPs that a grouped matmul computes beyond those of its rows, 0 for any other instruction.
 
     A tile with rows of two experts is computed once for each.
 
     Args:
-      one: the instruction.
-      room: size of the buffer of rows, as a multiple of the rows that arrive.
-      vmem: bytes of vector memory that the kernel may take.
+        instruction: The instruction.
+        room: Size of the buffer of rows, as a multiple of the rows that arrive.
+        vmem: Bytes of vector memory that the kernel may take.
     """
-    of = _sizes(one, room)
-    return 0.0 if of is None else _tiles(one, vmem).computed(of) - 2.0 * of.rows * of.summed * of.out
+    of = _sizes(instruction, room)
+    return 0.0 if of is None else _tiles(instruction, vmem).computed(of) - 2.0 * of.rows * of.summed * of.out
 
 
-def grouped_bytes(one: Instruction, room: float = 1, vmem: int = DEFAULT_VMEM) -> float | None:
+def grouped_bytes(instruction: Instruction, room: float = 1, vmem: int = DEFAULT_VMEM) -> float | None:
     """Returns the bytes that a grouped matmul reads and writes, None for any other instruction.
 
     Args:
-      one: the instruction.
-      room: size of the buffer of rows, as a multiple of the rows that arrive.
-      vmem: bytes of vector memory that the kernel may take.
+        instruction: The instruction.
+        room: Size of the buffer of rows, as a multiple of the rows that arrive.
+        vmem: Bytes of vector memory that the kernel may take.
     """
-    of = _sizes(one, room)
-    return None if of is None else _tiles(one, vmem).moved(of)
+    of = _sizes(instruction, room)
+    return None if of is None else _tiles(instruction, vmem).moved(of)
 
 
-def _tiles(one: Instruction, vmem: int) -> Tiles:
+def _tiles(instruction: Instruction, vmem: int) -> Tiles:
     """Returns the tiles of the kernel, which knows the size of its buffer only."""
-    of = _sizes(one, 1)
+    of = _sizes(instruction, 1)
     assert of is not None
     return choose_tiles(dataclasses.replace(of, vmem=vmem))
 
 
-def _sizes(one: Instruction, room: float) -> Sizes | None:
-    if one.opcode != "custom-call" or (found := _KERNEL.search(one.rest)) is None:
+def _sizes(instruction: Instruction, room: float) -> Sizes | None:
+    if instruction.opcode != "custom-call" or (match := _KERNEL.search(instruction.rest)) is None:
         return None
-    *_, (kind, left, _), (_, right, _) = shapes_of(found[1])
-    out = next(shapes_of(one.type))[1]
-    transposed = found[2] is None
+    *_, (kind, left, _), (_, right, _) = shapes_of(match[1])
+    out = next(shapes_of(instruction.type))[1]
+    transposed = match[2] is None
     matrices = out if transposed else right
-    widths = _width(kind), round(size_of(one.type) / math.prod(out))
+    widths = _width(kind), round(size_of(instruction.type) / math.prod(out))
     rows = math.ceil(left[0] / room)
     return Sizes(rows, left[1], right[1] if transposed else out[1], matrices[0], *widths, transposed)
 

@@ -31,28 +31,28 @@ class Job:
         job = plan.Job("llama3.1-8b", "v5p-128", layout=layout, sequence=8192)
 
     Args:
-      model: the name of a preset, a `Config` of a known family, a function without arguments that builds a model or
-        returns a `Config`, or the name "module:name" of either.
-      target: the hardware, a name for `parse_target`.
-      layout: the layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
-        with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
-        default `FSDP` over all of them.
-      per_device_batch_size: sequences per device in one step; a fraction where several devices share a sequence.
-      sequence: tokens of a sequence.
-      remat: the `remat` argument of the model.
-      attention: the implementation of `ops.attention` in all layers; None for the best that can run.
-      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
-        "module:name".
-      dtype: dtype of activations and of weights in matmuls.
-      loss: a loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of one,
-        or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
-      batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
-        other than int32 `tokens` and `targets`.
-      lora: an `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
-      base: storage format of the frozen base: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
-          such as "int8" or "nf4" (QLoRA).
-      quantization: rules of `quantization.for_training`, such as "fp8_block".
-      options: XLA compiler options, by name.
+        model: The name of a preset, a `Config` of a known family, a function without arguments that builds a model or
+            returns a `Config`, or the name "module:name" of either.
+        target: The hardware, a name for `parse_target`.
+        layout: The layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`, with `"dcn"` among the
+            degrees for several slices or hosts; or the layout of a mesh of as many devices. By default `FSDP` over all
+            of them.
+        per_device_batch_size: Sequences per device in one step; a fraction where several devices share a sequence.
+        sequence: Tokens of a sequence.
+        remat: The `remat` argument of the model.
+        attention: The implementation of `ops.attention` in all layers; None for the best that can run.
+        optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
+            "module:name".
+        dtype: Dtype of activations and of weights in matmuls.
+        loss: A loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of
+            one, or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
+        batch: A function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
+            other than int32 `tokens` and `targets`.
+        lora: An `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
+        base: Storage format of the frozen base: a dtype, by default `dtype`, or a format of
+            `quantization.for_inference`, such as "int8" or "nf4" (QLoRA).
+        quantization: Rules of `quantization.for_training`, such as "fp8_block".
+        options: XLA compiler options, by name.
     """
 
     model: Any
@@ -110,7 +110,7 @@ class Job:
         """Builds the model that is trained, with its adapters; call it under `jax.eval_shape`.
 
         Raises:
-          ValueError: for an unknown preset, `Config` or `base`, and for rules that fit nothing.
+            ValueError: for an unknown preset, `Config` or `base`, and for rules that fit nothing.
         """
         model = self.plain()
         if self.quantization is not None:
@@ -136,10 +136,10 @@ class Job:
         """Returns the loss with `dtype` and other options bound.
 
         Args:
-          options: keyword arguments of the loss, such as `remat`.
+            options: Keyword arguments of the loss, such as `remat`.
 
         Raises:
-          ValueError: when the loss does not take them.
+            ValueError: when the loss does not take them.
         """
         wrapped = isinstance(self.loss, Accumulated | OneFOneB)
         loss = by_name(self.loss.loss if wrapped else self.loss, "loss")

@@ -17,13 +17,13 @@ def expert_trips(text: str, room: float = 1) -> dict[str, float]:
     """Returns the trip counts of grouped matmuls' loops, over experts and over tiles, if experts get equal shares.
 
     Args:
-      text: the lowered program.
-      room: size of the buffer of rows, as a multiple of the rows that arrive.
+        text: The lowered program.
+        room: Size of the buffer of rows, as a multiple of the rows that arrive.
     """
     # An expert's rows are covered by tiles of decreasing sizes; on average half of the smallest one is padding.
-    if (found := _GROUPED.search(text)) is None:
+    if (match := _GROUPED.search(text)) is None:
         return {}
-    rows, experts = map(int, found.groups())
+    rows, experts = map(int, match.groups())
     sizes = tiled_tiles(rows, experts).fit(rows)
     return {"experts": experts, "tiles": (rows / room / experts + sizes[-1] / 2) / sum(sizes)}
 

@@ -28,26 +28,26 @@ class Plan:
     """The memory and time of a training step on a target; prints as a report. Sizes are bytes on one device.
 
     Args:
-      job: the training step.
-      target: the hardware.
-      mesh: from mesh axis to size.
-      compiled: True if the numbers come from the compiler, False if from the analytic model.
-      num_parameters: parameters of the whole model.
-      rows: rows of the global batch.
-      parameters: bytes of parameters.
-      optimizer: bytes of the optimizer's state.
-      batch: bytes of the inputs.
-      host: bytes that the host stores for the device, such as moments.
-      gradients: bytes of gradients; part of `temporaries`.
-      temporaries: bytes of arrays that only exist during the step.
-      code: bytes of machine code; None unless the compiler ran to its end.
-      peak: bytes at the worst moment.
-      analytic: the analytic memory model.
-      model_flops: the model's FLOPs of a step on all devices.
-      costs: one device's work; None if the program's text could not be read.
-      estimate: the time of a step by the roofline; None without `costs`.
-      lower_seconds: seconds of tracing and lowering.
-      compile_seconds: seconds of compiling.
+        job: The training step.
+        target: The hardware.
+        mesh: From mesh axis to size.
+        compiled: True if the numbers come from the compiler, False if from the analytic model.
+        num_parameters: Parameters of the whole model.
+        rows: Rows of the global batch.
+        parameters: Bytes of parameters.
+        optimizer: Bytes of the optimizer's state.
+        batch: Bytes of the inputs.
+        host: Bytes that the host stores for the device, such as moments.
+        gradients: Bytes of gradients; part of `temporaries`.
+        temporaries: Bytes of arrays that only exist during the step.
+        code: Bytes of machine code; None unless the compiler ran to its end.
+        peak: Bytes at the worst moment.
+        analytic: The analytic memory model.
+        model_flops: The model's FLOPs of a step on all devices.
+        costs: One device's work; None if the program's text could not be read.
+        estimate: The time of a step by the roofline; None without `costs`.
+        lower_seconds: Seconds of tracing and lowering.
+        compile_seconds: Seconds of compiling.
     """
 
     job: Job
@@ -110,8 +110,11 @@ def _adapters(job: Job) -> list[str]:
     """Returns a line about the adapters and the frozen base, if the job trains adapters."""
     if job.lora is None:
         return []
-    given = [rule.adapter for rule in as_rules(job.lora) if rule.adapter]
-    names = [f"{'DoRA' if one.dora else 'LoRA'} rank {one.rank}, alpha {one.alpha:g}" for one in dict.fromkeys(given)]
+    adapters = [rule.adapter for rule in as_rules(job.lora) if rule.adapter]
+    names = [
+        f"{'DoRA' if adapter.dora else 'LoRA'} rank {adapter.rank}, alpha {adapter.alpha:g}"
+        for adapter in dict.fromkeys(adapters)
+    ]
     return [f"adapters: {'; '.join(names)}; their base is frozen, in {job.base or job.dtype}"]
 
 
@@ -120,7 +123,10 @@ def _memory(plan: Plan) -> Table:
     table.add_column("")
     table.add_column("GiB", justify="right")
     table.add_column("")
-    show = lambda size: "-" if size is None else f"{size / GIB:.2f}"
+
+    def show(size):
+        return "-" if size is None else f"{size / GIB:.2f}"
+
     rest = max(0.0, plan.temporaries - plan.gradients)
     table.add_row("parameters", show(plan.parameters), "")
     table.add_row("optimizer", show(plan.optimizer), "")
@@ -157,8 +163,8 @@ def verdict(plan: Plan) -> str:
 
 
 def _remedies(plan: Plan) -> list[str]:
-    found = remedies(plan.job, plan.target.chip.memory, lambda job: estimate_memory(make_program(job)).total)
-    return [found] if found else []
+    suggested = remedies(plan.job, plan.target.chip.memory, lambda job: estimate_memory(make_program(job)).total)
+    return [suggested] if suggested else []
 
 
 def _advice(plan: Plan) -> list[str]:
@@ -218,9 +224,9 @@ def _collectives(costs: Costs, compiled: bool) -> Table | str:
         table.add_column(name)
     for name in ("written", "run", "GiB") if compiled else ("GiB",):
         table.add_column(name, justify="right")
-    for one in costs.collectives:
-        counts = [str(one.written), f"{one.runs:g}"] if compiled else []
-        table.add_row(one.kind, " ".join(one.axes) or "-", *counts, f"{one.bytes / GIB:.3f}")
+    for collective in costs.collectives:
+        counts = [str(collective.written), f"{collective.runs:g}"] if compiled else []
+        table.add_row(collective.kind, " ".join(collective.axes) or "-", *counts, f"{collective.bytes / GIB:.3f}")
     return table
 
 

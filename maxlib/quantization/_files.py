@@ -150,9 +150,9 @@ _DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def _is_layout(layout: Any) -> bool:
-    is_group = lambda group: (
-        isinstance(group, list) and len(group) == 2 and all(type(n) is int and n > 0 for n in group)
-    )
+    def is_group(group):
+        return isinstance(group, list) and len(group) == 2 and all(type(n) is int and n > 0 for n in group)
+
     return isinstance(layout, list) and all(map(is_group, layout))
 
 
@@ -173,7 +173,10 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
         format, dtype = manifest["formats"][name], np.dtype(manifest["dtypes"][name])
-        make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+
+        def make(site):
+            return store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+
         return nn.stack.map_layers(make, site)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))

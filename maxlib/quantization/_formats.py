@@ -97,7 +97,10 @@ def check_backend(format: Format) -> None:
 @functools.cache
 def _problem(a: str, b: str, backend: str) -> str | None:
     """Returns the compiler's error for such a product, None if it compiles."""
-    dot = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def dot(x, y):
+        return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
     try:
         jax.jit(dot).lower(jax.ShapeDtypeStruct((32, 32), a), jax.ShapeDtypeStruct((32, 32), b)).compile()
     except Exception as error:  # compilers raise various errors

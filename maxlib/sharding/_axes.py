@@ -56,7 +56,7 @@ class IfFree:
     the other axes.
 
     Args:
-      axes: one or several mesh axes, or the name of an array's axis.
+        axes: One or several mesh axes, or the name of an array's axis.
     """
 
     axes: str | tuple[str, ...]
@@ -74,10 +74,10 @@ def declare_axes(*names: str) -> None:
     are already traced stay valid, and they are not part of `jit`'s cache key.
 
     Args:
-      names: the new names, such as "state".
+        names: The new names, such as "state".
 
     Raises:
-      ValueError: when a name is not an identifier.
+        ValueError: when a name is not an identifier.
     """
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
@@ -89,11 +89,11 @@ def check_axes(names: Iterable[Name], what: str) -> None:
     """Checks that names are declared.
 
     Args:
-      names: axis names of one array; None is an axis without a name.
-      what: description of the array, for the message.
+        names: Axis names of one array; None is an axis without a name.
+        what: Description of the array, for the message.
 
     Raises:
-      ValueError: for a name that is not declared; the message suggests the closest one.
+        ValueError: for a name that is not declared; the message suggests the closest one.
     """
     for name in names:
         name = name.axes if isinstance(name, IfFree) else name

@@ -13,11 +13,11 @@ class ShardedWeight:
     """A parameter in a training step.
 
     Args:
-      split: mesh axes that split it.
-      gathered: those of them that also split the batch, over which it is gathered for use.
-      size: bytes in the compute dtype, once gathered.
-      uses: number of gathers in a pass: one for each tick of a pipeline and for each microbatch.
-      trained: False if it is frozen and has no gradient.
+        split: Mesh axes that split it.
+        gathered: Those of them that also split the batch, over which it is gathered for use.
+        size: Bytes in the compute dtype, once gathered.
+        uses: Number of gathers in a pass: one for each tick of a pipeline and for each microbatch.
+        trained: False if it is frozen and has no gradient.
     """
 
     split: Collection[str]
@@ -32,9 +32,9 @@ class ExpertLayer:
     """A mixture of experts.
 
     Args:
-      top_k: number of experts per token.
-      capacity_factor: capacity of an expert relative to an even share; None if no token is dropped.
-      layers: number of layers that it represents, including idle ticks of a pipeline.
+        top_k: Number of experts per token.
+        capacity_factor: Capacity of an expert relative to an even share; None if no token is dropped.
+        layers: Number of layers that it represents, including idle ticks of a pipeline.
     """
 
     top_k: int
@@ -47,20 +47,20 @@ class StepFacts:
     """One device's part of a training step; the argument of `Strategy.traffic` and `Strategy.host_copies`.
 
     Args:
-      layout: the layout.
-      platform: "tpu", "cuda" or "cpu".
-      sequence: tokens of a sequence.
-      tokens: tokens of the batch on this device.
-      width: bytes of a number in the compute dtype.
-      hidden: bytes of the residual stream of these tokens.
-      layers: number of layers computed for these tokens, including idle ticks of a pipeline.
-      passes: 2 for forward and backward, 3 if layers are recomputed.
-      ticks: ticks of a pipeline divided by its microbatches; 1 without one.
-      weights: the parameters.
-      mixers: the layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it represents.
-      experts: the mixtures of experts.
-      moments_on_host: bytes of the optimizer's state that are stored on the host.
-      weights_on_host: bytes of trained parameters that are stored on the host.
+        layout: The layout.
+        platform: "tpu", "cuda" or "cpu".
+        sequence: Tokens of a sequence.
+        tokens: Tokens of the batch on this device.
+        width: Bytes of a number in the compute dtype.
+        hidden: Bytes of the residual stream of these tokens.
+        layers: Number of layers computed for these tokens, including idle ticks of a pipeline.
+        passes: 2 for forward and backward, 3 if layers are recomputed.
+        ticks: Ticks of a pipeline divided by its microbatches; 1 without one.
+        weights: The parameters.
+        mixers: The layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it represents.
+        experts: The mixtures of experts.
+        moments_on_host: Bytes of the optimizer's state that are stored on the host.
+        weights_on_host: Bytes of trained parameters that are stored on the host.
     """
 
     layout: Any

@@ -37,12 +37,12 @@ def shardings(model: Model, layout: Layout) -> Model:
     Variables without axis names are replicated.
 
     Args:
-      model: a module, or its `jax.eval_shape`.
-      layout: the mesh and the strategy.
+        model: A module, or its `jax.eval_shape`.
+        layout: The mesh and the strategy.
 
     Raises:
-      ValueError: when an axis is not declared, when a mesh axis does not divide a dimension, or when two names of a
-        parameter use the same mesh axis; the message names the parameter.
+        ValueError: when an axis is not declared, when a mesh axis does not divide a dimension, or when two names of a
+            parameter use the same mesh axis; the message names the parameter.
     """
     check_layout(layout)
 
@@ -72,15 +72,15 @@ def create(build: Callable[[], Model], layout: Layout) -> Model:
         model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
 
     Args:
-      build: builds the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
-      layout: the mesh and the strategy.
+        build: Builds the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
+        layout: The mesh and the strategy.
 
     Returns:
-      The model, with the same values as `build` gives on one device.
+        The model, with the same values as `build` gives on one device.
 
     Raises:
-      TypeError: when `build` is a model.
-      ValueError: as for `shardings`, and when a parameter occurs twice (`self.head = self.embed`).
+        TypeError: when `build` is a model.
+        ValueError: as for `shardings`, and when a parameter occurs twice (`self.head = self.embed`).
     """
     if isinstance(build, nnx.Module):
         raise TypeError(

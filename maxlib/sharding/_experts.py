@@ -19,12 +19,12 @@ class ExpertParallel(Strategy):
     The rest of the model uses that axis for more data parallelism, and for more FSDP if parameters are fully sharded.
 
     Args:
-      axis: the mesh axis.
-      exchange: "ragged" sends each device exactly its tokens (ragged all-to-all); "dense" pads all messages to one
-        size; None chooses by device.
+        axis: The mesh axis.
+        exchange: "ragged" sends each device exactly its tokens (ragged all-to-all); "dense" pads all messages to one
+            size; None chooses by device.
 
     Raises:
-      ValueError: for another `how`.
+        ValueError: for another `exchange`.
     """
 
     kind: ClassVar[str] = "experts"

@@ -18,7 +18,7 @@ class DataParallel(Strategy):
     """Data parallelism: rows of the batch are split over devices, each with a copy of all parameters.
 
     Args:
-      axes: the mesh axes that split the rows.
+        axes: The mesh axes that split the rows.
     """
 
     kind: ClassVar[str] = "batch"
@@ -31,8 +31,9 @@ class DataParallel(Strategy):
         """Yields the sums of gradients over devices with different tokens and the same part of a weight."""
         # Devices that split a sequence, and stages that split rows, have different tokens too.
         others = {*step.axes("batch"), *step.axes("seq"), *step.axes("layers")}
-        for weight in (one for one in step.weights if one.trained):
-            yield "all-reduce", others - {*weight.split}, weight.size / step.parts(weight.gathered)
+        for weight in step.weights:
+            if weight.trained:
+                yield "all-reduce", others - {*weight.split}, weight.size / step.parts(weight.gathered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,9 @@ class FullyShard(Strategy):
     `replicate_axis`; if that axis has more than one device, this is hybrid sharding (HSDP).
 
     Args:
-      shard_axis: the mesh axis that splits the batch, and parameters along the width of the residual stream.
-      replicate_axis: the mesh axis that splits the batch only.
-      by_expert: True splits the matrices of a mixture by expert instead of by width.
+        shard_axis: The mesh axis that splits the batch, and parameters along the width of the residual stream.
+        replicate_axis: The mesh axis that splits the batch only.
+        by_expert: True splits the matrices of a mixture by expert instead of by width.
     """
 
     kind: ClassVar[str] = "fsdp"
@@ -76,7 +77,7 @@ class ShardOptimizer(Strategy):
     The mesh axis splits the longest dimension that it divides.
 
     Args:
-      axis: a mesh axis over which parameters are replicated.
+        axis: A mesh axis over which parameters are replicated.
     """
 
     kind: ClassVar[str] = "optimizer"

@@ -16,7 +16,7 @@ def is_stacked(axes: Sequence[str | None]) -> bool:
     """Returns True if an array stores several layers, judged by its axis names.
 
     Args:
-      axes: a name (or None) for each dimension.
+        axes: A name (or None) for each dimension.
     """
     return len(axes) > 0 and axes[0] in _LAYER_AXES
 
@@ -25,7 +25,7 @@ def num_layer_axes(axes: Sequence[Any]) -> int:
     """Counts the leading layer axes: 0 for a single layer, 2 for a stack inside a scanned layer.
 
     Args:
-      axes: a name (or None) for each dimension.
+        axes: A name (or None) for each dimension.
     """
     return next((d for d, name in enumerate(axes) if name not in _LAYER_AXES), len(axes))
 
@@ -34,7 +34,7 @@ def own_axes(axes: Sequence[str | None]) -> tuple[str | None, ...]:
     """Returns the names of one layer's own dimensions, `()` if none has a name.
 
     Args:
-      axes: a name (or None) for each dimension, starting with layer axes.
+        axes: A name (or None) for each dimension, starting with layer axes.
     """
-    own = tuple(axes[num_layer_axes(axes) :])
-    return own if any(own) else ()
+    names = tuple(axes[num_layer_axes(axes) :])
+    return names if any(names) else ()

@@ -16,9 +16,9 @@ class Offload(Strategy):
     """Offloading: arrays are stored in host memory between their uses. Combining two of them does both.
 
     Args:
-      optimizer: True stores the optimizer's moments on the host; the update copies them to the device layer by layer.
-      layers: True stores the matrices of scanned layers on the host; each pass copies them to the device layer by
-          layer.
+        optimizer: True stores the optimizer's moments on the host; the update copies them to the device layer by layer.
+        layers: True stores the matrices of scanned layers on the host; each pass copies them to the device layer by
+            layer.
     """
 
     kind: ClassVar[str] = "offload"

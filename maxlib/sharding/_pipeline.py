@@ -22,13 +22,13 @@ class Pipeline(Strategy):
     bubble). More microbatches or more repeats reduce this share.
 
     Args:
-      axis: the mesh axis whose devices are the stages.
-      microbatches: number of parts into which each batch is split.
-      repeats: number of times that a microbatch passes through all stages, each time through another chunk of their
-          layers. If it is more than 1, microbatches must be a multiple of the stages.
+        axis: The mesh axis whose devices are the stages.
+        microbatches: Number of parts into which each batch is split.
+        repeats: Number of times that a microbatch passes through all stages, each time through another chunk of their
+            layers. If it is more than 1, microbatches must be a multiple of the stages.
 
     Raises:
-      ValueError: for less than one microbatch or repeat.
+        ValueError: for less than one microbatch or repeat.
     """
 
     kind: ClassVar[str] = "pipeline"

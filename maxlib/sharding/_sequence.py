@@ -18,14 +18,14 @@ class SplitSequence:
     """A split sequence, the argument of `SequenceMixer.traffic`.
 
     Args:
-      strategy: the strategy that splits it.
-      mesh: from mesh axis to number of devices.
-      parts: devices that share a sequence.
-      heads: devices that share the heads (tensor parallelism).
-      rows: sequences on a device.
-      tokens: tokens on a device.
-      width: bytes of a number in the compute dtype.
-      passes: 2 for forward and backward, 3 if the forward pass is computed again.
+        strategy: The strategy that splits it.
+        mesh: From mesh axis to number of devices.
+        parts: Devices that share a sequence.
+        heads: Devices that share the heads (tensor parallelism).
+        rows: Sequences on a device.
+        tokens: Tokens on a device.
+        width: Bytes of a number in the compute dtype.
+        passes: 2 for forward and backward, 3 if the forward pass is computed again.
     """
 
     strategy: "ContextParallel"
@@ -41,8 +41,8 @@ class SplitSequence:
         """Returns the bytes that attention sends in a training step, by kind of collective.
 
         Args:
-          queries: numbers in a token's queries and outputs.
-          keys: numbers in a token's keys and values.
+            queries: Numbers in a token's queries and outputs.
+            keys: Numbers in a token's keys and values.
         """
         return self.strategy.attention(self, queries=queries, keys=keys)
 
@@ -56,9 +56,9 @@ class ContextParallel(Strategy):
         """Returns the bytes that attention sends in a training step, by kind of collective.
 
         Args:
-          split: the split sequence.
-          queries: numbers in a token's queries and outputs.
-          keys: numbers in a token's keys and values.
+            split: The split sequence.
+            queries: Numbers in a token's queries and outputs.
+            keys: Numbers in a token's keys and values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define attention(split, queries, keys) for plans")
 
@@ -100,7 +100,7 @@ class AllGatherAttention(ContextParallel):
     """All-gather attention: every device gathers all keys and values, for its own queries (Llama 3, arXiv:2407.21783).
 
     Args:
-      axis: the mesh axis that splits the sequence.
+        axis: The mesh axis that splits the sequence.
     """
 
     axis: str = "context"
@@ -111,8 +111,8 @@ class AllGatherAttention(ContextParallel):
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Forward: all-gather of keys and values. Backward: reduce-scatter of their gradients.
-        whole = split.tokens * split.width / split.heads * keys * split.parts
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        gathered = split.tokens * split.width / split.heads * keys * split.parts
+        return {"all-gather": (split.passes - 1) * gathered, "reduce-scatter": gathered}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RingAttention(ContextParallel):
     """Ring attention: keys and values are passed around the devices, while queries stay (arXiv:2310.01889).
 
     Args:
-      axis: the mesh axis that splits the sequence.
+        axis: The mesh axis that splits the sequence.
     """
 
     axis: str = "context"
@@ -131,8 +131,8 @@ class RingAttention(ContextParallel):
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Every pass sends all keys and values; the backward pass also sends the sums of their gradients, in float32.
-        one = split.tokens * split.width / split.heads
-        return {"collective-permute": (split.passes + 4 / split.width) * one * keys * split.parts}
+        number = split.tokens * split.width / split.heads
+        return {"collective-permute": (split.passes + 4 / split.width) * number * keys * split.parts}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class UlyssesAttention(ContextParallel):
     The mesh axis splits the heads that a device has under tensor parallelism.
 
     Args:
-      axis: the mesh axis that splits the sequence.
+        axis: The mesh axis that splits the sequence.
     """
 
     axis: str = "context"

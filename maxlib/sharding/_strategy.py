@@ -29,7 +29,7 @@ class Strategy:
         """Returns the rules with the changes of this strategy.
 
         Args:
-          rules: from axis name to mesh axes, after earlier strategies.
+            rules: From axis name to mesh axes, after earlier strategies.
         """
         return rules
 
@@ -37,7 +37,7 @@ class Strategy:
         """Returns the rules for activations of a running program, if they differ from the rules of its arguments.
 
         Args:
-          rules: from axis name to mesh axes.
+            rules: From axis name to mesh axes.
         """
         return rules
 
@@ -45,7 +45,7 @@ class Strategy:
         """Combines with an earlier strategy of the same kind; by default this one replaces it.
 
         Args:
-          earlier: the earlier strategy.
+            earlier: The earlier strategy.
         """
         return self
 
@@ -53,22 +53,22 @@ class Strategy:
         """Checks the strategy against a mesh and the other strategies of a layout.
 
         Args:
-          mesh: the layout's mesh.
-          others: all strategies of the layout.
+            mesh: The layout's mesh.
+            others: All strategies of the layout.
 
         Raises:
-          ValueError: if they conflict.
+            ValueError: if they conflict.
         """
 
     def parameter_spec(self, spec: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Returns the partition spec of a parameter; by default the spec of the rules.
 
         Args:
-          spec: the spec of the rules and earlier strategies.
-          names: its axis names.
-          shape: its shape.
-          path: its dotted path in the model.
-          mesh: the mesh.
+            spec: The spec of the rules and earlier strategies.
+            names: Its axis names.
+            shape: Its shape.
+            path: Its dotted path in the model.
+            mesh: The mesh.
         """
         return spec
 
@@ -76,9 +76,9 @@ class Strategy:
         """Returns the spec of the optimizer's moments of a parameter.
 
         Args:
-          spec: the spec of the parameter.
-          shape: its shape.
-          mesh: the mesh.
+            spec: The spec of the parameter.
+            shape: Its shape.
+            mesh: The mesh.
         """
         return spec
 
@@ -86,7 +86,7 @@ class Strategy:
         """Yields the communication of a training step due to this strategy, for plans without compilation.
 
         Args:
-          step: one device's part of the step.
+            step: One device's part of the step.
         """
         yield from ()
 
@@ -95,7 +95,7 @@ class Strategy:
         strategy.
 
         Args:
-          step: one device's part of the step.
+            step: One device's part of the step.
         """
         return 0.0, 0.0
 
@@ -111,11 +111,11 @@ class Rules(Strategy):
     """Plain rules: a table from the axes of arrays to mesh axes.
 
     Args:
-      table: from axis name to one or several mesh axes, `IfFree`, or None (not split).
+        table: From axis name to one or several mesh axes, `IfFree`, or None (not split).
 
     Raises:
-      ValueError: for a name that is not declared, a value that is not a mesh axis, or the axis "layers", which only a
-          `Pipeline` splits.
+        ValueError: for a name that is not declared, a value that is not a mesh axis, or the axis "layers", which only a
+            `Pipeline` splits.
     """
 
     kind: ClassVar[str] = "rules"
@@ -165,10 +165,10 @@ def parts_of(strategy: Any) -> tuple[Strategy, ...]:
     """Returns the combined strategies.
 
     Args:
-      strategy: a strategy, or a mapping of plain rules.
+        strategy: A strategy, or a mapping of plain rules.
 
     Raises:
-      TypeError: for anything else.
+        TypeError: for anything else.
     """
     if isinstance(strategy, Joined):
         return strategy.parts
@@ -185,16 +185,17 @@ def join(*strategies: Any) -> Strategy:
     """Combines strategies into one, as `|` does.
 
     Args:
-      strategies: strategies, or mappings of plain rules. Those of the same kind are merged, by default to the last one.
+        strategies: Strategies, or mappings of plain rules. Those of the same kind are merged, by default to the last
+            one.
 
     Raises:
-      TypeError: for anything else.
+        TypeError: for anything else.
     """
-    found: dict[str, Strategy] = {}
+    by_kind: dict[str, Strategy] = {}
     for part in (part for strategy in strategies for part in parts_of(strategy)):
         kind = part.kind or type(part).__qualname__
-        found[kind] = part.merge(found[kind]) if kind in found else part
-    ordered = tuple(found[kind] for kind in sorted(found, key=_order))
+        by_kind[kind] = part.merge(by_kind[kind]) if kind in by_kind else part
+    ordered = tuple(by_kind[kind] for kind in sorted(by_kind, key=_order))
     return ordered[0] if len(ordered) == 1 else Joined(ordered)
 
 

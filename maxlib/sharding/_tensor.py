@@ -18,7 +18,7 @@ class TensorParallel(Strategy):
     """Tensor parallelism: heads, inner widths and the vocabulary are split, in parameters and activations.
 
     Args:
-      axis: the mesh axis.
+        axis: The mesh axis.
     """
 
     kind: ClassVar[str] = "tensor"
@@ -39,7 +39,7 @@ class SequenceParallel(Strategy):
     Outside the matmuls that tensor parallelism splits, the same mesh axis splits activations by sequence.
 
     Args:
-      axis: the mesh axis of `TensorParallel`.
+        axis: The mesh axis of `TensorParallel`.
     """
 
     kind: ClassVar[str] = "tensor_sequence"
