@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib._utils.files import read_json_object
-from maxlib.adapters._rules import LoRA
+from maxlib.adapters._apply import LoRA
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

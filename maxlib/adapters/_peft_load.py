@@ -13,9 +13,8 @@ import numpy as np
 
 from maxlib import nn, sharding
 from maxlib.adapters import _peft_config as peft
-from maxlib.adapters._apply import make, trainable
+from maxlib.adapters._apply import LoRA, make, trainable
 from maxlib.adapters._peft_names import Names, Part, names_of
-from maxlib.adapters._rules import LoRA
 from maxlib.adapters._saved_modules import is_tied, tied, untied, with_saved
 from maxlib.nn import sites
 from maxlib.weights import _buckets as buckets

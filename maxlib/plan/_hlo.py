@@ -11,12 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxlib.kernels.vector_memory import DEFAULT_VMEM
-from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops, narrow_kind
-from maxlib.plan._hlo_gpu import known_trips
-from maxlib.plan._hlo_groups import axes_of_group
-from maxlib.plan._hlo_splash import splash_bytes
 from maxlib.plan._hlo_text import (
     Instruction,
+    axes_of_group,
     branches_of,
     bytes_of,
     computation_of,
@@ -27,8 +24,19 @@ from maxlib.plan._hlo_text import (
     size_of,
     types_of,
 )
-from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops, repeated_flops
-from maxlib.plan._loops import Trips, trips_of
+from maxlib.plan._hlo_work import (
+    Trips,
+    custom_call_flops,
+    estimate_of,
+    grouped_bytes,
+    grouped_flops,
+    known_trips,
+    matmul_flops,
+    narrow_kind,
+    repeated_flops,
+    splash_bytes,
+    trips_of,
+)
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _COSTLIEST = 5  # number of instructions to list

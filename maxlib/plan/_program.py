@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
 from maxlib.observability import flops_by_dtype
-from maxlib.ops._attention.chunked import chunked_tiles
 from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
@@ -34,10 +32,7 @@ from maxlib.sharding.pipelining import Schedule
 from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._placement import batch_names
 
-# The first call of attention in a lowered program: queries and keys of one device.
-_SIZES = r"tensor<((?:\d+x){4,})"
 _EIGHT_BITS = {"fp8": "float8_", "int8": "int8"}  # what their dtypes have in their names
-_ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,24 +335,6 @@ def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> tra
     state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
     state_shapes = (trainable, rest, moments, _at(state.step, replicated), _at(state.key, replicated))
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state_shapes))
-
-
-def causal_trips(text: str, platform: str = "cpu") -> float:
-    """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
-
-    Args:
-        text: The lowered program, in which this trip count depends on data.
-        platform: "cpu", "gpu" or "tpu".
-
-    Returns:
-        `(blocks + 1) / 2`, or 1 without attention.
-    """
-    match = _ATTENTION.search(text)
-    if match is None:
-        return 1.0
-    # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
-    q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in match.groups())
-    return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

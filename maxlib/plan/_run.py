@@ -17,8 +17,8 @@ from typing import IO, Any
 from maxlib.distributed.xla_flags import WITHOUT_TPU
 from maxlib.kernels.vector_memory import vmem_of
 from maxlib.plan._hlo import Costs, read_costs
+from maxlib.plan._hlo_work import Trips
 from maxlib.plan._job import MARK, Job, to_json
-from maxlib.plan._loops import Trips
 from maxlib.plan._targets import parse_target
 
 # Written when buffers are assigned, before generating machine code, which takes most of the time.

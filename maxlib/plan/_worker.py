@@ -18,13 +18,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from maxlib.plan._hlo_work import causal_trips, expert_trips
 from maxlib.plan._job import MARK, Job, from_json
-from maxlib.plan._loops import expert_trips
 from maxlib.plan._memory import estimate_memory
-from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program, mesh_of_places
+from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, make_program, mesh_of_places
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._targets import Target, parse_target
-from maxlib.sharding._experts import ROOM
+from maxlib.sharding._parallelism import ROOM
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:

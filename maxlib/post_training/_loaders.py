@@ -23,7 +23,10 @@ class Scored:
         self.loader, self.model, self.layout = loader, model, layout
         self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
         self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
-        self.metrics, self.follow = lambda: dict(collect_metrics(loader)), getattr(loader, "follow", lambda sharding: None)
+        self.metrics, self.follow = (
+            lambda: dict(collect_metrics(loader)),
+            getattr(loader, "follow", lambda sharding: None),
+        )
         follow_layout(loader, layout)
 
     def __iter__(self) -> "Scored":

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 from maxlib import nn
 from maxlib.nn import sites
 from maxlib.nn.sites import Where
-from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
+from maxlib.quantization._formats import INFERENCE, TRAINING, Format, Rule, Rules, as_rules, check_backend
 from maxlib.quantization._matmul import Quantized
-from maxlib.quantization._rules import Rule, Rules, as_rules
 
 Model = TypeVar("Model")
 Change = Callable[[Any, Format, str], Any]
@@ -102,8 +101,7 @@ def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) ->
     if left := [where.path for where in matrices if sites.decide(rules, where) is None]:
         warnings.warn(
             f"these matrices stay in full precision, because their layer types are unknown: {left}. Use nn.Einsum or "
-            "nn.ExpertLinear, or "
-            'exclude them by a rule, high(match="...", kinds=("unknown",))',
+            'nn.ExpertLinear, or exclude them by a rule, Rule(None, match="...", kinds=("unknown",))',
             stacklevel=4,
         )
 

@@ -16,7 +16,6 @@ from maxlib.sharding._constrain import constrain as constrain
 from maxlib.sharding._create import create as create
 from maxlib.sharding._create import shardings as shardings
 from maxlib.sharding._describe import describe as describe
-from maxlib.sharding._experts import ExpertParallel as ExpertParallel
 from maxlib.sharding._layout import Layout as Layout
 from maxlib.sharding._layout import check_layout as check_layout
 from maxlib.sharding._layout import current as current
@@ -24,6 +23,7 @@ from maxlib.sharding._layout import use as use
 from maxlib.sharding._mesh import MESH_AXES as MESH_AXES
 from maxlib.sharding._mesh import make_mesh as make_mesh
 from maxlib.sharding._mesh import parse_degrees as parse_degrees
+from maxlib.sharding._parallelism import ExpertParallel as ExpertParallel
 from maxlib.sharding._pipeline import Pipeline as Pipeline
 from maxlib.sharding._presets import CP_GATHER as CP_GATHER
 from maxlib.sharding._presets import CP_RING as CP_RING

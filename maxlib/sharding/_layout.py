@@ -14,11 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding import _rules
-from maxlib.sharding._axes import AxisRules, Name, check_axes, mesh_axes_of
-from maxlib.sharding._experts import ExpertParallel
-from maxlib.sharding._layer_axes import is_stacked, own_axes
+from maxlib.sharding._axes import AxisRules, Name, check_axes, is_stacked, mesh_axes_of, own_axes
 from maxlib.sharding._mesh import MeshShape, check_mesh_axes
-from maxlib.sharding._offload import HOST, Offload
+from maxlib.sharding._parallelism import HOST, ExpertParallel, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
 from maxlib.sharding._strategy import Strategy, join, parts_of, rules_of

@@ -6,12 +6,10 @@ from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import AxisRules, mesh_axes_of
-from maxlib.sharding._costs import StepFacts, Traffic
-from maxlib.sharding._layer_axes import LAYERS
+from maxlib.sharding._axes import LAYERS, AxisRules, mesh_axes_of
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import StepFacts, Strategy, Traffic
 
 
 @dataclasses.dataclass(frozen=True)

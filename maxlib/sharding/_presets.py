@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 
 from maxlib.sharding._axes import AxisRules
-from maxlib.sharding._experts import ExpertParallel
-from maxlib.sharding._fsdp import DataParallel, FullyShard, ShardOptimizer
-from maxlib.sharding._offload import Offload
+from maxlib.sharding._parallelism import (
+    DataParallel,
+    ExpertParallel,
+    FullyShard,
+    Offload,
+    SequenceParallel,
+    ShardOptimizer,
+    TensorParallel,
+)
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._sequence import AllGatherAttention, RingAttention, UlyssesAttention
 from maxlib.sharding._strategy import Strategy, join, parts_of
-from maxlib.sharding._tensor import SequenceParallel, TensorParallel
 
 DP: Strategy = DataParallel()
 FSDP: Strategy = FullyShard()

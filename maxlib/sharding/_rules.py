@@ -10,8 +10,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import AxisRules, IfFree, MeshAxes, Name, check_axes, mesh_axes_of
-from maxlib.sharding._layer_axes import num_layer_axes
+from maxlib.sharding._axes import AxisRules, IfFree, MeshAxes, Name, check_axes, mesh_axes_of, num_layer_axes
 
 
 def resolve(names: Iterable[Name], rules: AxisRules) -> dict[Any, Any]:

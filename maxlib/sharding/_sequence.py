@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from maxlib.sharding._axes import AxisRules, mesh_axes_of
-from maxlib.sharding._costs import StepFacts, Traffic
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import StepFacts, Strategy, Traffic
 
 
 @dataclasses.dataclass(frozen=True)

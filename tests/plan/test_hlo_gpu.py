@@ -3,8 +3,7 @@
 import pytest
 
 from maxlib.plan._hlo import read_costs
-from maxlib.plan._hlo_gpu import custom_flops
-from maxlib.plan._loops import expert_trips, trips_of
+from maxlib.plan._hlo_work import custom_flops, expert_trips, trips_of
 
 # As XLA for CUDA writes it. A layer of 7 gathers its weight and multiplies in a kernel of Triton's; after the loop
 # cuBLAS multiplies once more, and gradients are scattered. The small sum in the loop stays in the cache.

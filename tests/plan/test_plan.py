@@ -12,7 +12,8 @@ from maxlib.distributed import xla_flags
 from maxlib.models import llama
 from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
-from maxlib.plan._program import causal_trips, make_program
+from maxlib.plan._hlo_work import causal_trips
+from maxlib.plan._program import make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.sharding._presets import preset_name
 from tests.plan.jobs import CONFIG, layout, moved

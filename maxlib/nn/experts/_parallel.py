@@ -17,7 +17,7 @@ from maxlib.hardware import current_device
 from maxlib.nn._pytree import pytree
 from maxlib.nn.experts import _dispatch as dispatch
 from maxlib.sharding import current
-from maxlib.sharding._experts import BEST_RAGGED, ROOM
+from maxlib.sharding._parallelism import BEST_RAGGED, ROOM
 from maxlib.sharding.pipelining import stages
 
 # Platforms on which XLA has `ragged_all_to_all`.
