@@ -4,6 +4,7 @@ from maxlib.adapters._apply import LoRA as LoRA
 from maxlib.adapters._apply import Rule as Rule
 from maxlib.adapters._apply import Rules as Rules
 from maxlib.adapters._apply import add as add
+from maxlib.adapters._apply import as_rules as as_rules
 from maxlib.adapters._apply import base_model as base_model
 from maxlib.adapters._apply import freeze as freeze
 from maxlib.adapters._apply import merge as merge

@@ -16,8 +16,6 @@ from maxlib.nn import sites
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.nn.sites import Kind
-from maxlib.quantization._apply import store
-from maxlib.quantization._formats import Format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,5 +252,13 @@ def _merged(site: Any, requantize: bool) -> Any:
     plain = w.restored() if quantized else w
     new = sites.replace(site, w=plain.replace(site.matmul.matrix(w).astype(plain.dtype)), matmul=inner)
     if quantized and requantize:
-        return sites.replace(store(new, Format(w.qtype, group=w.group), "the merged layer"), matmul=inner)
+        stored = nn.quantized.QuantizedWeight(
+            new.w[...],
+            qtype=w.qtype,
+            outputs=sites.outputs(site),
+            group=w.group,
+            axes=sites.axes_of(site),
+            summed=w.summed,
+        )
+        return sites.replace(new, w=stored)
     return sites.replace(new, matmul=nn.matmul.PlainMatmul()) if quantized else new

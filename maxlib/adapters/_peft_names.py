@@ -10,8 +10,7 @@ import numpy as np
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import merge
 from maxlib.nn import sites
-from maxlib.weights._family import family_of
-from maxlib.weights._resolve import Piece, Tensor, resolve
+from maxlib.weights.files import Piece, Tensor, resolve
 from maxlib.weights.names import with_fused_experts
 
 CURRENT = {".block_sparse_moe.": ".mlp.", ".mlp.shared_mlp.": ".mlp.shared_experts."}  # Mixtral, Hy3
@@ -91,7 +90,7 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
         fused: True names experts as transformers 5 holds them, in two parameters, where files have a tensor for each.
     """
     plain = jax.eval_shape(lambda model: quantization.full_precision(merge(model)), model)
-    family = family_of(model)
+    family = weights.family_of(model)
     table = with_fused_experts(family.table(model.cfg)) if fused else family.table(model.cfg)
     layers, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
     parts: dict[str, list[Part]] = {}

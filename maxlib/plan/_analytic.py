@@ -14,8 +14,7 @@ from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._axes import mesh_axes_of
-from maxlib.sharding._sequence import by_rules, split_axes
+from maxlib.sharding.layers import mesh_axes_of
 from maxlib.sharding.pipelining import Schedule, chunks
 from maxlib.sharding.strategies import (
     DataParallel,
@@ -156,7 +155,9 @@ def _strategies(step: StepFacts) -> list[Strategy]:
     joined = step.layout.strategies
     # A default of one device along its axes costs nothing. One gives way to a strategy in its kind that states costs.
     known = {strategy.kind for strategy in joined if type(strategy).traffic is not Strategy.traffic}
-    defaults = (DataParallel(), FullyShard(), TensorParallel(), ExpertParallel(), by_rules(step))
+    defaults = [DataParallel(), FullyShard(), TensorParallel(), ExpertParallel()]
+    if (sequence := step.layout.sequence) is not None:
+        defaults.append(sequence)
     return [*joined, *(strategy for strategy in defaults if strategy.kind not in known)]
 
 
@@ -182,7 +183,7 @@ def step_of(program: Program) -> StepFacts:
         moments_on_host=bytes_on_host(program.state.opt_state),
         weights_on_host=bytes_on_host(program.state.trainable),
     )
-    tokens = step.tokens / step.parts(split_axes(step))
+    tokens = step.tokens / step.parts(step.sequence_axes)
     return dataclasses.replace(step, tokens=tokens, hidden=tokens * program.head[1] * width)
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from maxlib import adapters, nn, quantization, sharding, training, weights
 from maxlib.ops._attention.dispatch import implementations
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._mesh import MeshShape
+from maxlib.sharding import MeshShape
 from maxlib.training._gradients import Accumulated
 from maxlib.training._pipelining import OneFOneB
 

@@ -13,7 +13,7 @@ from maxlib import nn, sharding
 from maxlib.nn.decoder._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._rules import parts, spec
+from maxlib.sharding.layers import mesh_axes_of, num_layer_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
     """Returns the bytes of one device's part of an array of `width` bytes per element."""
-    return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
+    return math.prod(shape) * width / math.prod(mesh.shape[axis] for place in spec for axis in mesh_axes_of(place))
 
 
 # Layers of a period that a compiler recomputes at once, at most, where none waits for the gradients of another. On TPUs
@@ -217,17 +217,17 @@ def _layer_weights(program: Program) -> float:
     """Returns bytes of a layer's gathered weights in the compute dtype, and of gradients before they are scattered."""
     # Experts to which tokens travel are not gathered. Between slices, a layer's gradients are exchanged while the next
     # layer runs, so all of them wait. XLA for GPUs scatters a layer's gradients together, others one at a time.
-    rules, mesh = program.layout.rules, program.mesh
     width = jnp.dtype(program.job.dtype).itemsize
-    gathered = (
-        dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
-    )
+    rules = {"embed": None, "expert_embed": None, "rank": None, "expert": program.layout.rules.get("act_expert")}
+    gathered = program.layout | rules
     layers: dict[str, list[_Gathered]] = {}
     layouts = nn.tree.groupings(program.plain) | nn.tree.groupings(program.state.rest)
     for path, x in program.matrices.items():
         if (place := nn.stack.group_at(path, layouts)) is None or place[1].repeats == 1 or len(x.axes) < 3:
             continue
-        size = part_bytes(x.shape, width, spec(x.axes, gathered), mesh) / x.shape[0]
+        stacked = num_layer_axes(x.axes)
+        spec = gathered.spec(*x.axes[stacked:])
+        size = part_bytes(x.shape[1:], width, spec, program.mesh)  # of one layer
         slot = path.removeprefix(f"{place[0]}.").partition(".")[0]
         layers.setdefault(place[0], []).append(_Gathered(size, x.trained, slot, "expert" in x.axes))
     target = parse_target(program.job.target)

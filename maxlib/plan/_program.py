@@ -27,7 +27,6 @@ from maxlib.plan._targets import (
     has_tpu_compiler,
     parse_target,
 )
-from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training._objectives.remat_names import check_remat_names
 from maxlib.training._placement import batch_names
@@ -221,9 +220,7 @@ def _layout(job: Job) -> sharding.Layout:
         raise ValueError(f"dcn={job.dcn} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
         return _on_places(job, target)
-    across = across_hosts(job, target)
-    inside = {axis: job.degrees.get(axis, 1) for axis in sharding.MESH_AXES}
-    inside = resolve_free_degree(inside, target.devices // math.prod(across.values()), "devices")
+    inside, across = job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")
     degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
     mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
     return sharding.Layout(mesh, strategy)
@@ -243,8 +240,12 @@ def _on_places(job: Job, target: Target) -> sharding.Layout:
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
-    hosts = math.ceil(target.devices / target.chip.group) if job.dcn else 1
-    return resolve_free_degree({axis: job.dcn.get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
+    return job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")[1]
+
+
+def _hosts(job: Job, target: Target) -> int:
+    """Returns the hosts, or racks, of GPUs among which `dcn` divides; 1 without `dcn`."""
+    return math.ceil(target.devices / target.chip.group) if job.dcn else 1
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from maxlib import adapters, sharding
 from maxlib._utils.tables import to_text
-from maxlib.adapters._apply import as_rules
+from maxlib.adapters import as_rules
 from maxlib.hardware import GIB
 from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job
@@ -19,7 +19,7 @@ from maxlib.plan._memory import Memory, estimate_memory
 from maxlib.plan._program import make_program, refused
 from maxlib.plan._roofline import Estimate
 from maxlib.plan._targets import Target
-from maxlib.sharding._presets import preset_name
+from maxlib.sharding import preset_name
 
 EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes stay below
 

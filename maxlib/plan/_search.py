@@ -21,7 +21,7 @@ from maxlib.plan import _api
 from maxlib.plan._job import Job
 from maxlib.plan._report import Plan
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._presets import preset_name
+from maxlib.sharding import preset_name
 
 # The analytic model errs: a layout that it puts this far over the capacity may still fit.
 SLACK = 1.1

@@ -24,7 +24,7 @@ from maxlib.plan._memory import estimate_memory
 from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, make_program, mesh_of_places
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._targets import Target, parse_target
-from maxlib.sharding._parallelism import ROOM
+from maxlib.sharding import ExpertParallel
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:
@@ -91,7 +91,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
 
 
 def _trips(program: Program, text: str) -> dict[str, float]:
-    room = ROOM if program.layout.axis_size("act_expert") > 1 else 1
+    room = ExpertParallel.room if program.layout.axis_size("act_expert") > 1 else 1
     platform = parse_target(program.job.target).platform.replace("cuda", "gpu")
     return {"attention": causal_trips(text, platform), "room": room} | expert_trips(text, room)
 

@@ -47,19 +47,4 @@ if TYPE_CHECKING:
     from maxlib.post_training.preferences import Mixture as Mixture
     from maxlib.post_training.preferences import SimPO as SimPO
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "": ("advantages", "policies", "preferences"),
-        "_distillation": ("distillation_loss",),
-        "_loaders": ("add_reference", "add_teacher"),
-        "_models": ("WithFrozen", "log_probs"),
-        "_policy_losses": ("check_sampler", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "policy_loss", "rloo"),
-        "_preference_losses": ("kto_loss", "preference_loss"),
-        "_rewards": ("RewardPool",),
-        "_rollouts": ("Rollouts", "completion_batch"),
-        "advantages": ("group_advantages", "leave_one_out", "reward_metrics"),
-        "policies": ("CISPO", "KL", "Clip", "Correction", "FixedLengthMean"),
-        "preferences": ("DPO", "KTO", "ORPO", "ChosenNLL", "Mixture", "SimPO"),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

@@ -18,12 +18,9 @@ from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
-from maxlib.weights import _buckets as buckets
-from maxlib.weights._companions import add_end_of_turn, write_companions
-from maxlib.weights._files import QUANTIZED, Header, find_tensors, shard, write_file, write_index
-from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
+from maxlib.weights import files
 
-MANIFEST = QUANTIZED
+MANIFEST = files.QUANTIZED
 _VERSION = 2
 
 
@@ -54,19 +51,21 @@ def save(
         FileExistsError: when the directory exists and `overwrite` is False.
     """
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
-    headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
+    headers = [files.Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
     source = None if like is None else weights.model_directory(like)
-    with whole_directory(directory, overwrite=overwrite) as part:
-        ids = write_companions(part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation)
-        write_json(part / "config.json", model.cfg.to_hf() | ids)
+    with files.whole_directory(directory, overwrite=overwrite) as part:
+        ids = files.write_companions(
+            part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation
+        )
+        files.write_json(part / "config.json", model.cfg.to_hf() | ids)
         if "eos_token_id" not in (generation or {}):
-            add_end_of_turn(part)
-        write_json(part / MANIFEST, _manifest(model))
-        files = shard(headers, MAX_SHARD_BYTES)
-        for name, members in files.items():
-            write_file(part / name, members, (np.asarray(values[header.name]) for header in members))
-        if len(files) > 1:
-            write_index(part, files)
+            files.add_end_of_turn(part)
+        files.write_json(part / MANIFEST, _manifest(model))
+        shards = files.shard(headers, files.MAX_SHARD_BYTES)
+        for name, members in shards.items():
+            files.write_file(part / name, members, (np.asarray(values[header.name]) for header in members))
+        if len(shards) > 1:
+            files.write_index(part, shards)
 
 
 def load(
@@ -89,7 +88,7 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when the files are inconsistent.
     """
-    directory = buckets.local(directory)
+    directory = files.local(directory)
     manifest = _read(directory / MANIFEST)
     family, cfg = weights.read_model(directory, family=family)
     try:
@@ -97,7 +96,7 @@ def load(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{directory / MANIFEST} does not fit the model of its config.json: {error}") from error
     wanted = nn.variables(abstract)
-    stored = find_tensors(directory)
+    stored = files.find_tensors(directory)
     if wrong := _differences(stored, wanted):
         raise ValueError(
             f"{directory} does not contain the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}"

@@ -13,7 +13,9 @@ from maxlib.sharding._axes import ARRAY_AXES as ARRAY_AXES
 from maxlib.sharding._axes import IfFree as IfFree
 from maxlib.sharding._axes import declare_axes as declare_axes
 from maxlib.sharding._constrain import constrain as constrain
-from maxlib.sharding._create import create as create
+from maxlib.sharding._create import check_no_aliases as check_no_aliases
+from maxlib.sharding._create import eval_shape as eval_shape
+from maxlib.sharding._create import init_sharded as init_sharded
 from maxlib.sharding._create import shardings as shardings
 from maxlib.sharding._describe import describe as describe
 from maxlib.sharding._layout import Layout as Layout
@@ -21,6 +23,7 @@ from maxlib.sharding._layout import check_layout as check_layout
 from maxlib.sharding._layout import current as current
 from maxlib.sharding._layout import use as use
 from maxlib.sharding._mesh import MESH_AXES as MESH_AXES
+from maxlib.sharding._mesh import MeshShape as MeshShape
 from maxlib.sharding._mesh import make_mesh as make_mesh
 from maxlib.sharding._mesh import parse_degrees as parse_degrees
 from maxlib.sharding._parallelism import ExpertParallel as ExpertParallel
@@ -41,5 +44,6 @@ from maxlib.sharding._presets import SP as SP
 from maxlib.sharding._presets import TP as TP
 from maxlib.sharding._presets import ZERO1 as ZERO1
 from maxlib.sharding._presets import preset as preset
+from maxlib.sharding._presets import preset_name as preset_name
 from maxlib.sharding._shard_map import shard_map_by_name as shard_map_by_name
 from maxlib.sharding._strategy import Strategy as Strategy

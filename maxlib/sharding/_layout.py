@@ -19,6 +19,7 @@ from maxlib.sharding._mesh import MeshShape, check_mesh_axes
 from maxlib.sharding._parallelism import HOST, ExpertParallel, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
+from maxlib.sharding._sequence import ContextParallel, by_rules
 from maxlib.sharding._strategy import Strategy, join, parts_of, rules_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -124,6 +125,11 @@ class Layout:
     def experts(self) -> ExpertParallel | None:
         """The expert parallelism, if there is one."""
         return self._find(ExpertParallel)
+
+    @property
+    def sequence(self) -> ContextParallel | None:
+        """How attention gets the keys of other devices if they split its sequences; plain rules count, too."""
+        return by_rules(self.mesh_axes)
 
     @property
     def offload(self) -> Offload:
@@ -243,7 +249,7 @@ def use(layout: Layout) -> Iterator[None]:
     axis.
 
         layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
-        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
+        model = sharding.init_sharded(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
         with sharding.use(layout):
             hidden = jax.jit(lambda model, tokens: model(tokens).hidden)(model, tokens)
 

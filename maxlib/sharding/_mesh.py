@@ -47,7 +47,7 @@ def make_mesh(
             the number of devices, or when devices of several TPU slices are used without `dcn`.
     """
     check_mesh_axes(unknown, "make_mesh")
-    asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
+    asked = {"data": data, "fsdp": fsdp, "tensor": tensor, "context": context, "expert": expert, "stage": stage}
     check_mesh_axes(dcn or {}, "dcn")
     if devices is None and dcn is None:
         _check_enough_devices(asked)
@@ -55,8 +55,7 @@ def make_mesh(
     _check_slices(devices, dcn)
     groups = _count_groups(devices) if dcn else 1
     what = "hosts" if len(_slices(devices)) == 1 else "slices"
-    across = resolve_free_degree({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, what)
-    inside = resolve_free_degree({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
+    inside, across = MeshShape.of({**asked, "dcn": dcn}).sizes(len(devices), groups, what)
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
             tuple(inside.values()),
@@ -93,6 +92,22 @@ class MeshShape:
         for axis, degree in (*self.degrees, *self.dcn):
             if isinstance(degree, bool) or not hasattr(degree, "__index__"):
                 raise TypeError(f"the degree of mesh axis {axis!r} must be an integer, got {degree!r}")
+
+    def sizes(self, devices: int, groups: int = 1, what: str = "slices") -> tuple[dict[str, int], dict[str, int]]:
+        """Returns the degrees of all axes within a group of devices, and those across groups, without -1.
+
+        Args:
+            devices: The number of devices.
+            groups: The number of slices or hosts that the slower network connects.
+            what: "slices" or "hosts", for the message.
+
+        Raises:
+            ValueError: when the degrees do not fit these numbers.
+        """
+        inside, across = self._by_axis
+        across = _resolve_free_degree({axis: across.get(axis, 1) for axis in MESH_AXES}, groups, what)
+        inside = _resolve_free_degree({axis: inside.get(axis, 1) for axis in MESH_AXES}, devices // groups, "devices")
+        return inside, across
 
     @property
     def _by_axis(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -195,7 +210,7 @@ def _check_enough_devices(asked: dict[str, int]) -> None:
         )
 
 
-def resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
+def _resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
     """Replaces -1 so that the product of the degrees is `count`.
 
     Args:

@@ -134,8 +134,7 @@ class SequenceParallel(Strategy):
         return {**rules, "seq": IfFree(self.axis)}
 
 
-BEST_RAGGED = ("tpu",)  # platforms on which exchanges without padding are faster
-ROOM = 2  # padded messages have room for this many times an even share
+_BEST_RAGGED = ("tpu",)  # platforms on which exchanges without padding are faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +153,7 @@ class ExpertParallel(Strategy):
     """
 
     kind: ClassVar[str] = "experts"
+    room: ClassVar[int] = 2  # padded messages have room for this many times an even share
     axis: str = "expert"
     exchange: str | None = None
 
@@ -170,16 +170,24 @@ class ExpertParallel(Strategy):
             more |= {"embed": axes, "rank": IfFree(axes)}
         return {**rules, **more, "expert": self.axis, "act_expert": self.axis}
 
+    def is_ragged(self, platform: str, *, pipelined: bool) -> bool:
+        """Returns True if tokens are exchanged without padding.
+
+        Args:
+            platform: "tpu", "gpu", "cuda" or "cpu".
+            pipelined: True inside the stages of a pipeline, where ragged exchanges are untested.
+        """
+        return self.exchange == "ragged" or (self.exchange is None and platform in _BEST_RAGGED and not pipelined)
+
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the exchanges of tokens: a copy of each is sent to every chosen expert, and the result is
         sent back.
         """
-        best = step.platform in BEST_RAGGED and not step.axes("layers")
-        ragged = best if self.exchange is None else self.exchange == "ragged"
+        ragged = self.is_ragged(step.platform, pipelined=bool(step.axes("layers")))
         for moe in step.experts:
             # Messages of equal size include their padding. Without a capacity the exchange is always recomputed in the
             # backward pass, but not the way back: no gradient needs the results.
-            room = moe.capacity_factor or (1 if ragged else ROOM)
+            room = moe.capacity_factor or (1 if ragged else self.room)
             passes = step.passes if moe.capacity_factor else 3
             kind = "ragged-all-to-all" if ragged and not moe.capacity_factor else "all-to-all"
             yield kind, step.axes("act_expert"), (passes + 2) * moe.top_k * room * step.hidden * moe.layers

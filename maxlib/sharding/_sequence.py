@@ -5,7 +5,7 @@ other devices.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 from maxlib.sharding._axes import AxisRules, mesh_axes_of
@@ -63,7 +63,7 @@ class ContextParallel(Strategy):
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the traffic of every layer that mixes tokens, because sequences are split."""
-        if not (context := split_axes(step)):
+        if not (context := step.sequence_axes):
             return
         parts = step.parts(context)
         split = SplitSequence(
@@ -79,19 +79,6 @@ class ContextParallel(Strategy):
         for mixer, layers in step.mixers:
             for kind, size in mixer.traffic(split).items():
                 yield kind, context, size * layers
-
-
-def split_axes(step: StepFacts) -> tuple[str, ...]:
-    """Returns the mesh axes over which a sequence remains split in attention."""
-    return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
-
-
-def by_rules(step: StepFacts) -> ContextParallel:
-    """Returns the equivalent strategy of plain rules that none of these strategies wrote."""
-    context = set(split_axes(step))
-    if not context & set(step.axes("q_seq")):
-        return UlyssesAttention()
-    return RingAttention() if context & set(step.axes("kv_seq")) else AllGatherAttention()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +140,23 @@ class UlyssesAttention(ContextParallel):
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Queries, keys, values and outputs are exchanged in every pass.
         return {"all-to-all": split.passes * (split.tokens * split.width / split.heads) * (queries + keys)}
+
+
+def by_rules(axes: Callable[[str], tuple[str, ...]]) -> ContextParallel | None:
+    """Returns the strategy by which rules split the sequence of attention; None if they do not split it.
+
+    Args:
+        axes: Returns the mesh axes of size above 1 that split an axis, such as "seq".
+
+    Raises:
+        ValueError: when keys are split over several mesh axes, around which no ring goes.
+    """
+    queries, keys = axes("q_seq"), axes("kv_seq")
+    if len(keys) > 1:
+        raise ValueError(f"'kv_seq' can be split over one mesh axis only, but its rule names {keys}")
+    if keys:
+        return RingAttention(keys[0])
+    if queries:
+        return AllGatherAttention(queries[0])
+    exchanged = [axis for axis in axes("seq") if axis in axes("attn_heads") and axis not in axes("act_heads")]
+    return UlyssesAttention(exchanged[0]) if exchanged else None

@@ -87,6 +87,11 @@ class StepFacts:
         """Returns the mesh axes of size above 1 that split the axis `name`."""
         return self.layout.mesh_axes(name)
 
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes over which a sequence remains split in attention."""
+        return tuple(axis for axis in self.axes("seq") if axis not in self.axes("act_heads"))
+
     def parts(self, axes: Collection[str]) -> int:
         """Returns the number of devices along mesh axes."""
         return math.prod(self.layout.mesh.shape[axis] for axis in axes)

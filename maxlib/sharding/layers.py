@@ -4,6 +4,7 @@ from maxlib.sharding._axes import LAYERS as LAYERS
 from maxlib.sharding._axes import UNSTAGED_LAYERS as UNSTAGED_LAYERS
 from maxlib.sharding._axes import check_axes as check_axes
 from maxlib.sharding._axes import is_stacked as is_stacked
+from maxlib.sharding._axes import mesh_axes_of as mesh_axes_of
 from maxlib.sharding._axes import num_layer_axes as num_layer_axes
 from maxlib.sharding._axes import own_axes as own_axes
 from maxlib.sharding._constrain import axis_of as axis_of

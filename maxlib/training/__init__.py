@@ -51,33 +51,4 @@ if TYPE_CHECKING:
     from maxlib.training._trainer import DivergedError as DivergedError
     from maxlib.training._trainer import Trainer as Trainer
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "": ("probes",),
-        "_evaluation": ("Evaluation", "evaluate"),
-        "_export": ("Export", "HuggingFaceExport", "ParameterExport"),
-        "_gradients": ("accumulate",),
-        "_objectives.mtp": ("mtp_loss",),
-        "_objectives.next_token": ("next_token_loss",),
-        "_objectives.objective": ("Objective", "Stats", "objective"),
-        "_objectives.tuning": ("dft_loss", "with_embedding_noise"),
-        "_offload": ("offload_by_layer",),
-        "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
-        "_pipelining": ("one_f_one_b",),
-        "_placement": ("materialize_model", "place_batch"),
-        "_prefetch": ("Prefetch", "StatefulLoader"),
-        "_schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
-        "_state": ("TrainState", "make_state"),
-        "_step": ("jit_step", "make_eval_step", "make_train_step"),
-        "_trainer": ("DivergedError", "Trainer"),
-        "_optimizer_wrappers": (
-            "ema",
-            "ema_model",
-            "bfloat16_moments",
-            "scale_by_path",
-            "skip_spikes",
-            "trainable_only",
-        ),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

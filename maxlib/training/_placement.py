@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, nn, sharding
-from maxlib.sharding._create import check_no_aliases, shapes_of
+from maxlib.sharding import check_no_aliases
 from maxlib.training._objectives.batch_names import check_batch
 from maxlib.training._objectives.objective import Batch
 
@@ -175,8 +175,8 @@ def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
     """
     if not isinstance(model, nnx.Module) and callable(model):
         if layout is not None:
-            return sharding.create(model, layout)
-        shapes_of(model)  # for its check; jit compiles the same function only once
+            return sharding.init_sharded(model, layout)
+        sharding.eval_shape(model)  # for its check; jit compiles the same function only once
         model = jax.jit(model)()
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), model)
     check_no_aliases(model)

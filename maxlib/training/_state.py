@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
-from maxlib.sharding._create import check_no_aliases
+from maxlib.sharding import check_no_aliases
 from maxlib.training._offload import check_offloaded
 from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
 from maxlib.training._placement import materialize_model, place_beside, place_like_parameters

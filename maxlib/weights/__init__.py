@@ -4,10 +4,12 @@ How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models
 `weights.names`), `_resolve.py` expands it for the layers and experts of a model, `_loading.py` reads the arrays.
 """
 
+from maxlib.weights import files as files
 from maxlib.weights import names as names
 from maxlib.weights._card import ModelCard as ModelCard
 from maxlib.weights._family import Family as Family
 from maxlib.weights._family import families as families
+from maxlib.weights._family import family_of as family_of
 from maxlib.weights._family import from_pretrained as from_pretrained
 from maxlib.weights._family import presets as presets
 from maxlib.weights._family import read_model as read_model

@@ -40,7 +40,7 @@ def step(args: argparse.Namespace, pipeline: sharding.Pipeline, loss=LOSS, stage
     stages = stages or args.stages
     rules, mesh = sharding.DP | pipeline, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
     layout = sharding.Layout(mesh, rules)
-    model, optimizer = sharding.create(lambda: build(args), layout), optax.sgd(1e-3)
+    model, optimizer = sharding.init_sharded(lambda: build(args), layout), optax.sgd(1e-3)
     batch = {name: jnp.zeros((2 * pipeline.microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
     with sharding.use(layout):
         state = training.make_state(model, optimizer)
