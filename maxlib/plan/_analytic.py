@@ -166,7 +166,7 @@ def step_of(program: Program) -> StepFacts:
     job, layout, schedule = program.job, program.layout, schedule_of(program.layout)
     rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
     share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
-    again = job.remat == "full" or job.is_1f1b
+    again = job.remat == "full" or program.is_1f1b
     step = StepFacts(
         layout=layout,
         platform=parse_target(job.target).platform,
@@ -220,7 +220,7 @@ def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
         gathered = (split & {*layout.mesh_axes("batch")}) - {*stay}
         size = math.prod(x.shape) * width / math.prod(mesh.shape[axis] for axis in split - gathered)
         turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(x.axes) else 1.0
-        yield ShardedWeight(split, gathered, size, turns * program.job.accumulate, x.trained)
+        yield ShardedWeight(split, gathered, size, turns * program.job.microbatches, x.trained)
 
 
 def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:

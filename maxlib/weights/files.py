@@ -1,4 +1,4 @@
-"""Files of models for other formats than `save_pretrained`'s: tensors, directories that appear as a whole, companions."""
+"""Files of models in other formats: tensors, directories that appear as a whole, and what lies beside the weights."""
 
 from maxlib.weights._buckets import local as local
 from maxlib.weights._companions import GENERATION as GENERATION

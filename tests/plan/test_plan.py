@@ -78,7 +78,8 @@ def test_a_causal_mask_leaves_about_half_the_blocks_that_a_device_cuts(heads, vi
 
 def test_jobs_travel_as_text():
     strategy = sharding.FSDP | sharding.SP | {"vocab": None}
-    loss = training.one_f_one_b()
+    strategy |= sharding.PP_1F1B
+    loss = training.NextToken(z_loss=1e-4)
     job = plan.Job(CONFIG, "cpu", layout=layout(strategy, dcn={"data": 2}), remat=("attn", "mlp"), loss=loss)
     again = jobs.from_json(jobs.to_json(job))
     assert again.model == CONFIG and again.remat == job.remat and again.layout == job.layout and again.loss == loss
@@ -118,7 +119,6 @@ MISTAKES = {
         "cannot be split into the pipeline's 3 micro",
     ),
     "around": (dict(layout=layout("fsdp+pp:2x2", stage=4, fsdp=2)), "groups of 4 stages"),
-    "no pipeline": (dict(loss=training.one_f_one_b()), "give --strategy fsdp.pp:8 --mesh stage=4"),
     "kernel": (dict(attention="mosaic_tpu"), "runs on tpu, not on h100x8; take one of cudnn, mosaic_gpu"),
     "options": (dict(options=xla_flags.options("tpu-overlap")), "the compiler for h100x8 has no option xla_tpu_"),
     "gpu options": (dict(options=xla_flags.options("gpu-overlap"), target="v5e-16"), "v5e-16 has no option xla_gpu_"),

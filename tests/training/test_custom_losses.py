@@ -1,7 +1,6 @@
 """Losses defined outside of maxlib: with microbatches, on meshes, in 1F1B pipelines; with a frozen reference."""
 
 import functools
-import inspect
 import itertools
 import math
 
@@ -13,15 +12,14 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding, training
+from maxlib.training._step import make_gradient
 from tests.nn.tiny import tiny_llama
-from tests.training import objectives, tiny
+from tests.training import custom_losses, tiny
 
 ROWS, T = 8, 32
-PP = sharding.Pipeline("stage", microbatches=4)
-LOSSES = {
-    "focal": functools.partial(objectives.focal, gamma=1.5, dtype=jnp.float32),
-    "pairs in a row": functools.partial(objectives.preferred, beta=0.3, dtype=jnp.float32, remat="full"),
-}
+GPIPE, EARLY = (sharding.Pipeline(microbatches=4, schedule=schedule) for schedule in ("gpipe", "1f1b"))
+LOSSES = {"focal": custom_losses.Focal(gamma=1.5), "pairs in a row": custom_losses.Preferred(beta=0.3)}
+REMAT = {"focal": None, "pairs in a row": "full"}
 
 
 @functools.cache
@@ -47,14 +45,18 @@ def batch(seed=0):
     return data
 
 
-def run(gradients, spread, data):
-    compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
-    return compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0))
+def run(name, spread):
+    """The gradient, the mean loss and the statistics, as a step computes them in the active layout."""
+    gradient = make_gradient(LOSSES[name], dtype=jnp.float32, remat=REMAT[name])
+    compiled = jax.jit(gradient, compiler_options=tiny.QUICKLY)
+    return compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, batch()), jax.random.key(0))
 
 
 @functools.cache
 def alone(name):
-    return jax.device_get(run(tiny.by_autodiff(LOSSES[name]), model(), batch()))
+    loss = functools.partial(LOSSES[name], dtype=jnp.float32)
+    compiled = jax.jit(tiny.by_autodiff(loss), compiler_options=tiny.QUICKLY)
+    return jax.device_get(compiled(*nn.partition(model()), jax.tree.map(jnp.asarray, batch()), jax.random.key(0)))
 
 
 def check(got, want):
@@ -99,7 +101,7 @@ def few(chosen, *all_of):
 MESHES = {
     "fsdp x tensor": ({"fsdp": 4, "tensor": 2}, sharding.FSDP_TP),
     "data x context": ({"data": 2, "context": 4}, sharding.DP | sharding.CP_RING),
-    "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+    "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | GPIPE),
 }
 
 
@@ -111,13 +113,13 @@ def test_on_a_mesh_as_on_one_device(name, mesh):
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(tiny.by_autodiff(LOSSES[name]), spread, batch()), alone(name))
+        check(run(name, spread), alone(name))
 
 
 PIPELINES = {
-    "alone": ({"stage": 2}, sharding.DP | PP),
-    "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
-    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
+    "alone": ({"stage": 2}, sharding.DP | EARLY),
+    "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | EARLY),
+    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | EARLY),
 }
 
 
@@ -128,14 +130,15 @@ def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     layout = sharding.Layout(mesh, rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(training.one_f_one_b(LOSSES[name]).gradients, spread, batch()), alone(name))
+        check(run(name, spread), alone(name))
 
 
 @pytest.mark.parametrize("name", [pytest.param("focal", marks=pytest.mark.full), "pairs in a row"])
 def test_microbatches_make_the_whole(name):
     """A step of plain gradient descent at the rate 1 takes the gradient of the whole batch from the weights."""
     optimizer = optax.sgd(1.0)
-    step = tiny.jit_step(training.make_train_step(training.accumulate(LOSSES[name], 4), optimizer))
+    step = training.make_train_step(LOSSES[name], optimizer, dtype=jnp.float32, remat=REMAT[name], microbatches=4)
+    step = tiny.jit_step(step)
     state = training.make_state(model(), optimizer)
     before, (gradients, loss, stats) = jax.device_get((state.trainable, alone(name)))
     state, metrics = jax.device_get(step(state, jax.tree.map(jnp.asarray, batch())))
@@ -160,7 +163,8 @@ def against_reference(model, batch, key):
     frozen = model.reference(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
     head = model.reference.head_weight()
     scores = nn.token_log_probs(frozen.hidden, head, batch["targets"], temperature=0.8)
-    return LOSSES["pairs in a row"](model.policy, batch | {"reference": scores.log_prob}, key)
+    loss = LOSSES["pairs in a row"]
+    return loss(model.policy, batch | {"reference": scores.log_prob}, key, dtype=jnp.float32, remat="full")
 
 
 class Pairs(tiny.Loader):
@@ -186,7 +190,8 @@ def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, m
     frozen = training.Trainer(
         both, loader=Pairs(), loss=against_reference, filter=training.trainable_only("policy.*"), **options
     )
-    stored = training.Trainer(model(), loader=Referenced(), loss=LOSSES["pairs in a row"], **options)
+    loss = LOSSES["pairs in a row"]
+    stored = training.Trainer(model(), loader=Referenced(), loss=loss, dtype=jnp.float32, remat="full", **options)
     first, _ = frozen.fit(1), stored.fit(1)
     assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)  # the policy is the reference
     assert first["grad_norm"] > 1e-2
@@ -212,10 +217,9 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
     optimizer = optax.sgd(1.0)
 
     def step(layout=None, microbatches=1):
-        run = tiny.jit_step(training.make_train_step(training.accumulate(objectives.contrast, microbatches), optimizer))
-        own = training.materialize_model(tiny.model, layout)
-        state = training.make_state(own, optimizer)
-        return jax.device_get(run(state, training.place_batch(data, layout)))
+        run = tiny.jit_step(training.make_train_step(custom_losses.contrast, optimizer, microbatches=microbatches))
+        state = training.make_state(training.copy_model(tiny.model(), layout), optimizer)
+        return jax.device_get(run(state, training.shard_batch(data, layout)))
 
     whole, metrics = step()
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4]), sharding.FSDP)
@@ -228,44 +232,49 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
         np.testing.assert_allclose(spread[0].trainable[path], value, atol=1e-5 * np.abs(value).max(), err_msg=path)
 
 
-def test_what_a_pipeline_cannot_divide_is_refused():
-    with pytest.raises(TypeError, match="decorated with training.objective"):
-        training.one_f_one_b(objectives.contrast)
-
-    @training.objective
-    def counted(model, hidden, batch):
+class CountsHidden(training.Loss):
+    def from_hidden(self, model, hidden, batch):
         return jnp.sum(hidden), training.Stats(jnp.sum(hidden), {})
 
+
+class Scaled(training.Loss):
+    """Reads what it has added to the batch itself."""
+
+    def prepare(self, model, batch, *, dtype, remat):
+        assert (dtype, remat) == (jnp.float32, None)
+        return model, batch | {"factor": 3.0}
+
+    def from_hidden(self, model, hidden, batch):
+        return jnp.asarray(batch["factor"]), training.Stats(jnp.ones(()), {})
+
+
+def test_what_a_pipeline_cannot_divide_is_refused():
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
-    args = (*nn.partition(jax.eval_shape(model)), batch(), jax.random.key(0))
-    with sharding.use(sharding.Layout(mesh, sharding.DP | PP)):
+    arguments = (*nn.partition(jax.eval_shape(model)), batch(), jax.random.key(0))
+    trace = lambda loss, **options: jax.eval_shape(make_gradient(loss, dtype=jnp.float32, **options), *arguments)
+    with sharding.use(sharding.Layout(mesh, sharding.DP | EARLY)):
+        with pytest.raises(TypeError, match="a subclass of training.Loss"):
+            trace(custom_losses.contrast)
         with pytest.raises(ValueError, match="num_targets must be a function of the batch alone"):
-            jax.eval_shape(training.one_f_one_b(counted).gradients, *args)
-        args[2]["lengths"] = np.zeros(3, np.int32)
+            trace(CountsHidden())
+        with pytest.raises(ValueError, match="compares with a second model"):
+            trace(Scaled())
+        with pytest.raises(ValueError, match="microbatches=2 cannot be combined with a 1F1B pipeline"):
+            trace(training.NextToken(), microbatches=2)
+        arguments[2]["lengths"] = np.zeros(3, np.int32)
         with pytest.raises(ValueError, match=r"batch\['lengths'\] must have the 8 rows"):
-            jax.eval_shape(training.one_f_one_b().gradients, *args)
+            trace(training.NextToken())
 
 
 def test_a_loss_may_prepare_its_model_and_batch():
-    def doubled(model, batch, *, factor=2.0, temperature=1.0, **how):
-        assert how == {"dtype": jnp.float32, "remat": None}
-        return model, batch | {"factor": factor * temperature}
-
-    @training.objective(prepare=doubled)
-    def scaled(head, hidden, batch, *, temperature=1.0):
-        total = jnp.sum(batch["factor"] * temperature)
-        return total, training.Stats(jnp.ones(()), {})
-
-    assert [*inspect.signature(scaled).parameters][-2:] == ["temperature", "factor"]
-    run = functools.partial(scaled, model(), jax.tree.map(jnp.asarray, batch()), dtype=jnp.float32)
-    assert [float(run(**options)[0]) for options in ({}, {"factor": 3.0}, {"temperature": 2.0})] == [2.0, 3.0, 8.0]
-    with pytest.raises(TypeError, match="facto"):
-        run(facto=1.0)
+    value, _ = Scaled()(model(), jax.tree.map(jnp.asarray, batch()), dtype=jnp.float32)
+    assert float(value) == 3.0
 
 
-def test_a_loss_says_what_it_takes():
-    with pytest.raises(TypeError, match="gama"):
-        objectives.focal(model(), jax.tree.map(jnp.asarray, batch()), gama=1.0)
-    assert "gamma" in str(objectives.focal.__signature__) and "remat" in str(objectives.focal.__signature__)
-    assert repr(objectives.focal) == "<objective tests.training.objectives.focal>"
-    assert objectives.focal.__doc__ and objectives.focal.sums_over_rows
+def test_a_loss_of_the_wrong_kind_is_refused():
+    with pytest.raises(TypeError, match=r"such as training.NextToken\(\), got"):
+        training.make_train_step(training.NextToken, optax.sgd(1.0))
+    with pytest.raises(TypeError, match="remat.*does not take"):
+        training.make_train_step(lambda model, batch, key: None, optax.sgd(1.0), remat="full")
+    with pytest.raises(NotImplementedError, match="Loss must define from_hidden"):
+        jax.eval_shape(training.Loss(), model(), batch())
