@@ -30,7 +30,7 @@ class Cluster:
     local_device_ids: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"{self.found}: process {self.process_id} of {self.num_processes}, coordinator {self.coordinator}"
+        return f"{self.source}: process {self.process_id} of {self.num_processes}, coordinator {self.coordinator}"
 
 
 def initialize(
