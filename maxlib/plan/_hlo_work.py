@@ -1,4 +1,4 @@
-"""Counts what one instruction of a compiled program computes and moves, and how often loops over data run.
+"""Counts what one instruction of a compiled program computes and moves.
 
 FLOPs are those of one device's program, including recomputation and padding. `maxlib.observability.forward_flops`
 counts the model's FLOPs on the trace.
@@ -8,19 +8,15 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from maxlib.kernels.attention.tiles import causal_tiles
+from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, Tiles, choose_tiles
 from maxlib.kernels.vector_memory import DEFAULT_VMEM
-from maxlib.ops._attention.chunked import chunked_tiles
-from maxlib.ops._attention.splash import LANES, Blocks, SplashTiles, splash_tiles
-from maxlib.ops._grouped_matmul.tiled import tiled_tiles
-from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
+from maxlib.ops.tiles import SplashBlock, SplashTiles, splash_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
-
-Trips = Mapping[str, float]
 
 
 def matmul_flops(instruction: Instruction, computation: dict[str, Instruction]) -> float:
@@ -92,54 +88,6 @@ def estimate_of(instruction: Instruction, what: str) -> float:
     return float(match[1]) if match else 0.0
 
 
-# The first call of attention in a lowered program: queries and keys of one device.
-_SIZES = r"tensor<((?:\d+x){4,})"
-_ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
-_GROUPED = re.compile(r"grouped_matmul\.api\._grouped_matmul\w*\(%arg0: tensor<(\d+)x\d+x\w+>, %arg1: tensor<(\d+)x")
-_OVER_EXPERTS, _OVER_TILES = (
-    re.compile(rf'op_name="[^"]*_grouped_\w+\){path}"') for path in ("/while", "/while/.*while")
-)
-
-
-def expert_trips(text: str, room: float = 1) -> dict[str, float]:
-    """Returns the trip counts of grouped matmuls' loops, over experts and over tiles, if experts get equal shares.
-
-    Args:
-        text: The lowered program.
-        room: Size of the buffer of rows, as a multiple of the rows that arrive.
-    """
-    # An expert's rows are covered by tiles of decreasing sizes; on average half of the smallest one is padding.
-    if (match := _GROUPED.search(text)) is None:
-        return {}
-    rows, experts = map(int, match.groups())
-    sizes = tiled_tiles(rows, experts).fit(rows)
-    return {"experts": experts, "tiles": (rows / room / experts + sizes[-1] / 2) / sum(sizes)}
-
-
-def causal_trips(text: str, platform: str = "cpu") -> float:
-    """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
-
-    Args:
-        text: The lowered program, in which this trip count depends on data.
-        platform: "cpu", "gpu" or "tpu".
-
-    Returns:
-        `(blocks + 1) / 2`, or 1 without attention.
-    """
-    match = _ATTENTION.search(text)
-    if match is None:
-        return 1.0
-    # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
-    q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in match.groups())
-    return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
-
-
-def trips_of(rest: str, trips: Trips) -> float:
-    """Returns the trip count of a loop of the compiled program, by the op_name of its instruction."""
-    kind = "experts" if _OVER_EXPERTS.search(rest) else "tiles" if _OVER_TILES.search(rest) else "attention"
-    return trips.get(kind, 1.0)
-
-
 Shapes = Sequence[Sequence[int]]
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -187,7 +135,7 @@ def custom_flops(rest: str, operands: Shapes, results: Shapes) -> float:
 _SPLASH = re.compile(
     r'operand_layout_constraints=\{(.*?\})\}, .*op_name="[^"]*\bsplash_(causal|full|any)(?:_(\d+))?\b[^"]*splash_mha_(fwd|dq|dkv)'
 )
-_SUBLANES = 8  # a number per query or key that lies along the lanes is stored as often
+_LANES, _SUBLANES = 128, 8  # a number per query or key that lies along the other is stored as often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +155,7 @@ class _SplashCall:
         return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
 
     @property
-    def block(self) -> Blocks:
+    def block(self) -> SplashBlock:
         # dq has the blocks of dk and dv.
         return self.tiles.forward if self.phase == "fwd" else self.tiles.dkv
 
@@ -253,8 +201,8 @@ class _SplashCall:
             parts = self.heads * -(-S // block.keys) * T * Hk * self.width * self.fused
             return 2 * S * keys * math.prod(self.v[:-2]) + self.heads * self.visited * passing + parts
         # Queries stay, with the output and the log-sum-exp, or with d_out, two statistics and dq.
-        more = 4 * LANES if self.phase == "fwd" else self.width * Hk + 8
-        staying = T * (queries + more + 4 * LANES * self.marks)
+        more = 4 * _LANES if self.phase == "fwd" else self.width * Hk + 8
+        staying = T * (queries + more + 4 * _LANES * self.marks)
         return self.heads * (staying + self.visited * block.keys * (keys + segments))
 
 
@@ -263,7 +211,7 @@ def _splash_call(instruction: Instruction) -> _SplashCall | None:
         return None
     arrays = [(kind, sizes) for kind, sizes, _ in shapes_of(match[1])]
     (kind, q), _, (_, v) = [array for array in arrays if not array[0].startswith(("s", "u", "pred"))][:3]
-    marks = sum(kind == "s32" and sizes[-1] in (LANES, q[-2]) and len(sizes) > 1 for kind, sizes in arrays[2:])
+    marks = sum(kind == "s32" and sizes[-1] in (_LANES, q[-2]) and len(sizes) > 1 for kind, sizes in arrays[2:])
     window = None if match[3] is None else int(match[3])
     return _SplashCall(match[4], match[2], window, tuple(q), tuple(v), round(size_of(f"{kind}[1]")), marks)
 

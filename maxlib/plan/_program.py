@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
 from maxlib.observability import flops_by_dtype
-from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
@@ -89,7 +88,7 @@ class Program:
         step = self.job.train_step(self.optimizer)
         state = self.state
         # Only here: counts from shapes assume a CPU. cuDNN cannot be compiled without a GPU.
-        without_gpu = OFFLINE if parse_target(self.job.target).platform == "cuda" else None
+        without_gpu = "offline" if parse_target(self.job.target).platform == "cuda" else None
         if (attention := self.job.attention or without_gpu) is not None:
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
         with sharding.use(self.layout):
