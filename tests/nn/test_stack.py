@@ -186,7 +186,7 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
     mesh = sharding.make_mesh(fsdp=4, data=2)
     layout = sharding.Layout(mesh, sharding.FSDP)
     with sharding.use(layout):
-        stack, x = sharding.create(lambda: build(groups="abcbcbc"), layout), jnp.ones((8, 3, 4))
+        stack, x = sharding.init_sharded(lambda: build(groups="abcbcbc"), layout), jnp.ones((8, 3, 4))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
         monkeypatch.setattr("maxlib.nn.stack._run.current_device", lambda: ("gpu", "NVIDIA H100"))
