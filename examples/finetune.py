@@ -37,13 +37,14 @@ def main() -> None:
     model = maxlib.from_pretrained(args.model, dtype=jnp.float32, layout=layout)
     if args.lora:
         model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
-    loss = functools.partial(training.next_token_loss, dtype=DTYPE, remat="full")
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     trainer = training.Trainer(
         model,
         optimizer=training.adamw(schedule),
         loader=loader(tokenize(train).shuffle(seed=0).repeat(), args),
-        loss=training.accumulate(loss, args.accumulate),
+        dtype=DTYPE,
+        remat="full",
+        microbatches=args.microbatches,
         directory=args.out,
         layout=layout,
         log_schedule=schedule,
@@ -59,7 +60,7 @@ def main() -> None:
         trainer.log(f"before: {shown(trainer.evaluate())}")
     trainer.log(f"after: {shown(trainer.fit(args.steps))}")
     if args.images:
-        step = jax.jit(training.make_eval_step(loss))
+        step = jax.jit(training.make_eval_step(training.NextToken(), dtype=DTYPE))
         for name, others in without_their_images(held_out, tokenize, args).items():
             with trainer.sharded():
                 metrics = training.evaluate(step, trainer.state, training.Prefetch(others, layout=layout))
@@ -96,7 +97,7 @@ def arguments() -> argparse.Namespace:
     add("--out", metavar="DIR", type=Path, default=Path("runs/finetune"), help="output directory (%(default)s)")
     add("--steps", default=100, help="number of optimizer steps (%(default)s)")
     add("--batch", default=8, help="rows per step (%(default)s)")
-    add("--accumulate", default=1, help="microbatches per step, to use less memory (%(default)s)")
+    add("--microbatches", default=1, help="microbatches per step, to use less memory (%(default)s)")
     add("--length", default=512, help="tokens per row (%(default)s)")
     add("--validation", metavar="X", type=float, default=0.05, help="fraction of documents to hold out (%(default)s)")
     add("--learning-rate", metavar="X", type=float, help="peak learning rate (2e-5; 2e-4 with --lora)")

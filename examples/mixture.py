@@ -39,7 +39,7 @@ def main() -> None:
         build,
         optimizer=training.adamw(3e-3),
         loader=loader,
-        loss=functools.partial(training.next_token_loss, dtype=jnp.float32),
+        dtype=jnp.float32,
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )

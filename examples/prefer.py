@@ -9,6 +9,7 @@ Pairs are text; docs/guides/post-training.md says how to train on pairs with ima
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -26,7 +27,7 @@ PLAIN = (
     "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
-KINDS = {
+LOSSES = {
     "dpo": post_training.DPO,
     "ipo": functools.partial(post_training.DPO, loss_type="ipo"),
     "apo": functools.partial(post_training.DPO, loss_type="apo_zero"),
@@ -39,25 +40,28 @@ def main() -> None:
     args = arguments()
     layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.device_count() > 1 else None
     read = functools.partial(maxlib.from_pretrained, args.model, layout=layout)
-    kind = KINDS[args.loss](**({} if args.beta is None else {"beta": args.beta}))
+    loss = LOSSES[args.loss]()
+    if args.beta is not None:
+        loss = dataclasses.replace(loss, beta=args.beta)
     loader = pair_loader(args)
     model = read(dtype=jnp.float32)
-    options = {}
     if args.lora:
         if args.adapter:
             model = adapters.freeze(adapters.load(model, args.adapter))
         model = adapters.add(model, adapters.LoRA(args.lora, 2 * args.lora), rngs=nnx.Rngs(0))
-    if kind.needs_reference and args.lora:  # the model without the new adapter, which shares its arrays
-        options["reference"] = adapters.base_model
-    elif kind.needs_reference:  # the initial model, whose log-probabilities go into the batches
+    if loss.needs_reference and args.lora:  # the model without the new adapter, which shares its arrays
+        loss = dataclasses.replace(loss, reference=adapters.base_model)
+    elif loss.needs_reference:  # the initial model, whose log-probabilities go into the batches
         loader = post_training.add_reference(loader, read(dtype=DTYPE), layout=layout, dtype=DTYPE)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
-    loss = functools.partial(post_training.preference_loss, kind=kind, dtype=DTYPE, remat="full", **options)
     trainer = training.Trainer(
         model,
         optimizer=training.adamw(schedule),
         loader=loader,
-        loss=training.accumulate(loss, args.accumulate),
+        loss=loss,
+        dtype=DTYPE,
+        remat="full",
+        microbatches=args.microbatches,
         directory=args.out,
         layout=layout,
         log_schedule=schedule,
@@ -111,7 +115,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--steps", default=100, help="number of optimizer steps (%(default)s)")
     add("--batch", default=8, help="pairs per step (%(default)s)")
-    add("--accumulate", default=1, help="microbatches per step, to use less memory (%(default)s)")
+    add("--microbatches", default=1, help="microbatches per step, to use less memory (%(default)s)")
     add("--length", default=512, help="tokens of prompt and answer; longer pairs are skipped (%(default)s)")
     add("--learning-rate", metavar="X", type=float, help="peak learning rate (1e-6; 1e-5 with --lora)")
     add("--lora", metavar="RANK", default=0, help="train an adapter of this rank; 0 trains all weights (%(default)s)")

@@ -52,7 +52,7 @@ def main() -> None:
         build,
         optimizer=training.adamw(schedule),
         loader=loader,
-        loss=functools.partial(training.next_token_loss, dtype=args.dtype),
+        dtype=args.dtype,
         directory=args.out,
         layout=args.layout.on(jax.devices()) if jax.device_count() > 1 else None,
         log_schedule=schedule,

@@ -22,14 +22,14 @@ SAMPLER = inference.Sampler(temperature=1.0)
 
 def main() -> None:
     args = arguments()
-    loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
     model = build()
     sampling = Sampling(model, args)
     sampling.trainer = trainer = training.Trainer(
         model,
         optimizer=training.adamw(args.learning_rate),
         loader=post_training.Rollouts(sampling.batch),
-        loss=loss,
+        loss=post_training.DAPO(temperature=SAMPLER.temperature),
+        dtype=jnp.float32,
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1)),
     )

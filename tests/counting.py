@@ -14,7 +14,7 @@ def batch(step: int, vocab: int, *, rows: int = 8, length: int) -> dict:
 
 
 def loss(model, batch, key=None):
-    return training.next_token_loss(model, batch, dtype=jnp.float32, remat="full")
+    return training.NextToken()(model, batch, dtype=jnp.float32, remat="full")
 
 
 @jax.jit

@@ -55,10 +55,10 @@ MISTAKES = {
     "training.Trainer(build, adam, loader, callback=[])": r"no argument callback \(did you mean callbacks\?\)",
     "training.Trainer(build, adam, loader, learning_rate=1e-3)": "no argument learning_rate: give it as optimizer=training.adamw",
     "training.Trainer(build, adam, loader, epochs=3)": "no argument epochs; it takes model, optimizer, loader, loss",
-    "training.next_token_loss(model, (ids, ids))": "a batch must be a dictionary of arrays, .*got tuple",
-    "training.next_token_loss(model, {'tokens': ids, 'targets': [[2, 3]]})": r"batch\['targets'\] must be an array .*got list",
-    "training.place_batch({'tokens': Tensor()}, None)": r"batch\['tokens'\] must be an array .*a torch Tensor",
-    "training.place_batch((ids, ids), None)": "a batch must be a dictionary of arrays, .*got tuple",
+    "training.NextToken()(model, (ids, ids))": "a batch must be a dictionary of arrays, .*got tuple",
+    "training.NextToken()(model, {'tokens': ids, 'targets': [[2, 3]]})": r"batch\['targets'\] must be an array .*got list",
+    "training.shard_batch({'tokens': Tensor()}, None)": r"batch\['tokens'\] must be an array .*a torch Tensor",
+    "training.shard_batch((ids, ids), None)": "a batch must be a dictionary of arrays, .*got tuple",
     "training.Trainer(build, adam, loader).writers.append(print)": "has the methods resume.step., write.step, values. and "
     "close.., .*lacks resume, write, close",
     "attend(type('Mine', (ops.Mask,), {})())": "Mine must define interval.tokens. -> .k_start, k_end.",
@@ -83,8 +83,8 @@ MISTAKES = {
     "adapters.add(model, 'lora', rngs=rngs)": r"rules must be a LoRA, such as LoRA\(16, alpha=32\), or Rules, got 'lora'",
     "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), '*.q_proj'), rngs=rngs)": "Did you mean layers.attn.q\\?",
     "adapters.add(model, adapters.Rule(adapters.LoRA(4, 8), ['q', 'v']), rngs=rngs)": "match must be one pattern, .*got ..q., .v..",
-    "train(functools.partial(post_training.preference_loss, kind='dpo'))": "kind must be a preference loss, .*got 'dpo'",
-    "training.next_token_loss(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
+    "train(training.NextToken)": r"or a training.Loss, such as training.NextToken\(\), got <class",
+    "training.NextToken()(model, {'tokens': jnp.ones((1, 4), int)})": r"reads batch\['targets'\], the token that follows",
     "training.Trainer(build, optimizer=adam, loader=loader, loss='ce')": "loss must be a function .*got 'ce'",
     "training.adamw('1e-3')": "learning_rate must be a number or a schedule .*got '1e-3'",
     "training.adamw(1e-3, mask=True)": "mask must be None, a dictionary or a function .*got True",
@@ -104,7 +104,7 @@ MISTAKES = {
     "training.Evaluation([])": "Evaluation.loader must have at least one batch, got an empty list",
     "training.Evaluation(iter([1]))": "reads its batches from the first one each time, which a list_iterator cannot",
     "training.Evaluation(loader, every=-1)": "every of at least 0 and at least one batch, got every=-1",
-    "training.accumulate(training.next_token_loss, 0)": "at least one microbatch, got 0",
+    "training.make_train_step(training.NextToken(), adam, microbatches=0)": "at least one microbatch, got 0",
     "training.Trainer(build, optimizer=adam, loader=loader, checkpointer='run')": "Checkpointer.directory. or Tiers, got 'run'",
     "train(lambda model, batch, key: jnp.sum(model(batch['tokens']).hidden))": "must return its sum .*and a training.Stats",
     "data.Loader(documents, batch_size=2)": "rows_of_shard must be a function .*got RepeatMapDataset",
@@ -134,7 +134,7 @@ PROGRAM = """if True:
         step = training.make_train_step(loss, adam)
         return jax.eval_shape(step, training.make_state(build, adam), next(loader))
 
-    train(training.next_token_loss)
+    train(training.NextToken())
     save_pretrained(model, sys.argv[1])
     said = {}
     for call in json.loads(sys.stdin.read()):

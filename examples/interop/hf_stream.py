@@ -4,7 +4,6 @@ The stream here is in memory. With a network, use `datasets.load_dataset("name",
 nothing else changes. Needs the extra `hf`.
 """
 
-import functools
 from typing import Any
 
 import datasets
@@ -39,8 +38,7 @@ def main() -> tuple[list[float], bool]:
     )  # fmt: skip
     optimizer = training.adamw(1e-2)
     state = training.make_state(llama.Llama(cfg, rngs=nnx.Rngs(0)), optimizer)
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
-    step = training.jit_step(training.make_train_step(loss, optimizer))
+    step = training.jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32))
     losses = []
     for _ in range(STEPS):
         state, metrics = step(state, next(loader))

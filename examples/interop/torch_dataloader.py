@@ -5,7 +5,6 @@ adapter keeps one: the epoch, whose seed gives the order, and how many of its ba
 the same order again and skips those batches without reading them.
 """
 
-import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,7 +84,7 @@ def trainer(directory: str) -> training.Trainer:
         llama.Llama(cfg, rngs=nnx.Rngs(0)),
         optimizer=training.adamw(1e-2),
         loader=TorchLoader(Counting(), batch_size=8),
-        loss=functools.partial(training.next_token_loss, dtype=jnp.float32),
+        dtype=jnp.float32,
         directory=directory,
         checkpointer=checkpoint.Checkpointer(f"{directory}/checkpoints", every=9),
     )

@@ -26,7 +26,7 @@ def main() -> None:
         functools.partial(build, args.preset),
         optimizer=training.adamw(training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 20)),
         loader=loader,
-        loss=functools.partial(training.next_token_loss, remat=args.remat),
+        remat=args.remat,
         layout=layout(args).on(jax.devices()),
         directory=args.out,
         checkpointer=checkpoint.Checkpointer(args.checkpoints, every=args.save_every, keep=3),

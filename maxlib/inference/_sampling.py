@@ -82,26 +82,6 @@ def check_sampler(sampler: Any) -> None:
         raise ValueError(f"sampler must be an inference.Sampler, such as Sampler(temperature=0.7), got {sampler!r}")
 
 
-def check_scored(sampler: Any, temperature: float) -> None:
-    """Raises ValueError unless `sampler` draws from all tokens at the temperature of the loss."""
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            "a batch's sampler is the inference.Sampler that drew its completions; log-probabilities that it reported are "
-            f"sampler_log_probs. Got {type(sampler).__name__}"
-        )
-    if temperature != sampler.temperature:
-        raise ValueError(
-            f"the loss scores tokens at temperature {temperature}, the sampler draws them at {sampler.temperature}; give the loss "
-            f"temperature={sampler.temperature}"
-        )
-    filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
-    if filters:
-        raise ValueError(
-            f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: "
-            "omit that"
-        )
-
-
 def _in_nucleus(logits: Float[Array, "B V"], top_p: float) -> Bool[Array, "B V"]:
     """Returns whether each token is in the nucleus, the smallest set whose mass is at least `top_p`."""
     ranked = -jnp.sort(-logits, axis=-1)

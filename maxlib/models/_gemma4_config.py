@@ -8,7 +8,7 @@ from maxlib import ops
 from maxlib.models import _gemma4_audio, _gemma4_vision
 from maxlib.models._gemma4_audio import Audio, UnifiedAudio
 from maxlib.models._gemma4_vision import UnifiedVision, Vision
-from maxlib.ops import Proportional, Rope
+from maxlib.ops import ProportionalScaling, Rope
 from maxlib.weights import Computed, Field, Fields, HFConfig, Multimodal, fields
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -181,7 +181,9 @@ TEXT = Fields(
         fields.layer_types(LOCAL, GLOBAL, usual=_usual),
         Field("keys_as_values", "attention_k_eq_v"),
         Computed("global_heads", _read_global, _write_global),
-        fields.layer_rope("rope", GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25))),
+        fields.layer_rope(
+            "rope", GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, ProportionalScaling(0.25))
+        ),
         fields.layer_rope("local_rope", LOCAL, lambda c: c.head_dim, Rope),
         Field("num_shared", "num_kv_shared_layers"),
         Field("shared_wide", "use_double_wide_mlp"),

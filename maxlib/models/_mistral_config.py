@@ -5,7 +5,7 @@ from typing import Any
 
 from maxlib import nn
 from maxlib.models import _pixtral_vision as vision
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import HFConfig, Ignore, Renamed, Table, Weight, names
 
 VISION_TYPES = {  # whose text is in `text_config`
@@ -45,16 +45,16 @@ def written_sharpening(value: float) -> dict[str, Any]:
 
 def check_sharpened(rope: Rope, model_type: str) -> None:
     """Raises ValueError for a rope without the length in whose steps queries are sharpened."""
-    if not isinstance(rope.scaling, Yarn):
+    if not isinstance(rope.scaling, YarnScaling):
         raise ValueError(
-            f"a {model_type} sharpens its queries in steps of a Yarn's length (rope_parameters), got a rope with "
+            f"a {model_type} sharpens its queries in steps of a YarnScaling's length (rope_parameters), got a rope with "
             f"scaling {rope.scaling}"
         )
 
 
 def temperature(rope: Rope, sharpening: float) -> nn.TemperatureTuning | None:
     """Returns the factor on late queries: `1 + sharpening * log(1 + floor(index / length))`."""
-    if not (sharpening and isinstance(rope.scaling, Yarn)):
+    if not (sharpening and isinstance(rope.scaling, YarnScaling)):
         return None
     return nn.TemperatureTuning(rope.scaling.original_length, sharpening, offset=0)
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
@@ -73,7 +73,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
     # Keys and values are computed from one latent [B, T, R] per token for all heads, R = 512: a cache only stores it
     # and one rotary key of 64. A query has nope_dim dimensions without position and rope.dim rotated ones.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     return nn.MLA(
         cfg.dim,
@@ -206,7 +206,7 @@ def _table(cfg: Config) -> Table:
 
 
 def _yarn(factor: float, mscale: float, *, theta: float = 1e4, fast: float = 32.0, reach: int = 163_840) -> Rope:
-    scaling = Yarn(factor, 4096, beta_fast=fast, mscale=mscale, mscale_all_dim=mscale)
+    scaling = YarnScaling(factor, 4096, beta_fast=fast, mscale=mscale, mscale_all_dim=mscale)
     return Rope(64, theta, scaling, interleaved=True, max_length=reach)
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
@@ -76,7 +76,7 @@ class Block(nn.Layer):
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, a rotary key of 64 and an index key of 128.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     # The norms of the latents have the default epsilon, whatever `norm_eps`.
     return nn.SparseMLA(
@@ -221,7 +221,7 @@ PRESETS = {
     "deepseek-v3.2": Config(
         vocab=129_280, num_layers=61, num_dense=3, dim=7168, mlp_dim=18_432, expert_dim=2048, num_heads=128,
         q_rank=1536, kv_rank=512, nope_dim=128, v_dim=128,
-        rope=Rope(64, 1e4, Yarn(40.0, 4096, beta_fast=32.0, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=163_840),
+        rope=Rope(64, 1e4, YarnScaling(40.0, 4096, beta_fast=32.0, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=163_840),
         index_heads=64, index_dim=128, index_top=2048, num_experts=256, num_shared=1, top_k=8, num_groups=8,
         top_groups=4, routed_scale=2.5,
     ),

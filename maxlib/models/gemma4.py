@@ -21,7 +21,7 @@ from maxlib.models._gemma4_config import LOCAL as LOCAL
 from maxlib.models._gemma4_config import Config as Config
 from maxlib.models._gemma4_vision import UnifiedVision as UnifiedVision
 from maxlib.models._gemma4_vision import Vision as Vision
-from maxlib.ops import Proportional, Rope
+from maxlib.ops import ProportionalScaling, Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family
 
@@ -179,7 +179,7 @@ _LARGE = Vision(dim=1152, mlp_dim=4304, num_layers=27, num_heads=16, num_kv_head
 _31B = Config(
     vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,
     keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE,
-    rope=Rope(512, 1e6, Proportional(0.25), max_length=262_144), local_rope=Rope(256, max_length=262_144),
+    rope=Rope(512, 1e6, ProportionalScaling(0.25), max_length=262_144), local_rope=Rope(256, max_length=262_144),
 )
 _E2B = replace(
     _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Family, Fields, Table, fields, names
 
 
@@ -63,7 +63,7 @@ class Block(nn.Layer):
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
     # The cache stores one latent [B, T, R] per token for all heads, R = 512, and one rotary key of 64.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     # The norms of the latents have the default epsilon, independent of `norm_eps`.
     return nn.MLA(

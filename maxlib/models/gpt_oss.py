@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 from maxlib.weights import _mxfp4 as mxfp4
 
@@ -99,7 +99,7 @@ class GptOss(nn.Decoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
-_YARN = Yarn(32.0, 4096, truncate=False)
+_YARN = YarnScaling(32.0, 4096, truncate=False)
 _ROPE = fields.rope(default_theta=150_000.0, default_length=131_072)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
@@ -148,8 +148,8 @@ def _table(cfg: Config) -> Table:
 
 
 # A YaRN that leaves the size of queries and keys as it is.
-def _yarn(factor: float, length: int) -> Yarn:
-    return Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
+def _yarn(factor: float, length: int) -> YarnScaling:
+    return YarnScaling(factor, length, mscale=1.0, mscale_all_dim=1.0)
 
 
 # fmt: off

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
@@ -74,7 +74,7 @@ class Block(nn.Layer):
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
     # The cache stores one latent [B, T, R] per token for all heads, R = 256, and one rotary key of 64.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     # The norms of the latents have the default epsilon, independent of `norm_eps`.
     return nn.MLA(
@@ -201,7 +201,7 @@ PRESETS = {
     "mistral-small-4-119b": Config(
         vocab=131_072, num_layers=36, dim=4096, mlp_dim=12_288, expert_dim=2048, num_heads=32,
         q_rank=1024, kv_rank=256, nope_dim=64, v_dim=128, sharpening=0.1, vision=Vision(),
-        rope=Rope(64, 10_000.0, Yarn(128.0, 8192, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=_LENGTH),
+        rope=Rope(64, 10_000.0, YarnScaling(128.0, 8192, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=_LENGTH),
         num_experts=128, top_k=4,
     )
 }

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
+from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -178,7 +178,7 @@ _7B = Config(
     rope=Rope(128, 500_000.0, max_length=4096),
 )
 _32B = dict(num_layers=64, dim=5120, mlp_dim=27_648, num_heads=40, num_kv_heads=8)
-_LONG = Rope(128, 500_000.0, Yarn(8.0, 8192, attention_factor=1.2079441541679836), max_length=65_536)
+_LONG = Rope(128, 500_000.0, YarnScaling(8.0, 8192, attention_factor=1.2079441541679836), max_length=65_536)
 _OLMO3 = replace(_7B, vocab=100_278, window=4096, rope=_LONG)
 PRESETS = {
     "olmo2-1b": replace(_7B, num_layers=16, dim=2048, mlp_dim=8192, num_heads=16, num_kv_heads=16),

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import LongRope, Rope
+from maxlib.ops import LongRopeScaling, Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 
@@ -31,9 +31,9 @@ class Config:
     tied: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.rope.scaling, LongRope | None) or self.rope.interleaved:
+        if not isinstance(self.rope.scaling, LongRopeScaling | None) or self.rope.interleaved:
             raise ValueError(
-                f"Phi-3's rope must have the scaling LongRope (config.json: rope_type longrope) or none, and not be "
+                f"Phi-3's rope must have the scaling LongRopeScaling (config.json: rope_type longrope) or none, and not be "
                 f"interleaved, got {self.rope}"
             )
 
@@ -68,7 +68,7 @@ class Phi3(nn.Decoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
-        if isinstance(cfg.rope.scaling, LongRope):
+        if isinstance(cfg.rope.scaling, LongRopeScaling):
             self.recompute_cache_at = cfg.rope.scaling.original_length + 1
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
@@ -135,7 +135,7 @@ def _float32(text: str) -> tuple[float, ...]:
 
 
 def _longrope(short: tuple[float, ...], long: tuple[float, ...]) -> Rope:
-    return Rope(96, 10_000.0, LongRope(short, long, 4096, factor=32.0), max_length=131_072)
+    return Rope(96, 10_000.0, LongRopeScaling(short, long, 4096, factor=32.0), max_length=131_072)
 
 
 # LongRoPE's factors by pair of dimensions: of Phi-3's first release (3), of Phi-3.5, of Phi-4-mini.

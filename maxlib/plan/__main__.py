@@ -13,7 +13,6 @@ from maxlib import adapters, quantization, training
 from maxlib.distributed import xla_flags
 from maxlib.nn.remat import POLICIES
 from maxlib.plan import Job, Plan, parse_target, plan, search
-from maxlib.plan._job import by_name
 from maxlib.sharding import PRESETS, Layout, parse_degrees, preset
 
 
@@ -74,7 +73,8 @@ def _job(args: argparse.Namespace) -> Job:
         remat=_remat(args.remat or "full"),
         attention=args.attention,
         optimizer=args.optimizer,
-        loss=_loss(args),
+        loss=args.loss or training.NextToken(),
+        microbatches=args.microbatches,
         batch=args.batch,
         lora=None if args.lora is None else _lora(args.lora),
         base=args.base,
@@ -92,15 +92,6 @@ def _layout(args: argparse.Namespace) -> Layout:
         )
     degrees = parse_degrees(*args.mesh) or {"fsdp": -1}
     return Layout({**degrees, "dcn": dcn}, preset(args.strategy or "fsdp"))
-
-
-def _loss(args: argparse.Namespace) -> Any:
-    loss = by_name(args.loss or training.next_token_loss, "loss")
-    try:
-        loss = training.one_f_one_b(loss) if args.gradients else loss
-        return loss if args.accumulate == 1 else training.accumulate(loss, args.accumulate)
-    except TypeError as error:  # a loss that 1F1B or accumulation cannot take
-        raise ValueError(str(error)) from error
 
 
 def _lora(words: list[str]) -> adapters.LoRA:
@@ -135,7 +126,7 @@ def _numbers(result: Plan) -> dict[str, Any]:
 _HERE = {
     "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
     "per_device_batch_size": "--per-device-batch-size",
-    "accumulate=": "--accumulate ",
+    "microbatches=": "--microbatches ",
     "remat='full'": "--remat full",
     "plan.search": "--search",
     "strategy=": "--strategy ",
@@ -169,19 +160,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
     add(
         "--strategy",
-        help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp:16x2, 16 microbatches twice around (default fsdp)",
+        help=f"{', '.join(PRESETS)}, or several: fsdp_tp+cp_ring+pp_1f1b:16x2, 16 microbatches twice around (default fsdp)",
     )
     add(
         "--remat",
         help=f"none, {', '.join(POLICIES)}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
-    add("--attention", help="attention implementation of all layers, such as mosaic_tpu (default: the best available)")
+    add("--attention", help="attention implementation of all layers, such as splash (default: the best available)")
     add("--optimizer", default="adamw", help="adamw (default), sgd, or module:function of a model")
-    add("--accumulate", type=int, default=1, help="microbatches of a step (default 1)")
-    add("--gradients", choices=["1f1b"], help="1f1b for pipelines (default: autodiff, which makes them GPipe)")
+    add(
+        "--microbatches", type=int, default=1, help="parts of a batch that a step takes one after the other (default 1)"
+    )
     add(
         "--loss",
-        help="module:name of a loss that training.objective made, or that takes dtype and remat (default: next token)",
+        help="module:name of a training.Loss, or of a function that takes dtype and remat (default: next token)",
     )
     add("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of the loss's other inputs")
     add(

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
+from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, choose_tiles
 from maxlib.kernels.vector_memory import vmem_of
-from maxlib.ops._grouped_matmul.tiling import Sizes, choose_tiles
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
@@ -161,7 +161,7 @@ def step_of(program: Program) -> StepFacts:
     job, layout, schedule = program.job, program.layout, schedule_of(program.layout)
     rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
     share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
-    again = job.remat == "full" or job.is_1f1b
+    again = job.remat == "full" or program.is_1f1b
     whole = StepFacts(
         layout=layout,
         platform=parse_target(job.target).platform,
@@ -212,7 +212,7 @@ def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
         gathered = (split & {*layout.mesh_axes("batch")}) - {*stay}
         size = math.prod(x.shape) * width / math.prod(mesh.shape[axis] for axis in split - gathered)
         turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(x.axes) else 1.0
-        yield ShardedWeight(split, gathered, size, turns * program.job.accumulate, x.trained)
+        yield ShardedWeight(split, gathered, size, turns * program.job.microbatches, x.trained)
 
 
 def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:

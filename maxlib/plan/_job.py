@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from maxlib import adapters, nn, quantization, sharding, training, weights
-from maxlib.ops._attention.dispatch import implementations
+from maxlib.ops import attention_implementations
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._mesh import MeshShape
-from maxlib.training._gradients import Accumulated
-from maxlib.training._pipelining import OneFOneB
 
 MARK = "maxlib-plan "
 FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
@@ -44,8 +43,8 @@ class Job:
       optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
         "module:name".
       dtype: dtype of activations and of weights in matmuls.
-      loss: a loss with the options `dtype` and `remat`, as `training.objective` makes it, a `functools.partial` of one,
-        or its name "module:name"; in `training.accumulate` or `training.one_f_one_b` for microbatches.
+      loss: a `training.Loss`, or a function with the options `dtype` and `remat`, or the name "module:name" of either.
+      microbatches: parts of a batch whose gradients are computed one after the other, as in `training.make_train_step`.
       batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
         other than int32 `tokens` and `targets`.
       lora: an `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
@@ -65,7 +64,8 @@ class Job:
     attention: str | None = None
     optimizer: Any = "adamw"
     dtype: str = "bfloat16"
-    loss: Any = training.next_token_loss
+    loss: Any = dataclasses.field(default_factory=training.NextToken)
+    microbatches: int = 1
     batch: Any = None
     lora: Any = None
     base: str | None = None
@@ -96,16 +96,6 @@ class Job:
         """The degrees of the mesh across slices or hosts."""
         return dict(self.layout.mesh.dcn)
 
-    @property
-    def accumulate(self) -> int:
-        """Microbatches whose gradients are accumulated in a step."""
-        return getattr(self.loss, "microbatches", 1)
-
-    @property
-    def is_1f1b(self) -> bool:
-        """Returns True if a 1F1B pipeline computes the gradient."""
-        return isinstance(self.loss, OneFOneB)
-
     def build(self) -> Any:
         """Builds the model that is trained, with its adapters; call it under `jax.eval_shape`.
 
@@ -132,27 +122,28 @@ class Job:
             model = model()
         return model if isinstance(model, nnx.Module) else _from_config(model)
 
-    def loss_fn(self, **options: Any) -> Any:
-        """Returns the loss with `dtype` and other options bound.
+    @property
+    def loss_function(self) -> Any:
+        """The loss; found by its name if it is one, and made with its defaults if that names a class."""
+        loss = by_name(self.loss, "loss")
+        return loss() if isinstance(loss, type) else loss
 
-        Args:
-          options: keyword arguments of the loss, such as `remat`.
+    def train_step(self, optimizer: optax.GradientTransformation) -> Any:
+        """Returns the training step.
 
         Raises:
-          ValueError: when the loss does not take them.
+          ValueError: when the loss does not take `dtype` and `remat`, or for less than one microbatch.
         """
-        wrapped = isinstance(self.loss, Accumulated | OneFOneB)
-        loss = by_name(self.loss.loss if wrapped else self.loss, "loss")
-        options = {"dtype": jnp.dtype(self.dtype)} | options
         try:
-            inspect.signature(loss).bind(None, None, None, **options)
+            return training.make_train_step(
+                self.loss_function,
+                optimizer,
+                dtype=jnp.dtype(self.dtype),
+                remat=self.remat,
+                microbatches=self.microbatches,
+            )
         except TypeError as error:
-            raise ValueError(
-                f"a loss in a plan is called as loss(model, batch, key, {', '.join(options)}), which {loss!r} does not "
-                f"take ({error}): make it with training.objective, or let it take these"
-            ) from error
-        loss = functools.partial(loss, **options)
-        return dataclasses.replace(self.loss, loss=loss) if wrapped else loss
+            raise ValueError(str(error)) from error
 
     def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch of `rows`, by name."""
@@ -288,7 +279,7 @@ def check_names(job: Job) -> None:
     """Raises ValueError for a remat policy, attention, loss or option that the target does not support."""
     nn.remat.remat_policy(job.remat)
     _check_attention(job)
-    job.loss_fn(remat=job.remat)
+    job.train_step(optax.identity())
     foreign = _FOREIGN[parse_target(job.target).platform]
     if wrong := sorted(name for name in job.options if name.startswith(foreign)):
         raise ValueError(
@@ -298,7 +289,7 @@ def check_names(job: Job) -> None:
 
 
 def _check_attention(job: Job) -> None:
-    known = {one.name: one.platforms for one in implementations()}
+    known = {kernel.name: kernel.platforms for kernel in attention_implementations()}
     if job.attention is None:
         return
     if job.attention not in known:

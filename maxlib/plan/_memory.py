@@ -74,11 +74,11 @@ def estimate_memory(program: Program) -> Memory:
     size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], layout.mesh)
     gradients = sum(map(size, own))
     away = [size(path) for path in own if sharding.memory.is_on_host(state.trainable[path])]
-    rows = max(1, program.rows // program.job.accumulate // layout.axis_size("batch"))
+    rows = max(1, program.rows // program.job.microbatches // layout.axis_size("batch"))
     at_once, held, ends = _in_pipeline(program, rows)
     kept, transient, offloaded = _residuals(program, at_once)
     layer = _layer_weights(program) + transient + _whole_sequences(program, at_once) + _travelling(program, at_once)
-    loss = _loss(program, rows if not program.job.is_1f1b else at_once)
+    loss = _loss(program, rows if not program.is_1f1b else at_once)
     return Memory(
         parameters,
         optimizer,
@@ -104,7 +104,7 @@ def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
     stages = program.mesh.shape[pipeline.axis]
     chunks = stages * pipeline.repeats
     # GPipe keeps residuals of every tick, 1F1B of 2 S V - 1; a tick has 1 / (S V) of the layers.
-    ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if not job.is_1f1b else 2 * chunks - 1
+    ticks = pipeline.microbatches * pipeline.repeats + stages - 1 if not program.is_1f1b else 2 * chunks - 1
     hidden = rows * job.sequence * program.head[1] * jnp.dtype(job.dtype).itemsize
     return max(1, rows // pipeline.microbatches), ticks / chunks, 3.0 * hidden
 
@@ -133,7 +133,7 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
         return _activations(residuals, rows, job.sequence, weights)
 
     count = lambda leaves: sum(_kept_bytes(x, program) for x in leaves)
-    remat = job.remat if not job.is_1f1b else "full"  # 1F1B keeps the layers' inputs
+    remat = job.remat if not program.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
     # For the layer that runs backward, the compiler keeps about half of autodiff's residuals and fuses the rest.
@@ -273,7 +273,7 @@ def _loss(program: Program, rows: int) -> float:
     # rows, where they travel to parts of the head. On GPUs the weight is freed before its gradient is transposed.
     job, mesh, (vocab, dim) = program.job, program.mesh, program.head
     width = jnp.dtype(job.dtype).itemsize
-    hidden = jax.ShapeDtypeStruct((program.rows // job.accumulate, job.sequence, dim), jnp.dtype(job.dtype))
+    hidden = jax.ShapeDtypeStruct((program.rows // job.microbatches, job.sequence, dim), jnp.dtype(job.dtype))
     with sharding.use(program.layout):
         split = head_split(hidden, (vocab, dim))
     parts = math.prod(mesh.shape[a] for a in split.vocab + split.more)

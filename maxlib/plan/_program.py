@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
 from maxlib.observability import flops_by_dtype
-from maxlib.ops._attention.chunked import chunked_tiles
-from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
@@ -31,13 +28,9 @@ from maxlib.plan._targets import (
 )
 from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
-from maxlib.training._objectives.remat_names import check_remat_names
-from maxlib.training._placement import batch_names
+from maxlib.training.losses import check_remat_names
 
-# The first call of attention in a lowered program: queries and keys of one device.
-_SIZES = r"tensor<((?:\d+x){4,})"
 _EIGHT_BITS = {"fp8": "float8_", "int8": "int8"}  # what their dtypes have in their names
-_ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +75,9 @@ class Program:
         return self.layout.mesh
 
     @property
-    def loss(self) -> Any:
-        """The loss with the job's dtype and remat bound."""
-        return self.job.loss_fn(remat=self.job.remat)
+    def is_1f1b(self) -> bool:
+        """True if a 1F1B pipeline computes the gradient."""
+        return self.layout.pipeline is not None and self.layout.pipeline.schedule == "1f1b"
 
     @functools.cached_property
     def head(self) -> tuple[int, int]:
@@ -93,10 +86,10 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the step for the layout's devices."""
-        step = training.make_train_step(self.loss, self.optimizer)
+        step = self.job.train_step(self.optimizer)
         state = self.state
         # Only here: counts from shapes assume a CPU. cuDNN cannot be compiled without a GPU.
-        without_gpu = OFFLINE if parse_target(self.job.target).platform == "cuda" else None
+        without_gpu = "offline" if parse_target(self.job.target).platform == "cuda" else None
         if (attention := self.job.attention or without_gpu) is not None:
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
         with sharding.use(self.layout):
@@ -123,7 +116,8 @@ class Program:
     def forward_flops(self) -> float:
         """The FLOPs of one step's forward pass on all devices."""
         row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
-        return self.rows * observability.forward_flops(self.job.loss_fn(), self.model, row, jax.random.key(0))
+        loss = functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype))
+        return self.rows * observability.forward_flops(loss, self.model, row, jax.random.key(0))
 
     @property
     def model_flops(self) -> float:
@@ -135,8 +129,7 @@ class Program:
         """The share of a step's FLOPs whose operands have eight bits on the target's devices, by "fp8" and "int8"."""
         if self.job.quantization is None:
             return {}
-        loss = self.job.loss_fn(remat=self.job.remat)
-        loss = getattr(loss, "loss", loss)  # without its microbatches
+        loss = functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype), remat=self.job.remat)
         batch, key = self.job.batch_shapes(1), jax.eval_shape(lambda: jax.random.key(0))
         # The trace needs the kind of device, because some kinds multiply narrow operands that others widen first.
         target = parse_target(self.job.target)
@@ -260,14 +253,14 @@ def _rows(job: Job, layout: sharding.Layout) -> int:
         )
     rows = job.per_device_batch_size * mesh.size
     parts = layout.axis_size("batch")
-    if rows != int(rows) or rows < 1 or rows % (parts * job.accumulate):
+    if rows != int(rows) or rows < 1 or rows % (parts * job.microbatches):
         raise ValueError(
             f"{job.per_device_batch_size} sequences per chip are {rows:g} in all, which must be a multiple of the {parts} parts that the "
-            f"mesh cuts a batch into, times accumulate={job.accumulate}; change per_device_batch_size or the mesh {dict(mesh.shape)}"
+            f"mesh cuts a batch into, times microbatches={job.microbatches}; change per_device_batch_size or the mesh {dict(mesh.shape)}"
         )
-    if int(rows) // job.accumulate % (microbatches := schedule.microbatches):
+    if int(rows) // job.microbatches % (microbatches := schedule.microbatches):
         raise ValueError(
-            f"{rows:g} sequences, by accumulate={job.accumulate}, cannot be split into the pipeline's {microbatches} microbatches; "
+            f"{rows:g} sequences, by microbatches={job.microbatches}, cannot be split into the pipeline's {microbatches} microbatches; "
             f"change their number, as in --strategy fsdp+pp:8 --mesh stage={schedule.stages}, or per_device_batch_size"
         )
     return int(rows)
@@ -281,12 +274,17 @@ def schedule_of(layout: sharding.Layout) -> Schedule:
 
 
 def _check_pipeline(job: Job, schedule: Schedule) -> None:
-    """Raises ValueError when 1F1B has no pipeline, or microbatches are not a multiple of the stages."""
+    """Raises ValueError when 1F1B cannot take the loss, or microbatches are not a multiple of the stages."""
     stages, microbatches, repeats = schedule
-    if job.is_1f1b and stages == 1:
+    is_1f1b = any(getattr(strategy, "schedule", "gpipe") == "1f1b" for strategy in job.layout.strategies)
+    if is_1f1b and not isinstance(job.loss_function, training.Loss):
         raise ValueError(
-            "1F1B needs a pipeline of more than one stage: give --strategy fsdp+pp:8 --mesh stage=4,fsdp=-1, or leave "
-            "--gradients 1f1b (training.one_f_one_b) out"
+            f"a 1F1B pipeline needs a loss that is a subclass of training.Loss, got {job.loss!r}: take one, or --strategy "
+            "fsdp+pp:8"
+        )
+    if is_1f1b and job.microbatches > 1:
+        raise ValueError(
+            f"microbatches={job.microbatches} cannot be combined with a 1F1B pipeline, which has its own: leave it out"
         )
     if repeats > 1 and microbatches % stages:
         raise ValueError(
@@ -334,26 +332,8 @@ def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> tra
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
 
 
-def causal_trips(text: str, platform: str = "cpu") -> float:
-    """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
-
-    Args:
-      text: the lowered program, in which this trip count depends on data.
-      platform: "cpu", "gpu" or "tpu".
-
-    Returns:
-      `(blocks + 1) / 2`, or 1 without attention.
-    """
-    found = _ATTENTION.search(text)
-    if found is None:
-        return 1.0
-    # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
-    q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in found.groups())
-    return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
-
-
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:
-    place = lambda x: NamedSharding(layout.mesh, layout.spec(*batch_names(x), what="batch"))
+    place = lambda x: NamedSharding(layout.mesh, layout.spec(*training.batch_axes(x), what="batch"))
     return jax.tree.map(lambda x: _at(x, place(x)), job.batch_shapes(rows))
 
 

@@ -95,7 +95,7 @@ class Plan:
 def _report(plan: Plan) -> list[Any]:
     job = plan.job
     mesh = ", ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
-    strategy = preset_name(job.layout.strategy) + ("; 1f1b" if job.is_1f1b else "")
+    strategy = preset_name(job.layout.strategy)
     head = [
         f"{job.title}, {plan.num_parameters / 1e9:.2f} billion parameters, on {plan.target}",
         f"mesh: {mesh}; strategy: {strategy}; remat: {job.remat}; optimizer: {getattr(job.optimizer, '__name__', job.optimizer)}",
@@ -167,7 +167,7 @@ def _advice(plan: Plan) -> list[str]:
         if job.remat != "full":
             advice.append("remat='full' keeps only each layer's input.")
         if job.per_device_batch_size > 1 or job.sequence > 2048:
-            advice.append("A smaller batch per chip, accumulate, or a tensor axis cuts activations.")
+            advice.append("A smaller batch per chip, microbatches, or a tensor axis cuts activations.")
     if plan.parameters + plan.optimizer > plan.peak / 3:
         advice.append("More devices on fsdp (or tensor, expert) split parameters and optimizer further.")
     return advice or ["Take more devices, a smaller batch, or another layout (plan.search)."]

@@ -1,9 +1,8 @@
 """Post-training: losses of preferences, policies and distillation, and helpers to prepare their batches.
 
-Formulas are functions of arrays (`advantages`, `policies`, `preferences`); `preference_loss`, `kto_loss`,
-`policy_loss` and `distillation_loss` make training losses of them for `training.make_train_step` and
-`training.Trainer`. Losses of supervised tuning are in `training`; `data` makes pairs and labelled answers. Every name
-is loaded on first use.
+The losses are `training.Loss`es for `training.make_train_step` and `training.Trainer`; their formulas on arrays are in
+`advantages`, `policies` and `preferences`. Losses of supervised tuning are in `training`; `data` makes pairs and
+labelled answers. Every name is loaded on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -14,21 +13,12 @@ if TYPE_CHECKING:
     from maxlib.post_training import advantages as advantages
     from maxlib.post_training import policies as policies
     from maxlib.post_training import preferences as preferences
-    from maxlib.post_training._distillation import distillation_loss as distillation_loss
+    from maxlib.post_training._distillation import Distillation as Distillation
     from maxlib.post_training._loaders import add_reference as add_reference
     from maxlib.post_training._loaders import add_teacher as add_teacher
-    from maxlib.post_training._models import WithFrozen as WithFrozen
-    from maxlib.post_training._models import log_probs as log_probs
-    from maxlib.post_training._policy_losses import check_sampler as check_sampler
-    from maxlib.post_training._policy_losses import cispo as cispo
-    from maxlib.post_training._policy_losses import dapo as dapo
-    from maxlib.post_training._policy_losses import dr_grpo as dr_grpo
-    from maxlib.post_training._policy_losses import grpo as grpo
-    from maxlib.post_training._policy_losses import gspo as gspo
-    from maxlib.post_training._policy_losses import policy_loss as policy_loss
-    from maxlib.post_training._policy_losses import rloo as rloo
-    from maxlib.post_training._preference_losses import kto_loss as kto_loss
-    from maxlib.post_training._preference_losses import preference_loss as preference_loss
+    from maxlib.post_training._reference import ReferencedLoss as ReferencedLoss
+    from maxlib.post_training._reference import WithFrozen as WithFrozen
+    from maxlib.post_training._reference import log_probs as log_probs
     from maxlib.post_training._rewards import RewardPool as RewardPool
     from maxlib.post_training._rollouts import Rollouts as Rollouts
     from maxlib.post_training._rollouts import completion_batch as completion_batch
@@ -36,30 +26,73 @@ if TYPE_CHECKING:
     from maxlib.post_training.advantages import leave_one_out as leave_one_out
     from maxlib.post_training.advantages import reward_metrics as reward_metrics
     from maxlib.post_training.policies import CISPO as CISPO
+    from maxlib.post_training.policies import DAPO as DAPO
+    from maxlib.post_training.policies import GRPO as GRPO
+    from maxlib.post_training.policies import GSPO as GSPO
     from maxlib.post_training.policies import KL as KL
+    from maxlib.post_training.policies import RLOO as RLOO
     from maxlib.post_training.policies import Clip as Clip
-    from maxlib.post_training.policies import Correction as Correction
     from maxlib.post_training.policies import FixedLengthMean as FixedLengthMean
+    from maxlib.post_training.policies import PolicyLoss as PolicyLoss
+    from maxlib.post_training.policies import RolloutCorrection as RolloutCorrection
+    from maxlib.post_training.policies import TruncatedWeight as TruncatedWeight
     from maxlib.post_training.preferences import DPO as DPO
     from maxlib.post_training.preferences import KTO as KTO
     from maxlib.post_training.preferences import ORPO as ORPO
     from maxlib.post_training.preferences import ChosenNLL as ChosenNLL
-    from maxlib.post_training.preferences import Mixture as Mixture
+    from maxlib.post_training.preferences import MixedPreference as MixedPreference
+    from maxlib.post_training.preferences import PreferenceLoss as PreferenceLoss
     from maxlib.post_training.preferences import SimPO as SimPO
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "": ("advantages", "policies", "preferences"),
-        "_distillation": ("distillation_loss",),
-        "_loaders": ("add_reference", "add_teacher"),
-        "_models": ("WithFrozen", "log_probs"),
-        "_policy_losses": ("check_sampler", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "policy_loss", "rloo"),
-        "_preference_losses": ("kto_loss", "preference_loss"),
+        "": (
+            "advantages",
+            "policies",
+            "preferences",
+        ),
+        "_distillation": ("Distillation",),
+        "_loaders": (
+            "add_reference",
+            "add_teacher",
+        ),
+        "_reference": (
+            "ReferencedLoss",
+            "WithFrozen",
+            "log_probs",
+        ),
         "_rewards": ("RewardPool",),
-        "_rollouts": ("Rollouts", "completion_batch"),
-        "advantages": ("group_advantages", "leave_one_out", "reward_metrics"),
-        "policies": ("CISPO", "KL", "Clip", "Correction", "FixedLengthMean"),
-        "preferences": ("DPO", "KTO", "ORPO", "ChosenNLL", "Mixture", "SimPO"),
+        "_rollouts": (
+            "Rollouts",
+            "completion_batch",
+        ),
+        "advantages": (
+            "group_advantages",
+            "leave_one_out",
+            "reward_metrics",
+        ),
+        "policies": (
+            "CISPO",
+            "DAPO",
+            "GRPO",
+            "GSPO",
+            "KL",
+            "RLOO",
+            "Clip",
+            "FixedLengthMean",
+            "PolicyLoss",
+            "RolloutCorrection",
+            "TruncatedWeight",
+        ),
+        "preferences": (
+            "DPO",
+            "KTO",
+            "ORPO",
+            "ChosenNLL",
+            "MixedPreference",
+            "PreferenceLoss",
+            "SimPO",
+        ),
     },
 )

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.observability import collect_metrics
-from maxlib.post_training._models import log_probs
-from maxlib.post_training._preference_losses import interleaved
-from maxlib.training import StatefulLoader, place_batch
-from maxlib.training._objectives.objective import Batch, run
+from maxlib.post_training._reference import interleaved, log_probs
+from maxlib.training import StatefulLoader, shard_batch
 from maxlib.training._prefetch import follow_layout
+from maxlib.training.losses import Batch, run_model
 
 
 class Scored:
@@ -23,14 +22,17 @@ class Scored:
         self.loader, self.model, self.layout = loader, model, layout
         self._compiled = jax.jit(lambda model, batch: _over_parts(lambda part: score(model, part), batch))
         self.reset, self.get_state, self.set_state = loader.reset, loader.get_state, loader.set_state
-        self.metrics, self.follow = lambda: dict(collect_metrics(loader)), getattr(loader, "follow", lambda sharding: None)
+        self.metrics, self.follow = (
+            lambda: dict(collect_metrics(loader)),
+            getattr(loader, "follow", lambda sharding: None),
+        )
         follow_layout(loader, layout)
 
     def __iter__(self) -> "Scored":
         return self
 
     def __next__(self) -> Batch:
-        batch = place_batch(next(self.loader), self.layout)
+        batch = shard_batch(next(self.loader), self.layout)
         with contextlib.nullcontext() if self.layout is None else sharding.use(self.layout):
             return self._compiled(self.model, batch)
 
@@ -52,8 +54,11 @@ def add_reference(
         temperature: As in the loss.
         dtype: As in the loss; with another precision the reference differs from the policy at step 0.
     """
-    score = lambda model, part: log_probs(model, part, temperature=temperature, dtype=dtype).log_prob
-    return Scored(loader, model, layout, lambda *args: {"reference_log_probs": score(*args)})
+
+    def score(model: Any, batch: Batch) -> Batch:
+        return {"reference_log_probs": log_probs(model, batch, temperature=temperature, dtype=dtype).log_prob}
+
+    return Scored(loader, model, layout, score)
 
 
 def add_teacher(
@@ -76,10 +81,11 @@ def add_teacher(
         dtype: Dtype of the computation.
     """
 
-    def score(model: Any, part: Batch) -> Batch:
-        hidden = run(model, part, dtype=dtype).hidden
-        options: Any = {"temperature": temperature, "softcap": model.softcap}
-        values, ids = nn.distillation.token_top_k(hidden, model.head_weight(), k, **options)
+    def score(model: Any, batch: Batch) -> Batch:
+        hidden = run_model(model, batch, dtype=dtype).hidden
+        values, ids = nn.distillation.token_top_k(
+            hidden, model.head_weight(), k, temperature=temperature, softcap=model.softcap
+        )
         return {"teacher_ids": ids, "teacher_log_probs": values}
 
     return Scored(loader, model, layout, score)

@@ -1,4 +1,4 @@
-"""Policy losses on arrays. Shapes: B rows, T tokens; sequences are the segments of packed rows.
+"""Losses of policies. Shapes: B rows, T tokens; sequences are the segments of packed rows.
 
 Notation: ℓ is the log-probability of a sampled token at the sampler's temperature, A its advantage, ρ the ratio of the
 policy to the one that sampled, m the mask of completion tokens.
@@ -6,14 +6,20 @@ policy to the one that sampled, m the mask of completion tokens.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, Union, get_args
+from collections.abc import Collection
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from maxlib import ops
 from maxlib._utils.choices import check_choice
-from maxlib.ops._segments import Segments, is_filled, segment_sums, spread, token_counts
+from maxlib.inference import Sampler
+from maxlib.post_training._reference import ReferencedLoss, missing_reference
+from maxlib.post_training._segments import Segments, is_filled, segment_sums, spread, token_counts
+from maxlib.training.losses import Batch, Stats, score
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 Mean = Union[Literal["sequence", "token"], "FixedLengthMean"]
@@ -24,7 +30,7 @@ MAX_LOG_RATIO = 40.0  # e^40 = 2e17, whose square is finite in float32 and bfloa
 
 
 class Surrogate(NamedTuple):
-    """Result of `Clip` and `CISPO`: the loss of each token, and whether its ratio was clipped from below or above."""
+    """Result of `Clip` and `TruncatedWeight`: each token's loss, and if its ratio was clipped from below or above."""
 
     loss: Tokens
     low: Mask
@@ -54,7 +60,7 @@ class Clip:
 
 
 @dataclasses.dataclass(frozen=True)
-class CISPO:
+class TruncatedWeight:
     """-sg(min(ρ, limit)) A ℓ (MiniMax-M1, arXiv:2506.13585): every token keeps a gradient.
 
     Args:
@@ -135,7 +141,7 @@ def _ratio(log_ratio: Tokens) -> Tokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class Correction:
+class RolloutCorrection:
     """Importance weights for tokens of a sampler whose probabilities differ from the trainer's, such as another engine.
 
     Args:
@@ -206,3 +212,167 @@ def mean_weights(mask: Mask, segment_ids: Segments, *, by: Mean = "sequence") ->
     if by != "sequence":
         raise ValueError(f"by must be 'sequence', 'token' or FixedLengthMean(length), got {by!r}")
     return weights / jnp.maximum(spread(counts, segment_ids, mask.shape[1]), 1), sequences
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyLoss(ReferencedLoss):
+    """Loss of sampled completions with advantages; they may be packed.
+
+    The batch has `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a
+    row); `old_log_probs`, log-probabilities under the sampling policy: required for every step after the first on the
+    same completions, otherwise ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
+    `sampler_log_probs`, reported by another engine, for a correction; `sampler`, the sampler.
+
+    All terms and metrics are weighted by `mean`, so results do not depend on microbatches, devices and packing.
+    Metrics: `entropy`, `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if
+    they exist. The value of the loss itself is not informative: for an on-policy step it is 0.
+
+    A step raises ValueError when the batch lacks inputs of an option, or its `sampler` has another temperature, or
+    filters; and for advantages of shape `B` if a row has several completions, which inside `jit` makes the loss NaN.
+
+    Args:
+        surrogate: `Clip` or `TruncatedWeight`.
+        ratio: Unit of ρ: "token", "sequence", "sequence_token" or "sequence_sum" (`policy_ratio`).
+        mean: Average over token losses (`mean_weights`).
+        kl_term: Divergence from the reference as a part of the loss.
+        entropy: Factor of the entropy bonus.
+        correction: Importance weights for a sampler with different probabilities.
+    """
+
+    surrogate: Clip | TruncatedWeight = Clip()
+    ratio: Ratio = "token"
+    mean: Mean = "sequence"
+    kl_term: KL | None = None
+    entropy: float = 0.0
+    correction: RolloutCorrection | None = None
+    reads: ClassVar[Collection[str]] = (
+        "advantages",
+        "old_log_probs",
+        "reference_log_probs",
+        "sampler",
+        "sampler_log_probs",
+    )
+
+    def check_sampler(self, sampler: Any) -> None:
+        """Checks before a run what a step checks if the batch has the `sampler`: that it draws what the loss scores.
+
+        Args:
+            sampler: The sampler of completions.
+
+        Raises:
+            TypeError: for another object.
+            ValueError: when temperatures differ, or the sampler filters tokens, so that ratios lack the lost mass.
+        """
+        if not isinstance(sampler, Sampler):
+            raise TypeError(
+                "a batch's sampler is the inference.Sampler that drew its completions; log-probabilities that it "
+                f"reported are sampler_log_probs. Got {type(sampler).__name__}"
+            )
+        if self.temperature != sampler.temperature:
+            raise ValueError(
+                f"the loss scores tokens at temperature {self.temperature}, the sampler draws them at "
+                f"{sampler.temperature}; give the loss temperature={sampler.temperature}"
+            )
+        filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
+        if filters:
+            raise ValueError(
+                f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: omit "
+                "that"
+            )
+
+    def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        if "sampler" in batch:
+            self.check_sampler(batch["sampler"])
+        if "advantages" not in batch:
+            raise ValueError(f"a policy loss needs batch['advantages'] (group_advantages), got {sorted(batch)}")
+        if self.kl_term is not None and "reference_log_probs" not in batch:
+            raise ValueError(missing_reference("the KL term"))
+        if self.correction is not None and "sampler_log_probs" not in batch:
+            raise ValueError("a correction needs batch['sampler_log_probs'], which the sampler reported")
+        segment_ids, mask = batch.get("segment_ids"), ops.is_learned(batch["targets"])
+        scored = score(model, hidden, batch["targets"], temperature=self.temperature, entropy=True)
+        losses, metrics = self._token_losses(scored.log_prob, scored.entropy, batch, mask)
+        weights, count = mean_weights(mask, segment_ids, by=self.mean)
+        # Metrics are means whose weights sum to the count, unlike the weights of a fixed length.
+        even = mean_weights(mask, segment_ids)[0] if isinstance(self.mean, FixedLengthMean) else weights
+        sums = {name: jnp.sum(even * jnp.where(mask, value, 0)) for name, value in metrics.items()}
+        return jnp.sum(weights * jnp.where(mask, losses, 0)), stop(Stats(count, sums))
+
+    def _token_losses(
+        self, log_prob: Tokens, entropy: Tokens, batch: Batch, mask: Mask
+    ) -> tuple[Tokens, dict[str, Array]]:
+        """Computes the loss of each token with all its terms, and the metrics of each token."""
+        segment_ids = batch.get("segment_ids")
+        rho = policy_ratio(log_prob, batch.get("old_log_probs"), mask, segment_ids, by=self.ratio)
+        advantages = jnp.where(mask, _by_token(batch["advantages"], mask, segment_ids), 0)
+        losses, low, high = self.surrogate(rho, advantages, log_prob)
+        metrics = {"ratio": rho, "entropy": entropy}
+        metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
+        if self.correction is not None:
+            trained = batch.get("old_log_probs", stop(log_prob))
+            weight = self.correction(trained, batch["sampler_log_probs"], mask, segment_ids)
+            losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
+        if self.kl_term is not None:  # not multiplied by the sampler's weight
+            reference = jnp.where(mask, batch["reference_log_probs"], 0)
+            divergence = self.kl_term(log_prob, reference, rho)
+            losses, metrics = losses + self.kl_term.beta * divergence, metrics | {"kl": divergence}
+        return losses - self.entropy * entropy, metrics
+
+
+def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Array:
+    """Broadcasts each completion's advantage to its tokens."""
+    if advantages.ndim > 1:
+        return advantages
+    wide = jnp.broadcast_to(advantages[:, None], mask.shape)
+    if segment_ids is None:
+        return wide
+    first = jnp.min(jnp.where(mask, segment_ids, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
+    several = jnp.max(jnp.where(mask, segment_ids, 0), axis=1, keepdims=True) > first
+    if not isinstance(several, Tracer) and several.any():
+        raise ValueError(
+            "rows hold several completions, but batch['advantages'] one number for each row: give it as B T"
+        )
+    return jnp.where(several, jnp.nan, wide)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyLoss):
+    """GRPO (arXiv:2402.03300). Its mean favors long answers among wrong ones.
+
+    With `mean=FixedLengthMean(length)` and the advantages of `group_advantages(rewards, scale=None)` it is Dr. GRPO
+    (arXiv:2503.20783). Options are those of `PolicyLoss`.
+
+        loss = post_training.GRPO(temperature=1.0)
+        trainer = training.Trainer(model, optimizer=training.adamw(1e-6), loader=loader, loss=loss)
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DAPO(PolicyLoss):
+    """DAPO (arXiv:2503.14476): a higher upper clip, and an average over all tokens of the batch."""
+
+    surrogate: Clip | TruncatedWeight = Clip(0.2, 0.28)
+    mean: Mean = "token"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GSPO(PolicyLoss):
+    """GSPO (arXiv:2507.18071): one ratio for each sequence."""
+
+    surrogate: Clip | TruncatedWeight = Clip(3e-4, 4e-4)
+    ratio: Ratio = "sequence"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CISPO(PolicyLoss):
+    """CISPO (arXiv:2506.13585): limits the weight of a token, not its gradient."""
+
+    surrogate: Clip | TruncatedWeight = TruncatedWeight(5.0)
+    mean: Mean = "token"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLOO(PolicyLoss):
+    """RLOO (arXiv:2402.14740), with the advantages of `leave_one_out`."""
+
+    ratio: Ratio = "sequence_sum"

@@ -36,6 +36,7 @@ from maxlib.sharding._presets import FSDP_TP as FSDP_TP
 from maxlib.sharding._presets import OFFLOAD_LAYERS as OFFLOAD_LAYERS
 from maxlib.sharding._presets import OFFLOAD_OPTIMIZER as OFFLOAD_OPTIMIZER
 from maxlib.sharding._presets import PP as PP
+from maxlib.sharding._presets import PP_1F1B as PP_1F1B
 from maxlib.sharding._presets import PRESETS as PRESETS
 from maxlib.sharding._presets import SP as SP
 from maxlib.sharding._presets import TP as TP

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jax.sharding import PartitionSpec as P
 
+from maxlib._utils.choices import check_choice
 from maxlib.sharding._axes import AxisRules, mesh_axes_of
 from maxlib.sharding._costs import StepFacts, Traffic
 from maxlib.sharding._layer_axes import LAYERS
@@ -26,17 +27,23 @@ class Pipeline(Strategy):
       microbatches: number of parts into which each batch is split.
       repeats: number of times that a microbatch passes through all stages, each time through another chunk of their
           layers. If it is more than 1, microbatches must be a multiple of the stages.
+      schedule: how a training step orders its passes: "gpipe" runs all microbatches forward, then all backward, and
+          takes any loss; "1f1b" (arXiv:1806.03377) starts the backward pass of a microbatch as soon as its forward pass
+          has ended, keeps the inputs of at most `2 stages repeats - 1` chunks of layers however many microbatches there
+          are, and needs a `training.Loss`.
 
     Raises:
-      ValueError: for less than one microbatch or repeat.
+      ValueError: for less than one microbatch or repeat, and an unknown schedule.
     """
 
     kind: ClassVar[str] = "pipeline"
     axis: str = "stage"
     microbatches: int = 8
     repeats: int = 1
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
 
     def __post_init__(self):
+        check_choice("schedule", self.schedule, ("gpipe", "1f1b"))
         if self.microbatches < 1 or self.repeats < 1:
             raise ValueError(
                 f"a pipeline needs at least one microbatch and one repeat, got {self.microbatches} and {self.repeats}"

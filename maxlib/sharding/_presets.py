@@ -24,6 +24,7 @@ CP_GATHER: Strategy = AllGatherAttention()
 CP_RING: Strategy = RingAttention()
 CP_ULYSSES: Strategy = UlyssesAttention()
 PP: Strategy = Pipeline()
+PP_1F1B: Strategy = Pipeline(schedule="1f1b")
 OFFLOAD_OPTIMIZER: Strategy = Offload(optimizer=True)
 OFFLOAD_LAYERS: Strategy = Offload(layers=True)
 
@@ -42,6 +43,7 @@ PRESETS: Mapping[str, Strategy] = {
     "cp_ring": CP_RING,
     "cp_ulysses": CP_ULYSSES,
     "pp": PP,
+    "pp_1f1b": PP_1F1B,
     "exchange_ragged": ExpertParallel(exchange="ragged"),
     "exchange_dense": ExpertParallel(exchange="dense"),
     "offload_optimizer": OFFLOAD_OPTIMIZER,
@@ -54,7 +56,7 @@ def preset(name: str) -> Strategy:
 
     Args:
       name: one name or several combined with "+", such as "fsdp", "fsdp_tp+cp_ring" or "fsdp+pp:16x2". The numbers
-        after "pp" are microbatches (default 8) and repeats (default 1).
+        after "pp" and "pp_1f1b" are microbatches (default 8) and repeats (default 1).
 
     Raises:
       ValueError: for an unknown name.
@@ -74,7 +76,8 @@ def preset_name(strategy: Strategy | AxisRules) -> str:
 
 def _name_of(part: Strategy) -> str:
     if isinstance(part, Pipeline) and part.axis == "stage":
-        return f"pp:{part.microbatches}x{part.repeats}" if part.repeats > 1 else f"pp:{part.microbatches}"
+        name = "pp" if part.schedule == "gpipe" else "pp_1f1b"
+        return f"{name}:{part.microbatches}x{part.repeats}" if part.repeats > 1 else f"{name}:{part.microbatches}"
     if part == Offload(optimizer=True, layers=True):
         return "offload_optimizer+offload_layers"
     return type(part).__name__
@@ -85,8 +88,10 @@ def _one(part: str, whole: str) -> Strategy:
     part, _, numbers = part.partition(":")
     counts = numbers.split("x") if numbers else []
     known = part in PRESETS and all(count.isdecimal() for count in counts)
-    if not known or len(counts) > (2 if part == "pp" else 0):
+    if not known or len(counts) > (2 if part in ("pp", "pp_1f1b") else 0):
         raise ValueError(
             f"a strategy must be one of {', '.join(PRESETS)}, or several such as fsdp+cp_ring+pp:16x2; got {whole!r}"
         )
-    return Pipeline("stage", *map(int, counts)) if counts else PRESETS[part]
+    if not counts:
+        return PRESETS[part]
+    return Pipeline("stage", *map(int, counts), schedule="gpipe" if part == "pp" else "1f1b")

@@ -8,20 +8,13 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
+    from maxlib.training import losses as losses
     from maxlib.training import probes as probes
     from maxlib.training._evaluation import Evaluation as Evaluation
     from maxlib.training._evaluation import evaluate as evaluate
     from maxlib.training._export import Export as Export
     from maxlib.training._export import HuggingFaceExport as HuggingFaceExport
     from maxlib.training._export import ParameterExport as ParameterExport
-    from maxlib.training._gradients import accumulate as accumulate
-    from maxlib.training._objectives.mtp import mtp_loss as mtp_loss
-    from maxlib.training._objectives.next_token import next_token_loss as next_token_loss
-    from maxlib.training._objectives.objective import Objective as Objective
-    from maxlib.training._objectives.objective import Stats as Stats
-    from maxlib.training._objectives.objective import objective as objective
-    from maxlib.training._objectives.tuning import dft_loss as dft_loss
-    from maxlib.training._objectives.tuning import with_embedding_noise as with_embedding_noise
     from maxlib.training._offload import offload_by_layer as offload_by_layer
     from maxlib.training._optimizer_wrappers import bfloat16_moments as bfloat16_moments
     from maxlib.training._optimizer_wrappers import ema as ema
@@ -33,11 +26,11 @@ if TYPE_CHECKING:
     from maxlib.training._optimizers import clip_by_global_norm as clip_by_global_norm
     from maxlib.training._optimizers import decay_mask as decay_mask
     from maxlib.training._optimizers import muon as muon
-    from maxlib.training._optimizers import width_factors as width_factors
-    from maxlib.training._optimizers import width_scaled as width_scaled
-    from maxlib.training._pipelining import one_f_one_b as one_f_one_b
-    from maxlib.training._placement import materialize_model as materialize_model
-    from maxlib.training._placement import place_batch as place_batch
+    from maxlib.training._optimizers import mup_init as mup_init
+    from maxlib.training._optimizers import mup_lr_factors as mup_lr_factors
+    from maxlib.training._placement import batch_axes as batch_axes
+    from maxlib.training._placement import copy_model as copy_model
+    from maxlib.training._placement import shard_batch as shard_batch
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
     from maxlib.training._schedules import warmup_cosine as warmup_cosine
@@ -50,27 +43,28 @@ if TYPE_CHECKING:
     from maxlib.training._step import make_train_step as make_train_step
     from maxlib.training._trainer import DivergedError as DivergedError
     from maxlib.training._trainer import Trainer as Trainer
+    from maxlib.training.losses import DFT as DFT
+    from maxlib.training.losses import MTP as MTP
+    from maxlib.training.losses import Loss as Loss
+    from maxlib.training.losses import NextToken as NextToken
+    from maxlib.training.losses import Quotient as Quotient
+    from maxlib.training.losses import Stats as Stats
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "": ("probes",),
+        "": ("losses", "probes"),
         "_evaluation": ("Evaluation", "evaluate"),
         "_export": ("Export", "HuggingFaceExport", "ParameterExport"),
-        "_gradients": ("accumulate",),
-        "_objectives.mtp": ("mtp_loss",),
-        "_objectives.next_token": ("next_token_loss",),
-        "_objectives.objective": ("Objective", "Stats", "objective"),
-        "_objectives.tuning": ("dft_loss", "with_embedding_noise"),
         "_offload": ("offload_by_layer",),
-        "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "width_factors", "width_scaled"),
-        "_pipelining": ("one_f_one_b",),
-        "_placement": ("materialize_model", "place_batch"),
+        "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "mup_lr_factors", "mup_init"),
+        "_placement": ("batch_axes", "copy_model", "shard_batch"),
         "_prefetch": ("Prefetch", "StatefulLoader"),
         "_schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
         "_state": ("TrainState", "make_state"),
         "_step": ("jit_step", "make_eval_step", "make_train_step"),
         "_trainer": ("DivergedError", "Trainer"),
+        "losses": ("DFT", "MTP", "Loss", "NextToken", "Quotient", "Stats"),
         "_optimizer_wrappers": (
             "ema",
             "ema_model",

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlib.training._objectives.objective import Batch, Stats
 from maxlib.training._prefetch import IterableLoader, as_loader
 from maxlib.training._state import TrainState
 from maxlib.training._step import means
+from maxlib.training.losses import Batch, Stats
 
 
 @dataclasses.dataclass(frozen=True)

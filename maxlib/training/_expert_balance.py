@@ -63,8 +63,7 @@ def _warn_without_counts(paths: list[str], counts: Array | None) -> None:
     reported = "none" if counts is None else f"those of {len(counts)} layers"
     warnings.warn(
         f"the model has {len(paths)} expert biases of trained routers, but the loss reports {reported} of their experts' "
-        "counts (Stats.expert_counts), so no bias is updated and nothing balances the experts: write the loss with "
-        "training.objective, or "
-        "pass router_bias_update_rate=0 and call nn.router.update_router_bias yourself",
+        "counts (Stats.expert_counts), so no bias is updated and nothing balances the experts: derive the loss from "
+        "training.Loss, or pass router_bias_update_rate=0 and call nn.router.update_router_bias yourself",
         stacklevel=2,
     )

@@ -1,61 +1,121 @@
-"""The gradient of a loss: autodiff of the whole batch, or of one microbatch after the other."""
+"""The gradient of a loss by autodiff: of a batch at once, or of one microbatch after the other."""
 
-import dataclasses
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.training._objectives.objective import Batch, Loss, Stats
 from maxlib.training._placement import place_like_parameters
+from maxlib.training.losses import Batch, LossFunction, Stats
 
 Params = dict[str, Any]
 
 
-@runtime_checkable
-class HasGradients(Protocol):
-    """Protocol of losses that compute their own gradient instead of using autodiff of the whole batch."""
+def bind_options(
+    loss: LossFunction, *, dtype: Any = None, remat: nn.remat.Policy = None, neftune_alpha: float | None = None
+) -> LossFunction:
+    """Returns `loss(model, batch, key)` with the options of a step, as `make_train_step` has them.
 
-    def gradients(self, trainable: Params, rest: Any, batch: Batch, key: Array) -> tuple[Params, Array, Stats]:
-        """Returns the gradient of the mean loss, the mean loss, and the statistics of the batch."""
-        ...
+    Raises:
+        TypeError: when the loss is not a function, or does not take an option.
+    """
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            f"loss must be a function loss(model, batch, key) or a training.Loss, such as training.NextToken(), got {loss!r:.80}"
+        )
+    options = {name: value for name, value in (("dtype", dtype), ("remat", remat)) if value is not None}
+    try:
+        inspect.signature(loss).bind(None, None, None, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"the step calls loss(model, batch, key{''.join(f', {name}' for name in options)}), which {loss!r} does not "
+            f"take ({error}): leave out what it does not take, or derive it from training.Loss"
+        ) from error
+
+    if not options and not neftune_alpha:
+        return loss
+
+    def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
+        if neftune_alpha:
+            model = with_embedding_noise(model, key, neftune_alpha)
+        return loss(model, batch, key, **options)
+
+    return bound
 
 
-@dataclasses.dataclass(frozen=True)
-class Accumulated:
-    """Loss whose gradient is summed over microbatches; `accumulate` makes it."""
+def with_embedding_noise(model: Any, key: Array | None, alpha: float) -> Any:
+    """Returns a model with the same arrays whose token vectors are noisy (NEFTune): uniform in ±alpha / √(L D).
 
-    loss: Loss
-    microbatches: int
+    L is the number of real tokens of a document: of its segment in rows with `segment_ids`, of the row in rows with
+    `valid`, and of all tokens of a row with neither. So a document has the same noise alone, padded and packed.
+    """
+    if not (hasattr(model, "embed_tokens") and hasattr(model, "embed_inputs")):
+        raise TypeError(
+            "embedding noise needs a model with embed_tokens and embed_inputs, such as an nn.Decoder, got "
+            f"{type(model).__name__}"
+        )
+    noisy = jax.tree.map(lambda x: x, model)  # another object with the same arrays
+    embed_inputs, embed_tokens = noisy.embed_inputs, noisy.embed_tokens
+    documents = {}
 
-    def __call__(self, model: Any, batch: Batch, key: Array) -> tuple[Array, Stats]:
-        """Computes the loss of a batch as a whole, as evaluation does."""
-        return self.loss(model, batch, key)
+    def noting_documents(tokens: Array, **inputs: Any) -> Any:
+        documents.update({name: inputs.get(name) for name in ("segment_ids", "valid")})
+        return embed_inputs(tokens, **inputs)
 
-    def gradients(self, trainable: Params, rest: Any, batch: Batch, key: Array) -> tuple[Params, Array, Stats]:
-        """Returns the gradient of the mean loss over all microbatches, that mean, and the sums of their statistics."""
-        if self.microbatches == 1:
-            return _autodiff(self.loss, trainable, rest, batch, key)
-        _check_rows(batch)
+    def with_noise(tokens: Array, dtype: Any) -> Array:
+        x = embed_tokens(tokens, dtype)
+        bounds = nn.context(*tokens.shape, **documents)
+        length = jnp.maximum(bounds.stop - bounds.start, 1)[..., None]  # B T 1; padding has none
+        size = (alpha / jnp.sqrt(length * x.shape[2])).astype(x.dtype)
+        return x + size * jax.random.uniform(key, x.shape, x.dtype, -1, 1)
 
-        def add(total, xs):
-            (loss, stats), grads = _gradient(self.loss, trainable, rest, *xs, mean=False)
-            new = _place(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), loss, stats
-            return jax.tree.map(jnp.add, total, new), None
+    noisy.embed_inputs, noisy.embed_tokens = noting_documents, with_noise
+    return noisy
 
-        _place = lambda tree: place_like_parameters(tree, trainable, rest)
-        rows = jax.tree.map(lambda x: _microbatches(x, self.microbatches), batch)
-        xs = rows, jax.random.split(key, self.microbatches)
-        first = jax.tree.map(lambda x: x[0], xs)
-        (_, stats), _ = jax.eval_shape(lambda t: _gradient(self.loss, t, rest, *first, mean=False), trainable)
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)
-        start = (_place(zeros), jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats))
-        (grads, loss, stats), _ = jax.lax.scan(add, start, xs)
-        # Weighting microbatches by their numbers of targets gives the mean of the whole batch.
-        count = divisor(stats.num_targets)
-        return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, trainable), loss / count, stats
+
+def gradient(
+    loss: LossFunction, trainable: Params, rest: Any, batch: Batch, key: Array, *, microbatches: int = 1
+) -> tuple[Params, Array, Stats]:
+    """Returns the gradient of the mean loss, the mean loss, and the statistics of the batch.
+
+    Args:
+        loss: The loss, with its options bound.
+        trainable: Trained parameters by path.
+        rest: The rest of the model.
+        batch: The batch.
+        key: Random key; each microbatch draws its own numbers.
+        microbatches: Number of parts of the batch; each takes every `microbatches`-th row and is weighted by its number
+            of targets.
+
+    Raises:
+        ValueError: when microbatches do not divide the rows, or arrays have other numbers of rows than the tokens.
+    """
+    if microbatches == 1:
+        (value, stats), grads = _autodiff(loss, trainable, rest, batch, key, mean=True)
+        return grads, value, stats
+    _check_rows(batch)
+    rows = jax.tree.map(lambda x: _split_rows(x, microbatches), batch)
+    xs = rows, jax.random.split(key, microbatches)
+    first = jax.tree.map(lambda x: x[0], xs)
+
+    def place(grads: Params) -> Params:
+        return place_like_parameters(grads, trainable, rest)
+
+    def add(total: Any, xs: Any) -> tuple[Any, None]:
+        (value, stats), grads = _autodiff(loss, trainable, rest, *xs, mean=False)
+        new = place(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), value, stats
+        return jax.tree.map(jnp.add, total, new), None
+
+    (_, stats), _ = jax.eval_shape(lambda t: _autodiff(loss, t, rest, *first, mean=False), trainable)
+    zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable))
+    start = zeros, jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
+    (grads, value, stats), _ = jax.lax.scan(add, start, xs)
+    # Weighting microbatches by their numbers of targets gives the mean of the whole batch.
+    count = divisor(stats.num_targets)
+    return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, trainable), value / count, stats
 
 
 def divisor(count: Array) -> Array:
@@ -63,48 +123,10 @@ def divisor(count: Array) -> Array:
     return jnp.where(count > 0, count, 1)
 
 
-def accumulate(loss: Loss, microbatches: int) -> Accumulated:
-    """Makes a loss whose gradient is accumulated over microbatches, which takes less memory.
+def _autodiff(loss: LossFunction, trainable: Params, rest: Any, batch: Batch, key: Array, *, mean: bool) -> Any:
+    """Returns `((loss, Stats), gradient)`, of the mean over the targets or of their sum."""
 
-    If the loss is a sum over targets, the step equals that of the whole batch. Terms that depend on a whole batch, such
-    as a router's balance loss, are computed per microbatch, and each microbatch draws its own random numbers.
-
-    Args:
-      loss: `(model, batch, key) -> (sum over targets, Stats)`; pass options with `functools.partial`.
-      microbatches: number of parts of a batch; each takes every `microbatches`-th row and is weighted by its number of
-          targets.
-
-    Raises:
-      ValueError: for less than one microbatch; in a step, for arrays whose number of rows differs from that of the
-          tokens, such as images without rows.
-      TypeError: for a loss that computes its own gradient, such as `one_f_one_b`.
-    """
-    if isinstance(loss, HasGradients):
-        raise TypeError(
-            f"accumulate takes a loss that autodiff differentiates; {loss!r} computes its own gradient from the whole "
-            "batch. Omit accumulate: a pipeline already has microbatches"
-        )
-    if microbatches < 1:
-        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
-    return Accumulated(loss, microbatches)
-
-
-def gradients_of(loss: Loss) -> Any:
-    """Returns the function `(trainable, rest, batch, key) -> (gradient of the mean, mean, Stats)` of a loss."""
-    if isinstance(loss, HasGradients):
-        return loss.gradients
-    return lambda trainable, rest, batch, key: _autodiff(loss, trainable, rest, batch, key)
-
-
-def _autodiff(loss: Loss, trainable: Params, rest: Any, batch: Batch, key: Array) -> tuple[Params, Array, Stats]:
-    (mean, stats), grads = _gradient(loss, trainable, rest, batch, key, mean=True)
-    return grads, mean, stats
-
-
-def _gradient(loss: Loss, trainable: Params, rest: Any, batch: Batch, key: Array, *, mean: bool) -> Any:
-    """Returns `((loss, Stats), gradient)` by autodiff, of the mean over the targets or of their sum."""
-
-    def loss_of(trainable):
+    def loss_of(trainable: Params) -> tuple[Array, Stats]:
         total, stats = _checked(loss(nn.combine(trainable, rest), batch, key))
         return total / divisor(stats.num_targets) if mean else total, stats
 
@@ -128,18 +150,15 @@ def _check_rows(batch: Batch) -> None:
     tokens = next((name for name in arrays if name.rpartition(".")[2] == "tokens"), next(iter(arrays)))
     if odd := [f"{name} {x.shape}" for name, x in arrays.items() if x.shape[:1] != arrays[tokens].shape[:1]]:
         raise ValueError(
-            f"accumulate splits a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have other "
-            f"numbers of rows: {', '.join(odd)}. "
-            "Images (nn.vision.Patches) and audio (nn.audio.Clips) must have a row for each row of tokens, as data.pack makes "
-            "them"
+            f"microbatches split a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have other "
+            f"numbers of rows: {', '.join(odd)}. Images (nn.vision.Patches) and audio (nn.audio.Clips) must have a row "
+            "for each row of tokens, as data.pack makes them"
         )
 
 
-def _microbatches(x: Array, count: int) -> Array:
+def _split_rows(x: Array, count: int) -> Array:
     """Splits a batch: each microbatch takes every `count`-th row, so that rows stay evenly spread over devices."""
     if x.shape[0] % count:
-        raise ValueError(
-            f"{count} accumulated microbatches must divide the batch's {x.shape[0]} rows; change one of them"
-        )
+        raise ValueError(f"{count} microbatches must divide the batch's {x.shape[0]} rows; change one of them")
     # [B, ...] -> [B / count, count, ...] -> [count, B / count, ...]
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)

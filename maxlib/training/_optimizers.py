@@ -212,10 +212,10 @@ def decay_mask(model: Any) -> Mask:
     return lambda params: {path: decays[path] for path in params}
 
 
-def width_factors(model: Any, base: Any) -> dict[str, float]:
+def mup_lr_factors(model: Any, base: Any) -> dict[str, float]:
     """Computes the factor on Adam's learning rate of each weight in a wider model (muP, arXiv:2203.03466).
 
-    A learning rate tuned on `base` then transfers to `model`, if the model is initialised with `width_scaled` and its
+    A learning rate tuned on `base` then transfers to `model`, if the model is initialised with `mup_init` and its
     heads are as wide as those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head)
     get the factor base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has
     no factor, and its logits grow with the width.
@@ -236,17 +236,17 @@ def width_factors(model: Any, base: Any) -> dict[str, float]:
     return {path: narrow[path] / wide[path] for path in wide}
 
 
-def width_scaled(model: Model, base: Any) -> Model:
+def mup_init(model: Model, base: Any) -> Model:
     """Scales the initial values of a fresh `model` for muP: an untied head is multiplied by base inputs / inputs.
 
     All other default initial values already have the right scale: 1 / sqrt(inputs) for matrices, and independent of the
-    width for embeddings. See `width_factors`.
+    width for embeddings. See `mup_lr_factors`.
 
     Args:
       model: the wider model, freshly initialised.
       base: the same model in the width that was tuned; `jax.eval_shape` of it is enough.
     """
-    factors = width_factors(model, base)
+    factors = mup_lr_factors(model, base)
     params, rest = nn.partition(model)
     short = nn.tree.pattern_paths(model)
     heads = {path: factors["head.w"] for path in params if short[path] == "head.w"}

@@ -7,24 +7,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, nn, sharding
-from maxlib.sharding._create import check_no_aliases, shapes_of
-from maxlib.training._objectives.batch_names import check_batch
-from maxlib.training._objectives.objective import Batch
+from maxlib.sharding._create import check_no_aliases
+from maxlib.training._batch_checks import check_batch
+from maxlib.training.losses import Batch
 
 
-def batch_names(x: Any) -> tuple[str | None, ...]:
-    """Names the axes of an array of a batch: rows, then tokens where there are two axes."""
+def batch_axes(x: Any) -> tuple[str | None, ...]:
+    """Returns the axis names of an array of a batch: rows, then tokens where there are two axes."""
     return ("batch", "seq") if x.ndim == 2 else ("batch", *[None] * x.ndim)[: x.ndim]
 
 
-def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
+def shard_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
     """Puts this host's rows on its devices, as their part of a global batch. Arrays on devices are returned unchanged.
 
     Processes whose devices share rows (stages of a pipeline, tensor or context parallelism wider than a host) must pass
@@ -51,7 +50,7 @@ def place_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
 
     def put(path: Any, x: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        sharding_of_batch = NamedSharding(mesh, layout.spec(*batch_names(x), what=name))
+        sharding_of_batch = NamedSharding(mesh, layout.spec(*batch_axes(x), what=name))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding_of_batch, x.ndim):
             return x
         x = np.asarray(x)
@@ -150,35 +149,29 @@ def place_beside(tree: Any, params: dict[str, Any]) -> Any:
 
 
 def host_rows(batch: Batch) -> Batch:
-    """Returns this host's whole rows of a batch, before or after `place_batch`; all processes must call it."""
+    """Returns this host's whole rows of a batch, before or after `shard_batch`; all processes must call it."""
 
     def rows(x: Any) -> Any:
         if not _is_global(x):
             return x
         mesh, spec = x.sharding.mesh, P(*x.sharding.spec[:1])
-        assert isinstance(mesh, Mesh)  # of place_batch
+        assert isinstance(mesh, Mesh)  # of shard_batch
         whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
         return multihost_utils.global_array_to_host_local_array(whole, mesh, spec)
 
     return jax.tree.map(rows, batch)
 
 
-def materialize_model(model: Any, layout: sharding.Layout | None) -> Any:
-    """Returns a model with new arrays: built under jit already sharded, or copied to its shardings.
+def copy_model(model: Any, layout: sharding.Layout | None = None) -> Any:
+    """Returns the model with arrays of its own, with the layout's shardings; a step deletes those of its state.
 
     Args:
-      model: a module, a pytree of them, or a function that builds one.
-      layout: None for the default device.
+        model: A module, or a pytree of them.
+        layout: None for the default device.
 
     Raises:
-      ValueError: when a parameter occurs twice in the model (`self.head = self.embed`).
+        ValueError: when a parameter occurs twice in the model (`self.head = self.embed`).
     """
-    if not isinstance(model, nnx.Module) and callable(model):
-        if layout is not None:
-            return sharding.create(model, layout)
-        shapes_of(model)  # for its check; jit compiles the same function only once
-        model = jax.jit(model)()
-        return jax.tree.map(lambda x: jax.device_put(x, x.sharding), model)
     check_no_aliases(model)
     if layout is None:
         return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None), may_alias=False), model)

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from maxlib import sharding
 from maxlib.observability import collect_metrics
-from maxlib.training._objectives.objective import Batch
-from maxlib.training._placement import place_batch
+from maxlib.training._placement import shard_batch
+from maxlib.training.losses import Batch
 
 
 @runtime_checkable
@@ -223,4 +223,4 @@ class Prefetch:
         """Returns the next batch on the devices, and the loader's state and metrics after it; None at the end."""
         if (batch := next(self.loader, None)) is None:
             return None
-        return place_batch(batch, self._layout), self.loader.get_state(), collect_metrics(self.loader)
+        return shard_batch(batch, self._layout), self.loader.get_state(), collect_metrics(self.loader)

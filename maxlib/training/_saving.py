@@ -13,9 +13,9 @@ from maxlib.checkpoint import Checkpointer, SaveError, Tiers
 from maxlib.distributed._timeouts import hard_timeout
 from maxlib.observability import GoodputRecorder
 from maxlib.training._export import Export
-from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._restore import record_of, save
 from maxlib.training._state import TrainState
+from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes._nonfinite import find_nonfinite
 
 
@@ -88,7 +88,7 @@ class SaveManager:
             return "There is no good checkpoint yet"
         return f"The last good checkpoint is that of step {latest}"
 
-    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: Loss) -> str:
+    def cause(self, step: int, state: TrainState, batch: Batch | None, loss: LossFunction) -> str:
         """Returns a sentence that names the first tensor of a bad step that is not finite.
 
         The step is recomputed with the parameters of the last good checkpoint, because its own no longer exist.

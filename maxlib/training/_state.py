@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
-from maxlib.sharding._create import check_no_aliases
+from maxlib.sharding._create import check_no_aliases, shapes_of
 from maxlib.training._offload import check_offloaded
 from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
-from maxlib.training._placement import materialize_model, place_beside, place_like_parameters
+from maxlib.training._placement import place_beside, place_like_parameters
 
 
 @nn.pytree
@@ -79,9 +79,8 @@ def make_state(
         raise TypeError(
             f"filter must be a function of path and variable, such as trainable_only('head.w'), got {filter!r:.80}"
         )
-    if callable(model) and not nn.variables(model):
-        build: Any = model
-        model = materialize_model(build, sharding.current())
+    if is_builder(model):
+        model = _built(model, sharding.current())
     check_no_aliases(model)
     trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
@@ -101,6 +100,20 @@ def make_state(
     check_averages(opt_state)
     _warn_of_rounding(opt_state, trainable)
     return place_beside(TrainState(trainable, rest, opt_state, step, copied_key), trainable)
+
+
+def is_builder(model: Any) -> bool:
+    """Returns True for a function that builds a model."""
+    return callable(model) and not nn.variables(model)
+
+
+def _built(build: Callable[[], Any], layout: sharding.Layout | None) -> Any:
+    """Runs a function that builds a model under jit, so that parameters are created already sharded."""
+    if layout is not None:
+        return sharding.create(build, layout)
+    shapes_of(build)  # for its check; jit compiles the same function only once
+    model = jax.jit(build)()
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), model)
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: dict[str, Any], rest: Any) -> Any:

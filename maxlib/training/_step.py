@@ -1,6 +1,5 @@
 """The training step: a pure function from state and batch to state and metrics."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -8,19 +7,20 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from maxlib import nn, sharding
-from maxlib.training._compiled_step import CompiledStep
+from maxlib.distributed import xla_flags
+from maxlib.hardware import current_device
 from maxlib.training._expert_balance import with_moved_biases
-from maxlib.training._gradients import Accumulated, divisor, gradients_of
-from maxlib.training._objectives.objective import Batch, Loss, Quotient, Stats, check_read, unwrap
-from maxlib.training._objectives.remat_names import check_remat_names
-from maxlib.training._objectives.tuning import noisy_loss
+from maxlib.training._gradients import bind_options, divisor, gradient
 from maxlib.training._offload import apply_updates, update
-from maxlib.training._placement import batch_names, place_like_parameters
+from maxlib.training._pipelined_gradient import pipelined_gradient
+from maxlib.training._placement import batch_axes, place_like_parameters
 from maxlib.training._state import TrainState
+from maxlib.training.losses import Batch, Loss, LossFunction, Quotient, Stats, check_remat_names
 
 Metrics = dict[str, Any]
 _OWN_METRICS = {"loss", "grad_norm", "finite", "num_targets", "num_tokens", "skipped", "learning_rate"}
@@ -28,45 +28,62 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
-    loss: Loss,
+    loss: LossFunction,
     optimizer: optax.GradientTransformation,
     *,
+    dtype: Any = None,
+    remat: nn.remat.Policy = None,
+    microbatches: int = 1,
+    neftune_alpha: float | None = None,
     log_schedule: optax.Schedule | None = None,
     router_bias_update_rate: float = 1e-3,
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
-    Metrics: `loss` (what is minimized), `num_targets`, `num_tokens` (without padding), `grad_norm` (before clipping),
-    `finite` (False if the loss or the gradient norm is NaN or infinite; the new state is then invalid), `skipped` (with
-    `skip_spikes`), and the means of the loss's own sums.
+    The step follows the gradient of the mean over the targets. Metrics: `loss` (what is minimized), `num_targets`,
+    `num_tokens` (without padding), `grad_norm` (before clipping), `finite` (False if the loss or the gradient norm is
+    NaN or infinite; the new state is then invalid), `skipped` (with `skip_spikes`), and the means of the loss's own
+    sums.
 
-        step = training.jit_step(training.make_train_step(training.next_token_loss, optimizer))
+        step = training.jit_step(training.make_train_step(training.NextToken(), optimizer))
         state, metrics = step(training.make_state(model, optimizer), batch)
 
     Args:
-      loss: `(model, batch, key) -> (sum over targets, Stats)`, such as one that `objective` makes; the step follows
-          the gradient of the mean. It is computed by autodiff, unless the loss has a method `gradients`, as
-          `accumulate(loss, 4)` and `one_f_one_b(loss)` do.
-      optimizer: of `{path: array}`.
-      log_schedule: schedule to log as `learning_rate`. It does not change the rate: pass the same schedule to the
-          optimizer.
-      router_bias_update_rate: step size of the expert biases of trained routers (arXiv:2408.15664), for models that
-          have them (`nn.Router(expert_bias=True)`). 0 freezes them. The default is that of DeepSeek V3.
+        loss: A `Loss` such as `NextToken()`, or a function `(model, batch, key) -> (sum over targets, Stats)`.
+        optimizer: Optimizer of `{path: array}`.
+        dtype: Dtype of the computation; None for the loss's default, bfloat16.
+        remat: What layers keep for the backward pass, see `nn.remat`; None keeps everything. A plain function gets
+            `dtype` and `remat` as keyword arguments, if they are not None.
+        microbatches: Number of parts of a batch whose gradients are computed one after the other, which takes less
+            memory. If the loss is a sum over targets, the step equals that of the whole batch. Terms that depend on a
+            whole batch, such as a router's balance loss, are computed per microbatch, and each microbatch draws its own
+            random numbers. A 1F1B pipeline has its own microbatches.
+        neftune_alpha: Size of noise that is added to token vectors (NEFTune, arXiv:2310.05914): uniform in
+            ±alpha / √(L D), L the number of real tokens of the document; 5 is usual, None for no noise. The model needs
+            `embed_inputs` and `embed_tokens`, like `nn.Decoder`.
+        log_schedule: Schedule to log as `learning_rate`. It does not change the rate: pass the same schedule to the
+            optimizer.
+        router_bias_update_rate: Step size of the expert biases of trained routers (arXiv:2408.15664), for models that
+            have them (`nn.Router(expert_bias=True)`). 0 freezes them. The default is that of DeepSeek V3.
 
     Raises:
-      ValueError: in a step, for a metric of the loss that has one of these names; for a batch whose rows (of a
-        microbatch) or sequence the layout does not divide; or for a name in `remat` that no layer marks.
+        TypeError: when the loss does not take these options; in a step, when a 1F1B pipeline cannot take the loss.
+        ValueError: for less than one microbatch; in a step, for a metric of the loss that has one of the names above;
+            for a batch whose rows (of a microbatch) or sequence the layout does not divide; or for a name in `remat`
+            that no layer marks.
     """
-    optimizer, gradients = optax.with_extra_args_support(optimizer), gradients_of(loss)
+    gradient_of = make_gradient(loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha)
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        check_read(loss, batch)
+        if isinstance(loss, Loss):
+            loss.warn_of_unread(batch)
         for x in jax.tree.leaves(batch):
-            _check_divides(x, getattr(loss, "microbatches", 1))
+            _check_divides(x, microbatches)
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
-        check_remat_names(unwrap(loss)[1].get("remat"), state.trainable, state.rest, batch)
-        grads, value, stats = gradients(state.trainable, state.rest, batch, key)
+        check_remat_names(remat, state.trainable, state.rest, batch)
+        grads, value, stats = gradient_of(state.trainable, state.rest, batch, key)
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -82,6 +99,38 @@ def make_train_step(
         return TrainState(trainable, rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
 
     return step
+
+
+def make_gradient(
+    loss: LossFunction,
+    *,
+    dtype: Any = None,
+    remat: nn.remat.Policy = None,
+    microbatches: int = 1,
+    neftune_alpha: float | None = None,
+) -> Callable[..., tuple[dict[str, Any], Array, Stats]]:
+    """Makes `gradient(trainable, rest, batch, key)`, the gradient of the mean loss, the mean loss, and `Stats`.
+
+    The schedule of the active layout's pipeline decides how it is computed. Arguments are those of `make_train_step`.
+    """
+    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+    if microbatches < 1:
+        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
+
+    def gradient_of(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array) -> Any:
+        layout = sharding.current()
+        if layout is None or layout.pipeline is None or layout.pipeline.schedule == "gpipe":
+            return gradient(bound, trainable, rest, batch, key, microbatches=microbatches)
+        if microbatches > 1:
+            raise ValueError(
+                f"microbatches={microbatches} cannot be combined with a 1F1B pipeline, which has its own: leave it out, "
+                "and set those of sharding.Pipeline"
+            )
+        return pipelined_gradient(
+            loss, trainable, rest, batch, key, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha
+        )
+
+    return gradient_of
 
 
 def _updated(
@@ -102,21 +151,22 @@ def _health(loss: Array, norm: Array, skipped: Array | None) -> Metrics:
     return {"finite": finite | skipped, "skipped": skipped.astype(jnp.float32)}
 
 
-def make_eval_step(loss: Loss) -> Callable[[TrainState, Batch], Stats]:
+def make_eval_step(loss: LossFunction, *, dtype: Any = None) -> Callable[[TrainState, Batch], Stats]:
     """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
 
     Args:
-      loss: as for `make_train_step`. Embedding noise is left out.
+        loss: As for `make_train_step`.
+        dtype: As for `make_train_step`.
 
     Raises:
-      ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout.
+        ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout.
     """
-    silent = _without_noise(loss)
+    bound = bind_options(loss, dtype=dtype)
 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        value, stats = silent(state.model, jax.tree.map(_by_rows, batch), state.key)
+        value, stats = bound(state.model, jax.tree.map(_by_rows, batch), state.key)
         _check_metric_names(stats)
         return _everywhere(Stats(stats.num_targets, {"loss": value} | stats.sums))
 
@@ -129,21 +179,7 @@ def _check_metric_names(stats: Stats) -> None:
         raise ValueError(f"the step itself reports {', '.join(taken)}: give this metric of the loss another name")
 
 
-def _without_noise(loss: Loss) -> Loss:
-    """Returns the loss inside of `with_embedding_noise`, through `accumulate` and `functools.partial`."""
-    if isinstance(loss, Accumulated):
-        return _without_noise(loss.loss)
-    if not isinstance(loss, functools.partial):
-        return loss
-    options = dict(loss.keywords)
-    inner = loss.func
-    if inner is noisy_loss:
-        inner = options.pop("loss")
-        del options["alpha"]
-    return functools.partial(_without_noise(inner), *loss.args, **options)
-
-
-def jit_step(step: Step) -> CompiledStep:
+def jit_step(step: Step) -> "CompiledStep":
     """Compiles `step` with its state donated: after a call, only the returned state exists.
 
     Adds the options of XLA that suit the device and the mesh (`xla_flags.automatic`). The mesh is that of the layout
@@ -151,18 +187,61 @@ def jit_step(step: Step) -> CompiledStep:
     environment win.
 
     Args:
-      step: a step from `make_train_step`.
+        step: A step from `make_train_step`.
 
     Returns:
-      A function of a state and a batch; like that of `jax.jit`, it has the methods `lower` and `trace`.
+        A function of a state and a batch; like that of `jax.jit`, it has the methods `lower` and `trace`.
     """
     return CompiledStep(step)
 
 
+class CompiledStep:
+    """`jax.jit` of a step, with its state donated, and with the options of XLA that suit the device and the mesh.
+
+    A step is often made outside of `sharding.use` and called inside, or called with arrays that other code has placed.
+    So the mesh is looked up at each call: that of the context, else that of the arguments.
+
+    Args:
+        step: Function from a state and a batch.
+    """
+
+    def __init__(self, step: Any):
+        self._step, self._programs = step, {}
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        return self._program(state, batch)(state, batch)
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lowers the step for arrays, or their shapes and shardings, as `lower` of `jax.jit` does."""
+        return self._program(state, batch).lower(state, batch)
+
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Traces the step, as `trace` of `jax.jit` does."""
+        return self._program(state, batch).trace(state, batch)
+
+    def _program(self, *arguments: Any) -> Any:
+        device, mesh = current_device(), dict(jax.sharding.get_abstract_mesh().shape) or _mesh_of(arguments)
+        key = device, *mesh.items()
+        if key not in self._programs:
+            options = xla_flags.automatic_options(device, mesh)
+            self._programs[key] = jax.jit(self._step, donate_argnums=0, compiler_options=options or None)
+        return self._programs[key]
+
+
+def _mesh_of(tree: Any) -> dict[str, int]:
+    """Returns the devices along each axis of the mesh over which arrays are placed; nothing without a mesh."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(place := getattr(x, "sharding", None), NamedSharding):
+            return dict(place.mesh.shape)
+    return {}
+
+
 def means(stats: Stats) -> Metrics:
     """Divides a loss's sums by the number of targets, or by their own divisors."""
-    divided = lambda x: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets)
-    return {name: divided(x).sum / divisor(divided(x).count) for name, x in stats.sums.items()}
+    quotients = {
+        name: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets) for name, x in stats.sums.items()
+    }
+    return {name: x.sum / divisor(x.count) for name, x in quotients.items()}
 
 
 def num_tokens(batch: Batch) -> Array:
@@ -177,7 +256,7 @@ def num_tokens(batch: Batch) -> Array:
 
 
 def _by_rows(x: Array) -> Array:
-    return sharding.constrain(x, *batch_names(x))
+    return sharding.constrain(x, *batch_axes(x))
 
 
 def _check_divides(x: Array, microbatches: int) -> None:
@@ -187,7 +266,7 @@ def _check_divides(x: Array, microbatches: int) -> None:
     """
     if (layout := sharding.current()) is None:
         return
-    rows, tokens, *_ = *layout.spec(*batch_names(x), what="batch"), None, None  # a spec omits trailing None
+    rows, tokens, *_ = *layout.spec(*batch_axes(x), what="batch"), None, None  # a spec omits trailing None
     if x.ndim > 0:
         _check_axis(layout, x.shape, 0, rows, microbatches)
     if x.ndim == 2:
@@ -202,7 +281,7 @@ def _check_axis(layout: sharding.Layout, shape: tuple[int, ...], axis: int, name
     parts = microbatches * math.prod(degrees.values())
     if shape[axis] % parts:
         words, rule = ("tokens", "seq") if axis else ("rows", "batch")
-        times = f", times {microbatches} accumulated microbatches" if microbatches > 1 else ""
+        times = f", times {microbatches} microbatches" if microbatches > 1 else ""
         raise ValueError(
             f"a batch of shape {shape} does not divide over the mesh: its {shape[axis]} {words} must be a multiple of "
             f"{parts}, because the rule {rule!r} splits them over {degrees}{times}; change the batch, the mesh or that "

@@ -27,18 +27,18 @@ from maxlib.observability import (
     peak_flops,
     training_flops,
 )
+from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
-from maxlib.training._objectives.first_batch import check_first_batch
-from maxlib.training._objectives.next_token import next_token_loss
-from maxlib.training._objectives.objective import Batch, Loss
-from maxlib.training._placement import host_rows, materialize_model, place_batch
+from maxlib.training._gradients import bind_options
+from maxlib.training._placement import copy_model, host_rows, shard_batch
 from maxlib.training._prefetch import IterableLoader, StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
-from maxlib.training._state import make_state
+from maxlib.training._state import is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
-from maxlib.training._trainer_arguments import check_arguments, check_layout, check_loss, check_step_options
+from maxlib.training._trainer_arguments import check_arguments, check_known, check_layout
+from maxlib.training.losses import Batch, LossFunction, NextToken
 
 MOST_EMPTY = 10  # batches in a row without a target
 
@@ -53,43 +53,47 @@ class Trainer:
     It trains its own copy; the model you pass is not modified.
 
         optimizer = training.adamw(training.warmup_cosine(1e-3, steps=100, warmup=10))
-        trainer = training.Trainer(model, optimizer=optimizer, loader=loader, loss=training.next_token_loss)
+        trainer = training.Trainer(model, optimizer=optimizer, loader=loader, loss=training.NextToken())
         metrics = trainer.fit(2)  # trains to step 2
 
     Args:
-      model: an `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
-        parameters are created already sharded.
-      optimizer: an optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
-          optax.adamw does not clip.
-      loader: returns this host's rows of every batch: a loader with a state (`StatefulLoader`), or any iterable of
-          batches, such as a list or a generator. Of an iterable, a resumed run reads and drops the batches of the
-          steps done. The Trainer tells a `data.Loader` which rows to read (`follow`).
-      loss: see `make_train_step`; pass options with `functools.partial`, and use `accumulate(loss, 4)` or
-          `one_f_one_b(loss)` for microbatches.
-      layout: the mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
-      filter: selects the trained parameters; None as in `make_state`.
-      evaluation: held-out data, and how often to compute the loss on it; always computed at the end.
-      checkpointer: saves by its own policy, and at the end.
-      callbacks: pairs `(n, f)`, where `f(trainer)` runs after every `n` steps (its time does not count as step time
-          unless n is 1), and exports such as `HuggingFaceExport`, which also run at the end, and at start-up if the
-          previous run was killed during an export.
-      directory: directory of `metrics.jsonl` and `goodput.jsonl`.
-      timeout: limit in seconds for start-up, one batch or one device result; when exceeded, the process prints what it
-        waited for and every thread's stack, and exits with status 75. None, the default, disables it.
-      key: random key of the whole run (for embedding noise, for example), or a seed. A resumed run uses the key of its
-          checkpoint.
-      step_options: other arguments of `make_train_step`: `log_schedule`, to log as `learning_rate` (it is not passed to
-          the optimizer, which needs the same schedule), and `router_bias_update_rate`.
+        model: An `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
+            parameters are created already sharded.
+        optimizer: An optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
+            optax.adamw does not clip.
+        loader: Returns this host's rows of every batch: a loader with a state (`StatefulLoader`), or any iterable of
+            batches, such as a list or a generator. Of an iterable, a resumed run reads and drops the batches of the
+            steps done. The Trainer tells a `data.Loader` which rows to read (`follow`).
+        loss: The loss; see `make_train_step`.
+        dtype: Dtype of the computation; None for the loss's default, bfloat16.
+        remat: What layers keep for the backward pass; None keeps everything.
+        microbatches: Number of parts of a batch whose gradients are computed one after the other.
+        neftune_alpha: Size of the noise of token vectors in training; None for no noise.
+        log_schedule: Schedule to log as `learning_rate`; the optimizer needs the same schedule.
+        router_bias_update_rate: Step size of the expert biases of trained routers.
+        layout: The mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
+        filter: Selects the trained parameters; None as in `make_state`.
+        evaluation: Held-out data, and how often to compute the loss on it; always computed at the end.
+        checkpointer: Saves by its own policy, and at the end.
+        callbacks: Pairs `(n, f)`, where `f(trainer)` runs after every `n` steps (its time does not count as step time
+            unless n is 1), and exports such as `HuggingFaceExport`, which also run at the end, and at start-up if the
+            previous run was killed during an export.
+        directory: Directory of `metrics.jsonl` and `goodput.jsonl`.
+        timeout: Limit in seconds for start-up, one batch or one device result; when exceeded, the process prints what
+            it waited for and every thread's stack, and exits with status 75. None, the default, disables it.
+        key: Random key of the whole run (for embedding noise, for example), or a seed. A resumed run uses the key of
+            its checkpoint.
 
     Attributes:
-      state: the current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint.
-      model: a copy of the state's model.
-      step: number of steps done.
-      batch: the last step's batch, on its devices.
-      train_step: compiled.
-      writers: receive the metrics; you may append more.
-      console: the terminal.
-      clock: measures where time goes.
+        state: The current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint.
+        model: A copy of the state's model.
+        step: Number of steps done.
+        batch: The last step's batch, on its devices.
+        loss: The loss as the step calls it, `loss(model, batch, key)`.
+        train_step: Compiled.
+        writers: Receive the metrics; you may append more.
+        console: The terminal.
+        clock: Measures where time goes.
     """
 
     def __init__(
@@ -98,7 +102,13 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         loader: StatefulLoader | Iterable[Batch],
         *,
-        loss: Loss = next_token_loss,
+        loss: LossFunction = NextToken(),
+        dtype: Any = None,
+        remat: nn.remat.Policy = None,
+        microbatches: int = 1,
+        neftune_alpha: float | None = None,
+        log_schedule: optax.Schedule | None = None,
+        router_bias_update_rate: float = 1e-3,
         layout: sharding.Layout | None = None,
         filter: nn.tree.Filter | None = None,
         evaluation: Evaluation | None = None,
@@ -107,20 +117,33 @@ class Trainer:
         directory: str | Path | None = None,
         timeout: float | None = None,
         key: jax.Array | int = 0,
-        **step_options: Any,
+        **unknown: Any,
     ):
+        check_known(unknown, list(inspect.signature(Trainer).parameters)[:-1])
         loader = as_loader(loader, "loader")
         check_arguments(model, loader, evaluation, checkpointer, callbacks)
-        check_loss(loss)
-        check_step_options(step_options, list(inspect.signature(Trainer).parameters)[:-1])
         check_layout(layout)
-        for one in (loader, evaluation and evaluation.loader):
-            follow_layout(one, layout)
+        train_step = make_train_step(
+            loss,
+            optimizer,
+            dtype=dtype,
+            remat=remat,
+            microbatches=microbatches,
+            neftune_alpha=neftune_alpha,
+            log_schedule=log_schedule,
+            router_bias_update_rate=router_bias_update_rate,
+        )
+        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+        self.train_step = jit_step(train_step)
+        self._eval_step = jax.jit(make_eval_step(loss, dtype=dtype))
+        follow_layout(loader, layout)
+        if evaluation is not None:
+            follow_layout(evaluation.loader, layout)
         self.clock = GoodputRecorder(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
-        self.loader, self.evaluation, self.loss, self.checkpointer = loader, evaluation, loss, checkpointer
-        exports = [one for one in callbacks if isinstance(one, Export)]
-        self.callbacks = [one for one in callbacks if not isinstance(one, Export)]
+        self.loader, self.evaluation, self.checkpointer = loader, evaluation, checkpointer
+        exports = [callback for callback in callbacks if isinstance(callback, Export)]
+        self.callbacks = [callback for callback in callbacks if not isinstance(callback, Export)]
         self._saving = SaveManager(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
         self._interrupt = Interrupt()
         self.console = Console()
@@ -135,12 +158,9 @@ class Trainer:
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
-            self.state = jax.block_until_ready(
-                make_state(materialize_model(model, layout), optimizer, filter=filter, key=key)
-            )
-            self.train_step = jit_step(make_train_step(loss, optimizer, **step_options))
+            model = model if is_builder(model) else copy_model(model, layout)
+            self.state = jax.block_until_ready(make_state(model, optimizer, filter=filter, key=key))
         self.step, self.batch, self._batch_before = 0, None, None
-        self._eval_step = jax.jit(make_eval_step(loss))
         self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
         self._counted = False  # True once the FLOPs of a step are counted
@@ -301,7 +321,7 @@ class Trainer:
             self.log("compiling the step ...")
         with hard_timeout(self.timeout, f"step {self.step + 1} to be compiled and started, the one before to end"):
             with self.sharded(), self.clock.span(None if self._counted else "compile"):
-                self._batch_before, self.batch = self.batch, place_batch(batch, self.layout)
+                self._batch_before, self.batch = self.batch, shard_batch(batch, self.layout)
                 self.state, metrics = self.train_step(self.state, self.batch)
             self.step += 1
             if not self._counted:  # while the first step runs
@@ -347,7 +367,7 @@ class Trainer:
             if (batch := self._next(evaluation.loader, "evaluation")) is None:
                 return
             self._interrupt.check()
-            yield place_batch(batch, self.layout)
+            yield shard_batch(batch, self.layout)
 
     def _flush(self) -> None:
         """Waits for the running steps and reports them."""
@@ -370,7 +390,7 @@ class Trainer:
                     self._saving.cause(step, self.state, batch, self.loss),
                     "Try a lower learning rate, a longer warm-up or clipping, or look at the data of this step",
                 ]
-                raise DivergedError(" ".join(f"{one.rstrip('.')}." for one in sentences if one))
+                raise DivergedError(" ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence))
 
     def _check_targets(self, step: int, num_targets: Any) -> None:
         """Logs that a step had no targets, and raises after too many of them: only weight decay would act."""

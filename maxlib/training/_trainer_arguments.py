@@ -15,9 +15,8 @@ _ELSEWHERE = {
     "learning_rate": "optimizer=training.adamw(learning_rate)",
     "lr": "optimizer=training.adamw(learning_rate)",
     "weight_decay": "optimizer=training.adamw(learning_rate, weight_decay=...)",
-    "dtype": "loss=functools.partial(training.next_token_loss, dtype=...)",
-    "remat": "loss=functools.partial(training.next_token_loss, remat=...)",
-    "microbatches": "loss=training.accumulate(loss, microbatches)",
+    "accumulate": "microbatches",
+    "gradient_accumulation_steps": "microbatches",
     "steps": "trainer.fit(steps)",
     "num_steps": "trainer.fit(steps)",
     "batch_size": "the loader",
@@ -26,10 +25,9 @@ _ELSEWHERE = {
 }
 
 
-def check_step_options(options: Mapping[str, Any], arguments: Collection[str]) -> None:
-    """Raises TypeError for an option that `make_train_step` does not have; `arguments` are the Trainer's others."""
-    known = [*arguments, "log_schedule", "router_bias_update_rate"]
-    for name in sorted(options.keys() - set(known)):
+def check_known(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises TypeError for an argument that the Trainer does not have; `known` are those that it has."""
+    for name in sorted(unknown):
         near = difflib.get_close_matches(name, known, 1)
         hint = f": give it as {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"; it takes {', '.join(known)}"
         raise TypeError(f"Trainer takes no argument {name}{f' (did you mean {near[0]}?)' if near else hint}")
@@ -42,14 +40,6 @@ def check_layout(layout: Any) -> None:
         raise ValueError(
             f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
             "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
-        )
-
-
-def check_loss(loss: Any) -> None:
-    """Raises TypeError unless the loss is a function."""
-    if not callable(loss):
-        raise TypeError(
-            f"loss must be a function loss(model, batch, key), such as training.next_token_loss, got {loss!r:.80}"
         )
 
 
@@ -68,10 +58,10 @@ def check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any,
         )
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
-    for one in callbacks:
-        if not isinstance(one, Export) and not _is_callback(one):
+    for callback in callbacks:
+        if not isinstance(callback, Export) and not _is_callback(callback):
             raise TypeError(
-                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {one!r}"
+                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {callback!r}"
             )
 
 
@@ -80,6 +70,9 @@ def _innermost(loader: Any) -> Any:
     return _innermost(loader.loader) if hasattr(loader, "loader") else loader
 
 
-def _is_callback(one: Any) -> bool:
+def _is_callback(callback: Any) -> bool:
     """Returns True if a value is a pair of a positive number of steps and a function."""
-    return isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int and one[0] > 0 and callable(one[1])
+    if not isinstance(callback, tuple) or len(callback) != 2:
+        return False
+    every, function = callback
+    return type(every) is int and every > 0 and callable(function)

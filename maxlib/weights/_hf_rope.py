@@ -7,7 +7,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from maxlib.ops import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
+from maxlib.ops import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 from maxlib.weights._hf_config import HFConfig
 
 LIMIT = "max_position_embeddings"
@@ -15,11 +23,11 @@ ORIGINAL = "original_max_position_embeddings"
 TYPES = {
     "default": None,
     "linear": LinearScaling,
-    "dynamic": DynamicNTK,
+    "dynamic": DynamicNTKScaling,
     "llama3": Llama3Scaling,
-    "yarn": Yarn,
-    "longrope": LongRope,
-    "proportional": Proportional,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
 }
 OLD_NAMES = {"su": "longrope"}
 
@@ -135,9 +143,9 @@ def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float)
     if kind == "linear":
         return LinearScaling(spelled.need("factor"))
     if kind == "proportional":
-        return Proportional(fraction, spelled.get("factor", default=1.0))
+        return ProportionalScaling(fraction, spelled.get("factor", default=1.0))
     if kind == "dynamic":
-        return DynamicNTK(spelled.need("factor"), _length(spelled, limit, top=limit))
+        return DynamicNTKScaling(spelled.need("factor"), _length(spelled, limit, top=limit))
     original = _length(spelled, limit, top=top)
     if kind == "llama3":
         low, high = spelled.need("low_freq_factor"), spelled.need("high_freq_factor")
@@ -147,9 +155,9 @@ def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float)
         optional = {name: spelled.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
         fast, slow = spelled.get("beta_fast") or 32.0, spelled.get("beta_slow") or 1.0
         truncate = spelled.get("truncate", kind=bool, default=True)
-        return Yarn(factor, original, fast, slow, **optional, truncate=truncate)
+        return YarnScaling(factor, original, fast, slow, **optional, truncate=truncate)
     short, long = (_numbers(spelled.need(name, kind=list), name) for name in ("short_factor", "long_factor"))
-    return LongRope(short, long, original, factor, spelled.get("attention_factor"))
+    return LongRopeScaling(short, long, original, factor, spelled.get("attention_factor"))
 
 
 def _numbers(values: list, name: str) -> tuple[float, ...]:
@@ -175,11 +183,11 @@ def _reach(scaling: Any, limit: int | None) -> int | None:
     """Computes the number of positions that the config supports; some configs store the length before scaling
     separately.
     """
-    if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK has no limit
+    if limit is None or isinstance(scaling, DynamicNTKScaling):  # dynamic NTK has no limit
         return None
     if isinstance(scaling, LinearScaling):
         return max(limit, int(scaling.factor * limit))
-    if isinstance(scaling, Yarn | LongRope):  # Llama 3's factor is not a ratio of lengths
+    if isinstance(scaling, YarnScaling | LongRopeScaling):  # Llama 3's factor is not a ratio of lengths
         return max(limit, int(scaling.factor * scaling.original_length))
     return limit
 
@@ -213,7 +221,7 @@ def write_rope(
     limit = _limit(rope, max_position_embeddings)
     kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))
     scaling = {"rope_type": kind, **_scaling_fields(rope.scaling)}
-    if isinstance(rope.scaling, Proportional):
+    if isinstance(rope.scaling, ProportionalScaling):
         partial = {"partial_rotary_factor": rope.scaling.fraction}
     else:
         partial = _partial(rope.dim, head_dim)
@@ -224,16 +232,16 @@ def write_rope(
         "rope_parameters": {**scaling, "rope_theta": float(rope.theta), **partial},
         **partial,
     }
-    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRope) else {})
+    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRopeScaling) else {})
 
 
 def _limit(rope: Rope, wanted: int | None) -> int:
     limit = rope.max_length
-    if isinstance(rope.scaling, DynamicNTK):
+    if isinstance(rope.scaling, DynamicNTKScaling):
         limit = rope.scaling.original_length
         if wanted is not None and wanted != limit:
             raise ValueError(
-                f"{LIMIT} must be the original_length of DynamicNTK ({limit}), which is read from it, got {wanted}."
+                f"{LIMIT} must be the original_length of DynamicNTKScaling ({limit}), which is read from it, got {wanted}."
             )
     elif isinstance(rope.scaling, LinearScaling) and limit is not None:
         limit = math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)  # the length before scaling, see _reach
@@ -251,11 +259,11 @@ def _scaling_fields(scaling: Any) -> dict[str, Any]:
     if scaling is None:
         return {}
     fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
-    if isinstance(scaling, Proportional):  # the fraction is written as partial_rotary_factor
+    if isinstance(scaling, ProportionalScaling):  # the fraction is written as partial_rotary_factor
         return {} if scaling.factor == 1 else {"factor": scaling.factor}
     if "original_length" in fields:
         original = fields.pop("original_length")
-        fields |= {} if isinstance(scaling, DynamicNTK) else {ORIGINAL: original}
+        fields |= {} if isinstance(scaling, DynamicNTKScaling) else {ORIGINAL: original}
     return fields
 
 

@@ -18,7 +18,7 @@ from tests.training import tiny
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) % 16
 LORA = adapters.LoRA(rank=3, alpha=6)
-loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+loss = functools.partial(training.NextToken(), dtype=jnp.float32)
 
 
 QUICKLY = {"xla_backend_optimization_level": "0"}
@@ -289,8 +289,8 @@ def test_preferences_on_a_tuned_adapter_refer_to_the_tuned_model():
 
     def gradient(policy):
         params, rest = nn.partition(policy, adapters.trainable)
-        options = {"reference": adapters.base_model, "dtype": jnp.float32}
-        f = lambda params: post_training.preference_loss(nn.combine(params, rest), batch, **options)
+        loss = post_training.DPO(reference=adapters.base_model)
+        f = lambda params: loss(nn.combine(params, rest), batch, dtype=jnp.float32)
         return jax.value_and_grad(f, has_aux=True)(params)
 
     (value, stats), grads = jit(gradient)(policy)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from maxlib import adapters, nn, sharding, training
-from maxlib.training._placement import materialize_model
+from maxlib.training import copy_model
 from tests.adapters.test_adapters import LORA, model, put_on, trained
 from tests.training import tiny
 from tests.training.tiny import batch, jit_step
@@ -20,18 +20,16 @@ from tests.training.tiny import batch, jit_step
 CLOSE = {"rtol": 0, "atol": 2e-5}
 
 
-def step(base, *, layout=None, accumulate=1, **options):
+def step(base, *, layout=None, **options):
     """Returns factors and loss of one step of SGD."""
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32, **options)
     rows = jax.tree.map(jnp.asarray, batch(8))
     optimizer = optax.sgd(0.1)
-    whole = training.accumulate(loss, accumulate) if accumulate > 1 else loss
-    run = jit_step(training.make_train_step(whole, optimizer))
+    run = jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, **options))
 
     fresh = jax.tree.map(lambda x: jnp.array(np.array(x)), base)  # the step deletes what it is given
 
     def go():
-        state = training.make_state(materialize_model(fresh, layout), optimizer, filter=adapters.trainable)
+        state = training.make_state(copy_model(fresh, layout), optimizer, filter=adapters.trainable)
         state, metrics = run(state, rows)
         return {n: np.asarray(v) for n, v in state.trainable.items()}, float(metrics["loss"])
 
@@ -88,7 +86,7 @@ def test_remat_computes_the_same_step():
 
 @pytest.mark.full
 def test_accumulation_computes_the_same_step():
-    same(step(adapted("llama"), accumulate=2), alone("llama"))
+    same(step(adapted("llama"), microbatches=2), alone("llama"))
 
 
 @pytest.mark.parametrize("name", ["mlps", pytest.param("llama", marks=pytest.mark.full)])

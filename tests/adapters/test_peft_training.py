@@ -20,7 +20,7 @@ def test_losses_of_twenty_steps_are_those_of_peft(name, tmp_path):
     adapted = adapters.load(model, theirs.adapter(tmp_path / "adapter", name))
     optimizer = optax.adamw(theirs.RATE, weight_decay=theirs.DECAY)
     state = training.make_state(adapted, optimizer, filter=adapters.trainable)
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+    loss = functools.partial(training.NextToken(), dtype=jnp.float32)
     step, losses = jax.jit(training.make_train_step(loss, optimizer)), []
     for ids in theirs.batches():
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones_like(ids[:, 1:])}

@@ -12,7 +12,6 @@ after ours, with as many rows and steps, on the same cores. With --json what is 
 
 import argparse
 import dataclasses
-import functools
 import json
 import platform
 import statistics
@@ -113,9 +112,8 @@ def trained(run: str, model: Any, loader: Any, loss: Any, **options: Any) -> tup
 
     On a CPU, the layers of a small model are computed again in less time than their values take to be kept.
     """
-    loss = functools.partial(loss, remat="full")
     curve, start = Curve(), clocks()
-    trainer = training.Trainer(model, optimizer(run), loader, loss=loss, **options)
+    trainer = training.Trainer(model, optimizer(run), loader, loss=loss, dtype=jnp.float32, remat="full", **options)
     trainer.writers[:] = [curve]
     loader.trainer = trainer
     trainer.fit(STEPS[run])
@@ -138,8 +136,7 @@ def exact(model: Any, seed: int) -> dict[str, float]:
 
 def supervised(run: str, model: Any, seed: int, orders: tuple[bool, ...], **options: Any) -> tuple[Any, Curve, Seconds]:
     make = lambda number: (sorting.rows(*sorting.supervised((seed + 1) * 10**4 + number, ROWS, orders)), {})
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
-    return trained(run, model, post_training.Rollouts(make), loss, **options)
+    return trained(run, model, post_training.Rollouts(make), training.NextToken(), **options)
 
 
 def sft(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
@@ -162,8 +159,7 @@ def dpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
         return {"chosen": sorting.rows(questions, chosen), "rejected": sorting.rows(questions, rejected)}, {}
 
     loader = post_training.add_reference(post_training.Rollouts(make), model, dtype=jnp.float32)
-    loss = functools.partial(post_training.preference_loss, kind=post_training.DPO(0.1), dtype=jnp.float32)
-    new, curve, seconds = trained("dpo", model, loader, loss)
+    new, curve, seconds = trained("dpo", model, loader, post_training.DPO(0.1))
     right = statistics.fmean(values["rewards/accuracies"] for values in curve[-5:])
     return new, {"pairs right": right, **exact(new, seed)}, curve, seconds
 
@@ -190,7 +186,7 @@ def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
         return batch, post_training.reward_metrics(rewards)
 
     loader = post_training.Rollouts(make)
-    loss = functools.partial(post_training.dapo, temperature=SAMPLER.temperature, dtype=jnp.float32)
+    loss = post_training.DAPO(temperature=SAMPLER.temperature)
     new, curve, seconds = trained("grpo", model, loader, loss)
     reward = statistics.fmean(values["reward"] for values in curve[-5:])
     return new, {"reward": reward, "exact": exact(new, seed)["up"]}, curve, seconds
@@ -210,7 +206,7 @@ def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
         return sorting.rows(*texts), {}
 
     loader = post_training.Rollouts(make)
-    loss = functools.partial(post_training.distillation_loss, beta=1.0, dtype=jnp.float32)
+    loss = post_training.Distillation(beta=1.0)
     both = post_training.WithFrozen(student, teacher)
     options = {"filter": training.trainable_only("trained.*")}
     new, curve, seconds = trained("distillation", both, loader, loss, **options)

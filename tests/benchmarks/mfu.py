@@ -59,15 +59,15 @@ def measure(job: plan.Job, steps: int, unstacked: bool) -> dict[str, Any]:
     model = jax.jit(job.build)()
     if unstacked:
         model.layers = model.layers.unstacked()
-    loss = functools.partial(training.next_token_loss, dtype=jnp.bfloat16, remat=job.remat)
     optimizer = training.adamw(1e-3, mask=training.decay_mask(model))
     shape = (int(job.per_device_batch_size), job.sequence + 1)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, job.model.vocab)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    flops = observability.training_flops(loss, model, batch)
+    flops = observability.training_flops(training.NextToken(), model, batch)
     state = training.make_state(model, optimizer)
     del model
-    step = training.jit_step(training.make_train_step(loss, optimizer)).lower(state, batch).compile()
+    step = training.make_train_step(training.NextToken(), optimizer, dtype=jnp.bfloat16, remat=job.remat)
+    step = training.jit_step(step).lower(state, batch).compile()
     state, metrics = step(state, batch)
     first = float(metrics["nll"])
     begin = time.perf_counter()

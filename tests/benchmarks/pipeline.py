@@ -8,7 +8,6 @@ times would mean nothing.
 """
 
 import argparse
-import functools
 import os
 
 # Memory and arithmetic are planned before LLVM, which need not take its time.
@@ -25,8 +24,6 @@ from maxlib import ops, sharding, training
 from maxlib.models import llama
 from maxlib.plan._hlo import Costs, read_costs
 
-LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32, remat="full")
-
 
 def build(args: argparse.Namespace) -> llama.Llama:
     heads = args.dim // 64
@@ -35,7 +32,7 @@ def build(args: argparse.Namespace) -> llama.Llama:
     return llama.Llama(cfg, rngs=nnx.Rngs(0))
 
 
-def step(args: argparse.Namespace, pipeline: sharding.Pipeline, loss=LOSS, stages: int = 0) -> tuple[float, Costs]:
+def step(args: argparse.Namespace, pipeline: sharding.Pipeline, stages: int = 0) -> tuple[float, Costs]:
     """MiB per device of one training step beside its arguments, and what a device does in it."""
     stages = stages or args.stages
     rules, mesh = sharding.DP | pipeline, sharding.make_mesh(stage=stages, devices=jax.devices()[:stages])
@@ -44,17 +41,18 @@ def step(args: argparse.Namespace, pipeline: sharding.Pipeline, loss=LOSS, stage
     batch = {name: jnp.zeros((2 * pipeline.microbatches, 512), jnp.int32) for name in ("tokens", "targets")}
     with sharding.use(layout):
         state = training.make_state(model, optimizer)
-        run = training.jit_step(training.make_train_step(loss, optimizer))
+        run = training.jit_step(
+            training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, remat="full")
+        )
         program = run.lower(state, batch).compile()
     costs = read_costs(program.as_text(), dict(mesh.shape))
     return program.memory_analysis().temp_size_in_bytes / 2**20, costs
 
 
 def row(args: argparse.Namespace, microbatches: int, repeats: int, alone: float) -> str:
-    pipeline = sharding.Pipeline("stage", microbatches, repeats)
     ticks = microbatches * repeats + args.stages - 1
-    gpipe, costs = step(args, pipeline)
-    early, _ = step(args, pipeline, training.one_f_one_b(LOSS))
+    gpipe, costs = step(args, sharding.Pipeline("stage", microbatches, repeats))
+    early, _ = step(args, sharding.Pipeline("stage", microbatches, repeats, "1f1b"))
     work = args.stages * costs.flops / (alone * microbatches)
     moved = {kind: sum(one.bytes for one in costs.collectives if one.kind == kind) for kind in KINDS}
     travels = "  ".join(f"{moved[kind] / 2**20:6.1f}" for kind in KINDS)

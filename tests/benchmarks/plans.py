@@ -36,7 +36,7 @@ from typing import Any
 
 import jax
 
-from maxlib import nn, plan, sharding, training, weights
+from maxlib import nn, plan, sharding, weights
 from maxlib.distributed import xla_flags
 from maxlib.plan._program import make_program
 from maxlib.plan._targets import has_gpu_compiler
@@ -44,7 +44,6 @@ from tests.benchmarks.published import PRESENT, ROWS, Row
 from tests.plan.jobs import layout
 
 GIB = 2**30
-EARLY = training.one_f_one_b()
 EXPERTS_BY_NUMBER = {"layout": layout("fsdp_by_expert")}
 DEEPSEEK = "deepseek-v3", "v5p-512", 4096
 
@@ -126,23 +125,23 @@ SMALL, LARGE = {"stage": 4, "fsdp": 4}, {"stage": 4, "fsdp": 16}
 PIPELINES: dict[str, tuple[tuple[str, str, int, int], dict[str, Any]]] = {
     "8B GPipe": (EIGHT, {"layout": layout("fsdp+pp:16", **SMALL)}),
     "8B GPipe, twice around": (EIGHT, {"layout": layout("fsdp+pp:16x2", **SMALL)}),
-    "8B 1F1B": (EIGHT, {"layout": layout("fsdp+pp:16", **SMALL), "loss": EARLY}),
-    "8B 1F1B, twice around": (EIGHT, {"layout": layout("fsdp+pp:16x2", **SMALL), "loss": EARLY}),
+    "8B 1F1B": (EIGHT, {"layout": layout("fsdp+pp_1f1b:16", **SMALL)}),
+    "8B 1F1B, twice around": (EIGHT, {"layout": layout("fsdp+pp_1f1b:16x2", **SMALL)}),
     "8B GPipe, whole": (EIGHT, {"layout": layout("zero1+pp:16", stage=4, data=4)}),
-    "8B 1F1B, whole": (EIGHT, {"layout": layout("zero1+pp:16", stage=4, data=4), "loss": EARLY}),
+    "8B 1F1B, whole": (EIGHT, {"layout": layout("zero1+pp_1f1b:16", stage=4, data=4)}),
     "70B GPipe": (SEVENTY, {"layout": layout("fsdp+pp:16", **LARGE)}),
-    "70B 1F1B": (SEVENTY, {"layout": layout("fsdp+pp:16", **LARGE), "loss": EARLY}),
-    "70B 1F1B, twice around": (SEVENTY, {"layout": layout("fsdp+pp:16x2", **LARGE), "loss": EARLY}),
+    "70B 1F1B": (SEVENTY, {"layout": layout("fsdp+pp_1f1b:16", **LARGE)}),
+    "70B 1F1B, twice around": (SEVENTY, {"layout": layout("fsdp+pp_1f1b:16x2", **LARGE)}),
     "70B 1F1B, two slices": (
         ("llama2-70b", "v5p-128x2", 4096, 2),
-        {"layout": layout("fsdp+pp:4", fsdp=-1, dcn={"stage": 2}), "loss": EARLY},
+        {"layout": layout("fsdp+pp_1f1b:4", fsdp=-1, dcn={"stage": 2})},
     ),
     "Mixtral 1F1B": (
         ("mixtral-8x7b", "v5p-128", 4096, 4),
-        {"layout": layout("ep+pp:16", stage=4, fsdp=4, expert=4), "loss": EARLY},
+        {"layout": layout("ep+pp_1f1b:16", stage=4, fsdp=4, expert=4)},
     ),
     "DeepSeek-V3 GPipe, uneven": (DEEPSEEK_LONG, {"layout": layout("ep+pp:8", **LONG)}),
-    "DeepSeek-V3 1F1B, uneven": (DEEPSEEK_LONG, {"layout": layout("ep+pp:8", **LONG), "loss": EARLY}),
+    "DeepSeek-V3 1F1B, uneven": (DEEPSEEK_LONG, {"layout": layout("ep+pp_1f1b:8", **LONG)}),
 }
 
 

@@ -13,7 +13,6 @@ for each model and format, and a last one for both, give the same table and pict
 
 import argparse
 import dataclasses
-import functools
 import json
 import platform
 import time
@@ -89,10 +88,10 @@ def run(build, preset, args, train, held_out):
     start = jax.jit(build)()
     if preset != "full":
         start = quantization.for_training(start, preset)
-    loss = functools.partial(training.next_token_loss, dtype=jnp.dtype(args.dtype))
+    loss, dtype = training.NextToken(), jnp.dtype(args.dtype)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
     optimizer = training.adamw(schedule, mask=training.decay_mask(start))
-    step, size = training.make_train_step(loss, optimizer), sum(a.nbytes for a in jax.tree.leaves(start))
+    step, size = training.make_train_step(loss, optimizer, dtype=dtype), sum(a.nbytes for a in jax.tree.leaves(start))
     state = training.make_state(start, optimizer)
     covered = covered_by(build, preset, step, state, train[0])
     step = training.jit_step(step)
@@ -102,7 +101,7 @@ def run(build, preset, args, train, held_out):
         state, metrics = step(state, batch)
         losses.append(metrics["nll"])
     seconds = (jax.block_until_ready(losses), time.process_time() - begin)[1] / len(train[1:])
-    judged = training.evaluate(jax.jit(training.make_eval_step(loss)), state, held_out)
+    judged = training.evaluate(jax.jit(training.make_eval_step(loss, dtype=dtype)), state, held_out)
     curve = [float(np.mean(part)) for part in np.array_split(np.array(losses, np.float64), min(10, len(losses)))]
     return {"loss": judged["nll"], "bytes": size, "covered": covered, "seconds": seconds, "curve": curve}
 

@@ -39,7 +39,7 @@ def first_step_seconds(layers: int) -> float:
     model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
     optimizer = training.adamw(1e-3, mask=training.decay_mask(model))
     state = training.make_state(model, optimizer)
-    step = training.jit_step(training.make_train_step(training.next_token_loss, optimizer))
+    step = training.jit_step(training.make_train_step(training.NextToken(), optimizer))
     tokens = jnp.zeros((2, 16), jnp.int32)
     jax.block_until_ready(step(state, {"tokens": tokens, "targets": tokens}))
     return time.perf_counter() - begin

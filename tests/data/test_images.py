@@ -392,7 +392,7 @@ def test_a_batch_has_the_loss_and_the_gradient_of_its_chats(tokenizer, processor
     @jax.jit
     @jax.value_and_grad
     def step(params, batch):
-        return training.next_token_loss(nn.combine(params, rest), batch, dtype=jnp.float32, remat="full")[0]
+        return training.NextToken()(nn.combine(params, rest), batch, dtype=jnp.float32, remat="full")[0]
 
     def total(batches):
         losses, gradients = zip(*(step(params, batch) for batch in batches), strict=True)

@@ -21,16 +21,16 @@ for name, at in (
     ("pipeline", layout(sharding.TP | sharding.PP, stage=2)),
     ("context", layout(sharding.TP | sharding.CP_RING, context=2)),
 ):
-    placed = training.place_batch({"tokens": tokens, "one": np.arange(4), "none": np.int32(3)}, at)
+    placed = training.shard_batch({"tokens": tokens, "one": np.arange(4), "none": np.int32(3)}, at)
     assert [x.shape for x in jax.tree.leaves(placed)] == [(), (4,), (4, 6)]
     for shard in placed["tokens"].addressable_shards:
         np.testing.assert_array_equal(shard.data, tokens[shard.index])
     np.testing.assert_array_equal(host_rows(placed)["tokens"], tokens)
     print(name, placed["tokens"].addressable_shards[0].data.shape, flush=True)
 own = tokens[2 * jax.process_index() :][:2]
-print("rows", training.place_batch({"tokens": own}, layout(sharding.TP, data=2))["tokens"].shape, flush=True)
+print("rows", training.shard_batch({"tokens": own}, layout(sharding.TP, data=2))["tokens"].shape, flush=True)
 try:
-    training.place_batch({"tokens": tokens + jax.process_index()}, layout(sharding.TP))
+    training.shard_batch({"tokens": tokens + jax.process_index()}, layout(sharding.TP))
 except ValueError as error:
     print(error, flush=True)
 """

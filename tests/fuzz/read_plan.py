@@ -16,7 +16,7 @@ COMMANDS = [
     "llama3-70b --target v5e-256x2 --dcn data=-1 --flags tpu-overlap --accumulate 2 --attention splash",
     "mixtral-8x7b --target h200x32 --strategy ep+pp:8x2 --mesh stage=4,expert=8 --gradients 1f1b",
     "llama3-8b --target h100x8 --lora rank=16,alpha=32,dora --base nf4 --remat q,k,v=offload --optimizer sgd",
-    "llama3-8b --target cpu --loss maxlib.training:next_token_loss --batch a.b:c --search --compile 2",
+    "llama3-8b --target cpu --loss maxlib.training:NextToken --batch a.b:c --search --compile 2",
 ]
 
 

@@ -24,7 +24,7 @@ PROMPTS = [[1, 4, 2, 3, 0], [5], [3, 1, 4, 1, 5, 2, 2, 5, 3, 5, 0]]
 # A vocabulary so small that an untrained drafter is right now and then; a window that texts leave behind.
 TEXT = dict(
     vocab=6, mlp_dim=24, num_heads=2, num_kv_heads=1, head_dim=8, window=4, global_heads=(12, 1), per_layer_dim=0,
-    per_layer_vocab=0, rope=ops.Rope(12, 1e5, ops.Proportional(0.5), max_length=64), local_rope=ops.Rope(8, 1e4, max_length=64),
+    per_layer_vocab=0, rope=ops.Rope(12, 1e5, ops.ProportionalScaling(0.5), max_length=64), local_rope=ops.Rope(8, 1e4, max_length=64),
 )  # fmt: skip
 TARGETS = {
     # Two scanned layers of each type, then two that take the keys of the last of these.

@@ -125,7 +125,7 @@ def check_prediction(path: Path, config: dict[str, Any], own: dict[str, np.ndarr
     def run(model, batch):
         hidden = model(batch["tokens"], dtype=jnp.float32).hidden
         (found,) = model.predict_ahead(hidden, batch["tokens"])
-        return hidden, found.hidden, training.mtp_loss(model, batch, dtype=jnp.float32, weight=0.25)
+        return hidden, found.hidden, training.MTP(weight=0.25)(model, batch, dtype=jnp.float32)
 
     hidden, got, (loss, stats) = jax.tree.map(np.asarray, run(model, batch))
     embedded = np.asarray(model.embed.w[...], np.float64)[np.asarray(tokens[:, 1:])]

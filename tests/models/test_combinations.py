@@ -15,6 +15,7 @@ from flax import nnx
 
 import maxlib
 from maxlib import adapters, nn, quantization, sharding, training
+from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.nn.tiny import filled
@@ -24,7 +25,7 @@ HYBRIDS = ("qwen3_next", "qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2
 OTHERS = ("minimax_m2", "mimo_v2", "hy3", "seed_oss", "apertus", "glm4_moe_lite", "muse_glimmer", "gemma4", "mistral4")
 OTHERS += ("deepseek_v32",)
 ROWS, T = 4, 24
-LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32)
+LOSS = functools.partial(training.NextToken(), dtype=jnp.float32)
 # The mesh and the rules of each kind of parallelism.
 MESHES = {
     "context": ({"fsdp": 2, "context": 2}, sharding.FSDP | sharding.CP_RING),
@@ -112,9 +113,10 @@ def test_devices_change_nothing(family, kind):
     refusal = REFUSED.get((family, kind))
     expected = pytest.raises((ValueError, TypeError), match=refusal) if refusal else contextlib.nullcontext()
     with expected, sharding.use(layout):
-        batch = training.place_batch(packed(model.cfg.vocab), layout)
+        batch = training.shard_batch(packed(model.cfg.vocab), layout)
         if kind == "1f1b":
-            step = jax.jit(training.one_f_one_b(LOSS).gradients, compiler_options=QUICKLY)
+            gradient = functools.partial(pipelined_gradient, training.NextToken(), dtype=jnp.float32)
+            step = jax.jit(gradient, compiler_options=QUICKLY)
             got = step(*spread, batch, jax.random.key(0))[:2]
         else:
             got = gradients(*spread, batch)

@@ -15,8 +15,8 @@ from maxlib import inference, nn, sharding, training
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
 from maxlib.nn.audio import Clips
-from maxlib.training._gradients import gradients_of
-from maxlib.training._objectives.first_batch import check_first_batch
+from maxlib.training._batch_checks import check_first_batch
+from maxlib.training._step import make_gradient
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models import test_gemma4_images as seeing
@@ -251,15 +251,15 @@ class TestGemma4Audio(Conformance):
         scores = scores - np.log(np.exp(scores).sum(axis=2, keepdims=True))
         want = -np.take_along_axis(scores, case["tokens"][:, 1:, None], 2).mean()
         params, rest = nn.partition(model)
-        plain = functools.partial(training.next_token_loss, dtype=jnp.float32)
 
-        @functools.partial(jax.jit, static_argnums=0)
-        def gradients(loss, params):
-            return gradients_of(loss)(params, rest, batch, jax.random.key(0))
+        @functools.partial(jax.jit, static_argnames="microbatches")
+        def gradients(params, microbatches=1):
+            gradient = make_gradient(training.NextToken(), dtype=jnp.float32, microbatches=microbatches)
+            return gradient(params, rest, batch, jax.random.key(0))
 
-        slope, mean, _ = gradients(plain, params)
+        slope, mean, _ = gradients(params)
         np.testing.assert_allclose(mean, want, rtol=1e-5)
-        in_parts, mean, _ = gradients(training.accumulate(plain, 3), params)
+        in_parts, mean, _ = gradients(params, microbatches=3)
         np.testing.assert_allclose(mean, want, rtol=1e-5)
         heard = {path: np.asarray(g) for path, g in slope.items() if path.startswith("audio_tower")}
         assert len(heard) > 1 or self.config == "Gemma4UnifiedConfig"
@@ -268,7 +268,7 @@ class TestGemma4Audio(Conformance):
             np.testing.assert_allclose(in_parts[path], g, rtol=0, atol=1e-4 * np.abs(g).max(), err_msg=path)
         size = sum(np.square(g).sum() for g in heard.values())
         moved = {path: w - 1e-2 / size * slope[path] if path in heard else w for path, w in params.items()}
-        assert gradients(plain, moved)[1] < want - 1e-3
+        assert gradients(moved)[1] < want - 1e-3
 
     @pytest.mark.full
     def test_greedy_text_is_that_of_transformers(self, name, made):

@@ -24,7 +24,7 @@ from tests.training.tiny import QUICKLY
 VOCAB, VECTOR = 32, 4
 MASK = ops.Causal() & ops.SlidingWindow(5)
 # Documents are longer and shorter than the length at which this rope begins to stretch.
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8, scaling=ops.DynamicNTK(4.0, 6))}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8, scaling=ops.DynamicNTKScaling(4.0, 6))}
 MIXERS = (
     functools.partial(nn.GatedDeltaNet, **DELTA),
     functools.partial(nn.KimiDeltaAttention, **KIMI),
@@ -128,7 +128,7 @@ def test_eight_devices_are_one():
     batch, spread = packed(VOCAB), layout(SPREAD[0], **SPREAD[1])
     want = logits(mixed(), batch["tokens"], batch["segment_ids"])
     with sharding.use(spread):
-        placed = training.place_batch(batch, spread)
+        placed = training.shard_batch(batch, spread)
         got = logits(place(mixed(), spread), placed["tokens"], placed["segment_ids"])
     inside = batch["segment_ids"] > 0
     np.testing.assert_allclose(got[inside], want[inside], atol=2e-5 * want.std())
@@ -140,7 +140,7 @@ def test_gradients_on_eight_devices_with_remat_are_those_on_one_without():
     want = jax.device_get(gradients(*nn.partition(mixed()), batch))
     with sharding.use(spread):
         parts = nn.partition(place(mixed(), spread))
-        assert_same(gradients(*parts, training.place_batch(batch, spread), remat="full"), want)
+        assert_same(gradients(*parts, training.shard_batch(batch, spread), remat="full"), want)
 
 
 @pytest.mark.full
@@ -151,7 +151,7 @@ def test_a_pipeline_computes_the_same():
     loss = lambda: jitted(lambda model, batch: LOSS(model, batch)[0])  # traced anew for each layout
     want = loss()(model, batch)
     with sharding.use(stages):
-        got = loss()(place(model, stages), training.place_batch(batch, stages))
+        got = loss()(place(model, stages), training.shard_batch(batch, stages))
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 

@@ -264,8 +264,8 @@ def test_the_module_reads_text_only():
     case, model = parity.golden("qwen3_5")["images"], jax.eval_shape(lambda: small(LINEAR, FULL, sees=True))
     batch = {"tokens": case["tokens"], "targets": case["tokens"], "images": parity.images(case)}
     batch = jax.tree.map(jnp.asarray, batch)
-    with pytest.raises(ValueError, match="this batch has images: train with next_token_loss"):
-        jax.eval_shape(lambda model: training.mtp_loss(model, batch), model)
+    with pytest.raises(ValueError, match="this batch has images: train with NextToken"):
+        jax.eval_shape(lambda model: training.MTP()(model, batch), model)
 
 
 @pytest.mark.parametrize("config", ["Qwen3_5TextConfig", "Qwen3_5MoeTextConfig"])

@@ -17,7 +17,7 @@ from maxlib.models import deepseek_v32
 from maxlib.nn.attention import _query_chunks
 from maxlib.nn.attention._index_loss import Attended, divergence
 from maxlib.nn.attention._indexer import Chosen, Index
-from maxlib.training._gradients import gradients_of
+from maxlib.training._step import make_gradient
 from tests.models.test_combinations import LOSS, assert_same, packed
 from tests.nn.test_sparse_mla import DIM, INDEX, SEGMENTS, SEQ, SIZES, TOP, X
 from tests.nn.tiny import filled
@@ -271,11 +271,10 @@ def model(gather: bool) -> deepseek_v32.DeepSeekV32:
     return found
 
 
-def trained(model, batch, *, accumulated: int = 1, **options) -> tuple:
+def trained(model, batch, **options) -> tuple:
     """The gradients and the loss of a batch."""
-    loss = functools.partial(LOSS, **options)
-    found = gradients_of(training.accumulate(loss, accumulated) if accumulated > 1 else loss)
-    run = jax.jit(lambda *given: found(*given)[:2], compiler_options=QUICKLY)
+    gradient = make_gradient(LOSS, **options)
+    run = jax.jit(lambda *arguments: gradient(*arguments)[:2], compiler_options=QUICKLY)
     return run(*nn.partition(model), batch, jax.random.key(0))
 
 
@@ -304,7 +303,7 @@ def test_a_model_adds_the_losses_of_its_layers():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"remat": "full"}, {"accumulated": 2, "remat": ("chosen", "q")}], ids=str)
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"microbatches": 2, "remat": ("chosen", "q")}], ids=str)
 @pytest.mark.parametrize("gather", [False, True])
 def test_remat_and_microbatches_change_nothing(gather, options):
     same(trained(model(gather), packed(CFG.vocab), **options), on_one_device())
@@ -316,7 +315,7 @@ def test_remat_and_microbatches_change_nothing(gather, options):
 def test_a_model_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
     placed, layout = spread(model(gather), kind, monkeypatch)
     with sharding.use(layout):
-        got = trained(placed, training.place_batch(packed(CFG.vocab), layout), remat="full")
+        got = trained(placed, training.shard_batch(packed(CFG.vocab), layout), remat="full")
     same(got, on_one_device())
 
 

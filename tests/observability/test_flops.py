@@ -33,7 +33,7 @@ def test_llama_is_six_n_t_and_attention(remat):
     B, T, L, N, H = 2, 24, 2, 2, 12
     model = jax.eval_shape(tiny.llama)
     batch = tiny.batch(B, T)
-    loss = functools.partial(training.next_token_loss, remat=remat)
+    loss = functools.partial(training.NextToken(), remat=remat)
     want = 6 * matmul_weights(model) * B * T + 6 * L * B * triangle(T) * N * (H + H)
     assert observability.training_flops(loss, model, batch) == want
 
@@ -72,7 +72,7 @@ def test_a_backward_pass_is_counted_as_autodiff_makes_it(name):
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_matmuls_of_eight_bits_have_gradients_as_others(format):
     plain = tiny.model()
-    batch, loss = tiny.batch(), training.next_token_loss
+    batch, loss = tiny.batch(), training.NextToken()
     want = observability.training_flops(loss, plain, batch)
     assert observability.training_flops(loss, quantization.for_training(plain, format), batch) == want
 
@@ -99,10 +99,10 @@ def test_packed_documents_and_padding_attend_less():
     batch = tiny.batch(B, T) | {"segment_ids": segment_ids.astype(np.int32)}
     weights = 6 * matmul_weights(model) * B * T
     want = weights + 6 * L * B * (triangle(10) + triangle(8)) * N * (H + H)
-    assert observability.training_flops(training.next_token_loss, model, batch) == want
+    assert observability.training_flops(training.NextToken(), model, batch) == want
     unknown = {name: SHAPE(x.shape, x.dtype) for name, x in batch.items()}
     everything = weights + 6 * L * B * T * T * N * (H + H)
-    assert observability.training_flops(training.next_token_loss, model, unknown) == everything
+    assert observability.training_flops(training.NextToken(), model, unknown) == everything
 
 
 def test_windows_in_a_period_of_a_model_from_outside():
@@ -112,7 +112,7 @@ def test_windows_in_a_period_of_a_model_from_outside():
     weights = matmul_weights(model) + VOCAB * DIM
     pairs = 3 * triangle(T) + 2 * triangle(T, 4)
     want = 6 * weights * B * T + 6 * B * pairs * 2 * (8 + 8)
-    assert observability.training_flops(training.next_token_loss, model, tiny.batch(B, T, vocab=VOCAB)) == want
+    assert observability.training_flops(training.NextToken(), model, tiny.batch(B, T, vocab=VOCAB)) == want
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])

@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from maxlib import adapters, nn, plan, training
+from maxlib import adapters, nn, plan
 from maxlib.hardware import GIB
 from maxlib.plan import __main__ as command
 from maxlib.plan import _run as run
@@ -37,16 +37,15 @@ def asked(monkeypatch):
 
 def test_a_search_takes_what_the_command_line_fixes(asked):
     words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4,tensor=4 --dcn data=-1 --strategy fsdp_tp --remat none"
-    more = "--per-device-batch-size 2 --attention mosaic_tpu --accumulate 2 --flags tpu-vmem --compile 0"
+    more = "--per-device-batch-size 2 --attention splash --microbatches 2 --flags tpu-vmem --compile 0"
     assert command.main([*words.split(), *more.split()]) == 2
     ((job, got),) = asked
     assert got["layouts"] == [job.layout] == [layout("fsdp_tp", fsdp=4, tensor=4, dcn={"data": -1})]
     assert got["remats"] == [None] and got["batches"] == [2] and got["compile"] == 0
-    assert job.attention == "mosaic_tpu" and job.loss == training.accumulate(training.next_token_loss, 2)
+    assert job.attention == "splash" and job.microbatches == 2
     assert job.options == {"xla_tpu_scoped_vmem_limit_kib": 98304}
-    command.main(["llama3-8b", "--target", "v5e-16", "--search", "--gradients", "1f1b"])
+    command.main(["llama3-8b", "--target", "v5e-16", "--search"])
     assert not {"layouts", "remats", "batches", "compile"} & asked[1][1].keys()
-    assert asked[1][0].loss == training.one_f_one_b()
 
 
 @pytest.mark.parametrize("name", ["build", "CONFIG"])
@@ -84,10 +83,9 @@ def test_a_search_plans_what_it_was_told():
     """Each setting reaches every plan: one that it cannot be refuses them all."""
     own = layout(dcn={"data": 1})
     take = functools.partial(plan.search, layouts=[own], batches=(1,), remats=("full",), compile=0)
-    cut = training.accumulate(training.next_token_loss, 3)
     (one,) = take(dataclasses.replace(JOB, attention="chunked")).plans
     assert one.job == dataclasses.replace(JOB, layout=own, attention="chunked")
-    for wrong in ({"attention": "flash"}, {"loss": cut}, {"loss": "nowhere"}, {"optimizer": "lion"}):
+    for wrong in ({"attention": "flash"}, {"microbatches": 3}, {"loss": "nowhere"}, {"optimizer": "lion"}):
         with pytest.raises(ValueError, match="layouts can be planned: {'fsdp': -1}, remat full, 1 per chip: "):
             take(dataclasses.replace(JOB, **wrong))
 
@@ -101,8 +99,8 @@ def test_a_search_plans_what_it_was_told():
         ("--compile 2", "--compile is for --search"),
         ("--mesh fsdp=2 fsdp=8", "a mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
         ("--mesh fdsp=8", "no mesh axis is named 'fdsp' (did you mean 'fsdp'?)"),
-        ("--accumulate 0", "at least one microbatch, got 0"),
-        ("--accumulate 2 --gradients 1f1b", "Omit accumulate: a pipeline already has microbatches"),
+        ("--microbatches 0", "at least one microbatch, got 0"),
+        ("--microbatches 2 --strategy pp_1f1b", "--microbatches 2 cannot be combined with a 1F1B pipeline"),
         ("--mesh fsdp=3", "change a degree of --mesh or --dcn, or let one be -1"),
         ("--per-device-batch-size 0.3", "change --per-device-batch-size or the mesh"),
     ],

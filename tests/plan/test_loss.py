@@ -1,41 +1,31 @@
 """Plans with losses defined outside of maxlib, passed by value and by name."""
 
 import dataclasses
-import functools
 
-import jax.numpy as jnp
 import pytest
 
-from maxlib import plan, training
+from maxlib import plan
 from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
 from maxlib.plan._hlo import read_costs
 from maxlib.plan._program import make_program
 from tests.nn.tiny import LLAMA
 from tests.plan.jobs import layout
-from tests.training import objectives
+from tests.training import custom_losses
 from tests.training.tiny import QUICKLY
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
 JOB = plan.Job(CONFIG, "cpu", layout=layout(fsdp=8), sequence=16, dtype="float32")
-PAIRS = {"loss": functools.partial(objectives.preferred, beta=0.3), "batch": objectives.pair_shapes}
+PAIRS = {"loss": custom_losses.Preferred(beta=0.3), "batch": custom_losses.pair_shapes}
 
 
 def test_a_loss_travels_with_its_options():
-    job = dataclasses.replace(JOB, **PAIRS)
-    back = jobs.from_json(jobs.to_json(job))
-    assert back.loss.func is objectives.preferred and back.loss.keywords == {"beta": 0.3}
-    assert back.batch is objectives.pair_shapes
-    named = dataclasses.replace(JOB, loss="tests.training.objectives:gentle")
+    job = dataclasses.replace(JOB, microbatches=2, **PAIRS)
+    assert jobs.from_json(jobs.to_json(job)) == job
+    named = dataclasses.replace(JOB, loss="tests.training.custom_losses:gentle")
     assert jobs.from_json(jobs.to_json(named)) == named
-    loss = named.loss_fn(remat="full")
-    assert loss.func is objectives.focal
-    assert loss.keywords == {"gamma": 1.0, "dtype": jnp.float32, "remat": "full"}
-    assert JOB.loss_fn().func is training.next_token_loss
-    early = dataclasses.replace(JOB, loss=training.one_f_one_b(PAIRS["loss"]))
-    assert early.is_1f1b and jobs.from_json(jobs.to_json(early)).loss_fn().loss.keywords["beta"] == 0.3
-    cut = dataclasses.replace(JOB, loss=training.accumulate(training.next_token_loss, 2))
-    assert jobs.from_json(jobs.to_json(cut)).accumulate == 2 and JOB.accumulate == 1
+    assert named.loss_function == custom_losses.Focal(gamma=1.0)
+    assert dataclasses.replace(JOB, loss="tests.training.custom_losses:Focal").loss_function == custom_losses.Focal()
 
 
 def test_the_step_of_a_plan_is_that_of_the_loss():
@@ -57,8 +47,7 @@ def test_the_step_of_a_plan_is_that_of_the_loss():
 
 
 def piped() -> plan.Job:
-    loss = training.one_f_one_b(PAIRS["loss"])
-    return dataclasses.replace(JOB, layout=layout("fsdp+pp:4", stage=4, fsdp=2), loss=loss, batch=PAIRS["batch"])
+    return dataclasses.replace(JOB, layout=layout("fsdp+pp_1f1b:4", stage=4, fsdp=2), **PAIRS)
 
 
 @pytest.mark.full
@@ -78,11 +67,11 @@ def test_a_plan_compiles_an_outside_loss_in_a_pipeline():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--loss tests.training.objectives:nothing", "loss must be named module:name"),
+        ("--loss tests.training.custom_losses:nothing", "loss must be named module:name"),
         ("--loss nowhere:loss", "loss must be named module:name"),
         ("--loss focal", "loss must be named module:name"),
         ("--loss tests.training.tiny:batch", "does not take"),
-        ("--loss tests.training.objectives:contrast --gradients 1f1b", "decorated with training.objective"),
+        ("--loss tests.training.custom_losses:contrast --strategy pp_1f1b", "a subclass of training.Loss"),
     ],
 )
 def test_the_command_line_takes_a_loss_by_name(words, said, capsys):
@@ -93,10 +82,8 @@ def test_the_command_line_takes_a_loss_by_name(words, said, capsys):
 def test_the_command_line_hands_the_loss_on(monkeypatch):
     calls = []
     monkeypatch.setattr(command, "plan", lambda job, **_: calls.append(job) or 1 / 0)
-    words = (
-        "llama3.2-1b --target cpu --loss tests.training.objectives:focal --batch tests.training.objectives:pair_shapes"
-    )
+    words = "llama3.2-1b --target cpu --loss tests.training.custom_losses:Focal --batch tests.training.custom_losses:pair_shapes"
     with pytest.raises(ZeroDivisionError):
         command.main(words.split())
-    assert calls[0].loss is objectives.focal
-    assert calls[0].batch == "tests.training.objectives:pair_shapes"
+    assert calls[0].loss_function == custom_losses.Focal()
+    assert calls[0].batch == "tests.training.custom_losses:pair_shapes"

@@ -4,6 +4,7 @@ All losses are computed from one forward pass (`everything`), so that a program 
 loss and each of its metrics is compared, and the gradient of a weighted sum.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,12 +14,12 @@ import pytest
 
 from maxlib import nn, sharding, training
 from maxlib import post_training as pt
-from maxlib.training._objectives.objective import split_options
+from maxlib.training._step import make_gradient
 from tests.nn.tiny import tiny_llama
 from tests.training import tiny
 
 ROWS, T, VOCAB, K = 8, 24, 64, 3
-PP = sharding.Pipeline("stage", microbatches=4)
+GPIPE, EARLY = (sharding.Pipeline(microbatches=4, schedule=schedule) for schedule in ("gpipe", "1f1b"))
 PAIRS = {
     "sigmoid": pt.DPO(0.3, label_smoothing=0.1),
     "robust": pt.DPO(0.3, "robust", 0.1),
@@ -31,25 +32,25 @@ PAIRS = {
     "bco": pt.DPO(0.3, "bco_pair"),
     "sigmoid_norm": pt.DPO(0.3, "sigmoid_norm"),
     "simpo": pt.SimPO(),
-    "mixture": pt.Mixture(((0.7, pt.DPO(0.2)), (0.3, pt.DPO(0.2, "bco_pair")))),
+    "mixture": pt.MixedPreference(((0.7, pt.DPO(0.2)), (0.3, pt.DPO(0.2, "bco_pair")))),
 }
 POLICIES = {
-    "grpo": functools.partial(pt.grpo, kl_term=pt.KL(0.1), entropy=0.01),
-    "dr_grpo": pt.dr_grpo(20),
-    "dapo": functools.partial(pt.dapo, kl_term=pt.KL(0.1, "corrected")),
-    "gspo": pt.gspo,
-    "gspo_token": functools.partial(pt.gspo, ratio="sequence_token"),
-    "cispo": functools.partial(pt.cispo, kl_term=pt.KL(0.1, "k2")),
-    "rloo": pt.rloo,
-    "tis": functools.partial(pt.grpo, correction=pt.Correction("token", None, 1.5)),
-    "mis": functools.partial(pt.grpo, correction=pt.Correction("sequence", 0.5, 2.0, "zero")),
+    "grpo": pt.GRPO(temperature=0.8, kl_term=pt.KL(0.1), entropy=0.01),
+    "dr_grpo": pt.GRPO(temperature=0.8, mean=pt.FixedLengthMean(20)),
+    "dapo": pt.DAPO(temperature=0.8, kl_term=pt.KL(0.1, "corrected")),
+    "gspo": pt.GSPO(temperature=0.8),
+    "gspo_token": pt.GSPO(temperature=0.8, ratio="sequence_token"),
+    "cispo": pt.CISPO(temperature=0.8, kl_term=pt.KL(0.1, "k2")),
+    "rloo": pt.RLOO(temperature=0.8),
+    "tis": pt.GRPO(temperature=0.8, correction=pt.RolloutCorrection("token", None, 1.5)),
+    "mis": pt.GRPO(temperature=0.8, correction=pt.RolloutCorrection("sequence", 0.5, 2.0, "zero")),
 }
 LOSSES = {
-    **{name: functools.partial(pt.preference_loss, kind=kind) for name, kind in PAIRS.items()},
-    **{name: functools.partial(loss, temperature=0.8) for name, loss in POLICIES.items()},
-    "kto": functools.partial(pt.kto_loss, kind=pt.KTO(0.3, 1.2, 0.8)),
-    "top_k": functools.partial(pt.distillation_loss, beta=0.3, hard=0.2),
-    "dft": training.dft_loss,
+    **PAIRS,
+    **POLICIES,
+    "kto": pt.KTO(0.3, 1.2, 0.8),
+    "top_k": pt.Distillation(beta=0.3, hard=0.2),
+    "dft": training.DFT(),
 }
 
 
@@ -58,20 +59,22 @@ FEW = "sigmoid", "dapo", "mis", "kto", "top_k"
 ALL = tuple(LOSSES)
 
 
-@training.objective
-def everything(head, hidden, batch, *, names=FEW):
+@dataclasses.dataclass(frozen=True)
+class Everything(training.Loss):
     """The sum of these losses with different factors; sums of each, and what each is divided by, are metrics."""
-    total, sums = 0.0, {}
-    for i, name in enumerate(names):
-        goal, given = split_options(LOSSES[name])
-        value, stats = goal.from_hidden(head, hidden, batch, **given)
-        total += (1 + i % 4) * value
-        sums |= {f"{name}/loss": value, f"{name}/count": stats.num_targets}
-        sums |= {f"{name}/{metric}": x for metric, x in stats.sums.items()}
-    return total, training.Stats(jnp.asarray(float(len(batch["tokens"]))), jax.lax.stop_gradient(sums))
+
+    names: tuple[str, ...] = FEW
+
+    def from_hidden(self, model, hidden, batch):
+        total, sums = 0.0, {}
+        for i, name in enumerate(self.names):
+            value, stats = LOSSES[name].from_hidden(model, hidden, batch)
+            total += (1 + i % 4) * value
+            sums |= {f"{name}/loss": value, f"{name}/count": stats.num_targets}
+            sums |= {f"{name}/{metric}": x for metric, x in stats.sums.items()}
+        return total, training.Stats(jnp.asarray(float(len(batch["tokens"]))), jax.lax.stop_gradient(sums))
 
 
-loss_of = lambda names: functools.partial(everything, names=names, dtype=jnp.float32)
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 chosen = pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), full(ALL, id="all")])
 
@@ -109,6 +112,11 @@ def batch():
     return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, **values, **scores, **stored}
 
 
+def gradient(names):
+    """The gradient of `Everything` as a step computes it in the active layout."""
+    return make_gradient(Everything(names), dtype=jnp.float32)
+
+
 def run(gradients, spread, data):
     compiled = jax.jit(gradients, compiler_options=tiny.QUICKLY)
     return jax.device_get(compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, data), jax.random.key(0)))
@@ -116,7 +124,7 @@ def run(gradients, spread, data):
 
 @functools.cache
 def alone(names):
-    return run(tiny.by_autodiff(loss_of(names)), model(), batch())
+    return run(tiny.by_autodiff(functools.partial(Everything(names), dtype=jnp.float32)), model(), batch())
 
 
 def check(got, want):

@@ -17,18 +17,17 @@ from maxlib import post_training as pt
 from maxlib.nn.matmul import LowRank, PlainMatmul
 from maxlib.nn.router import Router, RouterZ, Routing, SequenceBalance, SwitchBalance
 from maxlib.post_training import preferences
-from maxlib.training._objectives.objective import Objective, split_options
 from tests.post_training.every_loss import LOSSES, full
 from tests.training import tiny
 
 EXTREME = {
     **LOSSES,
-    "orpo": functools.partial(pt.preference_loss, kind=pt.ORPO()),
-    "chosen": functools.partial(pt.preference_loss, kind=pt.ChosenNLL()),
-    "two-sided": functools.partial(pt.grpo, surrogate=pt.Clip(delta=4.0)),
-    "k3": functools.partial(pt.rloo, kl_term=pt.KL(0.1, "k3"), entropy=0.1),
-    "corrected": functools.partial(pt.rloo, kl_term=pt.KL(0.1, "corrected")),
-    "unlimited": functools.partial(pt.rloo, correction=pt.Correction("sequence", None, None)),
+    "orpo": pt.ORPO(),
+    "chosen": pt.ChosenNLL(),
+    "two-sided": pt.GRPO(surrogate=pt.Clip(delta=4.0)),
+    "k3": pt.RLOO(kl_term=pt.KL(0.1, "k3"), entropy=0.1),
+    "corrected": pt.RLOO(kl_term=pt.KL(0.1, "corrected")),
+    "unlimited": pt.RLOO(correction=pt.RolloutCorrection("sequence", None, None)),
 }
 OF_LOGITS = "top_k", "next_token", "smooth", "teacher", "reverse", "mixture", "renormalized"
 
@@ -77,9 +76,9 @@ def test_losses_of_log_probabilities_are_finite(dtype, monkeypatch):
     def all_gradients(hidden, batch):
         values = {}
         for name in names:
-            goal, options = split_options(EXTREME[name])
-            f = functools.partial(goal.from_hidden, **options)
-            values[name] = jax.value_and_grad(lambda h, f=f: f(Head(1), h, batch), has_aux=True)(hidden)
+            loss = EXTREME[name]
+            f = lambda h, loss=loss: loss.from_hidden(Head(1), h, batch)
+            values[name] = jax.value_and_grad(f, has_aux=True)(hidden)
         return values
 
     for name, ((value, stats), gradient) in jax.device_get(all_gradients(hidden, batch)).items():
@@ -102,35 +101,36 @@ def test_losses_of_logits_are_finite():
     }
     batch |= {"teacher_log_probs": spoiled(top)}
     teacher = batch | {"teacher": Head(4), "teacher_hidden": spoiled(logits[..., ::-1])}
-    distilled = pt.distillation_loss.from_hidden
     losses = {
-        "top_k": lambda h: distilled(Head(4), h, batch, beta=0.3, hard=0.2),
-        "renormalized": lambda h: distilled(Head(4), h, batch, tail=False),
-        "next_token": lambda h: training.next_token_loss.from_hidden(Head(4), h, batch),
-        "smooth": lambda h: training.next_token_loss.from_hidden(Head(4), h, batch, z_loss=1e-3, label_smoothing=0.1),
-        "dft": lambda h: training.dft_loss.from_hidden(Head(4), h, batch),
-        "teacher": lambda h: distilled(Head(4), h, teacher),
-        "reverse": lambda h: distilled(Head(4), h, teacher, beta=1.0),
-        "mixture": lambda h: distilled(Head(4), h, teacher, beta=0.5),
+        "top_k": (pt.Distillation(beta=0.3, hard=0.2), batch),
+        "renormalized": (pt.Distillation(tail=False), batch),
+        "next_token": (training.NextToken(), batch),
+        "smooth": (training.NextToken(z_loss=1e-3, label_smoothing=0.1), batch),
+        "dft": (training.DFT(), batch),
+        "teacher": (pt.Distillation(), teacher),
+        "reverse": (pt.Distillation(beta=1.0), teacher),
+        "mixture": (pt.Distillation(beta=0.5), teacher),
     }
 
     @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
     def all_gradients(hidden):
-        return {name: jax.value_and_grad(loss, has_aux=True)(hidden) for name, loss in losses.items()}
+        values = {}
+        for name, (loss, data) in losses.items():
+            f = lambda h, loss=loss, data=data: loss.from_hidden(Head(4), h, data)
+            values[name] = jax.value_and_grad(f, has_aux=True)(hidden)
+        return values
 
     for name, ((value, _), gradient) in jax.device_get(all_gradients(logits)).items():
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
 
 
 def test_no_loss_is_forgotten():
-    """A new objective or preference must join the losses above."""
+    """A new loss must join those above; `nn.cross_entropy` is that of MTP's modules."""
     exported = [getattr(room, name) for room in (training, pt) for name in dir(room)]
-    objectives = {loss for loss in exported if isinstance(loss, Objective)}
-    tried = {split_options(loss)[0] for loss in EXTREME.values()} | {training.next_token_loss}
-    assert objectives - tried == {training.mtp_loss}  # `nn.cross_entropy` of its modules
-    kinds = {options.get("kind") for _, options in map(split_options, EXTREME.values())}
-    assert set(preferences.Preference.__subclasses__()) <= {type(kind) for kind in kinds}
-    assert {kind.loss_type for kind in kinds if isinstance(kind, pt.DPO)} == set(preferences._LOSSES)
+    losses = {loss for loss in exported if isinstance(loss, type) and issubclass(loss, training.Loss)}
+    bases = {training.Loss, training.MTP, pt.ReferencedLoss, pt.PreferenceLoss, pt.PolicyLoss}
+    assert losses - bases == {type(loss) for loss in EXTREME.values()} | {training.NextToken}
+    assert {loss.loss_type for loss in EXTREME.values() if isinstance(loss, pt.DPO)} == set(preferences._LOSSES)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -152,16 +152,16 @@ def test_routers_and_their_losses_are_finite():
     router = Router(2, 4, top_k=2, score=jax.nn.sigmoid, rngs=nnx.Rngs(0))
     router.gate.w.set_value(jnp.array([[-1e3, 0], [-1e3, 0], [-1e3, 1], [-1e3, -1]]))
     valid, x = jnp.array([[True, True, False]]), jnp.array([[[1.0, 0], [0, 1], [1, 1]]])
-    losses = SwitchBalance(1.0), SequenceBalance(1.0), RouterZ(1.0)
+    losses, ctx = (SwitchBalance(1.0), SequenceBalance(1.0), RouterZ(1.0)), nn.context(1, 3, valid=valid)
 
     def total(x):
         routing = router(x)
-        return sum(loss(routing, valid) for loss in losses) + jnp.sum(routing.weights)
+        return sum(loss(routing, ctx) for loss in losses) + jnp.sum(routing.weights)
 
     value, gradient = jax.value_and_grad(total)(x)
     assert np.isfinite(value) and np.isfinite(gradient).all()
     logits = jnp.array([[[1.0, 2], [3, 4], [-jnp.inf, -jnp.inf]]])
-    of_logits = lambda z: RouterZ(1.0)(Routing(jnp.zeros((1, 3, 1), int), jnp.ones((1, 3, 1)), z, z), valid)
+    of_logits = lambda z: RouterZ(1.0)(Routing(jnp.zeros((1, 3, 1), int), jnp.ones((1, 3, 1)), z, z), ctx)
     value, gradient = jax.value_and_grad(of_logits)(logits)
     assert np.isfinite(gradient).all()
     np.testing.assert_allclose(value, np.mean(np.log(np.exp([1, 3]) + np.exp([2, 4])) ** 2), rtol=1e-6)
@@ -174,7 +174,7 @@ def test_what_was_finite_is_unchanged():
     odds = lambda x: x - np.log(-np.expm1(x))
     want = 0.1 * np.logaddexp(0, odds(rejected) - odds(chosen))
     one = jnp.ones(len(chosen))
-    got = pt.ORPO(0.1)(
+    got = pt.ORPO(0.1).of_pairs(
         preferences.Answers(jnp.asarray(chosen, jnp.float32), jnp.asarray(rejected, jnp.float32), one, one)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -192,7 +192,7 @@ def test_an_outlier_weighs_nothing_if_its_advantage_is_zero():
         ratio = pt.policies.policy_ratio(log_prob, old, mask, None, by=by)
         return jnp.sum(clip(ratio, zero, log_prob).loss)
 
-    for by, clip in itertools.product(("token", "sequence_sum"), (pt.Clip(), pt.Clip(delta=4.0), pt.CISPO())):
+    for by, clip in itertools.product(("token", "sequence_sum"), (pt.Clip(), pt.Clip(delta=4.0), pt.TruncatedWeight())):
         value, gradient = jax.value_and_grad(loss)(zero, by, clip)
         assert value == 0 and not gradient.any()
 

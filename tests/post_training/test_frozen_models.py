@@ -14,23 +14,20 @@ from tests.nn.tiny import tiny_llama
 from tests.post_training.every_loss import VOCAB, built, check, halves
 from tests.training import tiny
 
-
-def preferred(model, batch, key):
-    return pt.preference_loss(model, batch, key, dtype=jnp.float32, kind=pt.DPO(0.5))
+preferred = functools.partial(pt.DPO(0.5), dtype=jnp.float32)
 
 
 def distilled(model, batch, key):
-    options = {"beta": 0.4, "temperature": 1.5, "hard": 0.3}
-    return pt.distillation_loss(model, batch["chosen"], key, dtype=jnp.float32, **options)
+    return pt.Distillation(beta=0.4, temperature=1.5, hard=0.3)(model, batch["chosen"], dtype=jnp.float32)
 
 
 def labelled(model, batch, key):
-    own = batch["chosen"] | {"desirable": jnp.arange(8) % 2 == 0, "mismatched": batch["rejected"]}
-    return pt.kto_loss(model, own, key, dtype=jnp.float32)
+    answers = batch["chosen"] | {"desirable": jnp.arange(8) % 2 == 0, "mismatched": batch["rejected"]}
+    return pt.KTO()(model, answers, dtype=jnp.float32)
 
 
 def odds(model, batch, key):
-    return pt.preference_loss(model.trained, batch, key, dtype=jnp.float32, kind=pt.ORPO(0.2))
+    return pt.ORPO(0.2)(model.trained, batch, dtype=jnp.float32)
 
 
 @functools.cache
@@ -42,7 +39,7 @@ def beside(seed=1):
 def test_a_model_beside_itself_is_frozen_as_it_is_now():
     model = tiny.model()
     both = pt.WithFrozen(model, model)
-    training.materialize_model(both, None)  # which refuses one parameter at two places
+    training.copy_model(both)  # which refuses one parameter at two places
     before = np.asarray(both.frozen.embed.w[...])
     model.embed.w.set_value(model.embed.w[...] + 1)
     np.testing.assert_array_equal(both.frozen.embed.w[...], before)
@@ -101,12 +98,11 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
             return halves()
 
     stored = next(pt.add_reference(Once(), both.frozen, dtype=jnp.float32))
-    options = {"kind": pt.DPO(0.5), "dtype": jnp.float32}
 
     @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
     def preferences(both, stored):
-        found = pt.preference_loss(both, data, **options), pt.preference_loss(both.trained, stored, **options)
-        return *found, pt.preference_loss(both.trained, data, reference=lambda model: model, **options)
+        itself = pt.DPO(0.5, reference=lambda model: model)(both.trained, data, dtype=jnp.float32)
+        return preferred(both, data), preferred(both.trained, stored), itself
 
     (want, stats), (got, _), (itself, _) = preferences(both, stored)
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -115,15 +111,11 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
     loader = pt.add_teacher(Once(), both.frozen, k=VOCAB, temperature=1.5, dtype=jnp.float32)
     first, state = next(loader)["chosen"], loader.get_state()
     assert state == {"0": {"next": 1}} and first["teacher_ids"].shape == (*data["chosen"]["tokens"].shape, VOCAB)
-    options = {"beta": 0.0, "temperature": 1.5, "dtype": jnp.float32}
+    divergence = functools.partial(pt.Distillation(temperature=1.5), dtype=jnp.float32)
 
     @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
     def divergences(both, first):
-        found = (
-            pt.distillation_loss(both.trained, first, **options),
-            pt.distillation_loss(both, data["chosen"], **options),
-        )
-        return [value for value, _ in found]
+        return divergence(both.trained, first)[0], divergence(both, data["chosen"])[0]
 
     np.testing.assert_allclose(*divergences(both, first), rtol=1e-4)
 
@@ -154,7 +146,7 @@ def test_a_teacher_may_be_on_another_mesh():
     spread = pt.add_teacher(
         Once(), jax.device_put(teacher, sharding.shardings(teacher, theirs)), layout=theirs, **options
     )
-    batch = training.place_batch(next(spread), ours)
+    batch = training.shard_batch(next(spread), ours)
     assert all(x.devices() == {*ours.mesh.devices.flat} for x in batch.values())
     want = next(pt.add_teacher(Once(), teacher, **options))
     np.testing.assert_array_equal(batch["teacher_ids"], want["teacher_ids"])

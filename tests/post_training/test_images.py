@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import data, inference, nn, training
+from maxlib import data, inference, nn
 from maxlib import post_training as pt
 from maxlib.models import qwen3_vl
 from maxlib.tokenization import ChatTemplate
-from maxlib.training._gradients import gradients_of
-from maxlib.training._objectives.first_batch import check_first_batch
+from maxlib.training._batch_checks import check_first_batch
+from maxlib.training._step import make_gradient
 from tests.data.test_images import SIZES, TEMPLATE, processor, rgb, tokenizer  # noqa: F401
 from tests.nn.tiny import filled
 
@@ -119,7 +119,7 @@ def test_dpo_is_that_of_answers_one_by_one(documents, processor):  # noqa: F811
     want = sum(np.log1p(np.exp(-beta * ((c - rc) - (r - rr)))) for c, r, rc, rr in found)
     rows = rows_of(documents, processor)
     batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=1))
-    loss = functools.partial(pt.preference_loss, kind=pt.DPO(beta), dtype=jnp.float32)
+    loss = functools.partial(pt.DPO(beta), dtype=jnp.float32)
     both = pt.WithFrozen(policy, reference)
     got, stats = jax.jit(loss)(both, batch)
     assert float(got) == pytest.approx(want, rel=1e-5) and float(stats.num_targets) == 4
@@ -135,10 +135,10 @@ def test_gradients_are_those_of_microbatches(documents, processor):  # noqa: F81
     model = pt.WithFrozen(seeing(processor), seeing(processor))
     rows = rows_of(documents, processor)
     batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=1))
-    loss = functools.partial(pt.preference_loss, dtype=jnp.float32)
     arguments = *nn.partition(model, nn.tree.default_filter(model)), jax.tree.map(jnp.asarray, batch)
     whole, parts = (
-        jax.jit(gradients_of(one))(*arguments, jax.random.key(0))[0] for one in (loss, training.accumulate(loss, 2))
+        jax.jit(make_gradient(pt.DPO(), dtype=jnp.float32, microbatches=count))(*arguments, jax.random.key(0))[0]
+        for count in (1, 2)
     )
     for path, gradient in whole.items():
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5 * np.abs(gradient).max() + 1e-8, err_msg=path)
@@ -164,7 +164,7 @@ def test_a_policy_scores_answers_as_their_sampler_did(documents, processor):  # 
     blind = batch | {"images": type(batch["images"])(0 * batch["images"].pixels, batch["images"].grids)}
     other = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))(model, blind)
     assert np.abs(other.log_prob - found.log_prob).max() > 1e-2
-    loss = functools.partial(pt.grpo, temperature=0.7, dtype=jnp.float32)
+    loss = functools.partial(pt.GRPO(temperature=0.7), dtype=jnp.float32)
     _, stats = jax.jit(loss)(model, batch | {"old_log_probs": batch["sampler_log_probs"]})
     assert float(stats.sums["ratio"]) == pytest.approx(8, abs=1e-3)  # 1 in each of the 8 answers
 

@@ -9,31 +9,23 @@ import pytest
 
 from maxlib import adapters
 from maxlib import post_training as pt
-from maxlib.training._objectives.objective import split_options
 from tests.nn.tiny import tiny_llama
 from tests.post_training.every_loss import ROWS, VOCAB, T, batch, built, halves
 
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        pt.dapo,
-        pt.dr_grpo(8),
-        functools.partial(pt.policy_loss, mean="sequence"),
-        functools.partial(pt.preference_loss, kind=pt.DPO()),
-        pt.kto_loss,
-    ],
+    [pt.DAPO(), pt.GRPO(mean=pt.FixedLengthMean(8)), pt.GRPO(), pt.DPO(), pt.KTO()],
     ids=["token", "fixed", "sequence", "pairs", "kto"],
 )
 def test_ids_of_a_corpus_are_no_numbers_of_segments(loss):
     """They work in attention, where only runs count; sums over sequences would leave them out in silence."""
-    goal, options = split_options(loss)
     hidden = jnp.ones((ROWS, T, 1))
 
     class Head:
         softcap, head_weight = None, lambda self: jnp.ones((VOCAB, 1))
 
-    mean = lambda data: goal.from_hidden(Head(), hidden, jax.tree.map(jnp.asarray, data), **options)
+    mean = lambda data: loss.from_hidden(Head(), hidden, jax.tree.map(jnp.asarray, data))
     (good, few), (bad, many) = mean(batch()), mean(batch() | {"segment_ids": batch()["segment_ids"] * 5017})
     assert np.isfinite(good) and float(few.num_targets) > 0
     assert np.isnan(bad) or np.isnan(many.num_targets)
@@ -43,7 +35,7 @@ def test_rows_of_pairs_in_one_array_are_refused():
     """As TRL stacks them; without segments the loss was 0 of 0 pairs, and only weight decay acted."""
     first, second = (jax.tree.map(jnp.asarray, half) for half in halves().values())
     stacked = {name: jnp.concatenate([first[name], second[name]]) for name in ("tokens", "targets")}
-    run = lambda model: pt.preference_loss(model, stacked, dtype=jnp.float32, kind=pt.SimPO())
+    run = lambda model: pt.SimPO()(model, stacked, dtype=jnp.float32)
     with pytest.raises(ValueError, match=r"finds no pairs in a batch of \['targets', 'tokens'\].*chosen.*segment_ids"):
         jax.eval_shape(run, built())
 
@@ -51,34 +43,34 @@ def test_rows_of_pairs_in_one_array_are_refused():
 def test_what_is_missing_is_named():
     data, small = jax.tree.map(jnp.asarray, batch()), built()
     without = lambda *names: {name: x for name, x in data.items() if name not in names}
-    shape = lambda loss, data, **more: jax.eval_shape(lambda m: loss(m, data, dtype=jnp.float32, **more), small)
+    shape = lambda loss, data: jax.eval_shape(lambda m: loss(m, data, dtype=jnp.float32), small)
     with pytest.raises(ValueError, match="DPO compares with a reference"):
-        shape(pt.preference_loss, without("reference_log_probs"))
+        shape(pt.DPO(), without("reference_log_probs"))
     with pytest.raises(ValueError, match="the KL term compares with a reference"):
-        shape(pt.policy_loss, without("reference_log_probs"), kl_term=pt.KL(0.1))
+        shape(pt.GRPO(kl_term=pt.KL(0.1)), without("reference_log_probs"))
     with pytest.raises(ValueError, match=r"needs batch\['advantages'\]"):
-        shape(pt.policy_loss, without("advantages"))
+        shape(pt.GRPO(), without("advantages"))
     with pytest.raises(ValueError, match=r"a correction needs batch\['sampler_log_probs'\]"):
-        shape(pt.policy_loss, without("sampler_log_probs"), correction=pt.Correction())
+        shape(pt.GRPO(correction=pt.RolloutCorrection()), without("sampler_log_probs"))
     with pytest.raises(ValueError, match="KTO needs"):
-        shape(pt.kto_loss, without("kl_baseline"))
+        shape(pt.KTO(), without("kl_baseline"))
     with pytest.raises(ValueError, match="distillation needs a teacher"):
-        shape(pt.distillation_loss, without("teacher_ids"))
+        shape(pt.Distillation(), without("teacher_ids"))
     with pytest.raises(ValueError, match="no trainable adapters to remove"):
-        shape(pt.preference_loss, data, reference=adapters.base_model)
+        shape(pt.DPO(reference=adapters.base_model), data)
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
-        pt.preference_loss(small, data, reference=small)
+        pt.DPO(reference=small)(small, data)
     other = tiny_llama(num_layers=1, vocab=VOCAB + 8)
     with pytest.raises(ValueError, match="the same vocabulary; the student's has 64 tokens, the teacher's 72"):
-        shape(pt.distillation_loss, data, teacher=lambda model: other)
+        shape(pt.Distillation(teacher=lambda model: other), data)
     uneven = halves() | {"rejected": {"tokens": np.zeros((8, 3), np.int32)}}
     with pytest.raises(ValueError, match="chosen and rejected must have the same arrays"):
-        shape(pt.preference_loss, uneven)
+        shape(pt.DPO(), uneven)
 
 
 def test_one_advantage_for_several_completions_of_a_row_is_an_error():
     """Each completion has its own; one number for a row is one for a single completion."""
-    loss = functools.partial(pt.policy_loss, dtype=jnp.float32)
+    loss = functools.partial(pt.GRPO(), dtype=jnp.float32)
     total = lambda data: loss(built(), data, jax.random.key(0))[0]
     one = {**batch(), "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32)}
     one = {name: jnp.asarray(x) for name, x in one.items()}

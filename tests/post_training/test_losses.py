@@ -9,23 +9,25 @@ import optax
 import pytest
 
 from maxlib import nn, sharding, training
-from maxlib.post_training._preference_losses import interleaved
+from maxlib.post_training._reference import interleaved
+from maxlib.training._gradients import bind_options, with_embedding_noise
 from maxlib.training._step import means
 from tests.post_training.every_loss import (
     ALL,
+    EARLY,
     FEW,
-    PP,
+    GPIPE,
     ROWS,
+    Everything,
     alone,
     batch,
     built,
     check,
     chosen,
     close_sums,
-    everything,
     full,
+    gradient,
     halves,
-    loss_of,
     model,
     run,
     separate,
@@ -52,7 +54,7 @@ def test_packed_is_separate(names):
             pairs = interleaved(data)
             inputs = {"segment_ids": pairs["segment_ids"], "dtype": jnp.float32}
             hidden = model(pairs["tokens"], **inputs).hidden
-            value, stats = everything.from_hidden(model, hidden, pairs, names=names)
+            value, stats = Everything(names).from_hidden(model, hidden, pairs)
             return value / ROWS, stats
 
         (value, stats), grads = jax.value_and_grad(lambda params: mean(nn.combine(params, rest)), has_aux=True)(params)
@@ -65,7 +67,7 @@ MESHES = {
     "fsdp x tensor": ({"fsdp": 4, "tensor": 2}, sharding.FSDP_TP),
     "data x context": ({"data": 2, "context": 4}, sharding.DP | sharding.CP_RING),
     "fsdp": ({"fsdp": 8}, sharding.FSDP),
-    "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+    "gpipe x fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | GPIPE),
 }
 
 
@@ -76,12 +78,12 @@ def test_on_a_mesh_as_on_one_device(mesh, names):
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(tiny.by_autodiff(loss_of(names)), spread, batch()), alone(names))
+        check(run(gradient(names), spread, batch()), alone(names))
 
 
 PIPELINES = {
-    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | PP),
-    "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | PP),
+    "data x tensor": ({"stage": 2, "data": 2, "tensor": 2}, sharding.TP | EARLY),
+    "fsdp": ({"stage": 4, "fsdp": 2}, sharding.FSDP | EARLY),
 }
 
 
@@ -93,44 +95,38 @@ def test_in_a_1f1b_pipeline_as_on_one_device(mesh, names):
     layout = sharding.Layout(sharding.make_mesh(**degrees), rules)
     spread = jax.device_put(model(), sharding.shardings(model(), layout))
     with sharding.use(layout):
-        check(run(training.one_f_one_b(loss_of(names)).gradients, spread, batch()), alone(names))
+        check(run(gradient(names), spread, batch()), alone(names))
 
 
-@pytest.mark.full  # by default that of tests/training/test_objectives.py
+@pytest.mark.full  # by default that of tests/training/test_custom_losses.py
 @pytest.mark.parametrize("names", [FEW, ALL], ids=["few", "all"])
 def test_microbatches_make_the_whole(names):
     optimizer = optax.sgd(1.0)
-    step = tiny.jit_step(training.make_train_step(training.accumulate(loss_of(names), 4), optimizer))
+    step = training.make_train_step(Everything(names), optimizer, dtype=jnp.float32, microbatches=4)
+    step = tiny.jit_step(step)
     state, metrics = jax.device_get(step(training.make_state(model(), optimizer), jax.tree.map(jnp.asarray, batch())))
     want_grads, value, stats = alone(names)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     close_sums({name: metrics[name] for name in stats.sums}, means(stats))
     before = nn.partition(model())[0]
     got = {path: np.asarray(before[path]) - x for path, x in state.trainable.items()}
-    for path, gradient in want_grads.items():  # differences of parameters are rounded at their size
-        np.testing.assert_allclose(got[path], gradient, atol=1e-5 * np.abs(gradient).max() + 2e-7, err_msg=path)
+    for path, want in want_grads.items():  # differences of parameters are rounded at their size
+        np.testing.assert_allclose(got[path], want, atol=1e-5 * np.abs(want).max() + 2e-7, err_msg=path)
 
 
 def test_noise_on_token_vectors_is_drawn_with_the_key():
-    tuned = functools.partial(training.with_embedding_noise(training.dft_loss, alpha=20.0), dtype=jnp.float32)
     data = jax.tree.map(jnp.asarray, halves()["chosen"])
-    f = jax.jit(lambda model, data, key: tuned(model, data, key)[0], compiler_options=tiny.QUICKLY)
-    one, two, again = (float(f(built(), data, jax.random.key(seed))) for seed in (0, 1, 0))
-    silent = training.with_embedding_noise(training.dft_loss, alpha=0.0)
 
     @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
-    def without(model, data):
-        found = (
-            training.dft_loss(model, data, dtype=jnp.float32),
-            silent(model, data, jax.random.key(0), dtype=jnp.float32),
-        )
-        return [value for value, _ in found]
+    def values(model, data):
+        noisy = bind_options(training.DFT(), dtype=jnp.float32, neftune_alpha=20.0)
+        plain = training.DFT()(model, data, dtype=jnp.float32)
+        return [noisy(model, data, jax.random.key(seed))[0] for seed in (0, 1, 0)], plain[0]
 
-    plain, silent = without(built(), data)
-    assert one == again and one != two and one != float(plain)
-    np.testing.assert_allclose(silent, plain, rtol=1e-6)
+    (first, second, again), plain = jax.device_get(values(built(), data))
+    assert first == again and first != second and first != plain
     with pytest.raises(TypeError, match="needs a model with embed_tokens"):
-        tuned(tiny.model(), data, jax.random.key(0))
+        bind_options(training.DFT(), neftune_alpha=20.0)(tiny.model(), data, jax.random.key(0))
 
 
 def test_the_noise_of_a_document_is_the_same_alone_padded_and_packed():
@@ -143,15 +139,10 @@ def test_the_noise_of_a_document_is_the_same_alone_padded_and_packed():
         "packed": ({"segment_ids": segment_ids}, [(0, 5), (5, 14)]),
     }
 
-    def noise(model, batch, key):
-        def embedded(model):
-            return model.embed_inputs(batch["tokens"], dtype=jnp.float32, **batch["inputs"])[0]
-
-        return jnp.max(jnp.abs(embedded(model) - embedded(built())), axis=(0, 2))
-
     for name, (inputs, documents) in layouts.items():
-        batch = {"tokens": jnp.zeros((1, 16), jnp.int32), "inputs": inputs}
-        got = training.with_embedding_noise(noise, alpha=20.0)(built(), batch, jax.random.key(0))
+        tokens, noisy = jnp.zeros((1, 16), jnp.int32), with_embedding_noise(built(), jax.random.key(0), 20.0)
+        plain, moved = (model.embed_inputs(tokens, dtype=jnp.float32, **inputs)[0] for model in (built(), noisy))
+        got = jnp.max(jnp.abs(moved - plain), axis=(0, 2))
         for start, stop in documents:
             largest = size(stop - start)
             assert 0.95 * largest < got[start:stop].max() <= largest * (1 + 1e-5), (name, start)

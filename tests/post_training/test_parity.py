@@ -11,8 +11,8 @@ import pytest
 from maxlib import nn, ops
 from maxlib import post_training as pt
 from maxlib.nn import TokenLogProbs
-from maxlib.ops._segments import segment_sums
-from maxlib.post_training._preference_losses import interleaved
+from maxlib.post_training._reference import interleaved
+from maxlib.post_training._segments import segment_sums
 from maxlib.training._step import means
 from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
 
@@ -29,27 +29,26 @@ PREFERENCES = {
     "dpo/nca_pair": pt.DPO(0.3, "nca_pair"),
     "dpo/bco_pair": pt.DPO(0.3, "bco_pair"),
     "dpo/sigmoid_norm": pt.DPO(0.3, "sigmoid_norm"),
-    "dpo/mixture": pt.Mixture(((0.8, pt.DPO(0.3)), (0.2, pt.DPO(0.3, "bco_pair")), (0.5, pt.ChosenNLL()))),
+    "dpo/mixture": pt.MixedPreference(((0.8, pt.DPO(0.3)), (0.2, pt.DPO(0.3, "bco_pair")), (0.5, pt.ChosenNLL()))),
     "simpo": pt.SimPO(2.0, gamma=0.5, label_smoothing=0.1),
     "orpo": pt.ORPO(0.2),
 }
-grpo = functools.partial(pt.grpo, temperature=TEMPERATURE)
-dapo = functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2))
-corrected = lambda by, outside: functools.partial(
-    grpo, kl_term=pt.KL(0.2), correction=pt.Correction(by, 0.5, 1.5, outside)
-)
+grpo = functools.partial(pt.GRPO, temperature=TEMPERATURE)
+dapo = functools.partial(pt.DAPO, temperature=TEMPERATURE)
+even = functools.partial(dapo, surrogate=pt.Clip(0.2, 0.2))
+corrected = lambda by, outside: grpo(kl_term=pt.KL(0.2), correction=pt.RolloutCorrection(by, 0.5, 1.5, outside))
 POLICIES = {
-    "policy/grpo": grpo,
-    "policy/grpo on-policy": grpo,
-    "policy/two-sided": functools.partial(grpo, surrogate=pt.Clip(0.2, 0.28, delta=1.3)),
-    "policy/dr_grpo": functools.partial(pt.dr_grpo(11), temperature=TEMPERATURE),
-    "policy/dapo": functools.partial(pt.dapo, temperature=TEMPERATURE),
-    "policy/gspo": functools.partial(pt.gspo, temperature=TEMPERATURE, surrogate=pt.Clip(0.05, 0.08)),
-    "policy/cispo": functools.partial(pt.cispo, temperature=TEMPERATURE, surrogate=pt.CISPO(1.1)),
-    "policy/k3": functools.partial(dapo, kl_term=pt.KL(0.3)),
-    "policy/corrected": functools.partial(dapo, kl_term=pt.KL(0.3, "corrected")),
-    "policy/entropy": functools.partial(dapo, entropy=0.1),
-    "policy/rloo": functools.partial(pt.rloo, temperature=TEMPERATURE),
+    "policy/grpo": grpo(),
+    "policy/grpo on-policy": grpo(),
+    "policy/two-sided": grpo(surrogate=pt.Clip(0.2, 0.28, delta=1.3)),
+    "policy/dr_grpo": grpo(mean=pt.FixedLengthMean(11)),
+    "policy/dapo": dapo(),
+    "policy/gspo": pt.GSPO(temperature=TEMPERATURE, surrogate=pt.Clip(0.05, 0.08)),
+    "policy/cispo": pt.CISPO(temperature=TEMPERATURE, surrogate=pt.TruncatedWeight(1.1)),
+    "policy/k3": even(kl_term=pt.KL(0.3)),
+    "policy/corrected": even(kl_term=pt.KL(0.3, "corrected")),
+    "policy/entropy": even(entropy=0.1),
+    "policy/rloo": pt.RLOO(temperature=TEMPERATURE),
     "policy/token_truncate": corrected("token", "clip"),
     "policy/token_mask": corrected("token", "zero"),
     "policy/sequence_truncate": corrected("sequence", "clip"),
@@ -95,8 +94,8 @@ def compare(name, loss_of, logits):
     assert np.abs(gradient).max() > 1e-3
 
 
-def mean(loss, batch, logits, **options):
-    total, stats = loss(Head(), logits, batch, **options)
+def mean(loss, batch, logits):
+    total, stats = loss.from_hidden(Head(), logits, batch)
     return total / stats.num_targets, means(stats)
 
 
@@ -107,13 +106,13 @@ def rows(*names):
 
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_preferences(name):
-    kind = PREFERENCES[name]
-    whole = rows("reference_log_probs") if kind.needs_reference else rows()
+    loss = PREFERENCES[name]
+    whole = rows("reference_log_probs") if loss.needs_reference else rows()
     batch = interleaved(
         {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
     )
     order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.reshape(-1)  # pairs next to each other
-    run = lambda logits: mean(pt.preference_loss.from_hidden, batch, logits[order], kind=kind)
+    run = lambda logits: mean(loss, batch, logits[order])
     compare(name, lambda logits: run(logits)[0], DATA["logits"])
     metrics = run(jnp.asarray(DATA["logits"]))[1]
     stored = {key.partition("metric/")[2] for key in TRL.files if key.startswith(f"{name}:metric/")} - {"entropy"}
@@ -128,7 +127,7 @@ def test_kto():
         jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference_log_probs"], 0), None
     )
     batch["kl_baseline"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
-    run = lambda logits: mean(pt.kto_loss.from_hidden, batch, logits, kind=pt.KTO(0.4, 1.2, 0.7))
+    run = lambda logits: mean(pt.KTO(0.4, 1.2, 0.7), batch, logits)
     compare("kto", lambda logits: run(logits)[0], DATA["logits"])
     metrics = run(jnp.asarray(DATA["logits"]))[1]
     np.testing.assert_allclose(metrics["kl"], TRL["kto:metric/kl"], rtol=5e-5)
@@ -151,9 +150,9 @@ def test_policies(name):
     batch = rows("advantages", "old_log_probs", "reference_log_probs", "sampler_log_probs")
     if "on-policy" in name:
         del batch["old_log_probs"]
-    run = lambda logits: mean(pt.policy_loss.from_hidden, batch, logits, **loss.keywords)
+    run = lambda logits: mean(loss, batch, logits)
     compare(name, lambda logits: run(logits)[0], DATA["logits"])
-    if loss.keywords["mean"] == "token":
+    if loss.mean == "token":
         metrics = run(jnp.asarray(DATA["logits"]))[1]
         for ours, theirs in METRICS.items():
             if (key := f"{name}:metric/{theirs}") in TRL.files:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import inference, nn, sharding, training
+from maxlib import inference, nn, sharding
 from maxlib import post_training as pt
-from maxlib.training._gradients import gradients_of
+from maxlib.training._step import make_gradient
 from tests.nn.tiny import tiny_llama
 
 NAN = float("nan")
@@ -84,39 +84,16 @@ def test_penalties():
     np.testing.assert_allclose(got, [1 - 0.15, -0.05])
 
 
+WARM = pt.GRPO(temperature=0.7)
+
+
 def test_a_sampler_that_draws_otherwise_is_refused():
-    pt.check_sampler(pt.grpo, inference.Sampler())
-    with pytest.raises(ValueError, match="temperature 1.0, the sampler draws them at 0.8"):
-        pt.check_sampler(pt.grpo, inference.Sampler(temperature=0.8))
+    pt.GRPO().check_sampler(inference.Sampler())
+    WARM.check_sampler(inference.Sampler(temperature=0.7))
+    with pytest.raises(ValueError, match="temperature 0.7, the sampler draws them at 1.0"):
+        WARM.check_sampler(inference.Sampler())
     with pytest.raises(ValueError, match="filters by {'top_k': 5}"):
-        pt.check_sampler(pt.policy_loss, inference.Sampler(top_k=5))
-
-
-WARM = functools.partial(pt.grpo, temperature=0.7)
-AROUND = {
-    "accumulated": training.accumulate(WARM, 4),
-    "1f1b": training.one_f_one_b(WARM),
-    "noise": training.with_embedding_noise(WARM),
-    "noise, accumulated": training.accumulate(
-        functools.partial(training.with_embedding_noise(WARM), dtype=jnp.float32), 2
-    ),
-}
-
-
-@pytest.mark.parametrize("name", AROUND)
-def test_a_temperature_is_seen_through_losses_around_losses(name):
-    pt.check_sampler(AROUND[name], inference.Sampler(temperature=0.7))
-    with pytest.raises(ValueError, match="at temperature 0.7, the sampler draws them at 1.0"):
-        pt.check_sampler(AROUND[name], inference.Sampler())
-
-
-def test_a_function_that_hides_its_options_is_no_policy_loss_to_check():
-    with pytest.raises(TypeError, match="are not visible"):
-        pt.check_sampler(lambda *args: WARM(*args), inference.Sampler())
-
-
-PP = sharding.Pipeline("stage", microbatches=2)
-HIDDEN = {"hidden": lambda *args: WARM(*args)}  # only the batch can tell this one
+        pt.GRPO().check_sampler(inference.Sampler(top_k=5))
 
 
 def rollouts(sampler):
@@ -124,14 +101,15 @@ def rollouts(sampler):
     return pt.completion_batch([[4, 5]] * 8, drawn, [[1.0, -1.0]] * 4, length=6) | {"sampler": sampler}
 
 
-@pytest.mark.parametrize("name", [*AROUND, *HIDDEN])
-def test_the_loss_compares_itself_with_the_sampler_of_a_batch(name):
+@pytest.mark.parametrize("options", [{"microbatches": 4, "neftune_alpha": 5.0}, {}], ids=["microbatches", "1f1b"])
+def test_the_loss_compares_itself_with_the_sampler_of_a_batch(options):
     """Rollouts bring their sampler, so nobody has to ask."""
-    loss = (AROUND | HIDDEN)[name]
-    layout = sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | PP)
-    with sharding.use(layout) if name == "1f1b" else contextlib.nullcontext():
+    pipeline = sharding.Pipeline(microbatches=2, schedule="1f1b")
+    layout = sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | pipeline)
+    with contextlib.nullcontext() if options else sharding.use(layout):
         params, rest = nn.partition(tiny_llama(num_layers=2, vocab=16))
-        trace = lambda batch: jax.eval_shape(gradients_of(loss), params, rest, batch, jax.random.key(0))
+        gradient = make_gradient(WARM, **options)
+        trace = lambda batch: jax.eval_shape(gradient, params, rest, batch, jax.random.key(0))
         assert trace(rollouts(inference.Sampler(temperature=0.7)))[1].shape == ()
         with pytest.raises(ValueError, match="at temperature 0.7, the sampler draws them at 1.0"):
             trace(rollouts(inference.Sampler()))
@@ -176,7 +154,7 @@ def test_the_policy_gradient_is_that_of_the_expected_reward():
     )
     for by in ("token", "sequence", "sequence_token", "sequence_sum"):
         np.testing.assert_allclose(expected(functools.partial(clipped, by=by)), want, atol=1e-6)
-    got = expected(lambda log_p: pt.CISPO()(jnp.ones((5, 1)), advantages, log_p).loss)
+    got = expected(lambda log_p: pt.TruncatedWeight()(jnp.ones((5, 1)), advantages, log_p).loss)
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
@@ -207,10 +185,12 @@ def test_only_the_mean_over_sequences_prefers_a_length():
 def test_probabilities_that_the_sampler_did_not_report_weigh_one():
     mask = jnp.ones((1, 3), bool)
     trained, sampler = jnp.array([[-1.0, -1.0, -3.0]]), jnp.array([[jnp.nan, -2.0, -1.0]])
-    np.testing.assert_allclose(pt.Correction("token", None, 2.0)(trained, sampler, mask, None), [[1, 2, np.exp(-2)]])
-    masked = pt.Correction("token", 0.5, 2.0, "zero")(trained, sampler, mask, None)
+    np.testing.assert_allclose(
+        pt.RolloutCorrection("token", None, 2.0)(trained, sampler, mask, None), [[1, 2, np.exp(-2)]]
+    )
+    masked = pt.RolloutCorrection("token", 0.5, 2.0, "zero")(trained, sampler, mask, None)
     np.testing.assert_allclose(masked, [[1, 0, 0]])
-    whole = pt.Correction("sequence", None, None)(trained, sampler, mask, jnp.array([[1, 1, 2]]))
+    whole = pt.RolloutCorrection("sequence", None, None)(trained, sampler, mask, jnp.array([[1, 1, 2]]))
     np.testing.assert_allclose(whole, [[np.e, np.e, np.exp(-2)]], rtol=1e-6)
 
 
@@ -223,5 +203,5 @@ def test_settings_out_of_range():
         pt.DPO(0.1, "IPO")
     with pytest.raises(ValueError, match="label_smoothing is for 'sigmoid' and 'robust'"):
         pt.DPO(0.1, "hinge", label_smoothing=0.1)
-    with pytest.raises(ValueError, match="a Mixture takes losses of pairs"):
-        pt.Mixture(((1.0, pt.DPO()), (1.0, pt.SimPO())))
+    with pytest.raises(ValueError, match="a MixedPreference takes losses of pairs"):
+        pt.MixedPreference(((1.0, pt.DPO()), (1.0, pt.SimPO())))

@@ -31,10 +31,10 @@ def pairs():
 
 
 LOSSES = {
-    "sft": (training.next_token_loss, rows),
-    "dpo": (functools.partial(pt.preference_loss, kind=pt.DPO(0.3)), pairs),
+    "sft": (training.NextToken(), rows),
+    "dpo": (pt.DPO(0.3), pairs),
     "dapo": (
-        functools.partial(pt.dapo, temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
+        pt.DAPO(temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
         functools.partial(rows, "advantages", "reference_log_probs"),
     ),
 }
@@ -103,7 +103,7 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
             return self.w
 
     def ours(w):
-        loss, stats = training.dft_loss.from_hidden(
+        loss, stats = training.DFT().from_hidden(
             Head(w), jnp.asarray(hidden, jnp.float32), {"targets": jnp.asarray(ids)}
         )
         return loss, stats

@@ -10,7 +10,7 @@ from maxlib import nn, ops, quantization, training
 from tests.nn.tiny import filled
 from tests.training.tiny import VOCAB, llama
 
-loss = functools.partial(training.next_token_loss, dtype=jnp.float32, remat="full")
+loss = functools.partial(training.NextToken(), dtype=jnp.float32, remat="full")
 
 
 class Layer(nnx.Module):

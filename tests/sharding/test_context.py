@@ -27,7 +27,7 @@ def batch(seq=SEQ):
 
 @jax.jit
 def loss(model, data):
-    return training.next_token_loss(model, data, dtype=jnp.float32)[0]
+    return training.NextToken()(model, data, dtype=jnp.float32)[0]
 
 
 @pytest.mark.parametrize(

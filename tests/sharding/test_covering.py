@@ -168,7 +168,7 @@ def batch() -> dict[str, Any]:
 
 
 def loss_and_gradients(params, rest, data):
-    loss = lambda params: training.next_token_loss(nn.combine(params, rest), data, dtype=jnp.float32)[0]
+    loss = lambda params: training.NextToken()(nn.combine(params, rest), data, dtype=jnp.float32)[0]
     return jax.value_and_grad(loss)(params)
 
 

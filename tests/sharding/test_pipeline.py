@@ -14,6 +14,7 @@ from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek, gemma2, gemma3, gpt2, mixtral
 from maxlib.models import llama as llama_family
 from maxlib.plan._hlo import read_costs
+from maxlib.training._pipelined_gradient import pipelined_gradient
 from tests.nn.tiny import LLAMA, filled
 from tests.sharding.test_context import batch
 from tests.training.tiny import QUICKLY
@@ -68,7 +69,7 @@ def rows(count: int):
 
 @functools.partial(jax.jit, static_argnames="remat")
 def loss_and_gradients(params, rest, data, remat=None):
-    loss = lambda p: training.next_token_loss(nn.combine(p, rest), data, dtype=jnp.float32, remat=remat)[0]
+    loss = lambda p: training.NextToken()(nn.combine(p, rest), data, dtype=jnp.float32, remat=remat)[0]
     return jax.value_and_grad(loss)(params)
 
 
@@ -218,8 +219,8 @@ def test_experts_report_the_mean_over_microbatches(build):
 
 @functools.partial(jax.jit, static_argnames="remat")
 def one_f_one_b(params, rest, data, remat=None):
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32, remat=remat)
-    grads, mean, stats = training.one_f_one_b(loss).gradients(params, rest, data, jax.random.key(0))
+    loss = training.NextToken()
+    grads, mean, stats = pipelined_gradient(loss, params, rest, data, jax.random.key(0), dtype=jnp.float32, remat=remat)
     return mean * stats.num_targets, jax.tree.map(lambda g: g * stats.num_targets, grads), stats.sums
 
 
@@ -297,15 +298,15 @@ def test_one_f_one_b_enters_as_the_model_does(build):
 
 
 def test_one_f_one_b_sums_gradients_of_bfloat16_weights_in_float32():
-    """As `accumulate` does: 32 microbatches of one row would lose what is small beside the sum."""
+    """As microbatches without a pipeline are: 32 microbatches of one row would lose what is small beside the sum."""
     model, data = nn.cast(filled(lambda: llama(2)), jnp.bfloat16), rows(32)
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+    gradient = functools.partial(pipelined_gradient, training.NextToken(), dtype=jnp.float32)
     exact = loss_and_gradients(*nn.partition(nn.cast(model, jnp.float32)), data)[1]
     pipeline = sharding.Pipeline("stage", microbatches=32)
     layout = sharding.Layout(sharding.make_mesh(stage=2, devices=jax.devices()[:2]), pipeline)
     spread = jax.device_put(model, sharding.shardings(model, layout))
     with sharding.use(layout):
-        got = jax.jit(training.one_f_one_b(loss).gradients)(*nn.partition(spread), data, jax.random.key(0))
+        got = jax.jit(gradient)(*nn.partition(spread), data, jax.random.key(0))
     count = got[2].num_targets
     assert all(gradient.dtype == jnp.bfloat16 for gradient in got[0].values())
     del got[0]["embed.w"]  # a lookup sums its gradient over tokens in its dtype, in a pipeline or not

@@ -11,11 +11,13 @@ from flax import nnx
 
 from maxlib import nn, sharding, training
 from maxlib.models import gemma4, mistral, qwen3_5, qwen3_vl
+from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.nn.tiny import filled
 
-LOSS = functools.partial(training.next_token_loss, dtype=jnp.float32)
+LOSS = functools.partial(training.NextToken(), dtype=jnp.float32)
+pipelined = functools.partial(pipelined_gradient, training.NextToken(), dtype=jnp.float32)
 LAYOUT = {"stage": 2, "data": 2}, sharding.DP | sharding.Pipeline("stage", microbatches=2)
 # Family, case of the golden files, and what makes its layers repeat.
 CASES = {
@@ -73,11 +75,11 @@ def test_losses_and_gradients_are_those_of_one_device(name, schedule):
     layout = sharding.Layout(sharding.make_mesh(**degrees, devices=jax.devices()[:4]), rules)
     spread = nn.partition(jax.device_put(model, sharding.shardings(model, layout)))
     with sharding.use(layout):
-        placed = training.place_batch(batch, layout)
+        placed = training.shard_batch(batch, layout)
         if schedule == "gpipe":
             got, loss = gradients(*spread, placed)
         else:
-            got, loss, _ = jax.jit(training.one_f_one_b(LOSS).gradients)(*spread, placed, jax.random.key(0))
+            got, loss, _ = jax.jit(pipelined)(*spread, placed, jax.random.key(0))
     np.testing.assert_allclose(loss, mean, rtol=1e-5)
     close = CLOSE.get(name, 2e-4)
     for path, gradient in want.items():
@@ -87,10 +89,10 @@ def test_losses_and_gradients_are_those_of_one_device(name, schedule):
         )
 
 
-def abstract_gradients(model, batch, loss=LOSS, degrees=LAYOUT[0]):
+def abstract_gradients(model, batch, loss=training.NextToken(), degrees=LAYOUT[0]):
     layout = sharding.Layout(sharding.make_mesh(**degrees, devices=jax.devices()[:4]), LAYOUT[1])
     with sharding.use(layout):
-        jax.eval_shape(training.one_f_one_b(loss).gradients, *nn.partition(model), batch, jax.random.key(0))
+        jax.eval_shape(functools.partial(pipelined_gradient, loss), *nn.partition(model), batch, jax.random.key(0))
 
 
 def test_what_a_pipeline_cannot_do_with_images_is_an_error():
@@ -109,4 +111,4 @@ def test_what_a_pipeline_cannot_do_with_images_is_an_error():
 def test_losses_that_read_no_images_still_refuse_them():
     model, batch = model_and_batch("qwen3_vl")
     with pytest.raises(ValueError, match="this batch has images"):
-        abstract_gradients(model, batch, functools.partial(training.mtp_loss, dtype=jnp.float32))
+        abstract_gradients(model, batch, training.MTP())

@@ -10,9 +10,10 @@ import pytest
 
 from maxlib import nn, ops, sharding, training
 from maxlib import post_training as pt
-from maxlib.training._objectives.first_batch import check_first_batch
+from maxlib.training._batch_checks import check_first_batch
+from maxlib.training._step import make_gradient
 from tests.nn.tiny import tiny_llama
-from tests.training import objectives, tiny
+from tests.training import custom_losses, tiny
 
 SHAPE = (8, 8)
 IDS, SCORES = np.zeros(SHAPE, np.int32), np.zeros(SHAPE, np.float32)
@@ -31,62 +32,63 @@ def run(loss, batch):
 
 
 MISSPELT = {
-    "documents": (training.next_token_loss, TEXT | {"segments": IDS}, r"reads batch\['segment_ids'\], got 'segments'"),
-    "padding": (training.dft_loss, TEXT | {"attention_mask": IDS}, r"reads batch\['valid'\], got 'attention_mask'"),
-    "labels": (training.next_token_loss, {"tokens": IDS, "labels": IDS}, r"reads batch\['targets'\], got 'labels'"),
-    "loss mask": (training.next_token_loss, TEXT | {"loss_mask": IDS}, "set targets to -1 where nothing is learned"),
-    "near": (training.next_token_loss, TEXT | {"segment_id": IDS}, r"reads batch\['segment_ids'\], got 'segment_id'"),
-    "old": (pt.grpo, ROLLOUTS | {"old": SCORES}, r"reads batch\['old_log_probs'\], got 'old'"),
-    "old, near": (pt.policy_loss, ROLLOUTS | {"old_log_prob": SCORES}, r"batch\['old_log_probs'\], got 'old_log_prob'"),
-    "TRL's old": (pt.dapo, ROLLOUTS | {"old_per_token_logps": SCORES}, r"batch\['old_log_probs'\]"),
-    "sampler": (pt.dapo, ROLLOUTS | {"sampler_logprobs": SCORES}, r"batch\['sampler_log_probs'\]"),
-    "z": (pt.kto_loss, {n: x for n, x in KTO.items() if n != "kl_baseline"} | {"z": SCORES}, r"batch\['kl_baseline'\]"),
-    "pairs": (pt.preference_loss, {"chosen": TEXT | {"loss_mask": IDS}, "rejected": TEXT}, "targets to -1"),
-    "half": (pt.preference_loss, {"choosen": TEXT, "rejected": TEXT}, r"batch\['chosen'\], got 'choosen'"),
-    "teacher": (pt.distillation_loss, TEXT | {"teacher_id": IDS}, r"batch\['teacher_ids'\], got 'teacher_id'"),
+    "documents": (training.NextToken(), TEXT | {"segments": IDS}, r"reads batch\['segment_ids'\], got 'segments'"),
+    "padding": (training.DFT(), TEXT | {"attention_mask": IDS}, r"reads batch\['valid'\], got 'attention_mask'"),
+    "labels": (training.NextToken(), {"tokens": IDS, "labels": IDS}, r"reads batch\['targets'\], got 'labels'"),
+    "loss mask": (training.NextToken(), TEXT | {"loss_mask": IDS}, "set targets to -1 where nothing is learned"),
+    "near": (training.NextToken(), TEXT | {"segment_id": IDS}, r"reads batch\['segment_ids'\], got 'segment_id'"),
+    "old": (pt.GRPO(), ROLLOUTS | {"old": SCORES}, r"reads batch\['old_log_probs'\], got 'old'"),
+    "old, near": (
+        pt.PolicyLoss(),
+        ROLLOUTS | {"old_log_prob": SCORES},
+        r"batch\['old_log_probs'\], got 'old_log_prob'",
+    ),
+    "TRL's old": (pt.DAPO(), ROLLOUTS | {"old_per_token_logps": SCORES}, r"batch\['old_log_probs'\]"),
+    "sampler": (pt.DAPO(), ROLLOUTS | {"sampler_logprobs": SCORES}, r"batch\['sampler_log_probs'\]"),
+    "z": (pt.KTO(), {n: x for n, x in KTO.items() if n != "kl_baseline"} | {"z": SCORES}, r"batch\['kl_baseline'\]"),
+    "pairs": (pt.DPO(), {"chosen": TEXT | {"loss_mask": IDS}, "rejected": TEXT}, "targets to -1"),
+    "half": (pt.DPO(), {"choosen": TEXT, "rejected": TEXT}, r"batch\['chosen'\], got 'choosen'"),
+    "teacher": (pt.Distillation(), TEXT | {"teacher_id": IDS}, r"batch\['teacher_ids'\], got 'teacher_id'"),
 }
 
 
 @pytest.mark.parametrize("case", MISSPELT)
 def test_a_name_in_place_of_another_is_refused(case):
     loss, batch, message = MISSPELT[case]
-    for wrapped in (loss, training.accumulate(loss, 2), training.with_embedding_noise(loss)):
-        with pytest.raises(ValueError, match=message):
-            run(wrapped, batch)
+    with pytest.raises(ValueError, match=message):
+        run(loss, batch)
 
 
 def weighted(model, batch, key):
     """A function of a user's, which reads what the loss inside it does not."""
-    value, stats = training.next_token_loss(model, batch, key)
+    value, stats = training.NextToken()(model, batch, key)
     return value * batch["weight"][0], stats
 
 
 def test_a_step_warns_of_what_nobody_reads():
-    def trace(loss, batch):
-        step = training.make_train_step(loss, optax.sgd(0.1))
+    def trace(loss, batch, **options):
+        step = training.make_train_step(loss, optax.sgd(0.1), **options)
         jax.eval_shape(step, jax.eval_shape(lambda: training.make_state(tiny.model(), optax.sgd(0.1))), batch)
 
     own = tiny.batch(8) | {"weight": np.ones(8, np.float32)}
-    for loss in (training.next_token_loss, training.accumulate(functools.partial(training.dft_loss, remat="full"), 2)):
-        with pytest.warns(UserWarning, match=r"loss does not read batch\['weight'\]"):
-            trace(loss, own)
+    for options in ({}, {"microbatches": 2, "remat": "full"}):
+        with pytest.warns(UserWarning, match=r"DFT does not read batch\['weight'\]"):
+            trace(training.DFT(), own, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not read")
         trace(weighted, own)
-        trace(training.accumulate(weighted, 2), own)
-        trace(training.next_token_loss, tiny.batch(8) | {"advantages": own["weight"]})
+        trace(weighted, own, microbatches=2)
+        trace(training.NextToken(), tiny.batch(8) | {"advantages": own["weight"]})
 
 
 def test_a_pipeline_refuses_them_too():
     with pytest.raises(ValueError, match=r"reads batch\['segment_ids'\], got 'segments'"):
-        layout = sharding.Layout(
-            sharding.make_mesh(stage=2, data=4), sharding.DP | sharding.Pipeline("stage", microbatches=2)
-        )
+        pipeline = sharding.Pipeline("stage", microbatches=2, schedule="1f1b")
+        layout = sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | pipeline)
         with sharding.use(layout):
             params, rest = nn.partition(tiny_llama(num_layers=2, vocab=16))
             batch = TEXT | {"segments": IDS}
-            gradients = training.one_f_one_b(training.next_token_loss).gradients
-            jax.eval_shape(gradients, params, rest, batch, jax.random.key(0))
+            jax.eval_shape(make_gradient(training.NextToken()), params, rest, batch, jax.random.key(0))
 
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (8, 9)).astype(np.int32)
@@ -160,6 +162,10 @@ def test_padding_is_no_document():
             check_first_batch(SHIFTED | {"targets": targets(long), name: long.astype(np.int32)}, model)
 
 
+class Declared(custom_losses.Preferred):
+    reads = ("reference", "weight")
+
+
 def test_names_that_are_read_are_not_warned_of():
     """A loss of the user's has names of its own, and may say which."""
     row = np.zeros(SHAPE[0], np.float32)
@@ -167,14 +173,12 @@ def test_names_that_are_read_are_not_warned_of():
     known = TEXT | {"positions": IDS, "segment_ids": IDS, "valid": IDS > 0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(objectives.preferred, own)
-        run(training.next_token_loss, known)
-        run(pt.policy_loss, ROLLOUTS | dict.fromkeys(("old_log_probs", "sampler_log_probs"), SCORES))
-    reads = ("reference", "weight")
-    declared = training.objective(reads=reads)(objectives.preferred.from_hidden)
-    run(declared, own)
-    with pytest.raises(ValueError, match=r"preferred reads batch\['weight'\], got 'weights'"):
-        run(declared, TEXT | {"segment_ids": IDS, "reference": SCORES, "weights": row})
+        run(custom_losses.Preferred(), own)
+        run(training.NextToken(), known)
+        run(pt.PolicyLoss(), ROLLOUTS | dict.fromkeys(("old_log_probs", "sampler_log_probs"), SCORES))
+    run(Declared(), own)
+    with pytest.raises(ValueError, match=r"Declared reads batch\['weight'\], got 'weights'"):
+        run(Declared(), TEXT | {"segment_ids": IDS, "reference": SCORES, "weights": row})
 
 
 def test_targets_at_padding_are_refused():

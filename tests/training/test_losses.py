@@ -27,15 +27,15 @@ def test_sums_over_targets_with_everything_on():
     counts = targets >= 0
     want = np.sum((0.9 * -log_prob + 0.1 * smooth + 1e-2 * lse**2)[counts])
 
-    loss = jax.jit(lambda model, batch: tiny.loss(model, batch, z_loss=1e-2, label_smoothing=0.1))
-    value, stats = loss(model, batch)
+    loss = training.NextToken(z_loss=1e-2, label_smoothing=0.1)
+    value, stats = jax.jit(functools.partial(loss, dtype=jnp.float32))(model, batch)
     assert float(value) == pytest.approx(want, rel=1e-5)
     assert float(stats.sums["nll"]) == pytest.approx(-log_prob[counts].sum(), rel=1e-5)
     assert float(stats.sums["accuracy"]) == (logits.argmax(-1) == targets)[counts].sum()
     assert float(stats.num_targets) == counts.sum()
 
 
-@pytest.mark.parametrize("loss", [training.next_token_loss, training.dft_loss])
+@pytest.mark.parametrize("loss", [training.NextToken(), training.DFT()])
 def test_targets_of_minus_100_are_not_learned_and_not_counted(loss):
     """The count of targets, and with it the mean, agrees with what is summed."""
     model, batch = tiny.model(), jax.tree.map(jnp.asarray, tiny.batch(uneven=True))

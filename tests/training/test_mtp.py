@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models import deepseek
-from maxlib.training import mtp_loss, next_token_loss
+from maxlib.training import MTP, NextToken
 from maxlib.training._step import means
 from tests.nn.tiny import filled
 from tests.training import tiny
@@ -118,10 +118,9 @@ def log_softmax(logits):
 
 @functools.cache
 def losses():
-    loss = functools.partial(next_token_loss, dtype=jnp.float32)
-    both = functools.partial(mtp_loss, weight=0.5, acceptance=True, dtype=jnp.float32)
-    value = lambda loss: lambda model, batch: loss(model, batch)
-    return jax.jit(value(loss)), jax.jit(value(both))
+    loss = functools.partial(NextToken(), dtype=jnp.float32)
+    both = functools.partial(MTP(weight=0.5, acceptance=True), dtype=jnp.float32)
+    return jax.jit(loss), jax.jit(both)
 
 
 def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
@@ -180,8 +179,8 @@ def test_gradients_reach_the_modules_and_the_trunk(batch, remat):
 
     def value(params):
         model = nn.combine(params, rest)
-        loss = functools.partial(mtp_loss, dtype=jnp.float32, remat=remat, remat_modules=remat)
-        return loss(model, batch)[0] - next_token_loss(model, batch, dtype=jnp.float32)[0]
+        both, _ = MTP(remat_modules=remat)(model, batch, dtype=jnp.float32, remat=remat)
+        return both - NextToken()(model, batch, dtype=jnp.float32)[0]
 
     gradients = jax.jit(jax.grad(value), compiler_options=tiny.QUICKLY)(params)
     for path in ("mtp.0.project.w", "mtp.0.block.moe.up.w", "layers.groups.0.0.attn.o.w", "embed.w", "head.w"):

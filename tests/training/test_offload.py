@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -39,10 +40,10 @@ def trained(offload: bool):
     state, optimizer, mesh = start(rules)
     layout = sharding.Layout(mesh, rules)
     with sharding.use(layout):
-        loss = functools.partial(tiny.loss, remat="full")
-        step = tiny.jit_step(training.make_train_step(loss, optimizer))
+        step = training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, remat="full")
+        step = tiny.jit_step(step)
         for seed in range(3):
-            state, metrics = step(state, training.place_batch(tiny.batch(seed=seed), layout))
+            state, metrics = step(state, training.shard_batch(tiny.batch(seed=seed), layout))
     return state, metrics
 
 

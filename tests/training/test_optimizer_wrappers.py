@@ -53,7 +53,7 @@ def test_early_steps_are_skipped_only_when_they_are_not_finite():
 
 def test_the_step_reports_what_it_skips_and_the_state_stays_good():
     def loss(model, batch, key):
-        total, stats = training.next_token_loss(model, batch, key, dtype=jnp.float32)
+        total, stats = training.NextToken()(model, batch, key, dtype=jnp.float32)
         return total * batch["scale"][0], stats
 
     optimizer = training.skip_spikes(training.adamw(1e-2, mask=None))
@@ -71,7 +71,7 @@ def test_the_average_follows_the_parameters():
     optimizer = training.ema(training.adamw(1e-2, mask=None), decay=0.9)
     state = training.make_state(tiny.model(), optimizer)
     want = jax.tree.map(np.asarray, state.trainable)
-    step = jax.jit(training.make_train_step(training.next_token_loss, optimizer))
+    step = jax.jit(training.make_train_step(training.NextToken(), optimizer))
     for _ in range(3):
         state, _ = step(state, tiny.batch())
         want = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * np.asarray(p), want, state.trainable)

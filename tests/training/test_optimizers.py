@@ -199,10 +199,10 @@ def test_rates_fall_with_the_inputs_of_a_weight():
     make = lambda dim, **changes: jax.eval_shape(
         lambda: tiny.llama(dim=dim, mlp_dim=3 * dim, num_heads=dim // 8, **changes)
     )
-    factors = training.width_factors(make(64), make(16))
+    factors = training.mup_lr_factors(make(64), make(16))
     assert factors["layers.attn.q.w"] == factors["layers.attn.o.w"] == factors["head.w"] == 1 / 4
     assert factors["layers.mlp.down.w"] == 1 / 4
     assert factors.keys().isdisjoint({"embed.w", "norm.scale"})
     training.scale_by_path(factors, model=make(64)).init(nn.partition(make(64))[0])
     with pytest.raises(ValueError, match=r"only one has \['head.w'\]"):
-        training.width_factors(make(64), make(16, tied=True))
+        training.mup_lr_factors(make(64), make(16, tied=True))

@@ -5,6 +5,7 @@ import shutil
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,11 +14,11 @@ from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": sharding.FSDP}
+EVEN_1F1B = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | sharding.Pipeline("stage", 2, schedule="1f1b")}
 EVEN = {"mesh": {"stage": 2, "fsdp": 4}, "rules": sharding.FSDP | sharding.Pipeline("stage", 2)}
 AROUND = {
     "mesh": {"stage": 4, "data": 2},
-    "rules": sharding.DP | sharding.Pipeline("stage", 4, repeats=2),
-    "loss": training.one_f_one_b(tiny.loss),
+    "rules": sharding.DP | sharding.Pipeline("stage", 4, repeats=2, schedule="1f1b"),
 }
 ONE = {"mesh": {"data": 1}, "rules": sharding.DP}
 
@@ -32,7 +33,7 @@ def run(directory, mesh, rules, layers, **options: Any):
     devices = jax.devices()[: math.prod(mesh.values())]
     make = lambda: tiny.llama(num_layers=layers)
     layout = sharding.Layout(sharding.make_mesh(**mesh, devices=devices), rules)
-    options = {"layout": layout, "loss": tiny.loss, "loader": tiny.Loader()} | options
+    options = {"layout": layout, "dtype": jnp.float32, "loader": tiny.Loader()} | options
     checkpointer = checkpoint.Checkpointer(directory, groupings=nn.tree.groupings(jax.eval_shape(make)))
     optimizer = tiny.optimizer(jax.eval_shape(make))
     ours = training.Trainer(make, optimizer=optimizer, checkpointer=checkpointer, **options)
@@ -51,7 +52,7 @@ def numbers(trainer):
         (AROUND, FSDP, 7),
         (FSDP, AROUND, 7),
         (EVEN, ONE, 4),
-        (ONE, EVEN | {"loss": AROUND["loss"]}, 4),
+        (ONE, EVEN_1F1B, 4),
         (EVEN, AROUND, 8),
     ],
 )

@@ -30,9 +30,9 @@ def test_batches_are_in_their_place_before_they_are_asked_for():
     first = next(ahead)
     assert same(first, 1) and loader.next == 2 and ahead.get_state() == {"0": {"next": 1}}
     assert ahead.metrics()["data/read"] == 1 and ahead.metrics()["data/wait_seconds"] > 0
-    place = training.place_batch(tiny.batch(), layout)["tokens"].sharding
+    place = training.shard_batch(tiny.batch(), layout)["tokens"].sharding
     assert first["tokens"].sharding == place and len(first["tokens"].addressable_shards) == 8
-    assert training.place_batch(first, layout)["tokens"] is first["tokens"]
+    assert training.shard_batch(first, layout)["tokens"] is first["tokens"]
     assert [same(batch, n) for n, batch in enumerate(ahead, 2)] == [True] * 4  # the last ones too
     assert next(ahead, None) is None
 

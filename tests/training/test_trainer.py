@@ -78,10 +78,10 @@ def test_evaluation_reads_so_many_batches_from_the_start_each_time():
 @pytest.mark.full  # test_objectives has the gradients themselves
 def test_in_a_1f1b_pipeline():
     """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
-    rules = sharding.DP | sharding.Pipeline("stage", microbatches=4)
+    rules = sharding.DP | sharding.Pipeline("stage", microbatches=4, schedule="1f1b")
     mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
-    loss, optimizer = training.one_f_one_b(tiny.loss), optax.sgd(0.1)
-    piped = {"layout": sharding.Layout(mesh, rules), "loss": loss, "evaluation": training.Evaluation(tiny.Loader(1))}
+    loss, optimizer = {"loss": training.NextToken(), "dtype": jnp.float32}, optax.sgd(0.1)
+    piped = {"layout": sharding.Layout(mesh, rules), "evaluation": training.Evaluation(tiny.Loader(1))} | loss
     ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
     last, want = ours.fit(2), alone.fit(2)
     assert last["eval/loss"] < 5
@@ -91,46 +91,12 @@ def test_in_a_1f1b_pipeline():
         np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
 
 
-def test_gradients_of_the_loss_are_those_it_takes():
-    """Halved ones move the parameters half as far."""
-    ours, want = trainer(optimizer=SGD, loss=Halved()), trainer(optimizer=SGD)
-    start = {path: np.asarray(value) for path, value in want.state.trainable.items()}
-    assert float(ours.fit(1)["loss"]) == pytest.approx(float(want.fit(1)["loss"]), rel=1e-6)
-    for path, value in want.state.trainable.items():
-        np.testing.assert_allclose(2 * (ours.state.trainable[path] - start[path]), value - start[path], atol=1e-6)
-
-
-class Halved:
-    """A loss that finds its own gradient."""
-
-    def __call__(self, model, batch, key):
-        return tiny.loss(model, batch, key)
-
-    def gradients(self, trainable, rest, batch, key):
-        def mean(trainable):
-            value, stats = tiny.loss(nn.combine(trainable, rest), batch, key)
-            return value / stats.num_targets, stats
-
-        (value, stats), grads = jax.value_and_grad(mean, has_aux=True)(trainable)
-        return jax.tree.map(lambda g: g / 2, grads), value, stats
-
-
-def test_a_pipelines_microbatches_are_not_cut_again():
-    with pytest.raises(TypeError, match="computes its own gradient from the whole batch. Omit accumulate"):
-        training.accumulate(training.one_f_one_b(tiny.loss), 2)
-
-
-def test_the_evaluation_of_a_noisy_loss_has_no_noise():
-    """However the loss is wrapped."""
-    build = lambda: tiny.llama()
-    noisy = functools.partial(training.with_embedding_noise(training.next_token_loss, alpha=100.0), dtype=jnp.float32)
+def test_evaluation_has_no_embedding_noise():
     options = {"optimizer": SGD, "evaluation": training.Evaluation(tiny.Loader(2))}
-    evaluated = lambda ours: {name: float(value) for name, value in ours.evaluate().items()}
-    want = evaluated(trainer(build, **options))
-    for loss in (noisy, training.accumulate(noisy, 2)):
-        ours = trainer(build, loss=loss, **options)
-        assert evaluated(ours) == pytest.approx(want, rel=1e-6)
-    assert abs(ours.fit(1)["loss"] - trainer(build, **options).fit(1)["loss"]) > 1e-3
+    silent, noisy = trainer(tiny.llama, **options), trainer(tiny.llama, neftune_alpha=100.0, **options)
+    want, got = ({name: float(value) for name, value in ours.evaluate().items()} for ours in (silent, noisy))
+    assert got == pytest.approx(want, rel=1e-6)
+    assert abs(noisy.fit(1)["loss"] - silent.fit(1)["loss"]) > 1e-3
 
 
 def test_model_flops_are_those_of_what_is_trained():
@@ -212,7 +178,7 @@ def test_what_the_loader_counts_is_written():
 def test_rows_that_the_mesh_cannot_share():
     mesh = sharding.make_mesh(data=8)
     with pytest.raises(ValueError, match="6"):
-        training.place_batch(tiny.batch(rows=6), sharding.Layout(mesh, sharding.DP))
+        training.shard_batch(tiny.batch(rows=6), sharding.Layout(mesh, sharding.DP))
 
 
 def test_several_processes_need_a_mesh(monkeypatch):

@@ -16,7 +16,7 @@ from tests.nn.tiny import tiny_llama
 VOCAB = 32
 QUICKLY = {"xla_backend_optimization_level": "0"}  # compiling is what takes the time here
 jit_step = functools.partial(jax.jit, donate_argnums=0, compiler_options=QUICKLY)
-loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+loss = functools.partial(training.NextToken(), dtype=jnp.float32)  # a plain function
 _train_step, _eval_step = functools.cache(training.make_train_step), functools.cache(training.make_eval_step)
 
 
@@ -111,7 +111,7 @@ class Loader:
 
 
 def by_autodiff(loss):
-    """Returns gradients, mean and statistics of a loss as a function, as `training.one_f_one_b` gives them."""
+    """Returns gradients, mean and statistics of a loss as a function, as those of a step."""
 
     def gradients(params, rest, data, key):
         def mean(params):

@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from maxlib.ops import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
+from maxlib.ops import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 from maxlib.weights import HFConfig, read_config
 from maxlib.weights._hf_config import HARMLESS, HARMLESS_VALUES
 from maxlib.weights.fields import read_rope, write_rope
@@ -20,14 +28,14 @@ LONGROPE = {"short_factor": list(SHORT), "long_factor": list(LONG), "original_ma
 ROPES = {
     "default": ({}, 256, Rope(HEAD, 5e5, max_length=256)),
     "linear": ({"factor": 2.5}, 100, Rope(HEAD, 5e5, LinearScaling(2.5), max_length=250)),
-    "dynamic": ({"factor": 2.0}, 64, Rope(HEAD, 5e5, DynamicNTK(2.0, 64))),
+    "dynamic": ({"factor": 2.0}, 64, Rope(HEAD, 5e5, DynamicNTKScaling(2.0, 64))),
     "llama3": (LLAMA3, 2048, Rope(HEAD, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 128), max_length=2048)),
-    "yarn": (YARN, 256, Rope(HEAD, 5e5, Yarn(4.0, 64, 16.0, 2.0), max_length=256)),
-    "longrope": (LONGROPE, 256, Rope(HEAD, 5e5, LongRope(SHORT, LONG, 64, 4.0), max_length=256)),
+    "yarn": (YARN, 256, Rope(HEAD, 5e5, YarnScaling(4.0, 64, 16.0, 2.0), max_length=256)),
+    "longrope": (LONGROPE, 256, Rope(HEAD, 5e5, LongRopeScaling(SHORT, LONG, 64, 4.0), max_length=256)),
     "proportional": (
         {"partial_rotary_factor": 0.25, "factor": 2.0},
         256,
-        Rope(HEAD, 5e5, Proportional(0.25, 2.0), max_length=256),
+        Rope(HEAD, 5e5, ProportionalScaling(0.25, 2.0), max_length=256),
     ),
 }
 types = pytest.mark.parametrize("kind", ROPES)
@@ -219,16 +227,18 @@ def test_details_of_the_spellings():
     both = {"type": "linear", "rope_type": "linear", "factor": 2.0}
     assert read(base | {"rope_scaling": both}).scaling == LinearScaling(2.0)
     # a first length that is not stated is max_position_embeddings, as in transformers
-    assert read(base | {"rope_scaling": {"type": "yarn", "factor": 4.0}}) == Rope(HEAD, 1e4, Yarn(4.0, 128), False, 512)
+    assert read(base | {"rope_scaling": {"type": "yarn", "factor": 4.0}}) == Rope(
+        HEAD, 1e4, YarnScaling(4.0, 128), False, 512
+    )
     # Phi 3: an old name, the first length outside, the factor from the ratio
     phi = {"type": "su", "short_factor": list(SHORT), "long_factor": list(LONG)}
     phi = read(base | {"rope_scaling": phi, "original_max_position_embeddings": 32})
-    assert phi.scaling == LongRope(SHORT, LONG, 32, 4.0)
+    assert phi.scaling == LongRopeScaling(SHORT, LONG, 32, 4.0)
     # null numbers are absent
     gaps = {"rope_type": "yarn", "factor": 4.0, "attention_factor": None, "mscale": None, "beta_fast": None}
-    assert read(base | {"rope_scaling": gaps}).scaling == Yarn(4.0, 128)
+    assert read(base | {"rope_scaling": gaps}).scaling == YarnScaling(4.0, 128)
     deepseek = {"type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 0.8, "truncate": False}
-    assert read(base | {"rope_scaling": deepseek}).scaling == Yarn(
+    assert read(base | {"rope_scaling": deepseek}).scaling == YarnScaling(
         40.0, 128, mscale=0.7, mscale_all_dim=0.8, truncate=False
     )
 
@@ -318,7 +328,7 @@ def test_ropes_that_cannot_be_written_are_refused():
     with pytest.raises(ValueError, match="max_position_embeddings must be known"):
         write_rope(Rope(HEAD), head_dim=HEAD)
     assert write_rope(Rope(HEAD), head_dim=HEAD, max_position_embeddings=9)["max_position_embeddings"] == 9
-    with pytest.raises(ValueError, match=r"original_length of DynamicNTK \(64\).* got 128"):
+    with pytest.raises(ValueError, match=r"original_length of DynamicNTKScaling \(64\).* got 128"):
         write_rope(ROPES["dynamic"][2], head_dim=HEAD, max_position_embeddings=128)
     with pytest.raises(ValueError, match="a rope of 16 dimensions must fit into a head of 8"):
         write_rope(Rope(16, max_length=8), head_dim=8)

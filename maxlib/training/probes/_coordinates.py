@@ -13,9 +13,9 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.tables import to_text
-from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._state import make_state
 from maxlib.training._step import jit_step, make_train_step
+from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes._layers import observe
 
 
@@ -53,7 +53,7 @@ def mup_coord_check(
     *,
     optimizer: Callable[[Any], optax.GradientTransformation],
     batches: Sequence[Batch],
-    loss: Loss,
+    loss: LossFunction,
 ) -> CoordinateCheck:
     """Trains a model in several widths for a few steps and records the size of every layer's output (for muP).
 
@@ -64,7 +64,7 @@ def mup_coord_check(
       build: function from a width to a model.
       widths: at least two widths.
       optimizer: function from the (abstract) model to an optimizer, so that it may end with
-        `scale_by_path(width_factors(model, base), model=model)`; use the learning rate that you want to check.
+        `scale_by_path(mup_lr_factors(model, base), model=model)`; use the learning rate that you want to check.
       batches: one batch per step; a few are enough.
       loss: the training loss.
 
@@ -89,7 +89,7 @@ def _one_width(build, optimizer, batches, loss) -> dict[str, list[float]]:
     return {name: [sizes[name] for sizes in seen] for name in seen[0]}
 
 
-def _sizes(model: Any, batch: Batch, loss: Loss) -> dict[str, float]:
+def _sizes(model: Any, batch: Batch, loss: LossFunction) -> dict[str, float]:
     outputs = observe(model, batch, loss).outputs
     return {name: seen["rms"] for name, seen in outputs.items()} | {"logits": float(_logits(model, batch["tokens"]))}
 

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from maxlib import nn
 from maxlib.checkpoint import checksums
-from maxlib.training._objectives.objective import Batch, Loss
+from maxlib.training.losses import Batch, LossFunction
 
 
 class Corrupted(RuntimeError):
@@ -52,7 +52,7 @@ class Recompute:
 
 
 def gradient_digests(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
+    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> dict[str, str]:
     """Computes a hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes.
 
@@ -91,7 +91,7 @@ def _replicated(array: Array) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _gradient(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., Any]:
+def _gradient(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[..., Any]:
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> Any:
         trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))

@@ -13,8 +13,8 @@ from jaxtyping import Array
 from maxlib import nn, sharding
 from maxlib.checkpoint import layer_paths
 from maxlib.training._gradients import divisor
-from maxlib.training._objectives.objective import Batch, Loss
 from maxlib.training._state import TrainState
+from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes import _hooks as hooks
 
 
@@ -38,7 +38,7 @@ class Observation:
 
 
 def observe(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
+    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> Observation:
     """Runs one forward and backward pass and records statistics of every layer. The model is not changed.
 
@@ -72,7 +72,7 @@ def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
       params: parameters, gradients or a moment.
       model: the model they belong to.
     """
-    return _by_layer(_norms(params, nn.tree.axes(model)), groupings(model))
+    return _by_layer(_norms(params, nn.tree.axes(model)), nn.tree.groupings(model))
 
 
 class LayerStatistics:
@@ -135,7 +135,7 @@ class _Found:
 
 
 @functools.lru_cache(maxsize=4)
-def _watched(loss: Loss, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
+def _watched(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
     is_tap = lambda path: path.endswith((".tap", ".logit_tap"))
 
     @jax.jit

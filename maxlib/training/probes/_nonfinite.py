@@ -6,12 +6,12 @@ from typing import Any
 from jaxtyping import Array
 
 from maxlib import nn
-from maxlib.training._objectives.objective import Batch, Loss
+from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes._layers import Observation, observe
 
 
 def find_nonfinite(
-    model: Any, batch: Batch, loss: Loss, key: Array | None = None, *, filter: nn.tree.Filter | None = None
+    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
 ) -> str | None:
     """Finds the first layer and tensor that is not finite in the forward and in the backward pass of `loss`.
 

@@ -34,7 +34,7 @@ def main() -> None:
     rows = lambda part: data.pack(data.in_memory(documents()).shuffle(seed=0).repeat()[part], length=32)
     loader = data.Loader(rows, batch_size=8, num_shards=1)
     optimizer = training.adamw(training.warmup_cosine(1e-2, STEPS, warmup=4), clip=1.0)
-    loss = functools.partial(training.next_token_loss, dtype=jnp.float32)
+    loss = functools.partial(training.NextToken(), dtype=jnp.float32)
     build = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))
     state = training.make_state(build(), optimizer)
     step = jax.jit(training.make_train_step(loss, optimizer), donate_argnums=0)

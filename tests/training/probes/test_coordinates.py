@@ -27,12 +27,12 @@ BASE = jax.eval_shape(lambda: build(WIDTHS[0]))
 @functools.cache
 def check(mup: bool) -> probes.CoordinateCheck:
     def optimizer(model):
-        factors = training.width_factors(model, BASE) if mup else {}
+        factors = training.mup_lr_factors(model, BASE) if mup else {}
         return optax.chain(
             training.adamw(2e-2, mask=None, weight_decay=0.0), training.scale_by_path(factors, model=model)
         )
 
-    start = (lambda width: training.width_scaled(build(width), BASE)) if mup else build
+    start = (lambda width: training.mup_init(build(width), BASE)) if mup else build
     return probes.mup_coord_check(start, WIDTHS, optimizer=optimizer, batches=BATCHES, loss=tiny.loss)
 
 

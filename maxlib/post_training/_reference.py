@@ -1,0 +1,145 @@
+"""Second models: a frozen reference or teacher beside the trained model, and losses that compare with a reference."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib._utils.paths import dotted
+from maxlib.ops import is_learned
+from maxlib.post_training._segments import is_filled, token_counts
+from maxlib.training.losses import Batch, Loss, run_model, score
+
+
+class WithFrozen(nn.tree.HasFrozen):
+    """A trained model together with a frozen one: the reference of preferences and policies, or a teacher.
+
+    A `Trainer` and `make_state` exclude the frozen model: it has no gradients, moments or weight decay. Your own filter
+    decides for both models: begin its patterns with "trained.".
+
+    Args:
+        trained: The model to train.
+        frozen: The other model, of any architecture; pass `trained` itself for its current state.
+    """
+
+    frozen_parts = ("frozen",)
+
+    def __init__(self, trained: Any, frozen: Any):
+        # Separate variables (arrays may be shared), so that training never changes the frozen model.
+        self.trained, self.frozen = trained, jax.tree.map(lambda x: x, frozen)
+
+
+def trained_and_frozen(model: Any, other: Callable[[Any], Any] | None) -> tuple[Any, Any]:
+    """Returns the model to train and the one to compare with: `other(model)`, that of `WithFrozen`, or None."""
+    if other is not None and (not callable(other) or nn.variables(other)):
+        raise TypeError(
+            "a reference or teacher must be a function from the trained model to the other one, such as "
+            f"adapters.base_model, got {type(other).__name__}: put a model of its own beside the trained one, "
+            "WithFrozen(trained, frozen)"
+        )
+    if other is not None:
+        return model, other(model)
+    return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
+
+
+def log_probs(
+    model: Any,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    dtype: Any = jnp.bfloat16,
+    remat: nn.remat.Policy = None,
+) -> nn.TokenLogProbs:
+    """Computes the log-probabilities of a batch's targets, without storing all logits.
+
+    Args:
+        model: Any `nn.Model`.
+        batch: `tokens` and `targets` (-1: not scored), and other inputs of the model.
+        temperature: Divisor of the logits; for a policy, the temperature of its sampler.
+        entropy: True computes entropies too.
+        dtype: Dtype of the computation.
+        remat: What layers keep for a backward pass.
+
+    Returns:
+        One value per token, 0 where it is not scored.
+    """
+    hidden = run_model(model, batch, dtype=dtype, remat=remat).hidden
+    return score(model, hidden, batch["targets"], temperature=temperature, entropy=entropy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferencedLoss(Loss):
+    """Base class of losses that may compare with a reference.
+
+    The reference's log-probabilities are `reference_log_probs` in the batch (`add_reference`), or come from
+    `reference(model)`, or from the frozen model of `WithFrozen`.
+
+    Args:
+        reference: Function from the trained model to the reference, such as `adapters.base_model`.
+        temperature: Divisor of the logits; for a policy, the temperature of its sampler.
+    """
+
+    reference: Callable[[Any], Any] | None = None
+    temperature: float = 1.0
+
+    def prepare(self, model: Any, batch: Batch, *, dtype: Any, remat: nn.remat.Policy) -> tuple[Any, Batch]:
+        """Returns the trained model, and the batch with what the loss compares."""
+
+        def frozen_log_probs(model: Any, batch: Batch) -> Float[Array, "B T"]:
+            model = jax.lax.stop_gradient(model)
+            scored = log_probs(model, batch, temperature=self.temperature, dtype=dtype, remat=remat)
+            return jax.lax.stop_gradient(scored.log_prob)
+
+        def with_reference(batch: Batch) -> Batch:
+            batch = interleaved(batch) if "chosen" in batch else batch
+            if "mismatched" in batch:
+                other = with_reference(batch["mismatched"])
+                if "reference_log_probs" not in other:
+                    raise ValueError(missing_reference("the divergence on batch['mismatched']"))
+                ratio = frozen_log_probs(model, other) - other["reference_log_probs"]
+                batch = batch | {"kl_baseline": _mean_of_answers(ratio, other, rows=len(batch["tokens"]))}
+            return batch if frozen is None else batch | {"reference_log_probs": frozen_log_probs(frozen, batch)}
+
+        model, frozen = trained_and_frozen(model, self.reference)
+        return model, with_reference(batch)
+
+
+def _mean_of_answers(ratio: Float[Array, "B T"], batch: Batch, *, rows: int) -> Float[Array, " R"]:
+    """Returns the mean over a batch's answers of sums over their tokens, for each of `rows`."""
+    mask = is_learned(batch["targets"])
+    answers = jnp.sum(is_filled(token_counts(mask, batch.get("segment_ids"))))
+    return jnp.broadcast_to(jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1), rows)
+
+
+def interleaved(batch: Batch) -> Batch:
+    """Joins chosen and rejected rows, `B ...` each, to `2B ...` with the two rows of a pair next to each other.
+
+    Rows do not move between devices.
+    """
+    chosen, rejected = (
+        {dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(batch[name])}
+        for name in ("chosen", "rejected")
+    )
+    if chosen != rejected:
+        raise ValueError(
+            f"chosen and rejected must have the same arrays of the same shapes, got {chosen} and {rejected}"
+        )
+    # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
+    joined = jax.tree.map(
+        lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:]), batch["chosen"], batch["rejected"]
+    )
+    return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
+
+
+def missing_reference(what: str) -> str:
+    """Returns the message of an error for a batch without a reference."""
+    return (
+        f"{what} compares with a reference: put its log-probabilities into the batch ('reference_log_probs', see "
+        "add_reference), pass reference=adapters.base_model for a model with adapters, or train WithFrozen(model, "
+        "reference)"
+    )

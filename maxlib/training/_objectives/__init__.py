@@ -1,1 +1,0 @@
-"""Training losses: their protocol, and the losses of language models."""

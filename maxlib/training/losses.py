@@ -1,0 +1,361 @@
+"""Training losses: the base class `Loss`, and the losses of language models.
+
+A loss is any function `loss(model, batch, key) -> (sum over targets, Stats)`. A subclass of `Loss` is a function of the
+last hidden states, so it can be split into the model's layers and the rest, which a 1F1B pipeline runs in its last
+stage.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.nn.mtp import shift_left
+from maxlib.training._batch_checks import (
+    INPUTS,
+    check_batch,
+    check_batch_names,
+    check_has_targets,
+    trained_model,
+    warn_of_unread,
+)
+
+Batch = dict[str, Any]
+LossFunction = Callable[..., tuple[Array, "Stats"]]
+EXPERT_COUNTS = "moe/counts"  # report of MoE layers for expert balancing; not a metric
+
+
+class Quotient(NamedTuple):
+    """A metric with its own divisor, such as a mean over some of the targets; both are summed over microbatches."""
+
+    sum: Float[Array, ""]
+    count: Float[Array, ""]
+
+
+@nn.pytree
+class Stats:
+    """Counts and metrics of a loss, summed over microbatches (and batches, in evaluation).
+
+    Args:
+        num_targets: Divisor of the loss sum and weight of this batch: the number of target tokens, pairs or sequences.
+            It must only depend on the batch.
+        sums: Metrics, each summed over these targets, or a `Quotient`.
+        expert_counts: How often each expert of each layer was chosen, `L E`, for expert balancing; `Loss` adds them.
+    """
+
+    num_targets: Float[Array, ""]
+    sums: dict[str, Any]
+    expert_counts: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Base class of losses that are functions of the last hidden states; a subclass defines `from_hidden`.
+
+    Such a loss works with autodiff, with microbatches, on any mesh, in a 1F1B pipeline, and in plans. Its options are
+    the fields of a frozen dataclass. Write it with `nn.token_log_probs` or `nn.cross_entropy`, which never store all
+    logits and follow the current mesh.
+
+        @dataclasses.dataclass(frozen=True)
+        class Focal(training.Loss):
+            gamma: float = 2.0
+
+            def from_hidden(self, model, hidden, batch):
+                log_prob = training.losses.score(model, hidden, batch["targets"]).log_prob
+                loss = -jnp.sum((1 - jnp.exp(log_prob)) ** self.gamma * log_prob)
+                return loss, training.Stats(jnp.sum(batch["targets"] >= 0), {"nll": -jnp.sum(log_prob)})
+
+    Attributes:
+        reads: Names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If set, masks
+            and other libraries' names of these inputs raise an error, and unread names a warning. None accepts any
+            batch.
+        sums_over_rows: True if the loss of a batch, including its reports, is the sum of the losses of its rows; the
+            devices of a pipeline then sum gradients only once. False for a loss with its own layers whose reports
+            depend on all rows. Microbatches always change a loss that compares rows: put related sequences into one
+            row.
+    """
+
+    reads: ClassVar[Collection[str] | None] = None
+    sums_over_rows: ClassVar[bool] = True
+
+    def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        """Returns the loss summed over the targets, and `Stats`.
+
+        Args:
+            model: The model, of which only `head_weight()`, `softcap`, `logits` and modules outside of its layers may
+                be used.
+            hidden: Its last hidden states, after the final norm.
+            batch: The batch, whose `tokens`, `positions`, `segment_ids`, `valid`, `images` and `audio` were the model's
+                inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define from_hidden(model, hidden, batch)")
+
+    def prepare(self, model: Any, batch: Batch, *, dtype: Any, remat: nn.remat.Policy) -> tuple[Any, Batch]:
+        """Returns the model to run and its batch, for losses that add the outputs of a second model.
+
+        A 1F1B pipeline refuses a loss that changes anything here.
+        """
+        return model, batch
+
+    def __call__(
+        self,
+        model: Any,
+        batch: Batch,
+        key: Array | None = None,
+        *,
+        dtype: Any = jnp.bfloat16,
+        remat: nn.remat.Policy = None,
+    ) -> tuple[Float[Array, ""], Stats]:
+        """Runs the model on a batch and returns `(loss sum, Stats)`.
+
+        The layers' reports named `loss/...` are added to the loss, times the number of targets, and all reports to the
+        metrics.
+
+        Args:
+            model: The model.
+            batch: Its inputs and the loss's.
+            key: Not used.
+            dtype: Dtype of the computation.
+            remat: What the layers keep for the backward pass.
+
+        Raises:
+            ValueError: when the batch has another library's name of an input that the loss reads, or no targets.
+        """
+        check_batch(batch)
+        self.check_names(batch)
+        model, batch = self.prepare(model, batch, dtype=dtype, remat=remat)
+        output = run_model(model, batch, dtype=dtype, remat=remat)
+        loss, stats = self.from_hidden(model, output.hidden, batch)
+        return loss + stats.num_targets * layer_losses(output.aux), with_reports(stats, output.aux)
+
+    def check_names(self, batch: Batch) -> None:
+        """Raises ValueError for another library's name of an input that the loss reads, and without targets."""
+        if self.reads is not None:
+            check_batch_names(type(self).__name__, batch, self.reads)
+            check_has_targets(type(self).__name__, batch)
+
+    def warn_of_unread(self, batch: Batch) -> None:
+        """Warns about names in the batch that the loss does not read."""
+        if self.reads is not None:
+            warn_of_unread(type(self).__name__, batch, self.reads)
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken(Loss):
+    """Cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, in nats.
+
+    Metrics are `nll` (without smoothing, z-loss and the layers' own losses), `accuracy`, and the layers' reports.
+
+    Args:
+        z_loss: Factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        label_smoothing: Probability mass spread evenly over the vocabulary.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    reads: ClassVar[Collection[str]] = ()
+
+    def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        loss, sums = nn.cross_entropy(
+            hidden,
+            model.head_weight(),
+            batch["targets"],
+            softcap=model.softcap,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+        )
+        return loss, Stats(num_learned(batch), sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFT(Loss):
+    """Dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
+
+    The factor has no gradient: -Σ sg(p) log p. Metrics are those of `NextToken`.
+    """
+
+    reads: ClassVar[Collection[str]] = ()
+
+    def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        scored = score(model, hidden, batch["targets"])
+        loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 for ignored targets
+        sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
+        return loss, jax.lax.stop_gradient(Stats(num_learned(batch), sums))
+
+
+@dataclasses.dataclass(frozen=True)
+class MTP(Loss):
+    """`NextToken` plus the losses of multi-token prediction modules (DeepSeek V3, arXiv:2412.19437).
+
+    The modules of `model.predict_ahead` (`nn.mtp.predict_ahead` has the details) add `weight` times their
+    cross-entropy, summed over targets and averaged over modules, and the losses of their blocks. Additional metrics are
+    `mtp1/nll` and `mtp1/accuracy` of the first module, and so on; the modules' rows are appended to the layers'
+    reports. Batches with images or audio raise ValueError.
+
+    Args:
+        weight: Factor of the modules' loss; DeepSeek V3 begins with 0.3 and ends with 0.1.
+        z_loss: As in `NextToken`, for the model's own prediction.
+        label_smoothing: As in `NextToken`, for the model's own prediction.
+        remat_modules: What the modules keep for the backward pass.
+        acceptance: True reports `mtp1/acceptance`, the share of positions where this draft and those before it are the
+            model's greedy choice. Use it for evaluation, because it computes logits.
+    """
+
+    weight: float = 0.3
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    remat_modules: nn.remat.Policy = None
+    acceptance: bool = False
+    reads: ClassVar[Collection[str]] = ()
+    sums_over_rows: ClassVar[bool] = False
+
+    def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        if media := [name for name in ("images", "audio") if name in batch]:
+            raise ValueError(
+                f"multi-token prediction modules support text only, but this batch has {media[0]}: train with NextToken"
+            )
+        loss, stats = NextToken(self.z_loss, self.label_smoothing).from_hidden(model, hidden, batch)
+        inputs = {name: batch[name] for name in ("positions", "segment_ids", "valid") if name in batch}
+        modules = model.predict_ahead(hidden, batch["tokens"], remat=self.remat_modules, **inputs)
+        sums = dict(stats.sums)
+        for depth, module in enumerate(modules, start=1):
+            targets = jnp.where(module.valid, shift_left(batch["targets"], depth, fill=-1), -1)
+            added, terms = nn.cross_entropy(module.hidden, model.head_weight(), targets, softcap=model.softcap)
+            loss += self.weight / len(modules) * added + stats.num_targets * layer_losses(module.aux)
+            count = jnp.sum(ops.is_learned(targets))
+            sums |= {f"mtp{depth}/{name}": Quotient(value, count) for name, value in terms.items()}
+        reports = _stacked_reports(modules)
+        counts = reports.pop(EXPERT_COUNTS, None)
+        sums |= {name: rows * stats.num_targets for name, rows in reports.items()}
+        if self.acceptance:
+            sums |= acceptance_rates(model, hidden, modules)
+        return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums, counts))
+
+
+def _stacked_reports(modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
+    """Returns the reports of the modules' blocks, with a row for each module."""
+    names = [name for name in (modules[0].aux if modules else ()) if all(name in module.aux for module in modules)]
+    return {name: jnp.stack([module.aux[name] for module in modules]).astype(jnp.float32) for name in names}
+
+
+def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.mtp.MTPOutput]) -> dict[str, Quotient]:
+    """Computes, for each module, the share of valid positions where greedy decoding accepts its draft and all before.
+
+    Args:
+        model: The model.
+        hidden: Its hidden states, from which the modules predicted.
+        modules: The outputs of its modules.
+    """
+    choices, agreed, rates = _greedy(model, hidden), jnp.ones(hidden.shape[:2], bool), {}
+    for depth, module in enumerate(modules, start=1):
+        agreed &= _greedy(model, module.hidden) == shift_left(choices, depth, fill=-1)
+        rates[f"mtp{depth}/acceptance"] = Quotient(jnp.sum(agreed & module.valid), jnp.sum(module.valid))
+    return rates
+
+
+def _greedy(model: Any, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
+    """Returns the most probable token at each position, a few positions at a time."""
+
+    def choose(h: Array) -> Array:  # [B, D] -> [B]
+        return jnp.argmax(model.logits(h[:, None])[:, 0], axis=-1)
+
+    return jnp.swapaxes(jax.lax.map(choose, jnp.swapaxes(hidden, 0, 1), batch_size=64), 0, 1)
+
+
+def run_model(model: Any, batch: Batch, **options: Any) -> nn.Output:
+    """Runs a model on a batch's tokens and other model inputs.
+
+    Args:
+        model: The model.
+        batch: The batch.
+        options: The model's `dtype` and `remat`.
+    """
+    return model(batch["tokens"], **options, **{name: batch[name] for name in INPUTS if name in batch})
+
+
+def score(
+    model: Any, hidden: Float[Array, "B T D"], targets: Any, *, temperature: float = 1.0, entropy: bool = False
+) -> nn.TokenLogProbs:
+    """Computes the log-probabilities of targets from the last hidden states, without storing all logits.
+
+    Args:
+        model: The model.
+        hidden: Its last hidden states.
+        targets: Token ids, -1 where nothing is scored.
+        temperature: Divisor of the logits.
+        entropy: True computes entropies too.
+    """
+    return nn.token_log_probs(
+        hidden, model.head_weight(), targets, softcap=model.softcap, temperature=temperature, entropy=entropy
+    )
+
+
+def num_learned(batch: Batch) -> Float[Array, ""]:
+    """Counts the targets that are learned."""
+    return jnp.sum(ops.is_learned(batch["targets"])).astype(jnp.float32)
+
+
+def layer_losses(aux: dict[str, Array]) -> Float[Array, ""]:
+    """Sums the layers' own losses per target: reports named `loss/...`."""
+    values = [jnp.sum(value) for name, value in aux.items() if name.startswith("loss/")]
+    return sum(values, start=jnp.zeros(()))
+
+
+def with_reports(stats: Stats, aux: dict[str, Array]) -> Stats:
+    """Adds the layers' reports, times the number of targets, to the metrics.
+
+    Rows that the loss itself reports under the same name, such as those of MTP modules, are appended.
+    """
+    sums = dict(stats.sums)
+    for name, value in aux.items():
+        if name != EXPERT_COUNTS:
+            rows = value.astype(jnp.float32) * stats.num_targets
+            sums[name] = jnp.concatenate([rows, sums[name]]) if name in sums else rows
+    counts = [rows for rows in (aux.get(EXPERT_COUNTS), stats.expert_counts) if rows is not None]
+    return jax.lax.stop_gradient(Stats(stats.num_targets, sums, jnp.concatenate(counts) if counts else None))
+
+
+def check_remat_names(remat: nn.remat.Policy, params: dict[str, Any], rest: Any, batch: Batch) -> None:
+    """Raises ValueError if `remat` has a name that no layer marks, which would silently keep nothing.
+
+    Names of maxlib's layers are known. Other names need an additional trace of the forward and backward pass.
+
+    Args:
+        remat: The policy.
+        params: Trained parameters by path.
+        rest: The rest of the model.
+        batch: Arrays or their shapes.
+    """
+    if remat is None or isinstance(remat, str) or callable(remat) or set(remat) <= set(nn.remat.INTERMEDIATES):
+        return
+    marked = _marked_names(params, rest, batch)
+    if unknown := sorted(set(remat) - set(nn.remat.INTERMEDIATES) - marked):
+        known = [name for name in nn.remat.INTERMEDIATES if name in marked]
+        known += sorted(marked - set(known))
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        raise ValueError(
+            f"remat names {', '.join(map(repr, unknown))}, which no layer marks; this model's layers mark "
+            f"{', '.join(known)}" + (f": did you mean {near[0]!r}?" if near else "")
+        )
+
+
+def _marked_names(params: dict[str, Any], rest: Any, batch: Batch) -> set[str]:
+    """Returns the names that the model's layers give to intermediates with `checkpoint_name`."""
+    names = set()
+
+    def note(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive.name == "name":
+            names.add(params["name"])
+        return False
+
+    def total(params: dict[str, Any], batch: Batch) -> Array:
+        return run_model(trained_model(nn.combine(params, rest)), batch, remat=note).hidden.sum()
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    jax.eval_shape(jax.grad(total), *shapes)
+    return names
