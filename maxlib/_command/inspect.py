@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def read(path: str) -> dict[str, Array]:
     """Finds the arrays of a checkpoint's step, a model directory or a PEFT adapter without reading values."""
     from maxlib import weights
-    from maxlib.weights._files import find_tensors, read_header
+    from maxlib.weights.files import find_tensors, read_header
 
     if _is_checkpoint(Path(path)):
         from maxlib import checkpoint

@@ -18,8 +18,8 @@ from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._rules import LoRA
 from maxlib.adapters._saved_modules import is_tied, tied, untied, with_saved
 from maxlib.nn import sites
-from maxlib.weights import _buckets as buckets
-from maxlib.weights._files import read_header
+from maxlib.weights import buckets
+from maxlib.weights.files import read_header
 
 Model = TypeVar("Model")
 _FACTOR = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?$")

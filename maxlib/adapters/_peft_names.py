@@ -10,8 +10,8 @@ import numpy as np
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import merge
 from maxlib.nn import sites
-from maxlib.weights._family import family_of
-from maxlib.weights._resolve import Piece, Tensor, resolve
+from maxlib.weights import family_of
+from maxlib.weights.mapping import Piece, Tensor, resolve
 from maxlib.weights.names import with_fused_experts
 
 CURRENT = {".block_sparse_moe.": ".mlp.", ".mlp.shared_mlp.": ".mlp.shared_experts."}  # Mixtral, Hy3

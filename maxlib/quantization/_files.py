@@ -18,10 +18,9 @@ from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
-from maxlib.weights import _buckets as buckets
-from maxlib.weights._companions import add_end_of_turn, write_companions
-from maxlib.weights._files import QUANTIZED, Header, find_tensors, shard, write_file, write_index
-from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
+from maxlib.weights import buckets
+from maxlib.weights.export import add_end_of_turn, whole_directory, write_companions, write_json
+from maxlib.weights.files import MAX_SHARD_BYTES, QUANTIZED, Header, find_tensors, shard, write_file, write_index
 
 MANIFEST = QUANTIZED
 _VERSION = 2

@@ -45,6 +45,7 @@ PROCESSOR_FILES = (
     "*preprocessor_config.json",
     "processor_config.json",
 )
+MAX_SHARD_BYTES = 5 * 10**9  # of a file, unless a single tensor is larger
 QUANTIZED = "quantization.json"  # next to weights written by `maxlib.quantization`
 # The files of an export, or of a download; a directory with any other files is never replaced.
 OWN_FILES = (
