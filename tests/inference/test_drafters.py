@@ -90,6 +90,7 @@ def test_text_is_that_of_plain_decoding(generator, drafter, plain):
     assert 0 < drafted.acceptance < 1
 
 
+@pytest.mark.full
 def test_all_drafts_are_taken_or_none(generator, plain, longer):
     texts = [prompt + text for prompt, text in zip(PROMPTS, longer, strict=True)]
     for off, steps, acceptance in ((0, 5, 1.0), (1, 19, 0.0)):  # four tokens in each pass, or one

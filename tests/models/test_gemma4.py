@@ -147,6 +147,7 @@ def test_configs_that_cannot_be_are_refused_by_name(changes, error):
         gemma4.FIELDS.read(HFConfig(config | {"num_hidden_layers": 3} | changes))
 
 
+@pytest.mark.full
 def test_layers_of_the_presets_are_scanned():
     """E2B: ten layers with keys in two periods, five among which two share, twenty that take them in four."""
     kinds = gemma4.PRESETS["gemma4-e2b"].kinds

@@ -109,6 +109,7 @@ class TestGemma4Images(ImageConformance):
         np.testing.assert_array_equal(ends[GLOBAL][0], causal)
         np.testing.assert_array_equal(ends[LOCAL][0], np.where(is_image[0], np.asarray(blocks[1][0]), causal))
 
+    @pytest.mark.full
     def test_padding_on_either_side_changes_nothing(self, made):
         """A row of text and one with images, of different lengths, in the middle of their padding."""
         case, _, model = made("images_shared_clipped")

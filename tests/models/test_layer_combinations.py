@@ -112,6 +112,7 @@ def place(model, layout: sharding.Layout):
 SPREAD = sharding.FSDP_TP | sharding.CP_GATHER, {"fsdp": 2, "tensor": 2, "context": 2}
 
 
+@pytest.mark.full
 def test_packed_documents_are_those_documents_alone():
     batch = packed(VOCAB)
     got = logits(mixed(), batch["tokens"], batch["segment_ids"])

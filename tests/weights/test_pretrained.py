@@ -510,7 +510,8 @@ def big_and_small(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("where", [pytest.param("one", marks=pytest.mark.full), "mesh"])
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["one", "mesh"])
 def test_host_memory_never_holds_the_model_twice(where, big_and_small, tmp_path):
     """The weights lie in host memory once, since the devices are CPUs; beside them there are two tensors at most."""
     tensor = 8192 * 512 * 4 / 2**20
