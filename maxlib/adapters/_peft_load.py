@@ -17,6 +17,7 @@ from maxlib.adapters._apply import LoRA, make, trainable
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._saved_modules import is_tied, tied, untied, with_saved
 from maxlib.nn import sites
+from maxlib.weights import buckets
 from maxlib.weights.files import read_header
 
 Model = TypeVar("Model")

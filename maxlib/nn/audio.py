@@ -108,7 +108,7 @@ class AudioInput:
         num_tokens: Maps numbers of frames of clips to numbers of vectors.
     """
 
-    tower: Callable[..., Float[Array, "R C S D"]]
+    tower: Any
     token: int
     frame_dim: int
     num_tokens: Callable[[Any], Any]

@@ -6,7 +6,6 @@ rows of T tokens, R rows of patches.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,8 +31,8 @@ class ImageInput:
             `ops.BidirectionalBlocks`.
     """
 
-    tower: Callable[..., Any]
-    projector: Callable[[Any], Float[Array, "I S D"]]
+    tower: Any
+    projector: Any
     token: int
     num_tokens: int
     bidirectional: bool = False
@@ -84,7 +83,7 @@ class PatchInput:
             `ops.BidirectionalBlocks`.
     """
 
-    tower: Callable[..., tuple[Float[Array, "R S D"], Float[Array, "R S n D"] | None]]
+    tower: Any
     tokens: tuple[int, ...]
     merge: int
     patch_dim: int
