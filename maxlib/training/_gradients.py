@@ -40,7 +40,9 @@ def bind_options(
 
     def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
         if neftune_alpha:
-            model = with_embedding_noise(model, jax.random.key(0) if key is None else key, neftune_alpha)
+            if key is None:
+                raise ValueError("NEFTune's noise needs a key: call the loss with one, loss(model, batch, key)")
+            model = with_embedding_noise(model, key, neftune_alpha)
         return loss(model, batch, key, **options)
 
     return bound
