@@ -1,9 +1,8 @@
-"""Chooses full tests for a commit: those that its changes affect, and as many others as the time allows.
+"""Chooses full tests for a commit: those that its changes affect, then others up to a number.
 
-`python -m tests.changed [BASE] [--minutes 12] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
+`python -m tests.changed [BASE] [--tests 300] [--to FILE]` writes arguments for pytest, a line each, and says on stderr
 what it leaves out; BASE is where the commit left origin/main, or the one before. `nox -s tests_changed` runs them. A
 test is touched by the files that it uses, directly or through others; a facade passes on what is named of it only.
-`tests/durations.json` knows how long each takes (`python -m tests.durations`).
 """
 
 import argparse
@@ -16,10 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tests import durations
-
 ROOT = Path(__file__).parents[1]
-PROCESSES = 2  # that nox gives to a run of tests
 FULL = "full or slow"
 
 
@@ -66,21 +62,21 @@ def named(path: Path) -> Iterator[str]:
 
 def defining(name: str) -> Iterator[Path]:
     """The files behind a dotted name; of a package as a whole, all of its files."""
-    whole, found = name.endswith("."), name.rstrip(".")
-    while found not in modules():
-        found, _, _ = found.rpartition(".")
-        if not found:
+    is_package, module = name.endswith("."), name.rstrip(".")
+    while module not in modules():
+        module, _, _ = module.rpartition(".")
+        if not module:
             return
-    path = modules()[found]
+    path = modules()[module]
     yield path
     if path.name != "__init__.py":
         return
-    rest = name.rstrip(".").removeprefix(found).lstrip(".")
-    word, _, more = rest.partition(".")
+    rest = name.rstrip(".").removeprefix(module).lstrip(".")
+    word, _, inner = rest.partition(".")
     target = bindings(path).get(word)
-    if target and target != f"{found}.{word}":
-        yield from defining(f"{target}.{more}".rstrip("."))
-    elif whole and not rest and path.parent != ROOT / "maxlib":
+    if target and target != f"{module}.{word}":
+        yield from defining(f"{target}.{inner}".rstrip("."))
+    elif is_package and not rest and path.parent != ROOT / "maxlib":
         yield from path.parent.rglob("*.py")
 
 
@@ -93,11 +89,11 @@ def closure(path: Path) -> set[Path]:
     """Returns a file and its dependencies, direct and indirect."""
     seen, left = set(), [path, *by_name(path)]
     while left:
-        one = left.pop()
-        if one not in seen:
-            seen.add(one)
+        file = left.pop()
+        if file not in seen:
+            seen.add(file)
             # What a facade imports matters where it is named.
-            left += [] if one.name == "__init__.py" or one.suffix != ".py" else uses(one)
+            left += [] if file.name == "__init__.py" or file.suffix != ".py" else uses(file)
     return seen
 
 
@@ -110,8 +106,8 @@ def by_name(test: Path) -> list[Path]:
     if test.name == "test_examples.py":
         return sorted((ROOT / "examples").glob("*.*"))
     family = test.stem.removeprefix("test_").removesuffix("_images")
-    found = [ROOT / "maxlib" / "models" / f"{family}.py", ROOT / "tests" / "models" / "golden" / f"{family}.npz"]
-    return [path for path in found if test.parent.name == "models" and path.exists()]
+    files = [ROOT / "maxlib" / "models" / f"{family}.py", ROOT / "tests" / "models" / "golden" / f"{family}.npz"]
+    return [path for path in files if test.parent.name == "models" and path.exists()]
 
 
 def with_full_tests() -> list[Path]:
@@ -156,53 +152,38 @@ def collected() -> dict[str, int]:
 
 def in_turn(functions: Iterable[str], groups: Iterable[Iterable[Path]], commit: int) -> list[str]:
     """Functions of the first group of files, of the second, ...; in each the one that a commit begins with differs."""
-    found: dict[str, None] = {}
+    order: dict[str, None] = {}
     for group in groups:
         names = {str(path.relative_to(ROOT)) for path in group}
-        members = [one for one in functions if one.partition("::")[0] in names]
+        members = [function for function in functions if function.partition("::")[0] in names]
         start = commit % max(1, len(members))
-        found |= dict.fromkeys(members[start:] + members[:start])
-    return list(found)
+        order |= dict.fromkeys(members[start:] + members[:start])
+    return list(order)
 
 
-def fitting(functions: Iterable[str], seconds: Mapping[str, float], limit: float) -> list[str]:
-    """The functions that fit into the limit, in order; one that does not fit is passed over."""
-    kept = []
+def fitting(functions: Iterable[str], cases: Mapping[str, int], limit: int) -> list[str]:
+    """The functions with `limit` tests in all, in order; one with too many is passed over."""
+    taken = []
     for function in functions:
-        if seconds[function] <= limit:
-            limit -= seconds[function]
-            kept.append(function)
-    return kept
+        if cases[function] <= limit:
+            limit -= cases[function]
+            taken.append(function)
+    return taken
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?", metavar="BASE")
-    parser.add_argument("--minutes", type=float, default=12.0, help="that the chosen tests may take (%(default)s)")
+    parser.add_argument("--tests", type=int, default=300, help="the most tests that are chosen (%(default)s)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="where the arguments go (stdout)")
     args = parser.parse_args()
     tests, cases, changed = with_full_tests(), collected(), differing(args.base)
-    seconds = durations.estimated(cases)
     groups = directly(tests, changed), touched(tests, changed), tests
-    kept = fitting(
-        in_turn(cases, groups, int(git("rev-parse", "HEAD")[:8], 16)), seconds, 60 * PROCESSES * args.minutes
-    )
-    print(report(in_turn(cases, groups[:2], 0), kept, seconds), file=sys.stderr)
-    (args.to.write_text if args.to else print)("\n".join(kept))
-
-
-def report(touched: list[str], kept: list[str], seconds: Mapping[str, float]) -> str:
-    """Prints the tests to run, and the affected ones that are left out."""
-    minutes = lambda functions: (
-        f"{len(functions)} functions, {sum(map(seconds.__getitem__, functions)) / 60:.0f} CPU min"
-    )
-    left = [one for one in touched if one not in set(kept)]
-    files: dict[str, list[str]] = {}
-    for one in left:
-        files.setdefault(one.partition("::")[0], []).append(one)
-    lines = [f"full tests: {minutes(list(seconds))}; touched: {minutes(touched)}; run: {minutes(kept)}"]
-    lines += [f"touched, but left out for want of time: {minutes(left)}"] * bool(left)
-    return "\n".join([*lines, *(f"  {file}: {minutes(functions)}" for file, functions in files.items())])
+    chosen = fitting(in_turn(cases, groups, int(git("rev-parse", "HEAD")[:8], 16)), cases, args.tests)
+    affected = in_turn(cases, groups[:2], 0)
+    left = sorted({function for function in affected if function not in set(chosen)})
+    print(f"{len(affected)} of {len(cases)} full tests are touched; left out:", *left, sep="\n  ", file=sys.stderr)
+    (args.to.write_text if args.to else print)("\n".join(chosen))
 
 
 if __name__ == "__main__":

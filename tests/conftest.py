@@ -1,5 +1,5 @@
-"""Set up every test: eight CPU devices, no network, shapes checked at run time, no silent broadcasting, and a
-compilation cache shared by the processes of a run.
+"""Set up every test: eight CPU devices, no network, shapes checked at run time, no silent broadcasting; a run ends with
+its wall time and its processor time.
 """
 
 import atexit
@@ -33,24 +33,32 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("MPLBACKEND", "agg")
-# pytest's workers, and processes that tests start, inherit this directory.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lines of Python that only profiles show
+# Programs that processes started by tests share. In pytest's own few come twice, and hashing them all costs more.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlib-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+import functools  # noqa: E402
 import gc  # noqa: E402
 import importlib.util  # noqa: E402
+import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 from tests import typecheck  # noqa: E402
 
 typecheck.install("maxlib")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_compilation_cache", "maxlib-tests-" not in os.environ["JAX_COMPILATION_CACHE_DIR"])
+# A fifth of what a small program takes to compile is a new context of MLIR, which all programs can share.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 jax.config.update("jax_num_cpu_devices", 8)  # so that programs of the documentation may set it
+_STARTED = time.time()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +68,7 @@ def _clear_compiled_programs():
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
 
@@ -95,6 +103,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how long the run took, and for how long it kept a processor busy, its workers and their children included."""
+    processor = sum(os.times()[:4])
+    terminalreporter.line(f"{time.time() - _STARTED:.0f} s wall time, {processor:.0f} s processor time")
     if not _ON_A_CPU:
         terminalreporter.section(f"on the {accelerators.PLATFORM}")
         for line in _RAN.lines(jax.devices()[0].device_kind):
@@ -102,9 +113,10 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything imported so far from garbage collection, which makes later collections faster."""
+    """Exempt everything imported so far from garbage collection, and collect the rest seldom."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_report_header() -> list[str]:

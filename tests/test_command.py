@@ -66,6 +66,7 @@ def test_inspect_lists_an_adapter(capsys, model, tmp_path):
     assert rows["base_model.model.model.layers.*.self_attn.q_proj.lora_A.weight"]["shape"] == [2, model.cfg.dim]
 
 
+@pytest.mark.full
 def test_a_reader_that_stops_early_is_no_error(directory):
     """As in `maxlib inspect DIR | head -1`."""
     words = [sys.executable, "-m", "maxlib", "inspect", str(directory), "--all"]

@@ -268,6 +268,7 @@ def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
     assert "step   21" in capsys.readouterr().out
 
 
+@full
 def test_reinforce_trains_on_what_it_writes(tmp_path):
     text = example("reinforce.py", "--out", tmp_path, "--steps", 2, "--prompts", 2, "--group", 4, "--tokens", 4)
     before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))

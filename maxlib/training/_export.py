@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError
 from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._restore import config_text, items_of

@@ -31,6 +31,7 @@ FAST = ("config", "generation", "layouts", "metrics", "names", "parquet", "quant
 QUICK |= dict.fromkeys((*FAST, "step_records", "tokenizer", "tokens_manifest"), 80)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", QUICK)
 def test_damaged_files_end_in_documented_errors(name, tmp_path):
     if name not in run.targets():

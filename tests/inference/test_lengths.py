@@ -89,8 +89,7 @@ def test_mixed_lengths(pair, family, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capacity", [None, 38, 64, 129, 1000])
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("name", "capacity"), zip(LENGTHS, (None, 38, 64, 129, 1000), strict=True))
 @pytest.mark.parametrize(
     ("family", "kind"), [*(("Llama", kind) for kind in SCALINGS), ("Phi3", "longrope"), ("Qwen2", "dynamic")]
 )

@@ -69,7 +69,8 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
     assert drafted.steps == max(passes) and drafted.acceptance == pytest.approx(taken / sum(passes))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
 def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
     """Others take more memory, and round otherwise than `generate` does."""
     made, model = [], type(generator.model)
@@ -83,13 +84,21 @@ def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
     assert got.texts == rounded.generate(PROMPTS, max_new_tokens=6)
 
 
-def test_texts_beyond_the_length_of_the_model_are_refused(generator):
-    longest = max(map(len, PROMPTS))
-    short = dataclasses.replace(CFG, rope=ops.Rope(8, interleaved=True, max_length=longest + 6))
-    limited = Generator(filled(lambda: deepseek.DeepSeek(short, rngs=nnx.Rngs(1))), dtype=jnp.float32)
+def as_long_as(length: int) -> Generator:
+    cfg = dataclasses.replace(CFG, rope=ops.Rope(8, interleaved=True, max_length=length))
+    return Generator(filled(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(1))), dtype=jnp.float32)
+
+
+def test_texts_beyond_the_length_of_the_model_are_refused():
+    limited = as_long_as(max(map(len, PROMPTS)) + 6)
     for generate in (limited.generate, functools.partial(speculate, limited)):
         with pytest.raises(ValueError, match="must fit the .* positions of the model"):
             generate(PROMPTS, max_new_tokens=7)
+
+
+@pytest.mark.full
+def test_texts_of_the_length_of_the_model_are_written():
+    limited = as_long_as(max(map(len, PROMPTS)) + 6)
     assert speculate(limited, PROMPTS, max_new_tokens=6).texts == limited.generate(PROMPTS, max_new_tokens=6)
 
 

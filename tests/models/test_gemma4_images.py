@@ -109,6 +109,7 @@ class TestGemma4Images(ImageConformance):
         np.testing.assert_array_equal(ends[GLOBAL][0], causal)
         np.testing.assert_array_equal(ends[LOCAL][0], np.where(is_image[0], np.asarray(blocks[1][0]), causal))
 
+    @pytest.mark.full
     def test_padding_on_either_side_changes_nothing(self, made):
         """A row of text and one with images, of different lengths, in the middle of their padding."""
         case, _, model = made("images_shared_clipped")
@@ -366,14 +367,14 @@ def test_presets_are_what_the_releases_say():
     kinds = {"e2b": tower | small, "e4b": tower | small, "26b-a4b": tower, "31b": tower, "12b": unified}
     for name, vision in kinds.items():
         cfg = gemma4.PRESETS[f"gemma4-{name}"]
-        written = cfg.to_hf()
+        written = gemma4.FIELDS.write(cfg)
         assert cfg.both_ways == (name in ("31b", "26b-a4b", "12b"))
         fields = HFConfig(
             {key: written[key] for key in ("model_type", "text_config")}
             | rest
             | {"vision_config": vision, "audio_config": hears.get(name)}
         )
-        assert gemma4.Config.from_hf(fields) == cfg, name
+        assert gemma4.FIELDS.read(fields) == cfg, name
         fields.done()
 
 

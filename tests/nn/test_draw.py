@@ -80,6 +80,7 @@ def test_parts_stand_in_the_order_in_which_they_run():
     assert names(nemotron_h.PRESETS["nemotron-3-nano-30b-a3b"], nemotron_h.NemotronH)[0] == ["norm", "mamba"]
 
 
+@pytest.mark.full
 def test_a_long_model_has_a_short_picture():
     """Equal layers of neighbouring groups are one block; a matrix with limits is a line."""
     cfg = dataclasses.replace(gemma4.PRESETS["gemma4-e2b"], audio=None)  # its encoder is not what repeats here

@@ -157,7 +157,9 @@ def once(dense: bool, gather: bool) -> dict:
     return jax.device_get(computed(layer(nn.IndexLoss(dense=dense), gather), X, SEGMENTS))
 
 
-@pytest.mark.parametrize(("dense", "gather"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("dense", "gather"), [pytest.param(True, False, marks=pytest.mark.full), (False, False), (False, True)]
+)
 def test_the_loss_and_the_output_train_different_weights(dense, gather):
     found = once(dense, gather)
     for path in found["output"]:

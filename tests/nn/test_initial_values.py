@@ -14,7 +14,7 @@ from maxlib.models import llama
 from maxlib.nn import _initial_values
 from tests.nn.tiny import LLAMA
 
-SHAPES = [(7, 9), (1, 5, 3), (64, 33), (300, 250)]  # the last has more values than the program draws
+SHAPES = [(1, 5, 3), (300, 250)]  # the last has more values than the program draws
 FAN_IN = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=1)
 
 

@@ -1,6 +1,8 @@
 """Coordinates of patches and positions of tokens against loops over images; buckets and errors."""
 
-import jax.numpy as jnp
+import functools
+
+import jax
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from maxlib.nn import vision
 from maxlib.nn.vision._patches import check_patches
 
 GRIDS = np.array([[1, 4, 6], [1, 2, 2], [1, 8, 4], [1, 6, 6]], np.int32)
+mrope_positions = jax.jit(functools.partial(vision.mrope_positions, merge=2))
 PLACES = [(0, 2), (0, 12), (1, 5), (2, 0)]  # row and place of each image's first placeholder
 BY_ROW = np.zeros((3, 2, 3), np.int32)
 BY_ROW[0], BY_ROW[1, 0], BY_ROW[2, 1] = GRIDS[:2], GRIDS[2], GRIDS[3]  # zeros are no images
@@ -42,23 +45,22 @@ def one_by_one(is_image: np.ndarray, segments: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("grids", [GRIDS, BY_ROW], ids=["one row of patches", "a row for each of tokens"])
 def test_positions_are_those_of_a_loop_over_images(grids):
     is_image, segments = placeholders()
-    got = vision.mrope_positions(jnp.asarray(is_image), jnp.asarray(grids), 2, segment_ids=jnp.asarray(segments))
+    got = mrope_positions(is_image, grids, segment_ids=segments)
     real = segments > 0
     np.testing.assert_array_equal(np.asarray(got)[real], one_by_one(is_image, segments)[real])
 
 
 def test_padding_on_the_left_and_a_start_shift_nothing_else():
     is_image, _ = placeholders()
-    alone = vision.mrope_positions(jnp.asarray(is_image), jnp.asarray(GRIDS), 2)
+    alone = np.asarray(mrope_positions(is_image, GRIDS))
     padded = np.pad(is_image, ((0, 0), (4, 0)))
-    valid = jnp.broadcast_to(jnp.arange(34) >= 4, (3, 34))
-    start = jnp.array([0, 7, 3])
-    got = vision.mrope_positions(jnp.asarray(padded), jnp.asarray(GRIDS), 2, valid=valid, start=start)
+    valid, start = np.broadcast_to(np.arange(34) >= 4, (3, 34)), np.array([0, 7, 3], np.int32)
+    got = mrope_positions(padded, GRIDS, valid=valid, start=start)
     np.testing.assert_array_equal(got[:, 4:], alone + start[:, None, None])
 
 
 def test_squares_of_patches_stand_together():
-    at = vision.patch_positions(jnp.asarray(GRIDS[None]), 100, 2)
+    at = jax.jit(vision.patch_positions, static_argnums=(1, 2))(GRIDS[None], 100, 2)
     want = []
     for i, (_, height, width) in enumerate(GRIDS):
         y, x = (

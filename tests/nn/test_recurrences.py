@@ -31,7 +31,7 @@ def kinds(*full: str):
     return pytest.mark.parametrize("kind", marked)
 
 
-@kinds("groups")
+@kinds("groups", "delta")
 def test_packed_documents_are_those_documents_alone(kind):
     packed = np.asarray(run(layer(kind), X, SEGMENTS))
     alone = np.asarray(run(layer(kind), X[:, 3:67]))
@@ -40,7 +40,7 @@ def test_packed_documents_are_those_documents_alone(kind):
     assert np.abs(packed[:, 67:76] - leaked[:, 67:76]).max() > 0.1 * alone.std()  # it does make a difference
 
 
-@kinds("mamba")
+@kinds("mamba", "delta")
 def test_pieces_with_a_cache_are_the_whole(kind):
     """Rows of different lengths: many tokens at once, then one by one, and a row that is used again."""
     one = layer(kind)
@@ -61,7 +61,7 @@ def test_pieces_with_a_cache_are_the_whole(kind):
     np.testing.assert_allclose(y, want[:, :1], atol=2e-5 * want.std())
 
 
-@kinds("groups", "convolution")
+@kinds("groups", "convolution", "delta")
 def test_eight_devices_are_one(kind):
     """Rows, heads and tokens over two devices each, and documents over the border."""
     want = run(layer(kind), X, SEGMENTS)

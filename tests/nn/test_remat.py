@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models import llama
-from tests.nn.tiny import LLAMA, filled_llama, tokens
+from tests.nn.tiny import LLAMA, filled, filled_llama, tokens
 from tests.training.tiny import QUICKLY
 
 B, T, L = 2, 8, 3
@@ -87,8 +87,10 @@ def test_what_lies_on_the_host_comes_back():
         np.testing.assert_allclose(got[path], g, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
 
+@functools.cache
 def in_periods(period: int = 2) -> nn.Stack:
-    return nn.Stack(lambda _, rngs: llama.Block(LLAMA, rngs=rngs), [i % period for i in range(4)], rngs=nnx.Rngs(0))
+    kinds = [i % period for i in range(4)]
+    return filled(lambda: nn.Stack(lambda _, rngs: llama.Block(LLAMA, rngs=rngs), kinds, rngs=nnx.Rngs(0)))
 
 
 def run(stack, x):

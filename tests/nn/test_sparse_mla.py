@@ -31,14 +31,19 @@ def run(layer, x, segment_ids=None):
 
 def test_the_best_keys_of_each_document_are_chosen():
     """Against scores of the definition, query by query."""
-    indexer, ctx = layer().indexer, nn.context(2, SEQ, segment_ids=jnp.asarray(SEGMENTS))
+    indexer = layer().indexer
     latent = np.random.default_rng(1).normal(size=(2, SEQ, 12)).astype(np.float32)
-    keys = indexer.keys(jnp.asarray(X), ctx)
-    bounds = ctx.key_intervals(ops.Causal())
-    chosen = indexer.choose(indexer.index(jnp.asarray(X), jnp.asarray(latent), keys, ctx), bounds)
-    got = np.asarray(chosen.among_all(SEQ))
-    q = np.asarray(indexer._rotate(indexer.q(jnp.asarray(latent)), ctx), np.float64)
-    weight, keys = X.astype(np.float64) @ np.asarray(indexer.weight.w[...], np.float64).T, np.asarray(keys, np.float64)
+
+    @jax.jit
+    def choice(x, latent, segment_ids):
+        ctx = nn.context(2, SEQ, segment_ids=segment_ids)
+        keys = indexer.keys(x, ctx)
+        chosen = indexer.choose(indexer.index(x, latent, keys, ctx), ctx.key_intervals(ops.Causal()))
+        return chosen.among_all(SEQ), indexer._rotate(indexer.q(latent), ctx), keys
+
+    got, q, keys = jax.device_get(choice(X, latent, SEGMENTS))
+    q, keys = q.astype(np.float64), keys.astype(np.float64)
+    weight = X.astype(np.float64) @ np.asarray(indexer.weight.w[...], np.float64).T
     for b, t in np.ndindex(2, SEQ):
         visible = [s for s in range(t + 1) if SEGMENTS[b, s] == SEGMENTS[b, t] > 0]
         score = lambda s, b=b, t=t: weight[b, t] @ np.maximum(q[b, t] @ keys[b, s], 0)

@@ -11,7 +11,7 @@ from flax import nnx
 from maxlib import nn, ops, sharding
 from maxlib.models import llama
 from maxlib.nn.stack._storage import find_groups, number_kinds
-from tests.nn.tiny import LLAMA
+from tests.nn.tiny import LLAMA, filled
 
 # Values in which equal layers must agree: none, and some that make groups of all kinds.
 GROUPINGS = {
@@ -50,7 +50,7 @@ def build(kinds=ALIKE, groups="aaaaaaa"):
     return nn.Stack(make, list(zip(kinds, groups, strict=True)), rngs=nnx.Rngs(3))
 
 
-@pytest.mark.parametrize("kinds", [pytest.param(KINDS[0], marks=pytest.mark.full), *KINDS[1:]], ids=str)
+@pytest.mark.parametrize("kinds", [*(pytest.param(k, marks=pytest.mark.full) for k in KINDS[:2]), KINDS[2]], ids=str)
 def test_groups_change_neither_values_nor_results(kinds):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4))
     results = []
@@ -349,14 +349,16 @@ def test_a_layer_taken_out_of_a_scan_refuses_changes():
 
 
 def test_a_part_of_a_scanned_block_without_arrays_is_that_of_all_its_layers():
-    stack = nn.Stack(lambda _, rngs: llama.Block(LLAMA, rngs=rngs), 3, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (1, 9, LLAMA.dim))
-    before, window = stack(x, nn.context(1, 9))[0], ops.Causal() & ops.SlidingWindow(2)
+    stack = filled(lambda: nn.Stack(lambda _, rngs: llama.Block(LLAMA, rngs=rngs), 3, rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).normal(size=(1, 9, LLAMA.dim)).astype(np.float32)
+    run = jax.jit(lambda stack, x: stack(x, nn.context(1, 9))[0])
+    before, window = run(stack, x), ops.Causal() & ops.SlidingWindow(2)
     alone = stack.unstacked()
     for layer in alone:
         layer.attn.mask = window
     stack.groups[0][0].attn.mask = window
-    found = stack(x, nn.context(1, 9))[0]
-    np.testing.assert_allclose(found, alone(x, nn.context(1, 9))[0], atol=1e-5)
-    assert float(jnp.abs(found - before).max()) > 1e-2
-    assert [one.kind for one in nn.cache.layer_caches(stack.init_cache(1, 9))] == ["ring"]
+    windowed = run(stack, x)
+    np.testing.assert_allclose(windowed, run(alone, x), atol=1e-5)
+    assert np.abs(windowed - before).max() > 1e-2
+    caches = jax.eval_shape(lambda: stack.init_cache(1, 9))
+    assert [cache.kind for cache in nn.cache.layer_caches(caches)] == ["ring"]

@@ -72,7 +72,7 @@ def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
       params: parameters, gradients or a moment.
       model: the model they belong to.
     """
-    return _by_layer(_norms(params, nn.tree.axes(model)), groupings(model))
+    return _by_layer(_norms(params, nn.tree.axes(model)), nn.tree.groupings(model))
 
 
 class LayerStatistics:
