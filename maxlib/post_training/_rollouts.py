@@ -72,7 +72,7 @@ def completion_batch(
     images: Sequence[Any] | None = None,
     blank: nn.vision.Patches | None = None,
 ) -> Row:
-    """Makes a batch for `policy_loss`: one prompt and one completion in each row.
+    """Makes a batch for a `PolicyLoss`: one prompt and one completion in each row.
 
     A completion includes the token that ended it, as returned by `Generator` and engines, so that the model learns to
     stop.
@@ -94,12 +94,13 @@ def completion_batch(
         ValueError: when a row is longer than `length` or has more images than `blank`, numbers disagree, samplers
             differ, ids are no integers from 0 to 2147483647, or an advantage is not finite.
     """
-    drawn = [one for one in completions if isinstance(one, Completion)]
-    samplers = ({one.sampler for one in drawn} | {sampler}) - {None}
+    drawn = [completion for completion in completions if isinstance(completion, Completion)]
+    samplers = ({completion.sampler for completion in drawn} | {sampler}) - {None}
     if len(samplers) > 1 or len(drawn) not in (0, len(completions)):
         raise ValueError(f"all completions of a batch must come from one engine and one sampler, got {samplers}")
     if drawn:
-        completions, sampler_log_probs = [one.tokens for one in drawn], [one.log_probs for one in drawn]
+        completions = [completion.tokens for completion in drawn]
+        sampler_log_probs = [completion.log_probs for completion in drawn]
     advantages = np.asarray(advantages, np.float32).reshape(-1)
     if not len(prompts) == len(completions) == len(advantages):
         counts = f"{len(prompts)} prompts, {len(completions)} completions, {len(advantages)} advantages"
