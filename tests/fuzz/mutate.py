@@ -174,11 +174,11 @@ def _arguments(data: bytes, rng: random.Random) -> bytes:
 
 NUMBERS = [-2, -1, 0, 1, 2, 3, 7, 8, 16, 255, 1 << 20, 1 << 31, 1 << 64, 10**40]
 WORDS = """
-    data fsdp tensor context expert stage dcn pp pp:8 pp:0 pp:3x2 dp tp fsdp_tp ep cp_ring cp_ulysses cp_gather zero1
-    --mesh --dcn --strategy --remat --attention --optimizer --loss --batch --lora --base --flags --accumulate --sequence
-    --per-device-batch-size --gradients --target none full dots keep offload q k v rank alpha dora rslora int8 nf4 bfloat16
+    data fsdp tensor context expert stage dcn pp pp:8 pp:0 pp:3x2 pp_1f1b:4 dp tp fsdp_tp ep cp_ring cp_ulysses cp_gather zero1
+    --mesh --dcn --strategy --remat --attention --optimizer --loss --batch --lora --base --flags --microbatches --sequence
+    --per-device-batch-size --target none full dots keep offload q k v rank alpha dora rslora int8 nf4 bfloat16
     adamw sgd splash chunked cudnn 1f1b nan inf 1e400 -inf 0.3 ..x:y json:dumps json: :x os.path:join x:y.z
-    maxlib.training:accumulate llama3-8b gpt2 cpu h100x8 v5p-8 v5e-16x2 v6e-0 v5p:2x2x2 tpu-overlap gpu-overlap = , : +
+    maxlib.training:evaluate llama3-8b gpt2 cpu h100x8 v5p-8 v5e-16x2 v6e-0 v5p:2x2x2 tpu-overlap gpu-overlap = , : +
     - -- é \x00 ../../etc/passwd
 """.split()  # noqa: SIM905
 _BY_KIND = {

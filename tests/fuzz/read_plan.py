@@ -13,8 +13,8 @@ from tests.fuzz.run import Target
 COMMANDS = [
     "llama3-8b --target h100x16 --sequence 4096 --mesh fsdp=-1,tensor=2 --dcn data=2 --strategy fsdp_tp --remat full",
     "llama3-70b --target v5p-128 --per-device-batch-size 0.5 --mesh fsdp=8 context=8 --strategy fsdp+cp_ring",
-    "llama3-70b --target v5e-256x2 --dcn data=-1 --flags tpu-overlap --accumulate 2 --attention splash",
-    "mixtral-8x7b --target h200x32 --strategy ep+pp:8x2 --mesh stage=4,expert=8 --gradients 1f1b",
+    "llama3-70b --target v5e-256x2 --dcn data=-1 --flags tpu-overlap --microbatches 2 --attention splash",
+    "mixtral-8x7b --target h200x32 --strategy ep+pp_1f1b:8x2 --mesh stage=4,expert=8",
     "llama3-8b --target h100x8 --lora rank=16,alpha=32,dora --base nf4 --remat q,k,v=offload --optimizer sgd",
     "llama3-8b --target cpu --loss maxlib.training:NextToken --batch a.b:c --search --compile 2",
 ]

@@ -63,9 +63,9 @@ def test_both_answers_have_the_images_of_their_prompt(documents, processor):  # 
 
 
 def test_what_does_not_fit_is_an_error_or_left_out(documents, processor, tokenizer):  # noqa: F811
-    with pytest.raises(ValueError, match="a document has images: pad it with images="):
+    with pytest.raises(ValueError, match="A document has images: pad it with images="):
         data.pad(documents, length=LENGTH)[0]
-    with pytest.raises(ValueError, match="must fit 8 patches and 2 images of a row, got 24 and 2"):
+    with pytest.raises(ValueError, match="must fit a row of 8 patches and 2 images, got 24 and 2"):
         data.pad(documents, length=LENGTH, images=processor.blank(8))[1]
     with pytest.raises(ValueError, match="does not fit a row of 8"):  # placeholders are never cut
         data.pad(documents, length=8, images=processor.blank(PATCHES), overlong="truncate")[1]
@@ -178,7 +178,7 @@ def test_answers_need_images_that_can_be_rows(processor):  # noqa: F811
         make(images=[None, None], blank=blank)
     with pytest.raises(ValueError, match="must be nn.vision.Patches, .*, got ndarray"):
         make(images=[np.zeros((1, 3, 8, 8))], blank=blank)
-    with pytest.raises(ValueError, match="must fit 40 patches and 10 images of a row, got 48 and 1"):
+    with pytest.raises(ValueError, match="must fit a row of 40 patches and 10 images, got 48 and 1"):
         make(images=[nn.vision.Patches(np.zeros((48, 48), np.float32), np.array([[1, 6, 8]]))], blank=blank)
     assert not make(images=[None], blank=blank)["images"].grids.any()
 
