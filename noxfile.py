@@ -273,8 +273,6 @@ def kernels(session: nox.Session, jax: str) -> None:
     if jax == "0.11.2":  # the one that jax-linear-attention needs
         session.install("-e", ".[tests,cuda,linear-attention]", f"jax[cuda13]=={jax}")
         session.run("pytest", "-m", "", "tests/ops/test_jax_linear_attention.py")
-    session.install("-e", ".[tests,cuda,fla]", f"jax[cuda13]=={jax}")
-    session.run("pytest", "-m", "", "tests/ops/test_fla.py")
 
 
 @nox.session

@@ -1,6 +1,7 @@
 """The API pages list every public name once, and each has a page of its own whose file no system confuses."""
 
 import importlib
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,13 @@ def api():
 @pytest.fixture(scope="module")
 def listed(api) -> list[tuple[str, str]]:
     return [(module, name) for page in GROUPS for module, names in api.listed(page.read_text()) for name in names]
+
+
+def test_listed_names_exist():
+    text = "\n".join(page.read_text() for page in GROUPS)
+    blocks = re.findall(r"^```\{api\} (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names = [(module, name) for module, names in blocks for name in names.split() if name != "*"]
+    assert [pair for pair in names if not hasattr(importlib.import_module(pair[0]), pair[1])] == []
 
 
 def test_every_name_has_one_page(api, listed):

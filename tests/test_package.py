@@ -93,7 +93,6 @@ def imported() -> tuple[set[str], set[str]]:
         "absl": "absl-py",
         "pil": "pillow",
         "jla": "jax-linear-attention",
-        "fla": "fla-core",
     }
     at_once, used = set(), set()
     for path in (ROOT / "maxlib").rglob("*.py"):

@@ -32,7 +32,7 @@ def attend(params: Params, x: jax.Array, segments: jax.Array) -> jax.Array:
     index = jnp.broadcast_to(jnp.arange(length), segments.shape)
     same = segments[:, :, None] == segments[:, None, :]  # B T S; one line, where a data pipeline would know the starts
     start, end = jnp.argmax(same, -1), length - jnp.argmax(same[..., ::-1], -1)
-    bounds = ops.key_intervals(ops.Causal() & ops.SlidingWindow(8), ops.Tokens(index, start, end))
+    bounds = ops.key_intervals(ops.Causal() & ops.SlidingWindow(8), ops.TokenPositions(index, start, end))
     y = ops.attention(q, k, v, k_start=bounds[0], k_end=bounds[1])  # B T N H
     return jnp.einsum("btnh,nhd->btd", y, params["o"])
 

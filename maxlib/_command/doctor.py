@@ -23,7 +23,6 @@ EXTRAS = {
     "cuda": "jax-cuda13-plugin",
     "eval": "lm-eval",
     "examples": "matplotlib",
-    "fla": "fla-core",
     "gcs": "gcsfs",
     "gguf": "gguf",
     "hf": "datasets",

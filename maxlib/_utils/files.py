@@ -40,3 +40,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} must be a JSON object, got a {type(data).__name__}")
     return data
+
+
+def read_json(line: str) -> Any:
+    """Reads one line of a log; None if it is truncated or damaged."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a JSON value is a number within the range of float64."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64)

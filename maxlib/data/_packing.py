@@ -135,7 +135,8 @@ class _Pieces(grain.IterDataset):
 
     def __init__(self, parent: grain.IterDataset, length: int, overlong: Policies, room: Room, *, cut: bool):
         super().__init__(parent)
-        self._length, self._overlong, self._room, self._cut = length, overlong, room, cut
+        self._length, self._room, self._cut = length, room, cut
+        self._overlong: Policies = overlong
 
     def __iter__(self) -> grain.DatasetIterator:
         return _PiecesIterator(iter(self._parent), self._length, self._overlong, self._room, cut=self._cut)
@@ -146,7 +147,8 @@ class _PiecesIterator(CountingIterator):
 
     def __init__(self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool):
         super().__init__(parent)
-        self._length, self._overlong, self._room, self._cut = length, overlong, room, cut
+        self._length, self._room, self._cut = length, room, cut
+        self._overlong: Policies = overlong
         self._pieces: list[Row] = []
         self._returned, self._before = 0, (parent.get_state(), Counter(self.counts))
 

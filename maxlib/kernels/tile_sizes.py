@@ -20,14 +20,14 @@ class TileSizes:
         """Checks fields, or all of them that are numbers.
 
         Args:
-          multiple: number of which each field must be a multiple.
-          *names: names of the fields; default: all that are not passes.
-          least: smallest value.
+            multiple: Number of which each field must be a multiple.
+            *names: Names of the fields; default: all that are not passes.
+            least: Smallest value.
 
         Raises:
-          ValueError: when a field is something else.
+            ValueError: When a field is something else.
         """
-        for name in names or [one.name for one in dataclasses.fields(self)]:
+        for name in names or [field.name for field in dataclasses.fields(self)]:
             value = getattr(self, name)
             for size in value if isinstance(value, tuple) else (value,):
                 if not isinstance(size, int) or size < least or size % multiple:
@@ -48,13 +48,13 @@ class TileSizes:
         return list(dict.fromkeys([self, *filter(None, map(self._replaced, self._changes()))]))
 
     def _changes(self) -> Iterator[dict[str, Any]]:
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         numbers = {name: x for name, x in fields.items() if isinstance(x, (int, tuple))}
         for factors in itertools.product((1, 0.5, 2), repeat=len(numbers)):
             yield {name: _times(x, by) for (name, x), by in zip(numbers.items(), factors, strict=True)}
-        for name, part in fields.items():
-            if isinstance(part, TileSizes):
-                yield from ({name: other} for other in part.neighbours()[1:])
+        for name, value in fields.items():
+            if isinstance(value, TileSizes):
+                yield from ({name: other} for other in value.neighbours()[1:])
 
     def _replaced(self: T, changes: dict[str, Any]) -> T | None:
         try:
@@ -67,24 +67,24 @@ class TileSizes:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls: type[T], found: dict[str, Any]) -> T:
+    def from_json(cls: type[T], entries: dict[str, Any]) -> T:
         """Inverts `to_json`.
 
         Raises:
-          ValueError, TypeError, AttributeError: when `found` does not describe such sizes.
+            ValueError, TypeError, AttributeError: When `found` does not describe such sizes.
         """
         hints = typing.get_type_hints(cls)
-        return cls(**{name: _read(hints[name], x) for name, x in found.items() if name in hints})
+        return cls(**{name: _read(hints[name], x) for name, x in entries.items() if name in hints})
 
 
 def _times(x: Any, by: float) -> Any:
-    return tuple(max(1, int(one * by)) for one in x) if isinstance(x, tuple) else max(1, int(x * by))
+    return tuple(max(1, int(size * by)) for size in x) if isinstance(x, tuple) else max(1, int(x * by))
 
 
 def _read(hint: Any, x: Any) -> Any:
     """Reads the value of a field of type `hint`: a number, a tuple of numbers, sizes, or sizes or None."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, TileSizes)]
     if kinds and x is not None:
-        same = [kind for kind in kinds if {one.name for one in dataclasses.fields(kind)} == x.keys()]
+        same = [kind for kind in kinds if {field.name for field in dataclasses.fields(kind)} == x.keys()]
         return (same or kinds)[0].from_json(x)
     return tuple(x) if isinstance(x, list) else x

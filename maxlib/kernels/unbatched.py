@@ -18,11 +18,11 @@ def unbatched(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     Returns:
         The wrapped function.
     """
-    one = jax.custom_batching.custom_vmap(kernel)
+    mapped = jax.custom_batching.custom_vmap(kernel)
 
-    @one.def_vmap
+    @mapped.def_vmap
     def _(size: int, is_batched: list[bool], *arrays: Any):
-        pick = lambda i: [a[i] if batched else a for a, batched in zip(arrays, is_batched, strict=True)]
-        return jnp.stack([one(*pick(i)) for i in range(size)]), True
+        pairs = list(zip(arrays, is_batched, strict=True))
+        return jnp.stack([mapped(*(a[i] if batched else a for a, batched in pairs)) for i in range(size)]), True
 
-    return one
+    return mapped

@@ -47,14 +47,14 @@ def asking(kernel: Callable[..., jax.Array], vmem: int | None) -> Callable[..., 
 
 def _with_vmem(traced: ClosedJaxpr, vmem: int) -> ClosedJaxpr:
     """Returns a traced function whose kernels, also inside of jitted functions, ask for so many bytes."""
-    equations = [one.replace(params=_params(one, vmem)) for one in traced.jaxpr.eqns]
+    equations = [eqn.replace(params=_params(eqn, vmem)) for eqn in traced.jaxpr.eqns]
     return traced.replace(jaxpr=traced.jaxpr.replace(eqns=equations))
 
 
-def _params(one: Any, vmem: int) -> dict[str, Any]:
-    if one.primitive.name == "pallas_call":
-        return one.params | {
-            "compiler_params": dataclasses.replace(one.params["compiler_params"], vmem_limit_bytes=vmem)
+def _params(eqn: Any, vmem: int) -> dict[str, Any]:
+    if eqn.primitive.name == "pallas_call":
+        return eqn.params | {
+            "compiler_params": dataclasses.replace(eqn.params["compiler_params"], vmem_limit_bytes=vmem)
         }
-    inner = one.params.get("jaxpr")
-    return one.params | {"jaxpr": _with_vmem(inner, vmem)} if isinstance(inner, ClosedJaxpr) else one.params
+    inner = eqn.params.get("jaxpr")
+    return eqn.params | {"jaxpr": _with_vmem(inner, vmem)} if isinstance(inner, ClosedJaxpr) else eqn.params

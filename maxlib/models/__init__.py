@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from maxlib.weights import presets as presets
 
 _LISTS = ("families", "presets")
-_FAMILIES = tuple(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+_FAMILIES = tuple(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def __getattr__(name: str):

@@ -76,24 +76,24 @@ def show(rows: list[Row]) -> None:
     if console.is_terminal:
         console.print(table(grouped(rows)))
     else:
-        Console(width=WIDEST).print(table([[one] for one in rows]))
+        Console(width=WIDEST).print(table([[row] for row in rows]))
 
 
 def table(groups: list[list[Row]]) -> Table:
-    found = Table(box=box.SIMPLE, padding=(0, 1), show_lines=any(len(group) > 1 for group in groups))
+    shown = Table(box=box.SIMPLE, padding=(0, 1), show_lines=any(len(group) > 1 for group in groups))
     for title, options in SHOWN.items():
-        found.add_column(title, **options)
+        shown.add_column(title, **options)
     for group in groups:
         sizes = [(r.preset, short(r.total), short(r.active) if r.active < r.total else "") for r in group]
-        found.add_row(*map("\n".join, zip(*sizes, strict=True)), described(group[0]))
-    return found
+        shown.add_row(*map("\n".join, zip(*sizes, strict=True)), described(group[0]))
+    return shown
 
 
-def described(one: Row) -> str:
+def described(preset: Row) -> str:
     """Returns what a preset is made of, as one line."""
-    attention, features, caches, images, audio = one.kind
-    parts = (attention, features, f"{caches} caches", "images" if images else "", "audio" if audio else "")
-    return f"{one.family}: {'; '.join(part for part in parts if part)}"
+    attention, features, caches, images, audio = preset.kind
+    cells = (attention, features, f"{caches} caches", "images" if images else "", "audio" if audio else "")
+    return f"{preset.family}: {'; '.join(cell for cell in cells if cell)}"
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
         parser.error(f"no family {', '.join(unknown)}; there are {', '.join(known)}")
     todo = [(known[name], preset) for name in args.family or known for preset in known[name].presets]
     progress = Console(stderr=True)
-    rows = [row(*one) for one in track(todo, "reading models", console=progress, transient=True)]
+    rows = [row(family, preset) for family, preset in track(todo, "reading models", console=progress, transient=True)]
     print(markdown(rows)) if args.markdown else show(rows)
 
 

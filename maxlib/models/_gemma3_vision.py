@@ -12,36 +12,26 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
-from maxlib.weights import REQUIRED, Ignore, ModelConfig, Renamed, Table, Weight, hf, names
-
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
+from maxlib.weights import REQUIRED, Field, Fields, Ignore, Renamed, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision(ModelConfig):
+class Vision:
     """Sizes of the encoder, and the placeholders of an image in the text: `num_tokens` times `image_token`."""
 
-    fixed = {
-        IN + "model_type": "siglip_vision_model",
-        IN + "num_channels": 3,
-        IN + "hidden_act": "gelu_pytorch_tanh",
-        IN + "vision_use_head": (False, True),  # a pooling head that Gemma 3 never calls
-    }
-
-    dim: int = hf(IN + "hidden_size", 1152, absent=REQUIRED)
-    mlp_dim: int = hf(IN + "intermediate_size", 4304, absent=REQUIRED)
-    num_layers: int = hf(IN + "num_hidden_layers", 27, absent=REQUIRED)
-    num_heads: int = hf(IN + "num_attention_heads", 16, absent=REQUIRED)
-    image_size: int = hf(IN + "image_size", 896, absent=REQUIRED)
-    patch_size: int = hf(IN + "patch_size", 14, absent=REQUIRED)
-    norm_eps: float = hf(IN + "layer_norm_eps", 1e-6)
-    num_tokens: int = hf("mm_tokens_per_image", 256)
-    image_token: int = hf("image_token_index", 262_144)
-    begin_token: int = hf("boi_token_index", 255_999)
-    end_token: int = hf("eoi_token_index", 256_000)
+    dim: int = 1152
+    mlp_dim: int = 4304
+    num_layers: int = 27
+    num_heads: int = 16
+    image_size: int = 896
+    patch_size: int = 14
+    norm_eps: float = 1e-6
+    num_tokens: int = 256
+    image_token: int = 262_144
+    begin_token: int = 255_999
+    end_token: int = 256_000
 
     def __post_init__(self):
-        super().__post_init__()
         if self.num_tokens * (self.pool * self.patch_size) ** 2 != self.image_size**2:
             raise ValueError(
                 f"num_tokens must be a square whose root divides the {self.image_size} / {self.patch_size} patches of a "
@@ -55,8 +45,16 @@ class Vision(ModelConfig):
 
     def tower(self, rngs: nnx.Rngs) -> "SigLIP":
         """Builds the encoder."""
-        sizes = {name: getattr(self, name) for name in ("num_layers", "num_heads", "image_size", "patch_size")}
-        return SigLIP(self.dim, self.mlp_dim, **sizes, eps=self.norm_eps, rngs=rngs)
+        return SigLIP(
+            self.dim,
+            self.mlp_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            eps=self.norm_eps,
+            rngs=rngs,
+        )
 
     def projector(self, dim: int, rngs: nnx.Rngs) -> "PoolProjector":
         """Builds the projector to a text model of width `dim`."""
@@ -96,8 +94,11 @@ class SigLIP(nnx.Module):
         init = nnx.initializers.normal(dim**-0.5)
         positions = init(rngs.params(), ((image_size // patch_size) ** 2, dim), jnp.float32)
         self.positions = nnx.Param(positions, axes=("position", "embed"))
-        make = lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, num_heads=num_heads, eps=eps, rngs=rngs)
-        self.layers = nn.Stack(make, num_layers, rngs=rngs)
+        self.layers = nn.Stack(
+            lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, num_heads=num_heads, eps=eps, rngs=rngs),
+            num_layers,
+            rngs=rngs,
+        )
         self.norm = nn.LayerNorm(dim, eps=eps)
 
     def __call__(
@@ -139,6 +140,36 @@ class PoolProjector(nnx.Module):
         # P = (side * pool)^2 patches, in rows -> the means of side^2 squares.
         x = x.reshape(I, side, self.pool, side, self.pool, E).mean(axis=(2, 4))
         return self.proj(self.norm(x.reshape(I, side * side, E)))
+
+
+FIELDS = Fields(
+    Vision,
+    [
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("num_layers", "num_hidden_layers"),
+                Field("num_heads", "num_attention_heads"),
+                Field("image_size"),
+                Field("patch_size"),
+                Field("norm_eps", "layer_norm_eps"),
+            ],
+        ),
+        Field("num_tokens", "mm_tokens_per_image"),
+        Field("image_token", "image_token_index"),
+        Field("begin_token", "boi_token_index"),
+        Field("end_token", "eoi_token_index"),
+    ],
+    fixed={
+        "vision_config.model_type": "siglip_vision_model",
+        "vision_config.num_channels": 3,
+        "vision_config.hidden_act": "gelu_pytorch_tanh",
+        "vision_config.vision_use_head": (False, True),  # a pooling head that Gemma 3 never calls
+    },
+    absent=dict.fromkeys(("dim", "mlp_dim", "num_layers", "num_heads", "image_size", "patch_size"), REQUIRED),
+)
 
 
 def table() -> Table:

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from maxlib.weights import HFConfig, ModelConfig, hf
-
-IN = "audio_config."  # prefix of the fields of the encoder in config.json
+from maxlib.weights import Field, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sound(ModelConfig):
+class Sound:
     """What both kinds of encoder have: the tokens of a clip.
 
     Attributes:
@@ -17,18 +15,10 @@ class Sound(ModelConfig):
     """
 
     unified: ClassVar[bool]
-
-    audio_token: int = hf("audio_token_id", 258_881)
-    begin_token: int = hf("boa_token_id", 256_000)
-    end_token: int = hf("eoa_token_index", 258_883)
-    norm_eps: float = hf(IN + "rms_norm_eps", 1e-6)
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> Any:
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        found = super().from_hf(fields)
-        fields.require("eoa_token_id", found.end_token)  # another name in the releases
-        return found
+    audio_token: int = 258_881
+    begin_token: int = 256_000
+    end_token: int = 258_883
+    norm_eps: float = 1e-6
 
     def check(self, text: Any) -> None:
         """Raises ValueError for a text model, a `gemma4.Config`, that these settings do not fit."""
@@ -46,27 +36,22 @@ class Audio(Sound):
     """Sizes of the encoder of E2B and E4B."""
 
     unified = False
-    model_types = ("gemma4",)
-    architecture = "Gemma4ForConditionalGeneration"
-    fixed = {IN + "model_type": "gemma4_audio", IN + "hidden_act": "silu"}
-    fixed_if_present = {IN + "attention_invalid_logits_value": (-1e9,)}  # a score that hides a key
 
-    dim: int = hf(IN + "hidden_size", 1024)
-    num_layers: int = hf(IN + "num_hidden_layers", 12)
-    num_heads: int = hf(IN + "num_attention_heads", 8)
-    filters: tuple[int, ...] = hf(IN + "subsampling_conv_channels", (128, 32))  # of both convolutions
-    taps: int = hf(IN + "conv_kernel_size", 5)  # of the convolution in a layer
-    residual_weight: float = hf(IN + "residual_weight", 0.5)  # of both MLPs of a layer
-    chunk: int = hf(IN + "attention_chunk_size", 12)  # frames that are computed together
-    context_left: int = hf(IN + "attention_context_left", 13)  # one more than the frames that a frame attends to
-    context_right: int = hf(IN + "attention_context_right", 0)  # one more than the later ones; 0: none
-    softcap: float = hf(IN + "attention_logit_cap", 50.0)
-    clipped: bool = hf(IN + "use_clipped_linears", True)  # linear layers have stored bounds
-    bound: float = hf(IN + "gradient_clipping", 1e10)  # of what goes into norms
-    out_dim: int = hf(IN + "output_proj_dims", 1536)
+    dim: int = 1024
+    num_layers: int = 12
+    num_heads: int = 8
+    filters: tuple[int, ...] = (128, 32)  # of both convolutions
+    taps: int = 5  # of the convolution in a layer
+    residual_weight: float = 0.5  # of both MLPs of a layer
+    chunk: int = 12  # frames that are computed together
+    context_left: int = 13  # one more than the frames that a frame attends to
+    context_right: int = 0  # one more than the later ones; 0: none
+    softcap: float = 50.0
+    clipped: bool = True  # linear layers have stored bounds
+    bound: float = 1e10  # of what goes into norms
+    out_dim: int = 1536
 
     def __post_init__(self):
-        super().__post_init__()
         if self.dim % 2 or self.dim % self.num_heads:
             got = f"{self.dim} and {self.num_heads}"
             raise ValueError(f"dim (hidden_size) must be even and a multiple of num_attention_heads, got {got}")
@@ -97,29 +82,61 @@ class UnifiedAudio(Sound):
     """Sizes of what the 12B model has in place of an encoder."""
 
     unified = True
-    model_types = ("gemma4_unified",)
-    architecture = "Gemma4UnifiedForConditionalGeneration"
-    fixed = {IN + "model_type": "gemma4_unified_audio"}
 
-    frame_dim: int = hf(IN + "audio_embed_dim", 640)  # samples of a token
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "UnifiedAudio":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        found = super().from_hf(fields)
-        for name in ("audio_samples_per_token", "output_proj_dims", "hidden_size"):  # the same by other names
-            fields.nested("audio_config").require(name, found.frame_dim)
-        return found
+    frame_dim: int = 640  # samples of a token
 
     def num_tokens(self, lengths: Any) -> Any:
         """Returns the number of vectors of clips of so many frames: as many."""
         return lengths
 
 
-def read_audio(fields: HFConfig) -> Audio | UnifiedAudio | None:
-    """Reads the sound settings of a config; None if it says nothing."""
-    fields.ignore("audio_ms_per_token")  # of processors
-    if fields.take("audio_config", None, kind=dict) is not None:
-        return (UnifiedAudio if fields.take("model_type") == "gemma4_unified" else Audio).from_hf(fields)
-    fields.ignore("audio_token_id", *(f"{name}_token_{end}" for name in ("boa", "eoa") for end in ("id", "index")))
-    return None
+_TOKENS = [
+    Field("audio_token", "audio_token_id"),
+    Field("begin_token", "boa_token_id"),
+    Field("end_token", "eoa_token_index"),
+]
+AUDIO = Fields(
+    Audio,
+    [
+        *_TOKENS,
+        *fields.under(
+            "audio_config",
+            [
+                Field("norm_eps", "rms_norm_eps"),
+                Field("dim", "hidden_size"),
+                Field("num_layers", "num_hidden_layers"),
+                Field("num_heads", "num_attention_heads"),
+                Field("filters", "subsampling_conv_channels"),
+                Field("taps", "conv_kernel_size"),
+                Field("residual_weight"),
+                Field("chunk", "attention_chunk_size"),
+                Field("context_left", "attention_context_left"),
+                Field("context_right", "attention_context_right"),
+                Field("softcap", "attention_logit_cap"),
+                Field("clipped", "use_clipped_linears"),
+                Field("bound", "gradient_clipping"),
+                Field("out_dim", "output_proj_dims"),
+            ],
+        ),
+    ],
+    fixed={"audio_config.model_type": "gemma4_audio", "audio_config.hidden_act": "silu"},
+    fixed_if_present={
+        "audio_config.attention_invalid_logits_value": -1e9,  # a score that hides a key
+        "eoa_token_id": lambda c: c.end_token,  # another name in the releases
+    },
+)
+UNIFIED = Fields(
+    UnifiedAudio,
+    [
+        *_TOKENS,
+        *fields.under("audio_config", [Field("norm_eps", "rms_norm_eps"), Field("frame_dim", "audio_embed_dim")]),
+    ],
+    fixed={"audio_config.model_type": "gemma4_unified_audio"},
+    fixed_if_present={
+        "eoa_token_id": lambda c: c.end_token,
+        # The width of a frame by other names.
+        "audio_config.audio_samples_per_token": lambda c: c.frame_dim,
+        "audio_config.output_proj_dims": lambda c: c.frame_dim,
+        "audio_config.hidden_size": lambda c: c.frame_dim,
+    },
+)

@@ -31,7 +31,7 @@ def table(cfg: Any) -> Table:
         Weight("post_per_layer_input_norm.weight", "per_layer.norm.scale"),
     ]
     text = "model.language_model" if cfg.encoders else "model"
-    own = [
+    per_layer = [
         Weight(f"{text}.embed_tokens_per_layer.weight", "per_layer.embed.w"),
         Weight(f"{text}.per_layer_model_projection.weight", "per_layer.proj.w"),
         Weight(f"{text}.per_layer_projection_norm.weight", "per_layer.norm.scale"),
@@ -43,9 +43,9 @@ def table(cfg: Any) -> Table:
     unread = (() if cfg.vision else SEES) + (() if cfg.audio else HEARS)
     ignored += [Ignore(f"model.{name}.*") for name in unread]
     if not cfg.encoders:
-        return [*names.decoder_table(layer), *own, Renamed("model.language_model.", "model."), *ignored]
+        return [*names.decoder_table(layer), *per_layer, Renamed("model.language_model.", "model."), *ignored]
     read = [*(_images(cfg.vision) if cfg.vision else ()), *(_audio(cfg.audio) if cfg.audio else ())]
-    return [*names.decoder_table(layer, model=text), *own, *read, *ignored]
+    return [*names.decoder_table(layer, model=text), *per_layer, *read, *ignored]
 
 
 def _audio(cfg: Audio | UnifiedAudio) -> list[Weight]:
@@ -55,12 +55,12 @@ def _audio(cfg: Audio | UnifiedAudio) -> list[Weight]:
         return [projector]
     hf_prefix = "model.audio_tower"
     inner = f"{hf_prefix}.subsample_conv_projection"
-    found = [Weight(f"{inner}.input_proj_linear.weight", "audio_tower.enter.w", "E (m c) -> E m c"), projector]
+    table = [Weight(f"{inner}.input_proj_linear.weight", "audio_tower.enter.w", "E (m c) -> E m c"), projector]
     for n, part in enumerate(("first", "second")):
-        found += [Weight(f"{inner}.layer{n}.conv.weight", f"audio_tower.{part}.w")]
-        found += [Weight(f"{inner}.layer{n}.norm.weight", f"audio_tower.{part}.norm.scale")]
-    found += [Weight(f"{hf_prefix}.output_proj.{name}", f"audio_tower.leave.{name[0]}") for name in ("weight", "bias")]
-    return [*found, *names.under(_audio_layer(cfg), f"{hf_prefix}.layers.{{i}}", "audio_tower.layers.{i}")]
+        table += [Weight(f"{inner}.layer{n}.conv.weight", f"audio_tower.{part}.w")]
+        table += [Weight(f"{inner}.layer{n}.norm.weight", f"audio_tower.{part}.norm.scale")]
+    table += [Weight(f"{hf_prefix}.output_proj.{name}", f"audio_tower.leave.{name[0]}") for name in ("weight", "bias")]
+    return [*table, *names.under(_audio_layer(cfg), f"{hf_prefix}.layers.{{i}}", "audio_tower.layers.{i}")]
 
 
 def _audio_layer(cfg: Audio) -> list[Weight]:
@@ -76,7 +76,7 @@ def _audio_layer(cfg: Audio) -> list[Weight]:
         norms += [(f"{inner}.pre_layer_norm", f"{mlp}.norm"), (f"{inner}.post_layer_norm", f"{mlp}.post_norm")]
     return [
         *(Weight(f"{hf_name}.weight", f"{path}.scale") for hf_name, path in norms),
-        *(entry for one in linear for entry in _linear(*one, clipped=cfg.clipped)),
+        *(entry for projection in linear for entry in _linear(*projection, clipped=cfg.clipped)),
         Weight("self_attn.relative_k_proj.weight", "attn.distance.w", "(N H) D -> N H D"),
         Weight("self_attn.per_dim_scale", "attn.scale"),
         Weight("lconv1d.depthwise_conv1d.weight", "conv.filter", "D one W -> D W", at={"one": 0}),
@@ -126,11 +126,11 @@ def _positions(hf_name: str, pattern: str) -> list[Weight]:
 
 def _encoder_layer(cfg: Vision) -> list[Weight]:
     """Lists the tensors of a layer of the image encoder."""
-    found: list[Weight] = list(names.SANDWICH_NORMS)
+    table: list[Weight] = list(names.SANDWICH_NORMS)
     for entry in (*names.ATTENTION, *names.MLP):
         stem, _, last = entry.hf_name.rpartition(".")
         if "_norm" in stem:
-            found.append(entry)
+            table.append(entry)
         elif last == "weight":
-            found += _linear(stem, entry.path.removesuffix(".w"), entry.pattern, clipped=cfg.clipped)
-    return found
+            table += _linear(stem, entry.path.removesuffix(".w"), entry.pattern, clipped=cfg.clipped)
+    return table

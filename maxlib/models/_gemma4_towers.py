@@ -27,16 +27,22 @@ class Clipped(nnx.Module):
     """
 
     def __init__(self, linear: nn.Einsum):
-        bound = lambda value: nnx.Variable(jnp.asarray(value, jnp.float32), axes=())
         self.linear = linear
-        self.input_min, self.input_max = bound(-jnp.inf), bound(jnp.inf)
-        self.output_min, self.output_max = bound(-jnp.inf), bound(jnp.inf)
+        self.input_min, self.input_max = _stored(-jnp.inf), _stored(jnp.inf)
+        self.output_min, self.output_max = _stored(-jnp.inf), _stored(jnp.inf)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the projection of `x`, in the dtype of `x`."""
-        clip = lambda x, low, high: jnp.clip(x, jnp.asarray(low[...], x.dtype), jnp.asarray(high[...], x.dtype))
-        y = self.linear(clip(x, self.input_min, self.input_max))
-        return clip(y, self.output_min, self.output_max)
+        y = self.linear(_clip(x, self.input_min, self.input_max))
+        return _clip(y, self.output_min, self.output_max)
+
+
+def _stored(bound: float) -> nnx.Variable:
+    return nnx.Variable(jnp.asarray(bound, jnp.float32), axes=())
+
+
+def _clip(x: Float[Array, "..."], low: nnx.Variable, high: nnx.Variable) -> Float[Array, "..."]:
+    return jnp.clip(x, jnp.asarray(low[...], x.dtype), jnp.asarray(high[...], x.dtype))
 
 
 class AxialNorm(nn.RMSNorm):
@@ -58,11 +64,12 @@ class Block(nnx.Module):
     """Layer with norms before and behind each branch, in which a patch attends to all of its image."""
 
     def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
-        norm = lambda: nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, scale=1.0)
         norms: Any = {f"{part}_norm": AxialNorm(cfg.head_dim, eps=cfg.norm_eps) for part in "qk"}
         norms |= {"v_norm": nn.norm.UnitRMSNorm(cfg.norm_eps)}
-        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (norm() for _ in range(4))
+        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (
+            nn.RMSNorm(cfg.dim, eps=cfg.norm_eps) for _ in range(4)
+        )
         self.attn = nn.Attention(cfg.dim, **heads, **norms, mask=ops.Full(), rope=cfg.rope, rngs=rngs)
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         for parent, parts in ((self.attn, "qkvo"), (self.mlp, ("gate", "up", "down"))):
@@ -86,13 +93,14 @@ class Positions(nnx.Module):
 
     def __init__(self, length: int, dim: int, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal((2 * dim) ** -0.5)
-        table = lambda: nnx.Param(init(rngs.params(), (length, dim), jnp.float32), axes=("position", "embed"))
-        self.columns, self.rows = table(), table()
+        self.columns, self.rows = (
+            nnx.Param(init(rngs.params(), (length, dim), jnp.float32), axes=("position", "embed")) for _ in range(2)
+        )
 
     def __call__(self, column: Int[Array, "R P"], row: Int[Array, "R P"]) -> Float[Array, "R P E"]:
         """Returns the position of each patch."""
-        look_up = lambda table, at: jnp.take(constrain(table[...], "position", None), at, axis=0)
-        return look_up(self.columns, column) + look_up(self.rows, row)
+        columns, rows = (constrain(table[...], "position", None) for table in (self.columns, self.rows))
+        return jnp.take(columns, column, axis=0) + jnp.take(rows, row, axis=0)
 
 
 class Projector(nnx.Module):
@@ -134,8 +142,8 @@ class Tower(nnx.Module):
         self.positions = Positions(cfg.num_positions, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         # Stored, but not trained.
-        stored = lambda make: nnx.Variable(make(cfg.dim), axes=("norm",)) if cfg.standardize else None
-        self.bias, self.scale = stored(jnp.zeros), stored(jnp.ones)
+        self.bias = nnx.Variable(jnp.zeros(cfg.dim), axes=("norm",)) if cfg.standardize else None
+        self.scale = nnx.Variable(jnp.ones(cfg.dim), axes=("norm",)) if cfg.standardize else None
         self.projector = Projector(cfg.dim, text_dim, eps=cfg.norm_eps, rngs=rngs)
 
     def __call__(
@@ -169,7 +177,7 @@ class Tower(nnx.Module):
         # The patches of a square are adjacent: [R, P, E] -> [R, S, m^2, E] -> [R, S, E]
         pooled = E**0.5 * x.astype(wide).reshape(R, -1, self.cfg.merge**2, E).mean(axis=2)
         if self.bias is not None and self.scale is not None:
-            bias, scale = (jnp.asarray(one[...], wide)[None, None] for one in (self.bias, self.scale))
+            bias, scale = (jnp.asarray(v[...], wide)[None, None] for v in (self.bias, self.scale))
             pooled = (pooled - bias) * scale
         return pooled.astype(x.dtype)
 

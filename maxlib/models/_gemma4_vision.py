@@ -9,26 +9,11 @@ import numpy as np
 from jaxtyping import Float
 
 from maxlib import ops
-from maxlib.weights import HFConfig, ModelConfig, hf, hf_fields
-
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
-
-
-def _read_theta(fields: HFConfig, c: Any) -> float:
-    vision = fields.nested("vision_config")
-    if not vision.take("rope_parameters", None, kind=dict):
-        return 100.0
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial", "default")  # as first released
-    return rope.take("rope_theta", 100.0)
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
+from maxlib.weights import Field, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Images(ModelConfig):
+class Images:
     """What both kinds of encoder have: the tokens that stand for vectors, and how an image is cut.
 
     Attributes:
@@ -36,19 +21,17 @@ class Images(ModelConfig):
     """
 
     unified: ClassVar[bool]
-
-    image_token: int = hf("image_token_id", 258_880)
-    video_token: int = hf("video_token_id", 258_884)
-    audio_token: int = hf("audio_token_id", 258_881)  # refused by models that only see
-    begin_token: int = hf("boi_token_id", 255_999)
-    end_token: int = hf("eoi_token_id", 258_882)
-    patch_size: int = hf(IN + "patch_size", 16)
-    pool: int = hf(IN + "pooling_kernel_size", 3)
-    norm_eps: float = hf(IN + "rms_norm_eps", 1e-6)
+    image_token: int = 258_880
+    video_token: int = 258_884
+    audio_token: int = 258_881  # refused by models that only see
+    begin_token: int = 255_999
+    end_token: int = 258_882
+    patch_size: int = 16
+    pool: int = 3
+    norm_eps: float = 1e-6
     num_positions: int  # of columns, and of rows
 
     def __post_init__(self):
-        super().__post_init__()
         if self.patch_size < 1 or self.pool < 1:
             got = f"{self.patch_size} and {self.pool}"
             raise ValueError(f"patch_size and pool (pooling_kernel_size) must be at least 1, got {got}")
@@ -113,23 +96,17 @@ class Vision(Images):
     """Sizes of the encoder of E2B, E4B, 26B-A4B and 31B."""
 
     unified = False
-    model_types = ("gemma4",)
-    architecture = "Gemma4ForConditionalGeneration"
-    fixed = {IN + "model_type": "gemma4_vision", IN + "hidden_activation": "gelu_pytorch_tanh"}
-    fixed_if_present = {IN + "attention_bias": (False, None)}
-    # Of processors, or read by nobody.
-    ignored = tuple(IN + name for name in ("default_output_length", "max_position_embeddings", "global_head_dim"))
 
-    dim: int = hf(IN + "hidden_size", 768)
-    mlp_dim: int = hf(IN + "intermediate_size", 3072)
-    num_layers: int = hf(IN + "num_hidden_layers", 16)
-    num_heads: int = hf(IN + "num_attention_heads", 12)
-    num_kv_heads: int = hf(IN + "num_key_value_heads", 12)
-    head_dim: int = hf(IN + "head_dim", 64)
-    rope_theta: float = hf_fields(_read_theta, _write_theta, default=100.0)
-    num_positions: int = hf(IN + "position_embedding_size", 10_240)
-    clipped: bool = hf(IN + "use_clipped_linears", False)  # linear layers have stored bounds
-    standardize: bool = hf(IN + "standardize", False)  # means are moved and scaled by stored numbers
+    dim: int = 768
+    mlp_dim: int = 3072
+    num_layers: int = 16
+    num_heads: int = 12
+    num_kv_heads: int = 12
+    head_dim: int = 64
+    rope_theta: float = 100.0
+    num_positions: int = 10_240
+    clipped: bool = False  # linear layers have stored bounds
+    standardize: bool = False  # means are moved and scaled by stored numbers
 
     def __post_init__(self):
         super().__post_init__()
@@ -147,26 +124,65 @@ class UnifiedVision(Images):
     """Sizes of what the 12B model has in place of an encoder."""
 
     unified = True
-    model_types = ("gemma4_unified",)
-    architecture = "Gemma4UnifiedForConditionalGeneration"
-    fixed = {IN + "model_type": "gemma4_unified_vision"}
-    ignored = (IN + "num_soft_tokens",)  # of the processor
 
-    dim: int = hf(IN + "mm_embed_dim", 3840, same=(IN + "output_proj_dims",))
-    num_positions: int = hf(IN + "mm_posemb_size", 1120)
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "UnifiedVision":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        found = super().from_hf(fields)
-        fields.nested("vision_config").require("model_patch_size", found.patch_side)
-        return found
+    dim: int = 3840
+    num_positions: int = 1120
 
 
-def read_vision(fields: HFConfig) -> Vision | UnifiedVision | None:
-    """Reads the image settings of a config; None if it says nothing."""
-    fields.ignore("vision_soft_tokens_per_image")  # of processors
-    if fields.take("vision_config", None, kind=dict) is not None:
-        return (UnifiedVision if fields.take("model_type") == "gemma4_unified" else Vision).from_hf(fields)
-    fields.ignore(*(f"{name}_token_id" for name in ("image", "video", "boi", "eoi")))
-    return None
+_IMAGES = [
+    Field("image_token", "image_token_id"),
+    Field("video_token", "video_token_id"),
+    Field("audio_token", "audio_token_id"),
+    Field("begin_token", "boi_token_id"),
+    Field("end_token", "eoi_token_id"),
+    *fields.under(
+        "vision_config",
+        [
+            Field("patch_size"),
+            Field("pool", "pooling_kernel_size"),
+            Field("norm_eps", "rms_norm_eps"),
+        ],
+    ),
+]
+VISION = Fields(
+    Vision,
+    [
+        *_IMAGES,
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("num_layers", "num_hidden_layers"),
+                *fields.ATTENTION,
+                Field("num_positions", "position_embedding_size"),
+                Field("clipped", "use_clipped_linears"),
+                Field("standardize"),
+            ],
+        ),
+        fields.axial_theta(100.0, "default"),  # the second as first released
+    ],
+    fixed={
+        "vision_config.model_type": "gemma4_vision",
+        "vision_config.hidden_activation": "gelu_pytorch_tanh",
+    },
+    fixed_if_present={"vision_config.attention_bias": (False, None)},
+    ignored=[  # of processors, or read by nobody
+        "vision_config.default_output_length",
+        "vision_config.max_position_embeddings",
+        "vision_config.global_head_dim",
+    ],
+)
+UNIFIED = Fields(
+    UnifiedVision,
+    [
+        *_IMAGES,
+        *fields.under("vision_config", [Field("dim", "mm_embed_dim"), Field("num_positions", "mm_posemb_size")]),
+    ],
+    fixed={
+        "vision_config.model_type": "gemma4_unified_vision",
+        "vision_config.output_proj_dims": lambda c: c.dim,
+    },
+    fixed_if_present={"vision_config.model_patch_size": lambda c: c.patch_size * c.pool},
+    ignored=["vision_config.num_soft_tokens"],  # of the processor
+)

@@ -12,68 +12,29 @@ from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
-from maxlib.weights import HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names
+from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
 
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
 SHUFFLE = 2  # side of the squares of patches that become one vector
 
 
-def _read_theta(fields: HFConfig, c: Any) -> float:
-    rope = fields.nested("vision_config").rope(head_dim=c.dim // c.num_heads)
-    if rope.scaling is not None:
-        raise ValueError(f"config.json: the rope of vision_config must have no scaling, got {rope.scaling}")
-    return rope.theta
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_theta": theta, IN + "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Vision(ModelConfig):
+class Vision:
     """Sizes of the encoder, and what stands for a tile of an image in the text: `num_tokens` times `image_token`."""
 
-    fixed = {
-        IN + "model_type": "llama4_vision_model",
-        IN + "num_channels": 3,
-        IN + "hidden_act": "gelu",
-        IN + "pixel_shuffle_ratio": 1 / SHUFFLE,
-    }
-    # The releases have these, and nothing reads them: the norms' epsilon is 1e-5, and no projector has a bias.
-    ignored = (
-        *(IN + "norm_eps", IN + "multi_modal_projector_bias"),
-        *(IN + "vision_feature_layer", IN + "vision_feature_select_strategy"),
-    )
-
-    dim: int = hf(IN + "hidden_size", 1408, absent=768)
-    num_layers: int = hf(IN + "num_hidden_layers", 34)
-    num_heads: int = hf(IN + "num_attention_heads", 16)
-    image_size: int = hf(IN + "image_size", 336, absent=448)
-    patch_size: int = hf(IN + "patch_size", 14)
-    projector_dim: int = hf(
-        IN + "projector_output_dim", 4096, same=(IN + "projector_input_dim", IN + "vision_output_dim")
-    )
-    rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
-    image_token: int = hf("image_token_index", 200_092)
-    begin_token: int = hf("boi_token_index", 200_080)
-    end_token: int = hf("eoi_token_index", 200_081)
+    dim: int = 1408
+    num_layers: int = 34
+    num_heads: int = 16
+    image_size: int = 336
+    patch_size: int = 14
+    projector_dim: int = 4096
+    rope_theta: float = 10_000.0
+    image_token: int = 200_092
+    begin_token: int = 200_080
+    end_token: int = 200_081
 
     def __post_init__(self):
-        super().__post_init__()
         if self.image_size % (SHUFFLE * self.patch_size):
             raise ValueError(f"image_size must be a multiple of {SHUFFLE * self.patch_size}, got {self.image_size}")
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Vision":
-        """Reads the image settings of config.json."""
-        vision = super().from_hf(fields)
-        fields.nested("vision_config").require("intermediate_size", vision.mlp_dim)
-        return vision
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the image settings for config.json."""
-        written = super().to_hf()
-        return written | {"vision_config": written["vision_config"] | {"intermediate_size": self.mlp_dim}}
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +48,16 @@ class Vision(ModelConfig):
 
     def tower(self, rngs: nnx.Rngs) -> "Llama4Vision":
         """Builds the encoder."""
-        sizes = {name: getattr(self, name) for name in ("num_layers", "num_heads", "image_size", "patch_size")}
-        return Llama4Vision(self.dim, self.mlp_dim, **sizes, theta=self.rope_theta, rngs=rngs)
+        return Llama4Vision(
+            self.dim,
+            self.mlp_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            theta=self.rope_theta,
+            rngs=rngs,
+        )
 
     def projector(self, dim: int, rngs: nnx.Rngs) -> "ShuffleProjector":
         """Builds the projector to a text model of width `dim`."""
@@ -129,9 +98,13 @@ class Llama4Vision(nnx.Module):
         self.positions = nnx.Param(init(rngs.params(), (side**2 + 1, dim), jnp.float32), axes=("position", "embed"))
         self.pre_norm = nn.LayerNorm(dim)
         self.rope = ops.GridRope(dim // num_heads, side, theta)
-        parts = {"num_heads": num_heads, "rope": self.rope, "act": exact_gelu, "eps": 1e-5}
-        make = lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, **parts, rngs=rngs)
-        self.layers = nn.Stack(make, num_layers, rngs=rngs)
+        self.layers = nn.Stack(
+            lambda _, rngs: nn.vision.EncoderBlock(
+                dim, mlp_dim, num_heads=num_heads, rope=self.rope, act=exact_gelu, eps=1e-5, rngs=rngs
+            ),
+            num_layers,
+            rngs=rngs,
+        )
         self.norm = nn.LayerNorm(dim)
 
     def __call__(
@@ -178,6 +151,59 @@ class ShuffleProjector(nnx.Module):
         squares = x.reshape(I, side, self.shuffle, side, self.shuffle, E).transpose(0, 1, 3, 2, 4, 5)
         x = squares.reshape(I, side * side, -1)
         return self.proj(exact_gelu(self.down(exact_gelu(self.up(x)))))
+
+
+def _read_theta(hf: HFConfig, c: Any) -> float:
+    rope = fields.read_rope(hf.nested("vision_config"), head_dim=c.dim // c.num_heads)
+    if rope.scaling is not None:
+        raise ValueError(f"config.json: the rope of vision_config must have no scaling, got {rope.scaling}")
+    return rope.theta
+
+
+def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
+    return {
+        "vision_config.rope_theta": theta,
+        "vision_config.rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+FIELDS = Fields(
+    Vision,
+    [
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("num_layers", "num_hidden_layers"),
+                Field("num_heads", "num_attention_heads"),
+                Field("image_size"),
+                Field("patch_size"),
+                Field("projector_dim", "projector_output_dim"),
+            ],
+        ),
+        Computed("rope_theta", _read_theta, _write_theta),
+        Field("image_token", "image_token_index"),
+        Field("begin_token", "boi_token_index"),
+        Field("end_token", "eoi_token_index"),
+    ],
+    fixed={
+        "vision_config.model_type": "llama4_vision_model",
+        "vision_config.num_channels": 3,
+        "vision_config.hidden_act": "gelu",
+        "vision_config.pixel_shuffle_ratio": 1 / SHUFFLE,
+        "vision_config.projector_input_dim": lambda c: c.projector_dim,
+        "vision_config.vision_output_dim": lambda c: c.projector_dim,
+        "vision_config.intermediate_size": lambda c: c.dim * SHUFFLE**2,
+    },
+    ignored=[
+        # The releases have these, and nothing reads them: the norms' epsilon is 1e-5, and no projector has a bias.
+        "vision_config.norm_eps",
+        "vision_config.multi_modal_projector_bias",
+        "vision_config.vision_feature_layer",
+        "vision_config.vision_feature_select_strategy",
+    ],
+    absent={"dim": 768, "image_size": 448},
+)
 
 
 def table() -> Table:

@@ -18,58 +18,32 @@ from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
-from maxlib.weights import HFConfig, ModelConfig, Renamed, Table, Weight, hf, hf_fields, names
+from maxlib.weights import Computed, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
 MERGING, PLAIN = "mistral3", "llava"  # squares of patches become one vector each, or each patch does (Pixtral 12B)
 EPS = 1e-5  # of the encoder's norms
 ACTS = {"silu": jax.nn.silu, "gelu": exact_gelu}
 
 
-def _read_theta(fields: HFConfig, c: Any) -> float:
-    vision = fields.nested("vision_config")
-    theta = vision.take("rope_theta", 10_000.0)  # as transformers 4 wrote it
-    if not vision.take("rope_parameters", None, kind=dict):
-        return theta
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial", "default")  # one name for it before transformers 5.3, another since
-    return rope.take("rope_theta", theta)
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
-
-
-def _read_merge(fields: HFConfig, c: Any) -> int:
-    return fields.take("spatial_merge_size", 2) if c.kind == MERGING else 1
-
-
-def _write_merge(merge: int, cfg: Any) -> dict[str, Any]:
-    return {"spatial_merge_size": merge} if cfg.kind == MERGING else {}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Vision(ModelConfig):
+class Vision:
     """Sizes of the encoder, and the placeholder that stands for a square of patches."""
 
-    fixed = {IN + "model_type": "pixtral", IN + "num_channels": 3, "projector_hidden_act": "gelu"}
-
-    kind: str = hf("model_type", MERGING)
-    dim: int = hf(IN + "hidden_size", 1024)
-    num_layers: int = hf(IN + "num_hidden_layers", 24)
-    num_heads: int = hf(IN + "num_attention_heads", 16)
-    mlp_dim: int = hf(IN + "intermediate_size", 4096)
-    act: str = hf(IN + "hidden_act", "silu", absent="gelu")
-    patch_size: int = hf(IN + "patch_size", 14, absent=16)
-    image_size: int = hf(IN + "image_size", 1540, absent=1024)  # longest side that processors make
-    merge: int = hf_fields(_read_merge, _write_merge, default=2)
-    rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
-    bias: bool = hf("multimodal_projector_bias", False, absent=lambda c: c.kind == PLAIN)
+    kind: str = MERGING
+    dim: int = 1024
+    num_layers: int = 24
+    num_heads: int = 16
+    mlp_dim: int = 4096
+    act: str = "silu"
+    patch_size: int = 14
+    image_size: int = 1540  # longest side that processors make
+    merge: int = 2
+    rope_theta: float = 10_000.0
+    bias: bool = False
     # Between rows of an image, and behind it, processors put other tokens, which are text.
-    image_token: int = hf("image_token_index", 10, absent=lambda c: 10 if c.kind == MERGING else 32_000)
+    image_token: int = 10
 
     def __post_init__(self):
-        super().__post_init__()
         if self.kind not in (MERGING, PLAIN) or self.act not in ACTS:
             raise ValueError(
                 f"kind must be {MERGING} or {PLAIN}, and act (hidden_act) {' or '.join(ACTS)}, got {self.kind} and "
@@ -88,31 +62,6 @@ class Vision(ModelConfig):
         """Number of values in a patch."""
         return 3 * self.patch_size**2
 
-    @classmethod
-    def read(cls, fields: HFConfig) -> "Vision":
-        """Reads the image settings of a config."""
-        own, kind = fields.nested("vision_config"), fields.require("model_type", MERGING, PLAIN)
-        # The encoder's output. Left out, Llava means features of an earlier layer, without the first patch.
-        absent: Any = {} if kind == PLAIN else {"default": -1}
-        if (layer := fields.take("vision_feature_layer", **absent, kind=object)) not in (-1, [-1]):
-            raise ValueError(f"{fields.where('vision_feature_layer')} must be -1, the encoder's output, got {layer}")
-        if kind == PLAIN:
-            fields.take("vision_feature_select_strategy", kind=str)
-            fields.require("vision_feature_select_strategy", "full")
-            fields.ignore("image_seq_length", "ignore_index")  # of processors and losses
-        found = cls.from_hf(fields)
-        own.require("head_dim", found.dim // found.num_heads)
-        own.ignore("tie_word_embeddings", "is_composition", "vocab_size")  # of all configs, of none but text models
-        return found
-
-    def written(self) -> dict[str, Any]:
-        """Returns the fields that `read` reads."""
-        found = self.to_hf()
-        own = {"head_dim": self.dim // self.num_heads}
-        more = {"vision_feature_select_strategy": "full", "image_seq_length": 1} if self.kind == PLAIN else {}
-        found |= {"vision_config": found["vision_config"] | own}
-        return found | {"vision_feature_layer": -1} | more
-
     def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
         """Cuts an image into patches.
 
@@ -122,8 +71,8 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
-        return np.asarray(found.pixels), np.asarray(found.grids)
+        patches = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
+        return np.asarray(patches.pixels), np.asarray(patches.grids)
 
     def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
         """Returns the arrays of Pixtral's processor as the model takes them.
@@ -146,8 +95,8 @@ class Vision(ModelConfig):
                 "pixels must be `I 3 H W` and sizes `I 2`, height and width of what an image has without padding, got "
                 f"the shapes {[image.shape for image in pixels]} and the sizes {sizes.tolist()}"
             )
-        found = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
-        cut, grids = zip(*found, strict=True)
+        images = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
+        cut, grids = zip(*images, strict=True)
         return nn.vision.patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
 
 
@@ -228,13 +177,77 @@ class PixtralVision(nnx.Module):
         return self.down(exact_gelu(self.up(x))), None
 
 
+def _read_kind(hf: HFConfig, c: Any) -> str:
+    kind = hf.require("model_type", MERGING, PLAIN)
+    if kind == PLAIN:
+        # Left out, Llava means features of an earlier layer, without the first patch.
+        hf.take("vision_feature_layer", kind=object)
+        hf.take("vision_feature_select_strategy", kind=str)
+        hf.require("vision_feature_select_strategy", "full")
+        hf.ignore("image_seq_length", "ignore_index")  # of processors and losses
+    hf.require("vision_feature_layer", -1, [-1])  # the encoder's output
+    return kind
+
+
+def _write_kind(kind: str, cfg: Any) -> dict[str, Any]:
+    written = {"model_type": kind, "vision_feature_layer": -1}
+    return written | ({"vision_feature_select_strategy": "full", "image_seq_length": 1} if kind == PLAIN else {})
+
+
+def _read_merge(hf: HFConfig, c: Any) -> int:
+    return hf.take("spatial_merge_size", 2) if c.kind == MERGING else 1
+
+
+def _write_merge(merge: int, cfg: Any) -> dict[str, Any]:
+    return {"spatial_merge_size": merge} if cfg.kind == MERGING else {}
+
+
+FIELDS = Fields(
+    Vision,
+    [
+        Computed("kind", _read_kind, _write_kind),
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("num_layers", "num_hidden_layers"),
+                Field("num_heads", "num_attention_heads"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("act", "hidden_act"),
+                Field("patch_size"),
+                Field("image_size"),
+            ],
+        ),
+        Computed("merge", _read_merge, _write_merge),
+        fields.axial_theta(10_000.0, "default"),  # one name for it before transformers 5.3, another since
+        Field("bias", "multimodal_projector_bias"),
+        Field("image_token", "image_token_index"),
+    ],
+    fixed={
+        "vision_config.model_type": "pixtral",
+        "vision_config.num_channels": 3,
+        "vision_config.head_dim": lambda c: c.dim // c.num_heads,
+        "projector_hidden_act": "gelu",
+    },
+    ignored=[  # of all configs, of none but text models
+        "vision_config.tie_word_embeddings",
+        "vision_config.is_composition",
+        "vision_config.vocab_size",
+    ],
+    absent={
+        "act": "gelu",
+        "patch_size": 16,
+        "image_size": 1024,
+        "bias": lambda c: c.kind == PLAIN,
+        "image_token": lambda c: 10 if c.kind == MERGING else 32_000,
+    },
+)
+
+
 def table() -> Table:
     """Maps the tensor names of the releases to parameters; transformers has another prefix."""
-    own = {"self_attn.": "attention.", "mlp.": "feed_forward."}
-    entries = [*names.ATTENTION, *names.MLP]
-    layer = [
-        replace(e, hf_name=e.hf_name.replace(old, new)) for old, new in own.items() for e in entries if old in e.hf_name
-    ]
+    layer = [replace(e, hf_name=e.hf_name.replace("self_attn.", "attention.")) for e in names.ATTENTION]
+    layer += [replace(e, hf_name=e.hf_name.replace("mlp.", "feed_forward.")) for e in names.MLP]
     layer += [Weight("attention_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
     joined = "multi_modal_projector.patch_merger.merging_layer.weight"
     return [

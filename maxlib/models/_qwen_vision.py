@@ -18,63 +18,29 @@ from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
-from maxlib.weights import REQUIRED, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names
-
-IN = "vision_config."  # prefix of the fields of the encoder in config.json
-
-
-def _read_theta(fields: HFConfig, c: Any) -> float:
-    vision = fields.nested("vision_config")
-    if not vision.take("rope_parameters", None, kind=dict):
-        return 10_000.0
-    rope = vision.nested("rope_parameters")
-    rope.require("rope_type", "axial")
-    return rope.take("rope_theta", 10_000.0)
-
-
-def _write_theta(theta: float, cfg: Any) -> dict[str, Any]:
-    return {IN + "rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
-
-
-def hf_sections(default: tuple[int, ...]) -> Any:
-    """Declares the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in `rope_scaling`."""
-
-    def read(fields: HFConfig, c: Any) -> tuple[int, ...]:
-        found = default
-        for name in ("rope_scaling", "rope_parameters"):
-            if fields.take(name, None, kind=dict):
-                rope = fields.nested(name)
-                rope.require("mrope_interleaved", True)
-                found = tuple(rope.take("mrope_section", list(found), kind=list))
-        return found
-
-    name = "rope_parameters.mrope_"
-    return hf_fields(read, lambda s, cfg: {f"{name}section": list(s), f"{name}interleaved": True}, default=default)
+from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision(ModelConfig):
+class Vision:
     """Sizes of the encoder, and the placeholders that stand for a square of patches each."""
 
-    fixed = {IN + "in_channels": 3, IN + "hidden_act": "gelu_pytorch_tanh"}
-
-    dim: int = hf(IN + "hidden_size", 1152)
-    num_layers: int = hf(IN + "depth", 27)
-    num_heads: int = hf(IN + "num_heads", 16)
-    mlp_dim: int = hf(IN + "intermediate_size", 4304)
-    patch_size: int = hf(IN + "patch_size", 16)
-    frames: int = hf(IN + "temporal_patch_size", 2)  # of a patch; an image is shown in all of them
-    merge: int = hf(IN + "spatial_merge_size", 2)
-    num_positions: int = hf(IN + "num_position_embeddings", 2304)  # of a square table, resized for each image
-    deepstack: tuple[int, ...] = hf(IN + "deepstack_visual_indexes", ())  # layers that also feed the first text layers
-    rope_theta: float = hf_fields(_read_theta, _write_theta, default=10_000.0)
-    image_token: int = hf("image_token_id", absent=REQUIRED)
-    video_token: int = hf("video_token_id", absent=REQUIRED)
-    start_token: int = hf("vision_start_token_id", absent=REQUIRED)
-    end_token: int = hf("vision_end_token_id", absent=REQUIRED)
+    dim: int = 1152
+    num_layers: int = 27
+    num_heads: int = 16
+    mlp_dim: int = 4304
+    patch_size: int = 16
+    frames: int = 2  # of a patch; an image is shown in all of them
+    merge: int = 2
+    num_positions: int = 2304  # of a square table, resized for each image
+    deepstack: tuple[int, ...] = ()  # layers that also feed the first text layers
+    rope_theta: float = 10_000.0
+    image_token: int
+    video_token: int
+    start_token: int
+    end_token: int
 
     def __post_init__(self):
-        super().__post_init__()
         if math.isqrt(self.num_positions) ** 2 != self.num_positions:
             raise ValueError(f"num_positions (num_position_embeddings) must be a square, got {self.num_positions}")
         if self.dim % (4 * self.num_heads):
@@ -94,20 +60,6 @@ class Vision(ModelConfig):
         """Number of values in a patch."""
         return 3 * self.frames * self.patch_size**2
 
-    @classmethod
-    def read(cls, fields: HFConfig, dim: int, *kinds: str) -> "Vision":
-        """Reads the image settings of a config, for a text model of width `dim` of the model types `kinds`."""
-        own = fields.nested("vision_config")
-        own.require("model_type", *[name for kind in kinds for name in (f"{kind}_vision", kind)])  # as first written
-        own.require("out_hidden_size", dim)
-        return cls.from_hf(fields)
-
-    def written(self, dim: int, kind: str) -> dict[str, Any]:
-        """Returns the fields that `read` reads."""
-        found = self.to_hf()
-        own = {"model_type": f"{kind}_vision", "out_hidden_size": dim}
-        return found | {"vision_config": found["vision_config"] | own}
-
     def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
         """Cuts an image into patches, as Hugging Face's processor does with one that it has resized.
 
@@ -117,8 +69,8 @@ class Vision(ModelConfig):
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        found = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
-        return np.asarray(found.pixels), np.asarray(found.grids)
+        patches = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
+        return np.asarray(patches.pixels), np.asarray(patches.grids)
 
 
 class Block(nnx.Module):
@@ -128,8 +80,9 @@ class Block(nnx.Module):
         E, N, self.keep = cfg.dim, cfg.num_heads, keep
         rope = ops.AxialRope(E // N, cfg.rope_theta)
         self.attn_norm = nn.LayerNorm(E, eps=1e-6)
-        heads: Any = dict(num_heads=N, head_dim=E // N, mask=ops.Full(), rope=rope)
-        self.attn = nn.Attention(E, **heads, bias=True, out_bias=True, rngs=rngs)
+        self.attn = nn.Attention(
+            E, num_heads=N, head_dim=E // N, mask=ops.Full(), rope=rope, bias=True, out_bias=True, rngs=rngs
+        )
         self.mlp_norm = nn.LayerNorm(E, eps=1e-6)
         self.mlp = nn.MLP(E, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
 
@@ -212,9 +165,61 @@ class QwenVision(nnx.Module):
             return low.astype(jnp.int32), (place - low)[:, :, None]
 
         (y, down), (x, right) = ends(at.row, at.height), ends(at.column, at.width)
-        table = lambda y, x: jnp.take(w, jnp.minimum(y, last) * self.side + jnp.minimum(x, last), axis=0)
-        row = lambda y: table(y, x) * (1 - right) + table(y, x + 1) * right
+
+        def table(y, x):
+            return jnp.take(w, jnp.minimum(y, last) * self.side + jnp.minimum(x, last), axis=0)
+
+        def row(y):
+            return table(y, x) * (1 - right) + table(y, x + 1) * right
+
         return row(y) * (1 - down) + row(y + 1) * down
+
+
+FIELDS = Fields(
+    Vision,
+    [
+        *fields.under(
+            "vision_config",
+            [
+                Field("dim", "hidden_size"),
+                Field("num_layers", "depth"),
+                Field("num_heads"),
+                Field("mlp_dim", "intermediate_size"),
+                Field("patch_size"),
+                Field("frames", "temporal_patch_size"),
+                Field("merge", "spatial_merge_size"),
+                Field("num_positions", "num_position_embeddings"),
+                Field("deepstack", "deepstack_visual_indexes"),
+            ],
+        ),
+        fields.axial_theta(10_000.0),
+        Field("image_token", "image_token_id"),
+        Field("video_token", "video_token_id"),
+        Field("start_token", "vision_start_token_id"),
+        Field("end_token", "vision_end_token_id"),
+    ],
+    fixed={"vision_config.in_channels": 3, "vision_config.hidden_act": "gelu_pytorch_tanh"},
+)
+
+
+def sections(default: tuple[int, ...]) -> Computed:
+    """Makes the entry of the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in
+    `rope_scaling`.
+    """
+
+    def read(hf: HFConfig, c: Any) -> tuple[int, ...]:
+        value = default
+        for name in ("rope_scaling", "rope_parameters"):
+            if hf.take(name, None, kind=dict):
+                rope = hf.nested(name)
+                rope.require("mrope_interleaved", True)
+                value = tuple(rope.take("mrope_section", list(value), kind=list))
+        return value
+
+    def write(value: tuple[int, ...], cfg: Any) -> dict[str, Any]:
+        return {"rope_parameters.mrope_section": list(value), "rope_parameters.mrope_interleaved": True}
+
+    return Computed("sections", read, write)
 
 
 def table() -> Table:

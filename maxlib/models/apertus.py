@@ -6,45 +6,58 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_rope, names
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 _SCALED = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of an Apertus; `PRESETS` has the published ones."""
 
-    model_types = ("apertus",)
-    architecture = "ApertusForCausalLM"
-    fixed = {"hidden_act": "xielu"}
-    fixed_if_present = {"mlp_bias": False, "post_norm": False, "qk_norm": True}
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
 
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(default_theta=12_000_000.0, default_length=65_536)
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        cfg = super().from_hf(fields)
-        # A config that says nothing of the rope means the scaled one.
-        given = "rope_theta" in fields or "rope_scaling" in fields or fields.take("rope_parameters", None, kind=dict)
-        return cfg if given else replace(cfg, rope=replace(cfg.rope, scaling=_SCALED))
+class Block(nn.Layer):
+    """Llama's layer with norms on the heads of queries and keys, and an ungated MLP under xIELU."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D, bias = cfg.dim, cfg.attention_bias
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            rngs=rngs,
+        )
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        # down(xielu(up(x))): two matrices where SwiGLU has three.
+        self.mlp = nn.MLP(D, cfg.mlp_dim, act=XIELU(), bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Fixed(nnx.Variable):
@@ -66,9 +79,8 @@ class XIELU(nnx.Module):
 
     def __init__(self, a_p: float = 0.8, a_n: float = 0.8, *, beta: float = 0.5, eps: float = -1e-6):
         # log(expm1(y)) is the inverse of softplus. [1] each, as files have them.
-        before_softplus = lambda y: jnp.log(jnp.expm1(jnp.full(1, y, jnp.float32)))
-        self.alpha_p = nnx.Param(before_softplus(a_p), axes=("norm",))
-        self.alpha_n = nnx.Param(before_softplus(a_n - beta), axes=("norm",))
+        self.alpha_p = nnx.Param(jnp.log(jnp.expm1(jnp.full(1, a_p, jnp.float32))), axes=("norm",))
+        self.alpha_n = nnx.Param(jnp.log(jnp.expm1(jnp.full(1, a_n - beta, jnp.float32))), axes=("norm",))
         self.beta, self.eps = Fixed(jnp.float32(beta), axes=()), Fixed(jnp.float32(eps), axes=())
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -78,28 +90,6 @@ class XIELU(nnx.Module):
         a_p, a_n = (jax.nn.softplus(alpha[...][0].astype(x32.dtype)) for alpha in alphas)
         below = (a_n + beta) * (jnp.expm1(jnp.minimum(x32, eps)) - x32)
         return (jnp.where(x32 > 0, a_p * x32 * x32, below) + beta * x32).astype(x.dtype)
-
-
-class Block(nn.Layer):
-    """Llama's layer with norms on the heads of queries and keys, and an ungated MLP under xIELU."""
-
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
-        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D, **heads, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
-        )
-        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        # down(xielu(up(x))): two matrices where SwiGLU has three.
-        self.mlp = nn.MLP(D, cfg.mlp_dim, act=XIELU(), bias=False, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
 class Apertus(nn.Decoder):
@@ -112,6 +102,32 @@ class Apertus(nn.Decoder):
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+_ROPE = fields.rope(default_theta=12_000_000.0, default_length=65_536)
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    rope = _ROPE.read(hf, c)
+    # A config that says nothing of the rope means the scaled one.
+    stated = "rope_theta" in hf or "rope_scaling" in hf or hf.take("rope_parameters", None, kind=dict)
+    return rope if stated else replace(rope, scaling=_SCALED)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        Computed("rope", _read_rope, _ROPE.write),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"apertus": "ApertusForCausalLM"},
+    fixed={"hidden_act": "xielu"},
+    fixed_if_present={"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -134,4 +150,4 @@ PRESETS = {
     "apertus-70b": replace(_8B, num_layers=80, dim=8192, mlp_dim=43_008, num_heads=64),
 }
 
-FAMILY = Family(name="apertus", model=Apertus, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("apertus", Apertus, FIELDS, _table, PRESETS)

@@ -1,120 +1,55 @@
 """Falcon-H1 (TII 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, with muP's factors."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_dt_limit, hf_fields, hf_rope, names
-
-
-def _read_inner(fields: HFConfig, c: Any) -> int:
-    expand = fields.take("mamba_expand", 2)
-    inner = fields.take("mamba_d_ssm", 1024, kind=int, nullable=True)
-    return expand * c.dim if inner is None else inner
-
-
-def _read_heads(fields: HFConfig, c: Any) -> int:
-    heads, width = fields.take("mamba_n_heads", 128), fields.take("mamba_d_head", "auto", kind=object)
-    if c.mamba_dim % heads or width not in ("auto", c.mamba_dim // heads):
-        raise ValueError(
-            f"{fields.where('mamba_n_heads')} times mamba_d_head must be mamba_d_ssm, or mamba_expand times hidden_size, "
-            f"{c.mamba_dim}; got {heads} heads of {width}."
-        )
-    return heads
-
-
-def _factors(name: str, count: int) -> Any:
-    """Declares several factors, ones unless a config has them."""
-
-    def read(fields: HFConfig, c: Any) -> tuple[float, ...]:
-        given = fields.take(name, None, kind=list)
-        if given is not None and len(given) != count:
-            raise ValueError(f"{fields.where(name)} must have {count} numbers, got {len(given)}.")
-        return (1.0,) * count if given is None else tuple(float(x) for x in given)
-
-    return hf_fields(read, lambda value, cfg: {name: list(value)}, default=(1.0,) * count)
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Falcon-H1; `PRESETS` has the published ones."""
 
-    model_types = ("falcon_h1",)
-    architecture = "FalconH1ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None}
-    # Of the algorithm, of generation, and of code that transformers does not have.
-    ignored = ("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "expansion_factor", "time_step_floor")
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=8, null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(default_length=8192)
-    mamba_dim: int = hf_fields(_read_inner, lambda width, cfg: {"mamba_d_ssm": width})  # of all heads of Mamba
-    mamba_heads: int = hf_fields(_read_heads, lambda number, cfg: {"mamba_n_heads": number})
-    mamba_groups: int = hf("mamba_n_groups", 1)
-    mamba_state: int = hf("mamba_d_state", absent=256)
-    conv_width: int = hf("mamba_d_conv", 4)
-    conv_bias: bool = hf("mamba_conv_bias", True)
-    mamba_bias: bool = hf("mamba_proj_bias", False)
-    out_bias: bool = hf("projectors_bias", False)
-    normed: bool = hf("mamba_rms_norm", False)  # whether Mamba's output is, ...
-    norm_first: bool = hf("mamba_norm_before_gate", True)  # ... before it is gated
-    dt_limit: tuple[float, float] = hf_dt_limit()
-    embed_factor: float = hf("embedding_multiplier", 1.0)
-    head_factor: float = hf("lm_head_multiplier", 1.0)
-    key_factor: float = hf("key_multiplier", 1.0)
-    attention_in: float = hf("attention_in_multiplier", 1.0)
-    attention_out: float = hf("attention_out_multiplier", 1.0)
-    mamba_in: float = hf("ssm_in_multiplier", 1.0)
-    mamba_out: float = hf("ssm_out_multiplier", 1.0)
-    mamba_factors: tuple[float, ...] = _factors("ssm_multipliers", 5)  # on gate, x, b, c and dt
-    mlp_factors: tuple[float, ...] = _factors("mlp_multipliers", 2)  # on the gate and on the output
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
-    mlp_bias: bool = hf("mlp_bias", False)
-
-
-@dataclass(frozen=True)
-class ScaledSiLU:
-    """Activation `silu(factor * x)`."""
-
-    factor: float
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Applies the function to each number."""
-        return jax.nn.silu(self.factor * x)
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-    bias: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias)
-    # A factor on keys is one on scores.
-    scale = cfg.key_factor * cfg.head_dim**-0.5
-    return nn.Attention(cfg.dim, **heads, **bias, rope=cfg.rope, scale=scale, rngs=rngs)
-
-
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    width = cfg.mamba_dim // cfg.mamba_heads
-    heads: Any = dict(num_heads=cfg.mamba_heads, head_dim=width, state_dim=cfg.mamba_state)
-    conv: Any = dict(conv_width=cfg.conv_width, conv_bias=cfg.conv_bias, bias=cfg.mamba_bias, out_bias=cfg.out_bias)
-    order = "norm_first" if cfg.norm_first else "gate_first"
-    norm: Any = dict(norm=order if cfg.normed else None, norm_eps=cfg.norm_eps)
-    own: Any = dict(num_groups=cfg.mamba_groups, dt_limit=cfg.dt_limit, factors=cfg.mamba_factors)
-    return nn.Mamba2(cfg.dim, **heads, **conv, **own, **norm, rngs=rngs)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    mamba_dim: int  # of all heads of Mamba
+    mamba_heads: int
+    mamba_groups: int = 1
+    mamba_state: int
+    conv_width: int = 4
+    conv_bias: bool = True
+    mamba_bias: bool = False
+    out_bias: bool = False
+    normed: bool = False  # whether Mamba's output is, ...
+    norm_first: bool = True  # ... before it is gated
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    embed_factor: float = 1.0
+    head_factor: float = 1.0
+    key_factor: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    mamba_out: float = 1.0
+    mamba_factors: tuple[float, ...] = (1.0,) * 5  # on gate, x, b, c and dt
+    mlp_factors: tuple[float, ...] = (1.0,) * 2  # on the gate and on the output
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
 
 class Block(nn.Layer):
@@ -132,18 +67,64 @@ class Block(nn.Layer):
         self.mamba_in, self.mamba_out = cfg.mamba_in, cfg.mamba_out
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, own = self.attn_norm(x), (None, None) if cache is None else cache
-        attended, keys = self.attn(self.attn_in * h, ctx, own[0])
-        mixed, state = self.mamba(self.mamba_in * h, ctx, own[1])
-        h = self.attn_out * attended + self.mamba_out * mixed
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        h = checkpoint_name(self.mlp_out * self.mlp(self.mlp_norm(x)), "mlp")
-        x = constrain(x + h, "batch", "seq", "act_embed")
+        h, (keys, state) = self.attn_norm(x), (None, None) if cache is None else cache
+        attended, keys = self.attn(self.attn_in * h, ctx, keys)
+        mixed, state = self.mamba(self.mamba_in * h, ctx, state)
+        x = nn.residual(x, self.attn_out * attended + self.mamba_out * mixed, "attn")
+        x = nn.residual(x, self.mlp_out * self.mlp(self.mlp_norm(x)), "mlp")
         return x, None if cache is None else (keys, state), {}
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, and a state."""
         return tuple(mixer.init_cache(batch, capacity, dtype) for mixer in (self.attn, self.mamba))
+
+
+@dataclass(frozen=True)
+class ScaledSiLU:
+    """Activation `silu(factor * x)`."""
+
+    factor: float
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Applies the function to each number."""
+        return jax.nn.silu(self.factor * x)
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    # A factor on keys is one on scores.
+    scale = cfg.key_factor * cfg.head_dim**-0.5
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        bias=cfg.attention_bias,
+        out_bias=cfg.attention_bias,
+        rope=cfg.rope,
+        scale=scale,
+        rngs=rngs,
+    )
+
+
+def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
+    width = cfg.mamba_dim // cfg.mamba_heads
+    order = "norm_first" if cfg.norm_first else "gate_first"
+    return nn.Mamba2(
+        cfg.dim,
+        num_heads=cfg.mamba_heads,
+        head_dim=width,
+        state_dim=cfg.mamba_state,
+        conv_width=cfg.conv_width,
+        conv_bias=cfg.conv_bias,
+        bias=cfg.mamba_bias,
+        out_bias=cfg.out_bias,
+        num_groups=cfg.mamba_groups,
+        dt_limit=cfg.dt_limit,
+        factors=cfg.mamba_factors,
+        norm=order if cfg.normed else None,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
 
 
 class FalconH1(nn.Decoder):
@@ -167,6 +148,74 @@ class FalconH1(nn.Decoder):
         return self.cfg.head_factor * super().leave(x, ctx)
 
 
+def _read_inner(hf: HFConfig, c: Any) -> int:
+    expand = hf.take("mamba_expand", 2)
+    inner = hf.take("mamba_d_ssm", 1024, kind=int, nullable=True)
+    return expand * c.dim if inner is None else inner
+
+
+def _read_heads(hf: HFConfig, c: Any) -> int:
+    heads, width = hf.take("mamba_n_heads", 128), hf.take("mamba_d_head", "auto", kind=object)
+    if c.mamba_dim % heads or width not in ("auto", c.mamba_dim // heads):
+        raise ValueError(
+            f"{hf.where('mamba_n_heads')} times mamba_d_head must be mamba_d_ssm, or mamba_expand times hidden_size, "
+            f"{c.mamba_dim}; got {heads} heads of {width}."
+        )
+    return heads
+
+
+def _factors(name: str, hf_name: str, count: int) -> Computed:
+    """Makes the entry of several factors, ones unless a config has them."""
+
+    def read(hf: HFConfig, c: Any) -> tuple[float, ...]:
+        factors = hf.take(hf_name, [1.0] * count, kind=list)
+        if len(factors) != count:
+            raise ValueError(f"{hf.where(hf_name)} must have {count} numbers, got {len(factors)}.")
+        return tuple(float(x) for x in factors)
+
+    return Computed(name, read, lambda value, cfg: {hf_name: list(value)})
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(default_length=8192),
+        Computed("mamba_dim", _read_inner, lambda width, cfg: {"mamba_d_ssm": width}),
+        Computed("mamba_heads", _read_heads, lambda number, cfg: {"mamba_n_heads": number}),
+        Field("mamba_groups", "mamba_n_groups"),
+        Field("mamba_state", "mamba_d_state"),
+        Field("conv_width", "mamba_d_conv"),
+        Field("conv_bias", "mamba_conv_bias"),
+        Field("mamba_bias", "mamba_proj_bias"),
+        Field("out_bias", "projectors_bias"),
+        Field("normed", "mamba_rms_norm"),
+        Field("norm_first", "mamba_norm_before_gate"),
+        fields.dt_limit(),
+        Field("embed_factor", "embedding_multiplier"),
+        Field("head_factor", "lm_head_multiplier"),
+        Field("key_factor", "key_multiplier"),
+        Field("attention_in", "attention_in_multiplier"),
+        Field("attention_out", "attention_out_multiplier"),
+        Field("mamba_in", "ssm_in_multiplier"),
+        Field("mamba_out", "ssm_out_multiplier"),
+        _factors("mamba_factors", "ssm_multipliers", 5),
+        _factors("mlp_factors", "mlp_multipliers", 2),
+        fields.ATTENTION_BIAS,
+        Field("mlp_bias"),
+    ],
+    model_types={"falcon_h1": "FalconH1ForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None},
+    # Of the algorithm, of generation, and of code that transformers does not have.
+    ignored=("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "expansion_factor", "time_step_floor"),
+    absent={"num_kv_heads": 8, "head_dim": fields.equal_heads, "mamba_state": 256},
+    null={"num_kv_heads": fields.num_heads},
+)
+
+
 def _table(cfg: Config) -> Table:
     layer = [
         Weight("input_layernorm.weight", "attn_norm.scale"),
@@ -175,8 +224,9 @@ def _table(cfg: Config) -> Table:
     ]
     for part in ("gate", "up", "down"):
         layer += names.linear(f"feed_forward.{part}_proj", f"mlp.{part}")
-    sizes: Any = dict(heads=cfg.mamba_heads, inner=cfg.mamba_dim, groups=cfg.mamba_groups * cfg.mamba_state)
-    return names.decoder_table([*layer, *names.mamba2("mamba", "mamba", **sizes)], norm="final_layernorm")
+    groups = cfg.mamba_groups * cfg.mamba_state
+    layer += names.mamba2("mamba", "mamba", heads=cfg.mamba_heads, inner=cfg.mamba_dim, groups=groups)
+    return names.decoder_table(layer, norm="final_layernorm")
 
 
 # fmt: off
@@ -192,4 +242,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="falcon_h1", model=FalconH1, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("falcon_h1", FalconH1, FIELDS, _table, PRESETS)

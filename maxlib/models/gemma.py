@@ -8,38 +8,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_rope, names
+from maxlib.weights import Family, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Gemma; `PRESETS` has the published ones."""
 
-    model_types = ("gemma",)
-    architecture = "GemmaForCausalLM"
-    fixed = {
-        "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # the first releases say "gelu" and mean its tanh approximation
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    fixed_if_present = {"use_bidirectional_attention": False}
-
-    vocab: int = hf("vocab_size", absent=256_000)
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads")
-    head_dim: int = hf("head_dim", absent=256)
-    rope: Rope = hf_rope()
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", True)
-    attention_bias: bool = hf("attention_bias", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    norm_eps: float = 1e-6
+    tied: bool = True
+    attention_bias: bool = False
 
 
 class Block(nn.Layer):
@@ -58,9 +48,8 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Gemma(nn.Decoder):
@@ -81,6 +70,25 @@ class Gemma(nn.Decoder):
         return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
 
 
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"gemma": "GemmaForCausalLM"},
+    fixed={
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # the first releases say "gelu" and mean its tanh approximation
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    fixed_if_present={"use_bidirectional_attention": False},
+    absent={"vocab": 256_000, "head_dim": 256},
+)
+
+
 def _table(cfg: Config) -> Table:
     return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
@@ -96,4 +104,4 @@ PRESETS = {
     "gemma-7b": _7B,
 }
 
-FAMILY = Family(name="gemma", model=Gemma, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("gemma", Gemma, FIELDS, _table, PRESETS)

@@ -8,48 +8,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_layer_types, hf_rope, names
+from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def _in_turn(cfg: Any) -> tuple[str, ...]:
-    return tuple(GLOBAL if i % 2 else LOCAL for i in range(cfg.num_layers))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Gemma 2; `PRESETS` has the published ones."""
 
-    model_types = ("gemma2",)
-    architecture = "Gemma2ForCausalLM"
-    fixed = {"hidden_activation": "gelu_pytorch_tanh"}
-    # hidden_act is never read by transformers; the releases have both.
-    fixed_if_present = {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
-
-    vocab: int = hf("vocab_size", absent=256_000)
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads")
-    head_dim: int = hf("head_dim", absent=256)
-    rope: Rope = hf_rope()
-    window: int = hf("sliding_window", 4096)  # of the local layers
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int = 4096  # of the local layers
     # LOCAL or GLOBAL for each layer; None: in turn, local first.
-    layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=_in_turn)
-    query_scalar: int = hf("query_pre_attn_scalar", 256)  # scores are divided by its square root
-    attention_softcap: float | None = hf("attn_logit_softcapping", 50.0)
-    final_softcap: float | None = hf("final_logit_softcapping", 30.0)
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", True)
-    attention_bias: bool = hf("attention_bias", False)
+    layer_types: tuple[str, ...] | None = None
+    query_scalar: int = 256  # scores are divided by its square root
+    attention_softcap: float | None = 50.0
+    final_softcap: float | None = 30.0
+    norm_eps: float = 1e-6
+    tied: bool = True
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -63,22 +54,34 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         # Scores become 50 * tanh(q . k / sqrt(query_scalar) / 50): none is larger than 50.
-        scores: Any = dict(scale=cfg.query_scalar**-0.5, softcap=cfg.attention_softcap)
-        norm = lambda: nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
-        self.attn_norm = norm()
-        self.attn = nn.Attention(D, **heads, mask=mask, rope=cfg.rope, **scores, bias=bias, out_bias=bias, rngs=rngs)
-        self.attn_post_norm = norm()
-        self.mlp_norm = norm()
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=mask,
+            rope=cfg.rope,
+            scale=cfg.query_scalar**-0.5,
+            softcap=cfg.attention_softcap,
+            bias=bias,
+            out_bias=bias,
+            rngs=rngs,
+        )
+        self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
-        self.mlp_post_norm = norm()
+        self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
-        x = x + self.mlp_post_norm(checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp"))
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm), cache, {}
+
+
+def _in_turn(cfg: Any) -> tuple[str, ...]:
+    return tuple(GLOBAL if i % 2 else LOCAL for i in range(cfg.num_layers))
 
 
 class Gemma2(nn.Decoder):
@@ -97,6 +100,28 @@ class Gemma2(nn.Decoder):
         """Returns the scaled vectors of `tokens`."""
         # The factor is rounded to the compute dtype, as Gemma was trained.
         return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        fields.WINDOW,
+        fields.layer_types(LOCAL, GLOBAL, usual=_in_turn),
+        Field("query_scalar", "query_pre_attn_scalar"),
+        Field("attention_softcap", "attn_logit_softcapping"),
+        Field("final_softcap", "final_logit_softcapping"),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"gemma2": "Gemma2ForCausalLM"},
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    # hidden_act is never read by transformers; the releases have both.
+    fixed_if_present={"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+    absent={"vocab": 256_000, "head_dim": 256},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -118,4 +143,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="gemma2", model=Gemma2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("gemma2", Gemma2, FIELDS, _table, PRESETS)

@@ -3,7 +3,7 @@
 It reads images of any size, and E2B, E4B and 12B read sound.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -13,154 +13,36 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models import _gemma4_conformer, _gemma4_fields, _gemma4_names, _gemma4_towers
-from maxlib.models._gemma4_audio import Audio, UnifiedAudio, read_audio
-from maxlib.models._gemma4_fields import GLOBAL, LOCAL, TEXT, VISION_TYPES, pattern
-from maxlib.models._gemma4_vision import UnifiedVision, Vision, read_vision
-from maxlib.ops import Proportional, Rope
+from maxlib.models import _gemma4_config, _gemma4_conformer, _gemma4_names, _gemma4_towers
+from maxlib.models._gemma4_audio import Audio as Audio
+from maxlib.models._gemma4_audio import UnifiedAudio as UnifiedAudio
+from maxlib.models._gemma4_config import GLOBAL, SHARES, TAKES, pattern
+from maxlib.models._gemma4_config import LOCAL as LOCAL
+from maxlib.models._gemma4_config import Config as Config
+from maxlib.models._gemma4_vision import UnifiedVision as UnifiedVision
+from maxlib.models._gemma4_vision import Vision as Vision
+from maxlib.ops import ProportionalScaling, Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, hf, hf_layer_rope, hf_layer_types
-
-# A layer has its own keys, shares them with later layers, or takes those of the last layer that shares.
-OWN, SHARES, TAKES = "own", "shares", "takes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
-    """Sizes of a Gemma 4; `PRESETS` has the published ones. Vision models have theirs in `text_config`."""
-
-    model_types = TEXT
-    architecture = "Gemma4ForCausalLM"
-    fixed = {"hidden_activation": "gelu_pytorch_tanh"}
-
-    vocab: int = hf("vocab_size", absent=262_144)
-    num_layers: int = hf("num_hidden_layers", absent=30)
-    dim: int = hf("hidden_size", absent=2304)
-    mlp_dim: int = hf("intermediate_size", absent=9216)
-    num_heads: int = hf("num_attention_heads", absent=8)
-    num_kv_heads: int = hf("num_key_value_heads", absent=4)  # of local layers
-    head_dim: int = hf("head_dim", absent=256)  # of local layers
-    window: int = hf("sliding_window", absent=512)  # of local layers
-    # LOCAL or GLOBAL for each layer; None: every sixth is global, and the last.
-    layer_types: tuple[str, ...] | None = hf_layer_types(LOCAL, GLOBAL, usual=lambda c: pattern(c.num_layers))
-    keys_as_values: bool = hf("attention_k_eq_v", False)  # in global layers
-    global_heads: tuple[int, int] = _gemma4_fields.hf_global_heads()  # width and number of their key heads
-    rope: Rope = hf_layer_rope(GLOBAL, lambda c: c.global_heads[0], lambda dim: Rope(dim, 1e6, Proportional(0.25)))
-    local_rope: Rope = hf_layer_rope(LOCAL, lambda c: c.head_dim, Rope)
-    num_shared: int = hf("num_kv_shared_layers", 0)  # last layers, which take keys and values of earlier ones
-    shared_wide: bool = hf("use_double_wide_mlp", False)  # their MLP is twice as wide
-    per_layer_dim: int = _gemma4_fields.hf_per_layer()  # of a token's vector for each layer; 0: none
-    per_layer_vocab: int = hf("vocab_size_per_layer_input", 262_144)
-    sparse: bool = hf("enable_moe_block", False)  # experts beside the MLP
-    num_experts: int | None = _gemma4_fields.hf_of_experts("num_experts")
-    top_k: int | None = _gemma4_fields.hf_of_experts("top_k_experts")
-    expert_dim: int | None = _gemma4_fields.hf_of_experts("moe_intermediate_size")
-    final_softcap: float | None = hf("final_logit_softcapping", 30.0, absent=None)
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", True)
-    attention_bias: bool = hf("attention_bias", False)
-    # Tokens of an image attend to each other in both directions, in local layers.
-    both_ways: bool = _gemma4_fields.hf_both_ways()
-    pad_token: int | None = hf("pad_token_id", 0)  # whose vectors stand for placeholders of images and sound
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-    vision: Vision | UnifiedVision | None = None
-    audio: Audio | UnifiedAudio | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        for encoder in self.encoders:
-            encoder.check(self)
-        if self.types[-1] != GLOBAL:
-            raise ValueError(f"layer_types must end with {GLOBAL}, got {self.types[-1]} for the last layer")
-        self._check_shared()
-
-    def _check_shared(self) -> None:
-        """Raises ValueError unless the layers that take keys find some of their type; a drafter takes all of them."""
-        own, got = self.types[: self.num_layers - self.num_shared], f"{self.num_shared} of {self.types}"
-        if not 0 <= self.num_shared < self.num_layers or {*own} != {*self.types}:
-            raise ValueError(f"num_shared (num_kv_shared_layers) must leave layers of each type, got {got}")
-
-    @property
-    def encoders(self) -> tuple[Vision | UnifiedVision | Audio | UnifiedAudio, ...]:
-        """Settings of images and of sound, if the model reads them."""
-        return tuple(encoder for encoder in (self.vision, self.audio) if encoder is not None)
-
-    @property
-    def audio_token(self) -> int | None:
-        """The placeholder of sound, which a model that only sees refuses; None for a text model."""
-        return self.encoders[-1].audio_token if self.encoders else None
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """LOCAL or GLOBAL for each layer."""
-        return self.layer_types or pattern(self.num_layers)
-
-    @property
-    def kinds(self) -> tuple[tuple[str, str], ...]:
-        """The type of each layer, and whether its keys are its own: OWN, SHARES (the last of its type) or TAKES."""
-        own = self.num_layers - self.num_shared
-        last = {kind: i for i, kind in enumerate(self.types[:own])} if self.num_shared else {}
-        role = lambda i, kind: TAKES if i >= own else SHARES if last.get(kind) == i else OWN
-        return tuple((kind, role(i, kind)) for i, kind in enumerate(self.types))
-
-    @property
-    def parts(self) -> dict[str, tuple[ops.Mask, Rope, tuple[int, int]]]:
-        """Mask, rotary embedding, and width and number of the key heads of either type of layer."""
-        # The window limits the past of images, too.
-        causal = ops.Causal() | ops.BidirectionalBlocks() if self.vision and self.both_ways else ops.Causal()
-        local = causal & ops.SlidingWindow(self.window), self.local_rope, (self.head_dim, self.num_kv_heads)
-        return {LOCAL: local, GLOBAL: (ops.Causal(), self.rope, self.global_heads)}
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", *TEXT, *VISION_TYPES) not in VISION_TYPES:
-            return super().from_hf(fields)
-        text, tied = super().from_hf(fields.nested("text_config")), fields.take("tie_word_embeddings", True)
-        return replace(text, tied=tied, vision=read_vision(fields), audio=read_audio(fields))
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json."""
-        text = super().to_hf()
-        if not self.encoders:
-            return text
-        del text["architectures"]
-        text["model_type"] = f"{self.encoders[0].model_types[0]}_text"
-        written = {"text_config": text, "tie_word_embeddings": self.tied}
-        for encoder in self.encoders:
-            written |= encoder.to_hf()
-        return written
-
-
-def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
-    (mask, rope, (H, K)), norm = cfg.parts[kind], lambda: nn.RMSNorm(H, eps=cfg.norm_eps)
-    # Norms set the scale of queries and keys, so scores have no other factor.
-    own: Any = dict(num_heads=cfg.num_heads, head_dim=H, num_kv_heads=K, mask=mask, rope=rope, q_norm=norm(), scale=1.0)
-    own |= dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias, rngs=rngs)
-    if role == TAKES:
-        return nn.SharedKVAttention(cfg.dim, **own)
-    own |= dict(k_norm=norm(), v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps))
-    return nn.Attention(cfg.dim, **own, keys_as_values=cfg.keys_as_values and kind == GLOBAL)
-
-
-def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    router = nn.router.ScaledRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, eps=cfg.norm_eps, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, activation=ops.geglu, losses=cfg.losses, rngs=rngs)
+from maxlib.weights import Family
 
 
 class Block(nn.Layer):
     """Sandwich norms, as in Gemma 3; then experts beside the MLP, or a vector for this layer, and a factor."""
 
     def __init__(self, cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs):
-        norm = lambda: nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.kind, self.role = kind, role
-        self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (norm() for _ in range(4))
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, kind, role, rngs=rngs)
         wide = 2 if role == TAKES and cfg.shared_wide else 1
         self.mlp = nn.GatedMLP(cfg.dim, wide * cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if cfg.sparse else None
         if cfg.sparse:
-            self.moe_norm, self.moe_post_norm, self.mlp_own_norm = norm(), norm(), norm()
+            self.moe_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+            self.moe_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+            self.mlp_own_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         P = cfg.per_layer_dim
         self.per_layer = nn.per_layer.PerLayerGate(cfg.dim, P, eps=cfg.norm_eps, rngs=rngs) if P else None
         self.factor = nnx.Variable(jnp.ones(1), axes=("norm",))  # stored, but not trained
@@ -169,8 +51,7 @@ class Block(nn.Layer):
         self, x: nn.stack.WithShared, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
     ):
         h, cache, shared = self._attend(self.attn_norm(x.x), x, ctx, cache)
-        # [B, T, D], the residual stream
-        y = constrain(x.x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
+        y = nn.residual(x.x, h, "attn", norm=self.attn_post_norm)  # [B, T, D], the residual stream
         h, aux = self.mlp(self.mlp_norm(y)), {}
         if self.moe is not None:
             # The router norms the stream in its own way.
@@ -191,6 +72,51 @@ class Block(nn.Layer):
         return h, cache, {self.kind: kv} if self.role == SHARES else {}
 
 
+def _attention(cfg: Config, kind: str, role: str, *, rngs: nnx.Rngs) -> nn.Attention | nn.SharedKVAttention:
+    mask, rope, (H, K) = cfg.parts[kind]
+    if role == TAKES:
+        return nn.SharedKVAttention(
+            cfg.dim,
+            num_heads=cfg.num_heads,
+            num_kv_heads=K,
+            head_dim=H,
+            mask=mask,
+            rope=rope,
+            q_norm=nn.RMSNorm(H, eps=cfg.norm_eps),
+            scale=1.0,
+            bias=cfg.attention_bias,
+            out_bias=cfg.attention_bias,
+            rngs=rngs,
+        )
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=K,
+        head_dim=H,
+        mask=mask,
+        rope=rope,
+        q_norm=nn.RMSNorm(H, eps=cfg.norm_eps),
+        k_norm=nn.RMSNorm(H, eps=cfg.norm_eps),
+        v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps),
+        scale=1.0,  # norms set the scale of queries and keys
+        keys_as_values=cfg.keys_as_values and kind == GLOBAL,
+        bias=cfg.attention_bias,
+        out_bias=cfg.attention_bias,
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
+    router = nn.router.ScaledRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, eps=cfg.norm_eps, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, activation=ops.geglu, losses=cfg.losses, rngs=rngs)
+
+
+def _per_layer_embed(cfg: Config, *, rngs: nnx.Rngs) -> nn.per_layer.PerLayerEmbed:
+    return nn.per_layer.PerLayerEmbed(
+        cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim, eps=cfg.norm_eps, rngs=rngs
+    )
+
+
 class Gemma4(nn.audio.AudioDecoder):
     """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
 
@@ -205,8 +131,7 @@ class Gemma4(nn.audio.AudioDecoder):
         self.layers_take_tokens = cfg.per_layer_dim > 0
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        sizes = cfg.per_layer_vocab, cfg.dim, cfg.num_layers, cfg.per_layer_dim
-        self.per_layer = nn.per_layer.PerLayerEmbed(*sizes, eps=cfg.norm_eps, rngs=rngs) if cfg.per_layer_dim else None
+        self.per_layer = _per_layer_embed(cfg, rngs=rngs) if cfg.per_layer_dim else None
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
@@ -240,9 +165,9 @@ class Gemma4(nn.audio.AudioDecoder):
         """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is
         added to a token's index to find it among them.
         """
-        own = self.cfg.types[: self.cfg.num_layers - self.cfg.num_shared]
-        last = {kind: self.layers.cache_of(i, cache.layers) for i, kind in enumerate(own)}
-        return {kind: one.unrolled(cache.length) for kind, one in last.items()}
+        types = self.cfg.types[: self.cfg.num_layers - self.cfg.num_shared]
+        last = {kind: self.layers.cache_of(i, cache.layers) for i, kind in enumerate(types)}
+        return {kind: layer_cache.unrolled(cache.length) for kind, layer_cache in last.items()}
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "L B T P"] | None:
         """Returns a vector of each token for each layer, if the model has them."""
@@ -250,16 +175,17 @@ class Gemma4(nn.audio.AudioDecoder):
 
 
 # fmt: off
-_ROPES: Any = {"rope": Rope(512, 1e6, Proportional(0.25), max_length=262_144), "local_rope": Rope(256, max_length=262_144)}
 _LARGE = Vision(dim=1152, mlp_dim=4304, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=72, standardize=True)
 _31B = Config(
     vocab=262_144, num_layers=60, dim=5376, mlp_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=256, window=1024,
-    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE, **_ROPES)
+    keys_as_values=True, global_heads=(512, 4), both_ways=True, vision=_LARGE,
+    rope=Rope(512, 1e6, ProportionalScaling(0.25), max_length=262_144), local_rope=Rope(256, max_length=262_144),
+)
 _E2B = replace(
     _31B, num_layers=35, dim=1536, mlp_dim=6144, num_heads=8, num_kv_heads=1, window=512, keys_as_values=False,
-    global_heads=(512, 1), **{name: replace(rope, max_length=131_072) for name, rope in _ROPES.items()},
-    layer_types=pattern(35, period=5), num_shared=20, shared_wide=True, per_layer_dim=256, both_ways=False,
-    vision=Vision(clipped=True), audio=Audio(),
+    global_heads=(512, 1), rope=replace(_31B.rope, max_length=131_072),
+    local_rope=replace(_31B.local_rope, max_length=131_072), layer_types=pattern(35, period=5), num_shared=20,
+    shared_wide=True, per_layer_dim=256, both_ways=False, vision=Vision(clipped=True), audio=Audio(),
 )
 PRESETS = {
     "gemma4-e2b": _E2B,
@@ -273,11 +199,5 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="gemma4",
-    model=Gemma4,
-    config=Config,
-    table=_gemma4_names.table,
-    presets=PRESETS,
-    model_types=(*TEXT, *VISION_TYPES),
-)
+FIELDS = _gemma4_config.FIELDS
+FAMILY = Family("gemma4", Gemma4, FIELDS, _gemma4_names.table, PRESETS)

@@ -16,36 +16,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
+from maxlib.models import _gemma4_config as gemma4_config
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import LOCAL
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, names
-
-# Of processors, in drafters' configs too.
-_TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "audio", "boi", "eoi", "boa", "eoa"))
+from maxlib.weights import Computed, Family, Field, Fields, Multimodal, Table, Weight, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting(ModelConfig):
-    """What the config of a drafter says besides the sizes of its layers, which are in `text_config`."""
+class Drafting:
+    """What a drafter has besides its layers."""
 
-    model_types = ("gemma4_assistant",)
-    architecture = "Gemma4AssistantForCausalLM"
-    ignored = (*_TOKENS, "eoa_token_index", "boa_token_index")
-
-    target_dim: int = hf("backbone_hidden_size", 1536)
-    clustered: bool = hf("use_ordered_embeddings", False)  # only the likeliest clusters of tokens are scored
-    num_clusters: int = hf("num_centroids", 2048)
-    top_clusters: int = hf("centroid_intermediate_top_k", 32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnifiedDrafting(Drafting):
-    """The same for the drafter of the 12B model."""
-
-    model_types = ("gemma4_unified_assistant",)
-    architecture = "Gemma4UnifiedAssistantForCausalLM"
-
-    target_dim: int = hf("backbone_hidden_size", 3840)
+    unified: bool = False  # it drafts for the 12B model
+    target_dim: int = 1536
+    clustered: bool = False  # only the likeliest clusters of tokens are scored
+    num_clusters: int = 2048
+    top_clusters: int = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +45,8 @@ class Config(gemma4.Config):
         super().__post_init__()
         without = {"enable_moe_block": self.sparse, "hidden_size_per_layer_input": self.per_layer_dim}
         without |= {"use_double_wide_mlp": self.shared_wide, "vision_config": self.vision}
-        if found := [name for name, value in without.items() if value]:
-            raise ValueError(f"a drafter has no {found[0]}, got {without[found[0]]!r}")
+        if wrong := [name for name, value in without.items() if value]:
+            raise ValueError(f"a drafter has no {wrong[0]}, got {without[wrong[0]]!r}")
         if self.drafting.clustered and self.vocab % self.drafting.num_clusters:
             got = f"{self.vocab} and {self.drafting.num_clusters}"
             raise ValueError(f"num_centroids must divide vocab_size into clusters of equal size, got {got}")
@@ -70,21 +55,6 @@ class Config(gemma4.Config):
         if self.num_shared != self.num_layers:
             got = f"{self.num_shared} of {self.num_layers}"
             raise ValueError(f"every layer of a drafter takes keys (num_kv_shared_layers), got {got}")
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        kinds = {kind.model_types[0]: kind for kind in (Drafting, UnifiedDrafting)}
-        drafting = kinds[fields.require("model_type", *kinds)].from_hf(fields)
-        text: Any = super().from_hf(fields.nested("text_config"))
-        return replace(text, tied=fields.take("tie_word_embeddings", True), drafting=drafting)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json."""
-        text = super().to_hf()
-        del text["architectures"]
-        text["model_type"] = self.drafting.model_types[0].replace("assistant", "text")
-        return {"text_config": text, "tie_word_embeddings": self.tied} | self.drafting.to_hf()
 
 
 class ClusteredHead(nnx.Module):
@@ -194,13 +164,13 @@ class Gemma4Assistant(nnx.Module):
             cache: Its cache.
             dtype: Dtype of the computation.
         """
-        stop, found = cache.length[:, None], {}  # [B, 1]
+        stop, keys = cache.length[:, None], {}  # [B, 1]
         for kind, (k, v, shift) in target.last_keys(cache).items():
             # A guess sees a window's keys and one more: transformers counts from the token before it, both ends in.
             start = jnp.maximum(stop - self.cfg.window - 1, 0) if kind == LOCAL else jnp.zeros_like(stop)
             bounds = start + shift[:, None], stop + shift[:, None]
-            found[kind] = nn.cache.SharedKV(k.astype(dtype), v.astype(dtype), *bounds, kind="target")
-        return found
+            keys[kind] = nn.cache.SharedKV(k.astype(dtype), v.astype(dtype), *bounds, kind="target")
+        return keys
 
     def check_target(self, target: Any) -> None:
         """Raises ValueError for a model that this one does not draft for: another family, width, vocabulary, or other
@@ -208,22 +178,22 @@ class Gemma4Assistant(nnx.Module):
         """
         if not isinstance(target, gemma4.Gemma4):
             raise ValueError(f"this drafter is for a Gemma4, got {type(target).__name__}")
-        wanted, found = _interface(self.cfg, self.cfg.drafting.target_dim), _interface(target.cfg, target.cfg.dim)
-        if wrong := [name for name in wanted if wanted[name] != found.get(name)]:
+        wanted, actual = _interface(self.cfg, self.cfg.drafting.target_dim), _interface(target.cfg, target.cfg.dim)
+        if wrong := [name for name in wanted if wanted[name] != actual.get(name)]:
             raise ValueError(
-                f"the drafter is for another model: its {wrong[0]} is {wanted[wrong[0]]}, the model's {found.get(wrong[0])}; "
-                "take the drafter of this size"
+                f"the drafter is for another model: its {wrong[0]} is {wanted[wrong[0]]}, the model's "
+                f"{actual.get(wrong[0])}; take the drafter of this size"
             )
 
 
 def _interface(cfg: gemma4.Config, width: int) -> dict[str, Any]:
     """Returns what a drafter and its target must have in common."""
-    found: dict[str, Any] = {"target_dim (backbone_hidden_size)": width, "vocab (vocab_size)": cfg.vocab}
+    common: dict[str, Any] = {"target_dim (backbone_hidden_size)": width, "vocab (vocab_size)": cfg.vocab}
     for kind in sorted({*cfg.types}):
         _, rope, heads = cfg.parts[kind]
-        found[f"width and number of key heads ({kind})"] = heads
-        found[f"rope ({kind})"] = dataclasses.replace(rope, max_length=None)
-    return found | ({"window (sliding_window)": cfg.window} if LOCAL in cfg.types else {})
+        common[f"width and number of key heads ({kind})"] = heads
+        common[f"rope ({kind})"] = dataclasses.replace(rope, max_length=None)
+    return common | ({"window (sliding_window)": cfg.window} if LOCAL in cfg.types else {})
 
 
 def _table(cfg: Config) -> Table:
@@ -237,11 +207,33 @@ def _table(cfg: Config) -> Table:
     ]
 
 
-# Without presets: a drafter is no model that one trains or plans by itself.
-FAMILY = Family(
-    name="gemma4_assistant",
-    model=Gemma4Assistant,
-    config=Config,
-    table=_table,
-    model_types=(*Drafting.model_types, *UnifiedDrafting.model_types),
+UNIFIED = "gemma4_unified_assistant"
+DRAFTING = Fields(
+    Drafting,
+    [
+        Computed("unified", lambda hf, c: hf.take("model_type") == UNIFIED, lambda unified, cfg: {}),
+        Field("target_dim", "backbone_hidden_size"),
+        Field("clustered", "use_ordered_embeddings"),
+        Field("num_clusters", "num_centroids"),
+        Field("top_clusters", "centroid_intermediate_top_k"),
+    ],
+    absent={"target_dim": lambda c: 3840 if c.unified else 1536},
 )
+FIELDS = Multimodal(
+    replace(
+        gemma4_config.TEXT,
+        config=Config,
+        model_type=lambda cfg: "gemma4_unified_text" if cfg.drafting.unified else "gemma4_text",
+    ),
+    {"drafting": DRAFTING},
+    model_types={"gemma4_assistant": "Gemma4AssistantForCausalLM", UNIFIED: "Gemma4UnifiedAssistantForCausalLM"},
+    model_type=lambda cfg: UNIFIED if cfg.drafting.unified else "gemma4_assistant",
+    ignored=[  # of processors, in drafters' configs too
+        *(f"{name}_token_id" for name in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")),
+        *("eoa_token_index", "boa_token_index"),
+    ],
+    tied=True,
+    text_alone=False,
+)
+# Without presets: a drafter is no model that one trains or plans by itself.
+FAMILY = Family("gemma4_assistant", Gemma4Assistant, FIELDS, _table)

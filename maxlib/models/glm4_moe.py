@@ -1,65 +1,45 @@
 """GLM-4.5, 4.5-Air and 4.6 (GLM team 2025, arXiv:2508.06471): half of each head rotated, and DeepSeek V3's experts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_mtp, hf_rope, names
+from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a GLM-4 with experts; `PRESETS` has the published ones."""
 
-    model_types = ("glm4_moe",)
-    architecture = "Glm4MoeForCausalLM"
-    fixed = {"hidden_act": "silu"}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf("first_k_dense_replace", absent=1)  # number of first layers with a plain MLP
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    expert_dim: int = hf("moe_intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads")
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(partial=True, default_fraction=0.5)
-    num_experts: int = hf("n_routed_experts")
-    num_shared: int = hf("n_shared_experts")
-    top_k: int = hf("num_experts_per_tok")
-    num_groups: int = hf("n_group", 1)
-    top_groups: int = hf("topk_group", 1)
-    renormalize: bool = hf("norm_topk_prob", True)
-    routed_scale: float = hf("routed_scaling_factor", 1.0)
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    qk_norm: bool = hf("use_qk_norm", False)  # norm queries and keys head by head
-    attention_bias: bool = hf("attention_bias", False)
-    tied: bool = hf("tie_word_embeddings", False)
+    vocab: int
+    num_layers: int
+    num_dense: int  # number of first layers with a plain MLP
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    num_experts: int
+    num_shared: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False  # norm queries and keys head by head
+    attention_bias: bool = False
+    tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
     num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) of the model ...
-    stored_mtp: int = hf_mtp(absent=1)  # ... and of the checkpoint
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json."""
-        # Left out it would mean a half; a rope of whole heads has no field of its own.
-        return {"partial_rotary_factor": 1.0} | super().to_hf()
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
-    choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale, expert_bias=True)
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+    stored_mtp: int = field(default=0, compare=False)  # ... and of the checkpoint
 
 
 class Block(nn.Layer):
@@ -67,12 +47,18 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         D = cfg.dim
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
         self.attn = nn.Attention(
-            D, **heads, rope=cfg.rope, bias=cfg.attention_bias, q_norm=norm(), k_norm=norm(), rngs=rngs
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            rope=cfg.rope,
+            bias=cfg.attention_bias,
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None,
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None,
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if dense else None
@@ -80,10 +66,28 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
+    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        groups=groups,
+        score=jax.nn.sigmoid,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        expert_bias=True,
+        rngs=rngs,
+    )
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
 class GLM4MoE(nn.mtp.MTPDecoder):
@@ -97,15 +101,36 @@ class GLM4MoE(nn.mtp.MTPDecoder):
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        module = lambda: nn.mtp.MTP(cfg.dim, block=Block(cfg, dense=False, rngs=rngs), eps=cfg.norm_eps, rngs=rngs)
-        self.mtp = nnx.List([module() for _ in range(cfg.num_mtp)])
+        blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
+        self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("num_dense", "first_k_dense_replace"),
+        fields.MLP,
+        *fields.DEEPSEEK_EXPERTS,
+        *fields.ATTENTION,
+        fields.rope(partial=True, default_fraction=0.5),
+        fields.NUM_SHARED,
+        *fields.GROUPS,
+        Field("qk_norm", "use_qk_norm"),
+        fields.ATTENTION_BIAS,
+        fields.mtp(absent=1),
+    ],
+    model_types={"glm4_moe": "Glm4MoeForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    absent={"num_dense": 1, "head_dim": fields.equal_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
     # What a layer lacks (norms of heads, biases, experts, an MLP) is passed over.
     layer = [*names.NORMS, *names.ATTENTION, *names.MLP, *names.MOE]
-    modules = {"used": cfg.num_mtp, "stored": cfg.stored_mtp, "tied": cfg.tied}
-    return [*names.decoder_table(layer), *names.mtp_table(layer, first=cfg.num_layers, **modules)]
+    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
+    return [*names.decoder_table(layer), *modules]
 
 
 # fmt: off
@@ -125,4 +150,4 @@ PRESETS = {
     "glm-4.6": replace(_355B, rope=Rope(64, 1_000_000.0, max_length=202_752)),
 }
 
-FAMILY = Family(name="glm4_moe", model=GLM4MoE, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("glm4_moe", GLM4MoE, FIELDS, _table, PRESETS)

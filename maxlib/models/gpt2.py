@@ -10,42 +10,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, Ignore, ModelConfig, Renamed, Table, Weight, hf, names
+from maxlib.weights import Copy, Family, Field, Fields, Ignore, Renamed, Table, Weight, names
 
 MASK = ops.Causal()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a GPT-2; `PRESETS` has the published ones."""
 
-    model_types = ("gpt2",)
-    architecture = "GPT2LMHeadModel"
-    fixed = {"activation_function": ("gelu_new", "gelu_pytorch_tanh")}  # two names of one formula
-    # What heads for classification did, and a way to compute scores in float32, which ours are anyhow.
-    ignored = (
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-        *("n_special", "predict_special_tokens", "output_past", "reorder_and_upcast_attn"),
-    )
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("n_layer")
-    dim: int = hf("n_embd")
-    mlp_dim: int = hf("n_inner", absent=lambda c: 4 * c.dim)
-    num_heads: int = hf("n_head")
-    num_positions: int = hf("n_positions", absent=1024, same=("n_ctx",))  # n_ctx: of early versions, read by none
-    norm_eps: float = hf("layer_norm_epsilon", 1e-5)
-    tied: bool = hf("tie_word_embeddings", True)
-    scaled: bool = hf("scale_attn_weights", True)  # divide scores by the root of the head's width
-    scaled_by_layer: bool = hf("scale_attn_by_inverse_layer_idx", False)  # and those of layer i by i + 1
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_positions: int
+    norm_eps: float = 1e-5
+    tied: bool = True
+    scaled: bool = True  # divide scores by the root of the head's width
+    scaled_by_layer: bool = False  # and those of layer i by i + 1
 
     def __post_init__(self):
-        super().__post_init__()
         if self.dim % self.num_heads:
             raise ValueError(
                 f"dim (n_embd) must be a multiple of num_heads (n_head), got {self.dim} and {self.num_heads}"
@@ -58,6 +47,21 @@ class Config(ModelConfig):
         return tuple(scale / (i + 1 if self.scaled_by_layer else 1) for i in range(self.num_layers))
 
 
+class Block(nn.Layer):
+    """Pre-norm layer with LayerNorm; the layers differ in the scale of their scores only, if in anything."""
+
+    def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
+        self.attn_norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn = Attention(cfg, scale, rngs=rngs)
+        self.mlp_norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp = MLP(cfg, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
+
+
 class Attention(nn.SequenceMixer):
     """Multi-head attention with weights stored as [in, out], as in GPT-2's files; `nn.Attention` has [out, in]."""
 
@@ -68,8 +72,10 @@ class Attention(nn.SequenceMixer):
 
     def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
         D, N, H = cfg.dim, cfg.num_heads, cfg.dim // cfg.num_heads
-        wide = lambda heads: nn.Einsum("...D,DNH->...NH", (D, N, H), ("embed", heads, "head_dim"), bias=True, rngs=rngs)
-        self.q, self.k, self.v = wide("heads"), wide("kv_heads"), wide("kv_heads")
+        self.q, self.k, self.v = (
+            nn.Einsum("...D,DNH->...NH", (D, N, H), ("embed", heads, "head_dim"), bias=True, rngs=rngs)
+            for heads in ("heads", "kv_heads", "kv_heads")
+        )
         self.o = nn.Einsum("...NH,NHD->...D", (N, H, D), ("heads", "head_dim", "embed"), bias=True, rngs=rngs)
         self.mask, self.scale, self.num_heads, self.head_dim = MASK, scale, N, H
         self.implementation: str | None = None
@@ -121,22 +127,6 @@ class MLP(nnx.Module):
         return self.down(constrain(jax.nn.gelu(self.up(x), approximate=True), "batch", "seq", "act_mlp"))
 
 
-class Block(nn.Layer):
-    """Pre-norm layer with LayerNorm; the layers differ in the scale of their scores only, if in anything."""
-
-    def __init__(self, cfg: Config, scale: float, *, rngs: nnx.Rngs):
-        self.attn_norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = Attention(cfg, scale, rngs=rngs)
-        self.mlp_norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp = MLP(cfg, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
-
-
 class GPT2(nn.Decoder):
     """GPT-2: adds a trained vector for each position to the tokens instead of rotary embeddings.
 
@@ -167,6 +157,34 @@ class GPT2(nn.Decoder):
         """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
         self.positions.check(capacity)
         return super().init_cache(batch, capacity, dtype=dtype)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        Field("vocab", "vocab_size"),
+        Field("num_layers", "n_layer"),
+        Field("dim", "n_embd"),
+        Field("mlp_dim", "n_inner"),
+        Field("num_heads", "n_head"),
+        Field("num_positions", "n_positions"),
+        Field("norm_eps", "layer_norm_epsilon"),
+        Field("tied", "tie_word_embeddings"),
+        Field("scaled", "scale_attn_weights"),
+        Field("scaled_by_layer", "scale_attn_by_inverse_layer_idx"),
+    ],
+    model_types={"gpt2": "GPT2LMHeadModel"},
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one formula
+        "n_ctx": lambda c: c.num_positions,  # of early versions, read by none
+    },
+    # What heads for classification did, and a way to compute scores in float32, which ours are anyhow.
+    ignored=(
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        *("n_special", "predict_special_tokens", "output_past", "reorder_and_upcast_attn"),
+    ),
+    absent={"mlp_dim": lambda c: 4 * c.dim, "num_positions": 1024},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -219,4 +237,4 @@ PRESETS = {
     "gpt3-175b": _gpt(96, 12_288, 96, vocab=50_304, length=16_384),
 }
 
-FAMILY = Family(name="gpt2", model=GPT2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("gpt2", GPT2, FIELDS, _table, PRESETS)

@@ -7,62 +7,42 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
-from maxlib.sharding import constrain
-from maxlib.weights import (
-    Convert,
-    Family,
-    HFConfig,
-    ModelConfig,
-    Table,
-    Weight,
-    hf,
-    hf_layer_types,
-    hf_rope,
-    names,
-)
+from maxlib.ops import Rope, YarnScaling
+from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 from maxlib.weights import _mxfp4 as mxfp4
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_YARN = Yarn(32.0, 4096, truncate=False)
-
-
-def _in_turn(cfg: Any) -> tuple[str, ...]:
-    return tuple(FULL if i % 2 else SLIDING for i in range(cfg.num_layers))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a GPT-OSS; `PRESETS` has the published ones."""
 
-    model_types = ("gpt_oss",)
-    architecture = "GptOssForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    ignored = ("initial_context_length",)  # OpenAI's own name for rope_scaling's original length
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    expert_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=8, null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=64, null=lambda c: c.dim // c.num_heads)
-    num_experts: int = hf("num_local_experts")
-    top_k: int = hf("num_experts_per_tok")
-    rope: Rope = hf_rope(default_theta=150_000.0, default_length=131_072)
-    window: int = hf("sliding_window", 128)  # of the sliding layers
+    vocab: int
+    num_layers: int
+    dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    top_k: int
+    rope: Rope
+    window: int = 128  # of the sliding layers
     # SLIDING or FULL for each layer; None: in turn, SLIDING first.
-    layer_types: tuple[str, ...] | None = hf_layer_types(SLIDING, FULL, usual=_in_turn)
-    act_alpha: float = hf("swiglu_alpha", 1.702)  # of `ops.ClampedSwiGLU`
-    act_limit: float = hf("swiglu_limit", 7.0)
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", True)
+    layer_types: tuple[str, ...] | None = None
+    act_alpha: float = 1.702  # of `ops.ClampedSwiGLU`
+    act_limit: float = 7.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = True
     losses: tuple[Any, ...] = ()  # router losses for training
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -70,29 +50,26 @@ class Config(ModelConfig):
         masks = {SLIDING: ops.Causal() & ops.SlidingWindow(self.window), FULL: ops.Causal()}
         return tuple(masks[kind] for kind in self.layer_types or _in_turn(self))
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        cfg = super().from_hf(fields)
-        fields.require("experts_per_token", cfg.top_k)  # OpenAI's own name, in the releases too
-        if fields.take("quantization_config", None, kind=dict):  # read by `_table`, whichever weights have it
-            quantization = fields.nested("quantization_config")
-            quantization.require("quant_method", "mxfp4")
-            quantization.ignore("modules_to_not_convert", "dequantize")
-        # YaRN unless the config says something else; transformers 4 says by a null that nothing is scaled.
-        given = "rope_scaling" in fields or fields.take("rope_parameters", None, kind=dict)
-        return cfg if given else replace(cfg, rope=replace(cfg.rope, scaling=_YARN))
-
 
 class Block(nn.Layer):
     """Llama's layer with a sink in each head's softmax and experts in place of the MLP."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # A sink is an extra logit [N] per softmax, without a value, so that a head may attend to nothing.
-        self.attn = nn.Attention(D, **heads, mask=mask, rope=cfg.rope, bias=bias, out_bias=bias, sinks=True, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=mask,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            sinks=True,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, bias=True, rngs=rngs)
         # (clip(up) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit): no expert can overflow.
@@ -101,9 +78,13 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h, aux = self.moe(self.mlp_norm(x), ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _in_turn(cfg: Any) -> tuple[str, ...]:
+    return tuple(FULL if i % 2 else SLIDING for i in range(cfg.num_layers))
 
 
 class GptOss(nn.Decoder):
@@ -116,6 +97,48 @@ class GptOss(nn.Decoder):
         self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+_YARN = YarnScaling(32.0, 4096, truncate=False)
+_ROPE = fields.rope(default_theta=150_000.0, default_length=131_072)
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    rope = _ROPE.read(hf, c)
+    # YaRN unless the config says something else; transformers 4 says by a null that nothing is scaled.
+    stated = "rope_scaling" in hf or hf.take("rope_parameters", None, kind=dict)
+    return rope if stated else replace(rope, scaling=_YARN)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("expert_dim", "intermediate_size"),
+        *fields.ATTENTION,
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+        Computed("rope", _read_rope, _ROPE.write),
+        fields.WINDOW,
+        fields.layer_types(SLIDING, FULL, usual=_in_turn),
+        Field("act_alpha", "swiglu_alpha"),
+        Field("act_limit", "swiglu_limit"),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"gpt_oss": "GptOssForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={
+        "experts_per_token": lambda c: c.top_k,  # OpenAI's own name, in the releases too
+        "quantization_config.quant_method": "mxfp4",  # read by `_table`, whichever weights have it
+    },
+    ignored=[
+        "initial_context_length",  # OpenAI's own name for rope_scaling's original length
+        "quantization_config.modules_to_not_convert",
+        "quantization_config.dequantize",
+    ],
+    absent={"num_kv_heads": 8, "head_dim": 64},
+    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -139,12 +162,13 @@ def _table(cfg: Config) -> Table:
         Weight("mlp.experts.down_proj_bias", "moe.down.b"),
     ]
     experts, moe = "model.layers.{i}.mlp.experts.", "layers.{i}.moe."
-    stored = lambda name: (f"{experts}{name}_blocks", f"{experts}{name}_scales")
+    gate_up = f"{experts}gate_up_proj_blocks", f"{experts}gate_up_proj_scales"
+    down = f"{experts}down_proj_blocks", f"{experts}down_proj_scales"
     return [
         *names.decoder_table(layer),
-        Convert(stored("gate_up_proj"), moe + "gate.w", load=_dequantize_gate, batch=1),
-        Convert(stored("gate_up_proj"), moe + "up.w", load=_dequantize_up, batch=1),
-        Convert(stored("down_proj"), moe + "down.w", load=mxfp4.dequantize, batch=2),
+        Convert(gate_up, moe + "gate.w", load=_dequantize_gate, batch=1),
+        Convert(gate_up, moe + "up.w", load=_dequantize_up, batch=1),
+        Convert(down, moe + "down.w", load=mxfp4.dequantize, batch=2),
     ]
 
 
@@ -166,4 +190,4 @@ _20B = Config(
 # fmt: on
 PRESETS = {"gpt-oss-20b": _20B, "gpt-oss-120b": replace(_20B, num_layers=36, num_experts=128)}
 
-FAMILY = Family(name="gpt_oss", model=GptOss, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("gpt_oss", GptOss, FIELDS, _table, PRESETS)

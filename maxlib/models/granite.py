@@ -4,39 +4,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_rope, names
+from maxlib.weights import Family, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Granite; `PRESETS` has the published ones."""
 
-    model_types = ("granite",)
-    architecture = "GraniteForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {"mlp_bias": False}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope()
-    embed_factor: float = hf("embedding_multiplier", 1.0)
-    score_factor: float = hf("attention_multiplier", 1.0)  # in place of head_dim ** -0.5
-    residual_factor: float = hf("residual_multiplier", 1.0)
-    logit_divisor: float = hf("logits_scaling", 1.0)
-    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    embed_factor: float = 1.0
+    score_factor: float = 1.0  # in place of head_dim ** -0.5
+    residual_factor: float = 1.0
+    logit_divisor: float = 1.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
 
 
 class Block(nn.Layer):
@@ -44,18 +37,26 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, **heads, rope=cfg.rope, scale=cfg.score_factor, bias=bias, out_bias=bias, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            rope=cfg.rope,
+            scale=cfg.score_factor,
+            bias=bias,
+            out_bias=bias,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.factor = cfg.residual_factor
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + self.factor * checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        h = checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x + self.factor * h, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, self.factor * h, "attn")
+        return nn.residual(x, self.factor * self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Granite(nn.Decoder):
@@ -79,6 +80,23 @@ class Granite(nn.Decoder):
         return super().leave(x, ctx) / self.cfg.logit_divisor
 
 
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        *fields.MULTIPLIERS,
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"granite": "GraniteForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={"mlp_bias": False},
+    absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads, "norm_eps": 1e-6},
+)
+
+
 def _table(cfg: Config) -> Table:
     return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
@@ -98,4 +116,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="granite", model=Granite, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("granite", Granite, FIELDS, _table, PRESETS)

@@ -2,118 +2,65 @@
 MLP.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_dt_limit, hf_fields, hf_rope, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 MAMBA, FULL = "mamba", "attention"
 # transformers 5 calls them otherwise.
 SPELLINGS = {MAMBA: MAMBA, FULL: FULL, "linear_attention": MAMBA, "full_attention": FULL}
 
 
-def _read_rotated(fields: HFConfig, c: Any) -> bool:
-    return fields.require("position_embedding_type", "nope", "rope", None) == "rope"
-
-
-def _read_types(fields: HFConfig, c: Any) -> tuple[str, ...]:
-    # Left out, all layers are Mambas.
-    types = fields.layer_types(c.num_layers, *SPELLINGS) or (MAMBA,) * c.num_layers
-    return tuple(SPELLINGS[kind] for kind in types)
-
-
-def _read_heads(fields: HFConfig, c: Any) -> int:
-    """Returns the number of heads of Mamba; with `mamba_expand` it says how wide they are."""
-    heads, inner = fields.take("mamba_n_heads", 128), c.mamba_expand * c.dim
-    width = fields.take("mamba_d_head", "auto", kind=object)
-    if inner % heads or width not in ("auto", inner // heads):
-        raise ValueError(
-            f"{fields.where('mamba_n_heads')} times mamba_d_head must be mamba_expand times hidden_size, {inner}; got "
-            f"{heads} heads of {width}."
-        )
-    return heads
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Granite 4; `PRESETS` has the published ones. Dense models have neither experts nor Mamba."""
 
-    model_types = ("granitemoehybrid",)
-    architecture = "GraniteMoeHybridForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {"mlp_bias": False, "normalization_function": "rmsnorm"}
-    ignored = ("mamba_chunk_size", "init_method")  # of the algorithm, and of training
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    expert_dim: int = hf("intermediate_size")
-    shared_dim: int = hf("shared_intermediate_size", absent=1024)  # of the MLP that every token passes
-    num_experts: int = hf("num_local_experts", 0, absent=8)
-    top_k: int = hf("num_experts_per_tok", 0, absent=2)
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(default_length=2048)
+    vocab: int
+    num_layers: int
+    dim: int
+    expert_dim: int
+    shared_dim: int  # of the MLP that every token passes
+    num_experts: int = 0
+    top_k: int = 0
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
     # Whether attention is rotated: hybrids have no positions but those that Mamba brings.
-    rotated: bool = hf_fields(
-        _read_rotated, lambda on, cfg: {"position_embedding_type": "rope" if on else "nope"}, default=False
-    )
-    layer_types: tuple[str, ...] = hf_fields(_read_types, lambda types, cfg: {"layer_types": list(types)})
-    mamba_expand: int = hf("mamba_expand", 2)  # width of all heads of Mamba together, in widths of the model
-    mamba_heads: int = hf_fields(_read_heads, lambda number, cfg: {"mamba_n_heads": number}, default=1)
-    mamba_groups: int = hf("mamba_n_groups", 1)
-    mamba_state: int = hf("mamba_d_state", 128, absent=256)
-    conv_width: int = hf("mamba_d_conv", 4)
-    conv_bias: bool = hf("mamba_conv_bias", True)
-    mamba_bias: bool = hf("mamba_proj_bias", False)
-    dt_limit: tuple[float, float] = hf_dt_limit()
-    embed_factor: float = hf("embedding_multiplier", 1.0)
-    score_factor: float = hf("attention_multiplier", 1.0)  # in place of head_dim ** -0.5
-    residual_factor: float = hf("residual_multiplier", 1.0)
-    logit_divisor: float = hf("logits_scaling", 1.0)
-    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    rotated: bool = False
+    layer_types: tuple[str, ...]
+    mamba_expand: int = 2  # width of all heads of Mamba together, in widths of the model
+    mamba_heads: int = 1
+    mamba_groups: int = 1
+    mamba_state: int = 128
+    conv_width: int = 4
+    conv_bias: bool = True
+    mamba_bias: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    embed_factor: float = 1.0
+    score_factor: float = 1.0  # in place of head_dim ** -0.5
+    residual_factor: float = 1.0
+    logit_divisor: float = 1.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        super().__post_init__()
         if len(self.layer_types) != self.num_layers:
             raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
         if MAMBA in self.layer_types and self.mamba_expand * self.dim % self.mamba_heads:
             raise ValueError(
                 f"mamba_heads must divide mamba_expand * dim = {self.mamba_expand * self.dim}, got {self.mamba_heads}"
             )
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-    bias: Any = dict(bias=cfg.attention_bias, out_bias=cfg.attention_bias)
-    rope = cfg.rope if cfg.rotated else None
-    return nn.Attention(cfg.dim, **heads, **bias, rope=rope, scale=cfg.score_factor, rngs=rngs)
-
-
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    width = cfg.mamba_expand * cfg.dim // cfg.mamba_heads
-    heads: Any = dict(num_heads=cfg.mamba_heads, head_dim=width, state_dim=cfg.mamba_state)
-    conv: Any = dict(conv_width=cfg.conv_width, conv_bias=cfg.conv_bias, bias=cfg.mamba_bias)
-    own: Any = dict(num_groups=cfg.mamba_groups, dt_limit=cfg.dt_limit, norm_eps=cfg.norm_eps)
-    return nn.Mamba2(cfg.dim, **heads, **conv, **own, rngs=rngs)
-
-
-def _experts(cfg: Config, shared: nn.GatedMLP, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over the logits of the chosen experts. The shared MLP is applied to all tokens.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
 class Block(nn.Layer):
@@ -132,14 +79,52 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = (self.attn or self.mamba)(self.attn_norm(x), ctx, cache)
-        x = constrain(x + self.factor * checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, self.factor * h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + self.factor * checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, self.factor * h, "mlp"), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or a state."""
         return (self.attn or self.mamba).init_cache(batch, capacity, dtype)
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    rope = cfg.rope if cfg.rotated else None
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        bias=cfg.attention_bias,
+        out_bias=cfg.attention_bias,
+        rope=rope,
+        scale=cfg.score_factor,
+        rngs=rngs,
+    )
+
+
+def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
+    width = cfg.mamba_expand * cfg.dim // cfg.mamba_heads
+    return nn.Mamba2(
+        cfg.dim,
+        num_heads=cfg.mamba_heads,
+        head_dim=width,
+        state_dim=cfg.mamba_state,
+        conv_width=cfg.conv_width,
+        conv_bias=cfg.conv_bias,
+        bias=cfg.mamba_bias,
+        num_groups=cfg.mamba_groups,
+        dt_limit=cfg.dt_limit,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Config, shared: nn.GatedMLP, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Softmax over the logits of the chosen experts. The shared MLP is applied to all tokens.
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
 class Granite4(nn.Decoder):
@@ -165,6 +150,67 @@ class Granite4(nn.Decoder):
         return super().leave(x, ctx) / self.cfg.logit_divisor
 
 
+def _read_rotated(hf: HFConfig, c: Any) -> bool:
+    return hf.require("position_embedding_type", "nope", "rope", None) == "rope"
+
+
+def _read_types(hf: HFConfig, c: Any) -> tuple[str, ...]:
+    # Left out, all layers are Mambas.
+    types = hf.layer_types(c.num_layers, *SPELLINGS) or (MAMBA,) * c.num_layers
+    return tuple(SPELLINGS[kind] for kind in types)
+
+
+def _read_heads(hf: HFConfig, c: Any) -> int:
+    """Returns the number of heads of Mamba; with `mamba_expand` it says how wide they are."""
+    heads, inner = hf.take("mamba_n_heads", 128), c.mamba_expand * c.dim
+    width = hf.take("mamba_d_head", "auto", kind=object)
+    if inner % heads or width not in ("auto", inner // heads):
+        raise ValueError(
+            f"{hf.where('mamba_n_heads')} times mamba_d_head must be mamba_expand times hidden_size, {inner}; got "
+            f"{heads} heads of {width}."
+        )
+    return heads
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("expert_dim", "intermediate_size"),
+        Field("shared_dim", "shared_intermediate_size"),
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+        *fields.ATTENTION,
+        fields.rope(default_length=2048),
+        Computed("rotated", _read_rotated, lambda on, cfg: {"position_embedding_type": "rope" if on else "nope"}),
+        Computed("layer_types", _read_types, lambda types, cfg: {"layer_types": list(types)}),
+        Field("mamba_expand"),
+        Computed("mamba_heads", _read_heads, lambda number, cfg: {"mamba_n_heads": number}),
+        Field("mamba_groups", "mamba_n_groups"),
+        Field("mamba_state", "mamba_d_state"),
+        Field("conv_width", "mamba_d_conv"),
+        Field("conv_bias", "mamba_conv_bias"),
+        Field("mamba_bias", "mamba_proj_bias"),
+        fields.dt_limit(),
+        *fields.MULTIPLIERS,
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={"mlp_bias": False, "normalization_function": "rmsnorm"},
+    ignored=("mamba_chunk_size", "init_method"),  # of the algorithm, and of training
+    absent={
+        "shared_dim": 1024,
+        "num_experts": 8,
+        "top_k": 2,
+        "num_kv_heads": fields.num_heads,
+        "head_dim": fields.equal_heads,
+        "mamba_state": 256,
+        "norm_eps": 1e-6,
+    },
+)
+
+
 def _table(cfg: Config) -> Table:
     # What a layer lacks (one of both mixers, experts) is passed over.
     shared, experts, path = "shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight", "mlp"
@@ -178,10 +224,10 @@ def _table(cfg: Config) -> Table:
         ]
     layer += [Weight("block_sparse_moe.output_linear.weight", "moe.down.w")]
     layer += [Weight("block_sparse_moe.router.layer.weight", "moe.router.gate.w")]
-    sizes: Any = dict(
-        heads=cfg.mamba_heads, inner=cfg.mamba_expand * cfg.dim, groups=cfg.mamba_groups * cfg.mamba_state
+    inner, groups = cfg.mamba_expand * cfg.dim, cfg.mamba_groups * cfg.mamba_state
+    return names.decoder_table(
+        [*layer, *names.mamba2("mamba", "mamba", heads=cfg.mamba_heads, inner=inner, groups=groups)]
     )
-    return names.decoder_table([*layer, *names.mamba2("mamba", "mamba", **sizes)])
 
 
 def _hybrid(num_layers: int, *full: int) -> tuple[str, ...]:
@@ -224,4 +270,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="granite4", model=Granite4, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("granite4", Granite4, FIELDS, _table, PRESETS)

@@ -1,71 +1,40 @@
 """Hy3 (Tencent 2026): Qwen3's attention, many small experts, a shared one, and a sigmoid router."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, Ignore, ModelConfig, Table, Weight, hf, hf_fields, hf_num_dense, hf_rope, names
+from maxlib.weights import Computed, Family, Field, Fields, Ignore, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Hy3; `PRESETS` has the published ones."""
 
-    model_types = ("hy_v3",)
-    architecture = "HYV3ForCausalLM"
-    fixed = {"hidden_act": "silu", "mlp_bias": False}
-    fixed_if_present = {
-        "qk_norm": True,
-        "route_norm": True,
-        "moe_router_use_sigmoid": True,
-        "moe_router_enable_expert_bias": True,
-    }
-    # They say what is computed in float32, or by which kernel.
-    ignored = (
-        "enable_attention_fp32_softmax",
-        "enable_lm_head_fp32",
-        "enable_moe_fp32_combine",
-        "use_grouped_mm",
-        "eod_token_id",  # of training
-    )
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf_num_dense()  # number of first layers with a plain MLP
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    expert_dim: int = hf("moe_intermediate_size", same=("expert_hidden_dim",))
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads")
-    head_dim: int = hf("head_dim", absent=128)
-    rope: Rope = hf_rope(default_theta=11_158_840.0)
-    num_experts: int = hf("num_experts")
-    num_shared: int = hf("num_shared_experts", 1)
-    top_k: int = hf("num_experts_per_tok")
-    routed_scale: float = hf("router_scaling_factor", 2.826)
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    vocab: int
+    num_layers: int
+    num_dense: int  # number of first layers with a plain MLP
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    num_experts: int
+    num_shared: int = 1
+    top_k: int
+    routed_scale: float = 2.826
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
-    # Prediction modules in the files, which are passed over.
-    stored_mtp: int = hf_fields(
-        lambda fields, c: fields.take("num_nextn_predict_layers", 0), lambda number, cfg: {}, default=0, compare=False
-    )
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
-    choice: Any = dict(score=jax.nn.sigmoid, scale=cfg.routed_scale, expert_bias=True)
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, **choice, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+    stored_mtp: int = field(default=0, compare=False)  # prediction modules in the files, which are passed over
 
 
 class Block(nn.Layer):
@@ -73,11 +42,18 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
-            D, **heads, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if dense else None
@@ -85,10 +61,25 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        score=jax.nn.sigmoid,
+        scale=cfg.routed_scale,
+        expert_bias=True,
+        rngs=rngs,
+    )
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
 class Hy3(nn.Decoder):
@@ -102,6 +93,40 @@ class Hy3(nn.Decoder):
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.num_dense(),
+        fields.MLP,
+        *fields.EXPERTS,
+        *fields.ATTENTION,
+        fields.rope(default_theta=11_158_840.0),
+        Field("num_shared", "num_shared_experts"),
+        Field("routed_scale", "router_scaling_factor"),
+        fields.ATTENTION_BIAS,
+        Computed("stored_mtp", lambda hf, c: hf.take("num_nextn_predict_layers", 0), lambda number, cfg: {}),
+    ],
+    model_types={"hy_v3": "HYV3ForCausalLM"},
+    fixed={"hidden_act": "silu", "mlp_bias": False, "expert_hidden_dim": lambda c: c.expert_dim},
+    fixed_if_present={
+        "qk_norm": True,
+        "route_norm": True,
+        "moe_router_use_sigmoid": True,
+        "moe_router_enable_expert_bias": True,
+    },
+    # They say what is computed in float32, or by which kernel.
+    ignored=(
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "enable_moe_fp32_combine",
+        "use_grouped_mm",
+        "eod_token_id",  # of training
+    ),
+    absent={"head_dim": 128},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -125,4 +150,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="hy3", model=Hy3, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("hy3", Hy3, FIELDS, _table, PRESETS)

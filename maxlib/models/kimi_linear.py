@@ -8,107 +8,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.sharding import constrain
-from maxlib.weights import (
-    Family,
-    HFConfig,
-    ModelConfig,
-    Renamed,
-    Table,
-    Weight,
-    hf,
-    hf_fields,
-    hf_layer_types,
-    hf_num_dense,
-    names,
-)
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
-NESTED = "linear_attn_config"  # where the release has what says something of linear attention
-
-
-def _pattern(num_layers: int) -> tuple[str, ...]:
-    # Every fourth attends, and the last one.
-    return tuple(FULL if (i + 1) % 4 == 0 or i + 1 == num_layers else LINEAR for i in range(num_layers))
-
-
-def _numbered(fields: HFConfig, c: Any) -> tuple[str, ...]:
-    """Reads the types of layers from the release's two lists of their numbers, which count from 1."""
-    if NESTED not in fields:  # transformers' own default, which counts from 0
-        return tuple(FULL if i and i % 4 == 0 else LINEAR for i in range(c.num_layers))
-    full, linear = (fields.nested(NESTED).take(name, kind=list) for name in ("full_attn_layers", "kda_layers"))
-    if sorted([*full, *linear]) != list(range(1, c.num_layers + 1)):
-        raise ValueError(
-            f"{fields.where(NESTED)}: full_attn_layers and kda_layers must name each of the layers 1 to {c.num_layers} "
-            f"once, got {full} and {linear}"
-        )
-    return tuple(FULL if i + 1 in full else LINEAR for i in range(c.num_layers))
-
-
-def _numbers(types: tuple[str, ...]) -> dict[str, Any]:
-    of = lambda kind: [i + 1 for i, own in enumerate(types) if own == kind]
-    return {f"{NESTED}.full_attn_layers": of(FULL), f"{NESTED}.kda_layers": of(LINEAR)}
-
-
-def _linear(name: str, in_release: str, usual: int) -> Any:
-    """Declares a size of linear attention, which the release has in an object of its own."""
-
-    def read(fields: HFConfig, c: Any) -> int:
-        value = fields.take(name, usual)
-        return fields.nested(NESTED).take(in_release, value) if NESTED in fields else value
-
-    return hf_fields(read, lambda value, cfg: {name: value, f"{NESTED}.{in_release}": value})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Kimi Linear; `PRESETS` has the published one."""
 
-    model_types = ("kimi_linear",)
-    architecture = "KimiLinearForCausalLM"
-    fixed = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
-    fixed_if_present = {
-        "mla_use_nope": True,
-        "moe_router_activation_func": "sigmoid",
-        "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-    }
-    # Nothing is rotated; heads have the widths of `qk_nope_head_dim` and so on; with one group the choice is the same.
-    ignored = ("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "qk_head_dim", "use_grouped_topk")
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf_num_dense()  # first layers, which have a plain MLP
+    vocab: int
+    num_layers: int
+    num_dense: int  # first layers, which have a plain MLP
     # LINEAR or FULL for each layer; None: every fourth and the last are FULL.
-    layer_types: tuple[str, ...] | None = hf_layer_types(
-        LINEAR, FULL, usual=lambda c: _pattern(c.num_layers), absent=_numbered, also=_numbers
-    )
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    expert_dim: int = hf("moe_intermediate_size")
-    num_heads: int = hf("num_attention_heads", same=("num_key_value_heads",))
-    q_rank: int | None = hf("q_lora_rank", None)  # None: queries have no latent
-    kv_rank: int = hf("kv_lora_rank")
-    nope_dim: int = hf("qk_nope_head_dim")
-    shared_dim: int = hf("qk_rope_head_dim")  # of each key, the part that heads share; it is not rotated
-    v_dim: int = hf("v_head_dim")
-    delta_heads: int = _linear("linear_num_heads", "num_heads", 32)  # of linear attention ...
-    delta_dim: int = _linear("linear_head_dim", "head_dim", 128)
-    conv_width: int = _linear("linear_conv_kernel_dim", "short_conv_kernel_size", 4)
-    num_experts: int = hf("num_experts")
-    num_shared: int = hf("num_shared_experts", absent=1)
-    top_k: int = hf("num_experts_per_token")
-    num_groups: int = hf("num_expert_group", 1)
-    top_groups: int = hf("topk_group", 1)
-    renormalize: bool = hf("moe_renormalize", True)
-    routed_scale: float = hf("routed_scaling_factor", absent=2.446)
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    max_length: int = hf("model_max_length", 1_048_576)
+    layer_types: tuple[str, ...] | None = None
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    q_rank: int | None = None  # None: queries have no latent
+    kv_rank: int
+    nope_dim: int
+    shared_dim: int  # of each key, the part that heads share; it is not rotated
+    v_dim: int
+    delta_heads: int  # of linear attention ...
+    delta_dim: int
+    conv_width: int
+    num_experts: int
+    num_shared: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    routed_scale: float
+    norm_eps: float = 1e-5
+    max_length: int = 1_048_576
     losses: tuple[Any, ...] = ()  # what the routers report for training
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -119,27 +60,6 @@ class Config(ModelConfig):
     def kinds(self) -> list[tuple[str, bool]]:
         """The type of each layer, and whether it has a plain MLP."""
         return [(kind, i < self.num_dense) for i, kind in enumerate(self.types)]
-
-
-def _delta_attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.KimiDeltaAttention:
-    heads: Any = dict(num_heads=cfg.delta_heads, head_dim=cfg.delta_dim, conv_width=cfg.conv_width)
-    return nn.KimiDeltaAttention(cfg.dim, **heads, norm_eps=cfg.norm_eps, rngs=rngs)
-
-
-def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one key of 64. The order of tokens
-    # is known to the states of other layers only. The norms of the latents have the default epsilon.
-    ranks: Any = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
-    return nn.MLA(cfg.dim, num_heads=cfg.num_heads, **ranks, rope=None, shared_dim=cfg.shared_dim, rngs=rngs)
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
-    choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale, expert_bias=True)
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
 class Block(nn.Layer):
@@ -155,18 +75,68 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = (self.attn or self.delta)(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty state, or latents."""
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
+def _pattern(num_layers: int) -> tuple[str, ...]:
+    # Every fourth attends, and the last one.
+    return tuple(FULL if (i + 1) % 4 == 0 or i + 1 == num_layers else LINEAR for i in range(num_layers))
+
+
+def _delta_attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.KimiDeltaAttention:
+    return nn.KimiDeltaAttention(
+        cfg.dim,
+        num_heads=cfg.delta_heads,
+        head_dim=cfg.delta_dim,
+        conv_width=cfg.conv_width,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
+
+
+def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
+    # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one key of 64. The order of tokens
+    # is known to the states of other layers only. The norms of the latents have the default epsilon.
+    return nn.MLA(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        q_rank=cfg.q_rank,
+        kv_rank=cfg.kv_rank,
+        nope_dim=cfg.nope_dim,
+        v_dim=cfg.v_dim,
+        rope=None,
+        shared_dim=cfg.shared_dim,
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
+    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        groups=groups,
+        score=jax.nn.sigmoid,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        expert_bias=True,
+        rngs=rngs,
+    )
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
 class KimiLinear(nn.Decoder):
-    """Kimi Linear: 48B parameters of which a token meets 3B; one layer of four keeps something of each token."""
+    """Kimi Linear: 48B parameters, 3B active; every fourth layer has a cache."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.masks = cfg, (ops.Causal(),)
@@ -181,22 +151,99 @@ class KimiLinear(nn.Decoder):
         return self.cfg.max_length
 
 
+NESTED = "linear_attn_config"  # where the release has the sizes of linear attention
+
+
+def _numbers(types: tuple[str, ...]) -> dict[str, Any]:
+    full = [i + 1 for i, kind in enumerate(types) if kind == FULL]
+    linear = [i + 1 for i, kind in enumerate(types) if kind == LINEAR]
+    return {f"{NESTED}.full_attn_layers": full, f"{NESTED}.kda_layers": linear}
+
+
+def _linear(name: str, hf_name: str, in_release: str, usual: int) -> Computed:
+    """Makes the entry of a size of linear attention, which the release has in an object of its own."""
+
+    def read(hf: HFConfig, c: Any) -> int:
+        value = hf.take(hf_name, usual)
+        return hf.nested(NESTED).take(in_release, value) if NESTED in hf else value
+
+    return Computed(name, read, lambda value, cfg: {hf_name: value, f"{NESTED}.{in_release}": value})
+
+
+def _numbered(hf: HFConfig, c: Any) -> tuple[str, ...]:
+    """Reads the types of layers from the release's two lists of their numbers, which count from 1."""
+    if NESTED not in hf:  # transformers' own default, which counts from 0
+        return tuple(FULL if i and i % 4 == 0 else LINEAR for i in range(c.num_layers))
+    full, linear = (hf.nested(NESTED).take(name, kind=list) for name in ("full_attn_layers", "kda_layers"))
+    if sorted([*full, *linear]) != list(range(1, c.num_layers + 1)):
+        raise ValueError(
+            f"{hf.where(NESTED)}: full_attn_layers and kda_layers must name each of the layers 1 to {c.num_layers} "
+            f"once, got {full} and {linear}"
+        )
+    return tuple(FULL if i + 1 in full else LINEAR for i in range(c.num_layers))
+
+
+FIELDS = Fields(
+    Config,
+    [
+        Field("vocab", "vocab_size"),
+        Field("num_layers", "num_hidden_layers"),
+        fields.num_dense(),
+        fields.layer_types(LINEAR, FULL, usual=lambda c: _pattern(c.num_layers), absent=_numbered, also=_numbers),
+        Field("dim", "hidden_size"),
+        fields.MLP,
+        Field("expert_dim", "moe_intermediate_size"),
+        *fields.MLA,
+        Field("shared_dim", "qk_rope_head_dim"),
+        _linear("delta_heads", "linear_num_heads", "num_heads", 32),
+        _linear("delta_dim", "linear_head_dim", "head_dim", 128),
+        _linear("conv_width", "linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+        Field("num_experts"),
+        Field("num_shared", "num_shared_experts"),
+        Field("top_k", "num_experts_per_token"),
+        Field("num_groups", "num_expert_group"),
+        Field("top_groups", "topk_group"),
+        Field("renormalize", "moe_renormalize"),
+        Field("routed_scale", "routed_scaling_factor"),
+        Field("norm_eps", "rms_norm_eps"),
+        Field("max_length", "model_max_length"),
+    ],
+    model_types={"kimi_linear": "KimiLinearForCausalLM"},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": fields.num_heads,
+    },
+    fixed_if_present={
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    # Nothing is rotated; heads have the widths of `qk_nope_head_dim` and so on; with one group the choice is the same.
+    ignored=("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "qk_head_dim", "use_grouped_topk"),
+    absent={"num_shared": 1, "routed_scale": 2.446},
+)
+
+
 def _delta(cfg: Config) -> list[Weight]:
     """Lists the weights of linear attention; files have one convolution for each of queries, keys and values."""
-    own = "self_attn"
     table = [
-        Weight(f"{own}.A_log", "delta.a_log", "one two N three -> N", {"one": 0, "two": 0, "three": 0}),
-        Weight(f"{own}.dt_bias", "delta.dt_bias"),
-        Weight(f"{own}.b_proj.weight", "delta.b.w"),
-        Weight(f"{own}.o_norm.weight", "delta.norm.scale"),
-        Weight(f"{own}.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),
+        Weight("self_attn.A_log", "delta.a_log", "one two N three -> N", {"one": 0, "two": 0, "three": 0}),
+        Weight("self_attn.dt_bias", "delta.dt_bias"),
+        Weight("self_attn.b_proj.weight", "delta.b.w"),
+        Weight("self_attn.o_norm.weight", "delta.norm.scale"),
+        Weight("self_attn.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),
     ]
     for part in "qkv":
-        table.append(Weight(f"{own}.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
-        table.append(Weight(f"{own}.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0}))
+        table.append(Weight(f"self_attn.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
+        table.append(
+            Weight(f"self_attn.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0})
+        )
     for hf_name, part in {"f": "f", "g": "gate"}.items():
-        table.append(Weight(f"{own}.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
-        table.append(Weight(f"{own}.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
+        table.append(Weight(f"self_attn.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
+        table.append(Weight(f"self_attn.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
     return table
 
 
@@ -234,4 +281,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="kimi_linear", model=KimiLinear, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("kimi_linear", KimiLinear, FIELDS, _table, PRESETS)

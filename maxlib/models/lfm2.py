@@ -6,102 +6,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import (
-    Family,
-    HFConfig,
-    ModelConfig,
-    Table,
-    Weight,
-    hf,
-    hf_fields,
-    hf_head_dim,
-    hf_layer_types,
-    hf_rope,
-    names,
-)
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 CONV, FULL = "conv", "full_attention"
-DENSE, SPARSE = "lfm2", "lfm2_moe"
-
-
-def _of_experts(name: str, absent: Any) -> Any:
-    """Declares a field that only models with experts have; None in the others."""
-    read = lambda fields, c: fields.take(name, absent) if fields.take("model_type") == SPARSE else None
-    return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
-
-
-def _read_mlp_dim(fields: HFConfig, c: Any) -> int:
-    width = fields.take("intermediate_size", 7168 if c.num_experts is not None else 12_288)
-    if c.num_experts is not None:
-        return width
-    width = fields.take("block_ff_dim", width)  # files may say both
-    factor = fields.take("block_ffn_dim_multiplier", 1.0, nullable=True)
-    multiple = fields.take("block_multiple_of", 256)
-    if not fields.take("block_auto_adjust_ff_dim", True):
-        return width
-    # Two thirds, since a gated MLP has three matrices in place of two; rounded up.
-    width = int(2 * width / 3)
-    return width if factor is None else -(-int(factor * width) // multiple) * multiple
-
-
-def _write_mlp_dim(width: int, cfg: Any) -> dict[str, Any]:
-    return {"intermediate_size": width} | ({"block_auto_adjust_ff_dim": False} if cfg.num_experts is None else {})
-
-
-def _by_index(fields: HFConfig, c: Any) -> tuple[str, ...]:
-    """Returns the layers of a config.json without `layer_types`: those that `full_attn_idxs` lists attend."""
-    full = fields.take("full_attn_idxs", None, kind=list)
-    if full is None and c.num_experts is not None and "layer_types" not in fields:
-        raise ValueError(f"{fields.where('layer_types')} must be given: {CONV!r} or {FULL!r} for each layer.")
-    return tuple(FULL if full is None or i in full else CONV for i in range(c.num_layers))
-
-
-def _read_tied(fields: HFConfig, c: Any) -> bool:
-    return fields.take("tie_embedding", fields.take("tie_word_embeddings", True))  # the releases' name, then the usual
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of an LFM2; `PRESETS` has the published ones."""
 
-    model_types = (DENSE, SPARSE)
-    fixed_if_present = {"block_use_swiglu": True, "use_pos_enc": True}
-    # Said twice in the releases (transformers reads none of them), and of initialisation.
-    ignored = (
-        *("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads", "theta"),
-        *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
-    )
-
-    vocab: int = hf("vocab_size", 65_536)
-    num_layers: int = hf("num_hidden_layers", absent=32)
-    dim: int = hf("hidden_size")
-    num_experts: int | None = _of_experts("num_experts", 32)
-    num_dense: int | None = _of_experts("num_dense_layers", 2)  # number of first layers with a plain MLP
-    expert_dim: int | None = _of_experts("moe_intermediate_size", 1792)
-    top_k: int | None = _of_experts("num_experts_per_tok", 4)
-    expert_bias: bool | None = _of_experts("use_expert_bias", True)  # evens the load
-    renormalize: bool | None = _of_experts("norm_topk_prob", True)  # the weights of a token's experts sum to one
-    routed_scale: float | None = _of_experts("routed_scaling_factor", 1.0)
-    mlp_dim: int = hf_fields(_read_mlp_dim, _write_mlp_dim)
-    num_heads: int = hf("num_attention_heads", absent=32)
-    num_kv_heads: int = hf("num_key_value_heads", absent=8)
-    head_dim: int = hf_head_dim()
-    rope: Rope = hf_rope(default_theta=1_000_000.0, default_length=128_000)
+    vocab: int = 65_536
+    num_layers: int
+    dim: int
+    num_experts: int | None = None
+    num_dense: int | None = None  # number of first layers with a plain MLP
+    expert_dim: int | None = None
+    top_k: int | None = None
+    expert_bias: bool | None = None  # evens the load
+    renormalize: bool | None = None  # the weights of a token's experts sum to one
+    routed_scale: float | None = None
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
     # CONV or FULL for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = hf_layer_types(
-        CONV, FULL, usual=lambda c: (FULL,) * c.num_layers, absent=_by_index
-    )
-    conv_width: int = hf("conv_L_cache", 3)
-    conv_bias: bool = hf("conv_bias", False)
-    norm_eps: float = hf("norm_eps", 1e-5)
-    tied: bool = hf_fields(_read_tied, lambda value, cfg: {"tie_word_embeddings": value}, default=True)
+    layer_types: tuple[str, ...] | None = None
+    conv_width: int = 3
+    conv_bias: bool = False
+    norm_eps: float = 1e-5
+    tied: bool = True
     losses: tuple[Any, ...] = ()  # router losses for training
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -110,50 +52,60 @@ class Config(ModelConfig):
         types = self.layer_types or (FULL,) * self.num_layers
         return tuple((kind, i >= dense) for i, kind in enumerate(types))
 
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json."""
-        if self.num_experts is None:
-            return {"architectures": ["Lfm2ForCausalLM"]} | super().to_hf()
-        return super().to_hf() | {"architectures": ["Lfm2MoeForCausalLM"], "model_type": SPARSE}
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-    norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
-    return nn.Attention(cfg.dim, **heads, rope=cfg.rope, q_norm=norm(), k_norm=norm(), rngs=rngs)
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Scores are sigmoids; the bias counts for the choice only, not for the weights.
-    choice: Any = dict(score=jax.nn.sigmoid, renormalize=cfg.renormalize, scale=cfg.routed_scale)
-    sizes: Any = dict(num_experts=cfg.num_experts, top_k=cfg.top_k, expert_bias=cfg.expert_bias)
-    router = nn.Router(cfg.dim, **sizes, **choice, rngs=rngs)
-    width: Any = cfg.expert_dim
-    return nn.MoE(cfg.dim, width, router=router, losses=cfg.losses, rngs=rngs)
-
 
 class Block(nn.Layer):
     """Mixes tokens by a short convolution or attention, then passes each through an MLP or experts."""
 
     def __init__(self, cfg: Config, kind: str, sparse: bool, *, rngs: nnx.Rngs):
-        bias: Any = dict(conv_width=cfg.conv_width, bias=cfg.conv_bias)
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.conv: Any = nn.ShortConvolution(cfg.dim, **bias, rngs=rngs) if kind == CONV else None
+        self.conv: Any = _convolution(cfg, rngs=rngs) if kind == CONV else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = (self.attn or self.conv)(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or the last inputs of the convolution."""
         return (self.attn or self.conv).init_cache(batch, capacity, dtype)
+
+
+def _convolution(cfg: Config, *, rngs: nnx.Rngs) -> nn.ShortConvolution:
+    return nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        rope=cfg.rope,
+        q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+        k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Scores are sigmoids; the bias counts for the choice only, not for the weights.
+    router = nn.Router(
+        cfg.dim,
+        num_experts=cfg.num_experts,
+        top_k=cfg.top_k,
+        expert_bias=cfg.expert_bias,
+        score=jax.nn.sigmoid,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        rngs=rngs,
+    )
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
 class LFM2(nn.Decoder):
@@ -166,6 +118,78 @@ class LFM2(nn.Decoder):
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+DENSE, SPARSE = "lfm2", "lfm2_moe"
+
+
+def _of_experts(name: str, hf_name: str, absent: Any) -> Computed:
+    return fields.only_if(lambda c: c.model_type == SPARSE, name, hf_name, absent)
+
+
+def _read_mlp_dim(hf: HFConfig, c: Any) -> int:
+    width = hf.take("intermediate_size", 7168 if c.num_experts is not None else 12_288)
+    if c.num_experts is not None:
+        return width
+    width = hf.take("block_ff_dim", width)  # files may say both
+    factor = hf.take("block_ffn_dim_multiplier", 1.0, nullable=True)
+    multiple = hf.take("block_multiple_of", 256)
+    if not hf.take("block_auto_adjust_ff_dim", True):
+        return width
+    # Two thirds, since a gated MLP has three matrices in place of two; rounded up.
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def _write_mlp_dim(width: int, cfg: Any) -> dict[str, Any]:
+    return {"intermediate_size": width} | ({"block_auto_adjust_ff_dim": False} if cfg.num_experts is None else {})
+
+
+def _by_index(hf: HFConfig, c: Any) -> tuple[str, ...]:
+    """Returns the layers of a config.json without `layer_types`: those that `full_attn_idxs` lists attend."""
+    full = hf.take("full_attn_idxs", None, kind=list)
+    if full is None and c.num_experts is not None and "layer_types" not in hf:
+        raise ValueError(f"{hf.where('layer_types')} must be given: {CONV!r} or {FULL!r} for each layer.")
+    return tuple(FULL if full is None or i in full else CONV for i in range(c.num_layers))
+
+
+def _read_tied(hf: HFConfig, c: Any) -> bool:
+    return hf.take("tie_embedding", hf.take("tie_word_embeddings", True))  # the releases' name, then the usual
+
+
+FIELDS = Fields(
+    Config,
+    [
+        Field("vocab", "vocab_size"),
+        Field("num_layers", "num_hidden_layers"),
+        Field("dim", "hidden_size"),
+        _of_experts("num_experts", "num_experts", 32),
+        _of_experts("num_dense", "num_dense_layers", 2),
+        _of_experts("expert_dim", "moe_intermediate_size", 1792),
+        _of_experts("top_k", "num_experts_per_tok", 4),
+        _of_experts("expert_bias", "use_expert_bias", True),
+        _of_experts("renormalize", "norm_topk_prob", True),
+        _of_experts("routed_scale", "routed_scaling_factor", 1.0),
+        Computed("mlp_dim", _read_mlp_dim, _write_mlp_dim),
+        *fields.HEADS,
+        fields.head_dim(),
+        fields.rope(default_theta=1_000_000.0, default_length=128_000),
+        fields.layer_types(CONV, FULL, usual=lambda c: (FULL,) * c.num_layers, absent=_by_index),
+        Field("conv_width", "conv_L_cache"),
+        Field("conv_bias"),
+        Field("norm_eps"),
+        Computed("tied", _read_tied, lambda value, cfg: {"tie_word_embeddings": value}),
+    ],
+    model_types={DENSE: "Lfm2ForCausalLM", SPARSE: "Lfm2MoeForCausalLM"},
+    model_type=lambda cfg: DENSE if cfg.num_experts is None else SPARSE,
+    fixed_if_present={"block_use_swiglu": True, "use_pos_enc": True},
+    # Said twice in the releases (transformers reads none of them), and of initialisation.
+    ignored=(
+        *("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads", "theta"),
+        *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
+    ),
+    absent={"num_layers": 32, "num_heads": 32, "num_kv_heads": 8},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -213,4 +237,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="lfm2", model=LFM2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("lfm2", LFM2, FIELDS, _table, PRESETS)

@@ -1,50 +1,39 @@
 """Llama 2 to 3.3 (Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783).
 
-Start here: the file has the config, the layer, the model, the weight table and the presets, and the other families are
-variations of it. Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and K key heads
-of width H, V vocabulary.
+Start here: the file has the sizes, the layer and the model, then the names of Hugging Face and the presets; the other
+families are variations of it. Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and
+K key heads of width H, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_head_dim, hf_rope, names
+from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 MASK = ops.Causal()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
-    """Sizes of a Llama; `PRESETS` has the published ones.
+class Config:
+    """Sizes of a Llama; `PRESETS` has the published ones."""
 
-    Every field also says where Hugging Face's config.json has it: `hf(name, default)`. `absent` is the value for a file
-    that lacks it, if that is not the default. `model_types` and `architecture` are what a file calls the model, and
-    `fixed` has values that a file must have, because no others are supported here.
-    """
-
-    model_types = ("llama",)
-    architecture = "LlamaForCausalLM"
-    fixed = {"hidden_act": "silu"}
-
-    vocab: int = hf("vocab_size")  # V
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")  # D
-    mlp_dim: int = hf("intermediate_size")  # F
-    num_heads: int = hf("num_attention_heads")  # N
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)  # K
-    head_dim: int = hf_head_dim()  # H
-    rope: Rope = hf_rope()
-    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
-    mlp_bias: bool = hf("mlp_bias", False)
+    vocab: int  # V
+    num_layers: int
+    dim: int  # D
+    mlp_dim: int  # F
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    rope: Rope
+    norm_eps: float = 1e-5
+    tied: bool = False  # the head is the embedding
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
 
 class Block(nn.Layer):
@@ -75,11 +64,10 @@ class Block(nn.Layer):
         # `ctx` has the values that all layers share: key intervals of the mask, rotary tables. `cache` belongs to this
         # layer.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        # `constrain` names the axes of x, so that a layout can split it. A remat policy may keep the values marked by
-        # `checkpoint_name`.
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}  # no losses or metrics of its own
+        # x + h; a layout may split the sum, and a remat policy may keep h by its name.
+        x = nn.residual(x, h, "attn")
+        x = nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp")
+        return x, cache, {}  # no losses or metrics of its own
 
 
 class Llama(nn.Decoder):
@@ -98,6 +86,24 @@ class Llama(nn.Decoder):
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: tied to `embed`
+
+
+# Where config.json has each size. A field that it leaves out has the default above, or the one in `absent`.
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.HEADS,
+        fields.head_dim(),
+        fields.rope(),
+        fields.ATTENTION_BIAS,
+        Field("mlp_bias"),
+    ],
+    model_types={"llama": "LlamaForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    absent={"num_kv_heads": fields.num_heads, "norm_eps": 1e-6},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -134,4 +140,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="llama", model=Llama, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("llama", Llama, FIELDS, _table, PRESETS)

@@ -2,38 +2,33 @@
 an image encoder.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _llama4_vision as vision
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.sharding import constrain
 from maxlib.weights import (
     REQUIRED,
+    Computed,
     Family,
+    Field,
+    Fields,
     HFConfig,
     Ignore,
-    ModelConfig,
+    Multimodal,
     Renamed,
     Table,
     Weight,
-    hf_fields,
-    hf_rope,
+    fields,
     names,
 )
-from maxlib.weights import hf as hf_or_null
 
 Vision = vision.Vision
-
 LOCAL, GLOBAL = "chunked_attention", "full_attention"
-
-hf = functools.partial(hf_or_null, null=REQUIRED)  # transformers takes a null for something else than a default
 
 
 class Kind(NamedTuple):
@@ -44,17 +39,134 @@ class Kind(NamedTuple):
     sparse: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes of a Llama 4; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
+
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    chunk: int
+    num_experts: int
+    top_k: int = 1
+    moe_every: int = 1
+    qk_norm: bool = True  # on rotated layers
+    temperature: nn.TemperatureTuning | None = None  # on all others
+    norm_eps: float = 1e-5
+    tied: bool = False
+    attention_bias: bool = False
+    # None: all but every fourth are rotated, these see their chunk only, and every `moe_every`th has experts.
+    kinds: tuple[Kind, ...] | None = None
+    losses: tuple[Any, ...] = ()  # router losses for training
+    vision: Vision | None = None
+
+    def __post_init__(self):
+        _check(self)
+
+    @property
+    def layers(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        return _usual(self) if self.kinds is None else self.kinds
+
+
+class Block(nn.Layer):
+    """Llama's layer, rotated and local or neither, with experts or with an MLP."""
+
+    def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
+        D, bias = cfg.dim, cfg.attention_bias
+        # Without a weight it can be applied before the rotation, which preserves norms.
+        norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
+        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=_masks(cfg)[kind.layer_type],
+            rope=cfg.rope if kind.rotated else None,
+            temperature=None if kind.rotated else cfg.temperature,
+            q_norm=norm,
+            k_norm=norm,
+            bias=bias,
+            out_bias=bias,
+            rngs=rngs,
+        )
+        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.mlp: Any = None if kind.sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
+        self.moe: Any = _experts(cfg, rngs=rngs) if kind.sparse else None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.attn(self.attn_norm(x), ctx, cache)
+        x = nn.residual(x, h, "attn")
+        h = self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _check(cfg: Config) -> None:
+    if len(cfg.layers) != cfg.num_layers:
+        raise ValueError(
+            f"kinds (no_rope_layers) must say what each of the {cfg.num_layers} layers is, got {len(cfg.layers)}"
+        )
+    if cfg.qk_norm and cfg.rope.scaling is not None and cfg.rope.scaling.magnitude != 1:
+        raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {cfg.rope.scaling}")
+
+
+def _masks(cfg: Config) -> dict[str, ops.Mask]:
+    # Within chunks of the text, or all of it.
+    return {LOCAL: ops.Causal() & ops.Chunked(cfg.chunk), GLOBAL: ops.Causal()}
+
+
 def _usual(cfg: Any) -> tuple[Kind, ...]:
     numbers = range(1, cfg.num_layers + 1)
     return tuple(Kind(LOCAL if n % 4 else GLOBAL, n % 4 != 0, n % cfg.moe_every == 0) for n in numbers)
 
 
-def _read_kinds(fields: HFConfig, c: Any) -> tuple[Kind, ...] | None:
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # An expert's weight, sigmoid(score), scales its input instead of its output.
+    router = nn.router.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
+    shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # applied to every token
+    return nn.MoE(
+        cfg.dim,
+        cfg.expert_dim,
+        router=router,
+        shared=shared,
+        losses=cfg.losses,
+        weight_order="EIO",  # as stored in files
+        rngs=rngs,
+    )
+
+
+class Llama4(nn.vision.VisionDecoder):
+    """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
+    (iRoPE).
+
+    With `cfg.vision` it reads images.
+    """
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.masks, self.ropes = tuple(_masks(cfg).values()), (cfg.rope,)
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layers, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
+        self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+
+
+def _read_kinds(hf: HFConfig, c: Any) -> tuple[Kind, ...] | None:
     """Reads what config.json says of single layers; each of the three lists may be left out."""
-    every, layers, usual = fields.take("no_rope_layer_interval", 4), range(c.num_layers), _usual(c)
-    rotated = fields.take("no_rope_layers", [], kind=list)[: c.num_layers] or [(i + 1) % every for i in layers]
-    types = fields.layer_types(c.num_layers, LOCAL, GLOBAL) or [LOCAL if turned else GLOBAL for turned in rotated]
-    sparse = fields.take("moe_layers", [i for i in layers if usual[i].sparse], kind=list)
+    every, layers, usual = hf.take("no_rope_layer_interval", 4), range(c.num_layers), _usual(c)
+    rotated = hf.take("no_rope_layers", [], kind=list)[: c.num_layers] or [(i + 1) % every for i in layers]
+    types = hf.layer_types(c.num_layers, LOCAL, GLOBAL) or [LOCAL if turned else GLOBAL for turned in rotated]
+    sparse = hf.take("moe_layers", [i for i in layers if usual[i].sparse], kind=list)
     kinds = zip(layers, types, rotated, strict=False)
     kinds = tuple(Kind(kind, bool(turned), i in sparse) for i, kind, turned in kinds)
     return None if kinds == usual else kinds
@@ -69,10 +181,10 @@ def _write_kinds(kinds: tuple[Kind, ...] | None, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _read_temperature(fields: HFConfig, c: Any) -> nn.TemperatureTuning | None:
-    tuning = nn.TemperatureTuning(fields.take("floor_scale", 8192), fields.take("attn_scale", 0.1))
+def _read_temperature(hf: HFConfig, c: Any) -> nn.TemperatureTuning | None:
+    tuning = nn.TemperatureTuning(hf.take("floor_scale", 8192), hf.take("attn_scale", 0.1))
     # The first releases had a number here.
-    return tuning if fields.take("attn_temperature_tuning", True, kind=object) else None
+    return tuning if hf.take("attn_temperature_tuning", True, kind=object) else None
 
 
 def _write_temperature(value: nn.TemperatureTuning | None, cfg: Any) -> dict[str, Any]:
@@ -80,130 +192,54 @@ def _write_temperature(value: nn.TemperatureTuning | None, cfg: Any) -> dict[str
     return {"attn_temperature_tuning": value is not None, "floor_scale": tuning.floor, "attn_scale": tuning.scale}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
-    """Sizes of a Llama 4; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
-
-    model_types = ("llama4_text",)
-    architecture = "Llama4ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {"for_llm_compressor": False}  # experts of another shape, in some quantized files
-
-    vocab: int = hf("vocab_size", absent=202_048)
-    num_layers: int = hf("num_hidden_layers", absent=48)
-    dim: int = hf("hidden_size", absent=5120)
-    mlp_dim: int = hf("intermediate_size_mlp", absent=16_384)
-    expert_dim: int = hf("intermediate_size", absent=8192)
-    num_heads: int = hf("num_attention_heads", absent=40)
-    num_kv_heads: int = hf("num_key_value_heads", absent=8, null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=128, null=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(interleaved=True, default_theta=500_000.0, default_length=131_072)
-    chunk: int = hf("attention_chunk_size", absent=8192)
-    num_experts: int = hf("num_local_experts", absent=16)
-    top_k: int = hf("num_experts_per_tok", 1)
-    moe_every: int = hf("interleave_moe_layer_step", 1)
-    qk_norm: bool = hf("use_qk_norm", True)  # on rotated layers
-    temperature: nn.TemperatureTuning | None = hf_fields(  # on all others
-        _read_temperature, _write_temperature, default=None
+TEXT = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("mlp_dim", "intermediate_size_mlp"),
+        Field("expert_dim", "intermediate_size"),
+        *fields.ATTENTION,
+        fields.rope(interleaved=True, default_theta=500_000.0, default_length=131_072),
+        Field("chunk", "attention_chunk_size"),
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+        Field("moe_every", "interleave_moe_layer_step"),
+        Field("qk_norm", "use_qk_norm"),
+        Computed("temperature", _read_temperature, _write_temperature),
+        fields.ATTENTION_BIAS,
+        Computed("kinds", _read_kinds, _write_kinds),
+    ],
+    model_types={"llama4_text": "Llama4ForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={"for_llm_compressor": False},  # experts of another shape, in some quantized files
+    absent={
+        "vocab": 202_048,
+        "num_layers": 48,
+        "dim": 5120,
+        "mlp_dim": 16_384,
+        "expert_dim": 8192,
+        "num_heads": 40,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "chunk": 8192,
+        "num_experts": 16,
+    },
+    # transformers takes a null for something else than the default.
+    null=dict.fromkeys(
+        (
+            *("vocab", "num_layers", "dim", "mlp_dim", "expert_dim", "num_heads", "chunk", "num_experts", "top_k"),
+            *("moe_every", "qk_norm", "norm_eps", "tied", "attention_bias"),
+        ),
+        REQUIRED,
     )
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
-    # None: all but every fourth are rotated, these see their chunk only, and every `moe_every`th has experts.
-    kinds: tuple[Kind, ...] | None = hf_fields(_read_kinds, _write_kinds, default=None)
-    losses: tuple[Any, ...] = ()  # router losses for training
-    vision: Vision | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (found := len(self.layers)) != self.num_layers:
-            raise ValueError(
-                f"kinds (no_rope_layers) must say what each of the {self.num_layers} layers is, got {found}"
-            )
-        if self.qk_norm and self.rope.scaling is not None and self.rope.scaling.magnitude != 1:
-            raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {self.rope.scaling}")
-
-    @property
-    def layers(self) -> tuple[Kind, ...]:
-        """The kind of each layer."""
-        return _usual(self) if self.kinds is None else self.kinds
-
-    @property
-    def masks(self) -> dict[str, ops.Mask]:
-        """The mask of each type of layer: within chunks of the text, or all of it."""
-        return {LOCAL: ops.Causal() & ops.Chunked(self.chunk), GLOBAL: ops.Causal()}
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", "llama4_text", "llama4") == "llama4_text":
-            return super().from_hf(fields)
-        text = super().from_hf(fields.nested("text_config"))
-        fields.ignore("tie_word_embeddings")  # the text's counts
-        return replace(text, vision=Vision.from_hf(fields))
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-        text = super().to_hf()
-        if self.vision is None:
-            return text
-        del text["architectures"]
-        sees = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
-        return sees | {"text_config": text, "tie_word_embeddings": self.tied} | self.vision.to_hf()
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # An expert's weight, sigmoid(score), scales its input instead of its output.
-    router = nn.router.SigmoidInputRouter(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.expert_dim, rngs=rngs)  # applied to every token
-    parts = {"router": router, "shared": shared, "losses": cfg.losses}
-    return nn.MoE(cfg.dim, cfg.expert_dim, **parts, weight_order="EIO", rngs=rngs)  # as stored in files
-
-
-class Block(nn.Layer):
-    """Llama's layer, rotated and local or neither, with experts or with an MLP."""
-
-    def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
-        D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        # Without a weight it can be applied before the rotation, which preserves norms.
-        norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
-        place: Any = dict(
-            mask=cfg.masks[kind.layer_type],
-            rope=cfg.rope if kind.rotated else None,
-            # Without positions, queries late in a text are sharpened instead, because they attend to more keys.
-            temperature=None if kind.rotated else cfg.temperature,
-        )
-        self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, **heads, **place, q_norm=norm, k_norm=norm, bias=bias, out_bias=bias, rngs=rngs)
-        self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.mlp: Any = None if kind.sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = _experts(cfg, rngs=rngs) if kind.sparse else None
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
-
-
-class Llama4(nn.vision.VisionDecoder):
-    """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
-    (iRoPE).
-
-    With `cfg.vision` it reads images.
-    """
-
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope,)
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
-        self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+    | {"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+)
+FIELDS = Multimodal(
+    TEXT,
+    {"vision": vision.FIELDS},
+    model_types={"llama4": "Llama4ForConditionalGeneration"},
+    ignored=["tie_word_embeddings"],  # the text's counts
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -241,6 +277,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="llama4", model=Llama4, config=Config, table=_table, presets=PRESETS, model_types=("llama4_text", "llama4")
-)
+FAMILY = Family("llama4", Llama4, FIELDS, _table, PRESETS)

@@ -7,74 +7,30 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names, rope_to_hf
-
-
-def _read_rope(fields: HFConfig, c: Any) -> Rope:
-    """Returns the rope. The releases say in `rotary_dim` how much of a head turns, transformers in a fraction."""
-    rotary = fields.take("rotary_dim", None, kind=int)
-    fraction = 1.0 if rotary is None else rotary / c.head_dim
-    rope = fields.rope(head_dim=c.head_dim, partial=True, default_theta=5_000_000.0, default_fraction=fraction)
-    if rotary is not None and rope.dim != rotary:
-        raise ValueError(
-            f"{fields.where('rotary_dim')} is {rotary}, but partial_rotary_factor turns {rope.dim} of a head's "
-            f"{c.head_dim} dimensions: they must agree. Keep the one the weights were trained with."
-        )
-    return rope
-
-
-def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    return rope_to_hf(rope, head_dim=cfg.head_dim) | {"rotary_dim": rope.dim}
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a MiniMax-M2; `PRESETS` has the published ones."""
 
-    model_types = ("minimax_m2",)
-    architecture = "MiniMaxM2ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "shared_intermediate_size": 0,
-    }
-    # The releases' files have no prediction modules, whatever these say.
-    ignored = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    expert_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=8)
-    head_dim: int = hf("head_dim", absent=128)
-    rope: Rope = hf_fields(_read_rope, _write_rope)
-    num_experts: int = hf("num_local_experts")
-    top_k: int = hf("num_experts_per_tok")
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    num_experts: int
+    top_k: int
+    norm_eps: float = 1e-6
+    tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        cfg = super().from_hf(fields)
-        kinds = fields.take("attn_type_list", [1] * cfg.num_layers, kind=list)  # 0 is MiniMax-01's linear attention
-        if kinds != [1] * cfg.num_layers:
-            raise ValueError(
-                f"{fields.where('attn_type_list')} must be 1 for each of the {cfg.num_layers} layers, got {kinds}: "
-                "this architecture has no linear attention."
-            )
-        return cfg
 
 
 class Block(nn.Layer):
@@ -82,13 +38,17 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        norm = lambda heads: nn.norm.HeadsRMSNorm(
-            heads * H, eps=cfg.norm_eps
-        )  # a scale for every dimension of every head
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
         self.attn = nn.Attention(
-            D, num_heads=N, num_kv_heads=K, head_dim=H, rope=cfg.rope, q_norm=norm(N), k_norm=norm(K), rngs=rngs
+            D,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            rope=cfg.rope,
+            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
+            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
@@ -97,9 +57,9 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h, aux = self.moe(self.mlp_norm(x), ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
 
 
 class MiniMaxM2(nn.Decoder):
@@ -112,6 +72,49 @@ class MiniMaxM2(nn.Decoder):
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    """Returns the rope. The releases say in `rotary_dim` how much of a head turns, transformers in a fraction."""
+    rotary = hf.take("rotary_dim", None, kind=int)
+    fraction = 1.0 if rotary is None else rotary / c.head_dim
+    rope = fields.read_rope(hf, head_dim=c.head_dim, partial=True, default_theta=5_000_000.0, default_fraction=fraction)
+    if rotary is not None and rope.dim != rotary:
+        raise ValueError(
+            f"{hf.where('rotary_dim')} is {rotary}, but partial_rotary_factor turns {rope.dim} of a head's "
+            f"{c.head_dim} dimensions: they must agree. Keep the one the weights were trained with."
+        )
+    return rope
+
+
+def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
+    return fields.write_rope(rope, head_dim=cfg.head_dim) | {"rotary_dim": rope.dim}
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("expert_dim", "intermediate_size"),
+        *fields.ATTENTION,
+        Computed("rope", _read_rope, _write_rope),
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+    ],
+    model_types={"minimax_m2": "MiniMaxM2ForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "shared_intermediate_size": 0,
+        "attn_type_list": lambda c: [1] * c.num_layers,  # 0 is MiniMax-01's linear attention
+    },
+    # The releases' files have no prediction modules, whatever these say.
+    ignored=("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    absent={"num_kv_heads": 8, "head_dim": 128},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -136,4 +139,4 @@ _M2 = Config(
 # fmt: on
 PRESETS = {"minimax-m2": _M2, "minimax-m2.1": _M2, "minimax-m2.5": _M2}
 
-FAMILY = Family(name="minimax_m2", model=MiniMaxM2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("minimax_m2", MiniMaxM2, FIELDS, _table, PRESETS)

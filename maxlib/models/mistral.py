@@ -8,79 +8,42 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
-from maxlib.ops import Rope, Yarn
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, names, rope_to_hf
+from maxlib.ops import Rope, YarnScaling
+from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
 
 
-def _read_ministral(fields: HFConfig, c: Any) -> bool:
-    return fields.require("model_type", *Config.model_types) == "ministral3"
-
-
-def _write_ministral(value: bool, cfg: Any) -> dict[str, Any]:
-    return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"]} if value else {}
-
-
-def _read_rope(fields: HFConfig, c: Any) -> Rope:
-    if c.ministral:
-        shared.check_length(fields)
-    return fields.rope(head_dim=c.head_dim)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Mistral; `PRESETS` has the published ones."""
 
-    model_types = ("mistral", "ministral3")
-    architecture = "MistralForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    ignored = ("is_composition",)  # in Pixtral 12B: transformers 4.45 wrote it into all parts of a config
-
-    ministral: bool = hf_fields(_read_ministral, _write_ministral, default=False)
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: 128 if c.ministral else c.dim // c.num_heads)
-    rope: Rope = hf_fields(_read_rope, lambda rope, cfg: rope_to_hf(rope, head_dim=cfg.head_dim, whole_heads=True))
-    sharpening: float = hf_fields(  # of late queries, in Ministral 3
-        lambda fields, c: shared.read_sharpening(fields) if c.ministral else 0.0,
-        lambda value, cfg: shared.written_sharpening(value) if cfg.ministral else {},
-        default=0.0,
-    )
+    ministral: bool = False
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    sharpening: float = 0.0  # of late queries, in Ministral 3
     # None: every token attends to all earlier ones.
-    window: int | None = hf("sliding_window", None, absent=lambda c: None if c.ministral else 4096)
-    norm_eps: float = hf("rms_norm_eps", 1e-5, absent=lambda c: 1e-5 if c.ministral else 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
+    window: int | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
     vision: Vision | None = None
 
     def __post_init__(self):
-        super().__post_init__()
         if self.ministral:
             shared.check_sharpened(self.rope, "ministral3")
         if self.sharpening and not self.ministral:
             raise ValueError(f"sharpening is Ministral 3's: give ministral=True, or 0 in place of {self.sharpening}")
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", *cls.model_types, *shared.VISION_TYPES) not in shared.VISION_TYPES:
-            return super().from_hf(fields)
-        return shared.read_seeing(fields, super().from_hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-        return shared.written_seeing(super().to_hf(), self.vision)
 
     @property
     def temperature(self) -> nn.TemperatureTuning | None:
@@ -97,18 +60,25 @@ class Block(nn.Layer):
     """Llama's layer, under a mask that may have a window."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, how = cfg.dim, {"mask": cfg.mask, "rope": cfg.rope, "temperature": cfg.temperature}
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, **heads, **how, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=cfg.mask,
+            rope=cfg.rope,
+            temperature=cfg.temperature,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Mistral(nn.vision.NativeVisionDecoder):
@@ -124,16 +94,62 @@ class Mistral(nn.vision.NativeVisionDecoder):
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        sees: Any = dict(eps=cfg.norm_eps, rngs=rngs)
-        self.tower = None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, **sees)
+        self.tower = (
+            None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
+        )
 
     def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images; there are no frames of videos."""
         return tokens == self.cfg.vision.image_token
 
 
+_ROPE = fields.rope()
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    if c.ministral:
+        shared.check_length(hf)
+    return _ROPE.read(hf, c)
+
+
+TEXT = Fields(
+    Config,
+    [
+        Computed("ministral", lambda hf, c: c.model_type == "ministral3", lambda value, cfg: {}),
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        Computed("rope", _read_rope, _ROPE.write),
+        Computed(
+            "sharpening",
+            lambda hf, c: shared.read_sharpening(hf) if c.ministral else 0.0,
+            lambda value, cfg: shared.written_sharpening(value) if cfg.ministral else {},
+        ),
+        fields.WINDOW,
+    ],
+    model_types={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    model_type=lambda cfg: "ministral3" if cfg.ministral else "mistral",
+    fixed={"hidden_act": "silu"},
+    ignored=("is_composition",),  # in Pixtral 12B: transformers 4.45 wrote it into all parts of a config
+    absent={
+        "head_dim": lambda c: 128 if c.ministral else c.dim // c.num_heads,
+        "window": lambda c: None if c.ministral else 4096,
+        "norm_eps": lambda c: 1e-5 if c.ministral else 1e-6,
+    },
+    null={"num_kv_heads": fields.num_heads},
+)
+FIELDS = Multimodal(
+    TEXT, {"vision": vision.FIELDS}, model_types=shared.VISION_TYPES, model_type=lambda cfg: cfg.vision.kind
+)
+
+
 def _table(cfg: Config) -> Table:
     return shared.table([*names.NORMS, *names.ATTENTION, *names.MLP], cfg.vision)
+
+
+# A YaRN that leaves the size of queries and keys as it is.
+def _yarn(factor: float, length: int) -> YarnScaling:
+    return YarnScaling(factor, length, mscale=1.0, mscale_all_dim=1.0)
 
 
 # fmt: off
@@ -142,8 +158,6 @@ _7B = Config(
     rope=Rope(128, 1_000_000.0, max_length=32_768),
 )
 _LONG = Rope(128, 1_000_000.0, max_length=131_072)
-# A YaRN that leaves the size of queries and keys as it is.
-_yarn = lambda factor, length: Yarn(factor, length, mscale=1.0, mscale_all_dim=1.0)
 _MINISTRAL = replace(
     _7B, ministral=True, vocab=131_072, num_layers=34, sharpening=0.1, vision=Vision(),
     rope=Rope(128, 1_000_000.0, _yarn(16.0, 16_384), max_length=262_144),
@@ -178,11 +192,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="mistral",
-    model=Mistral,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-    model_types=(*Config.model_types, *shared.VISION_TYPES),
-)
+FAMILY = Family("mistral", Mistral, FIELDS, _table, PRESETS)

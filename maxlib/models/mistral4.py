@@ -7,113 +7,50 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
-from maxlib.ops import Rope, Yarn
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, names, rope_to_hf
+from maxlib.ops import Rope, YarnScaling
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
 MASK = ops.Causal()
 _LENGTH = 1_048_576  # of a config that does not say
 
 
-def _read_rope(fields: HFConfig, c: Any) -> Rope:
-    turned = fields.take("qk_rope_head_dim", 64)
-    width = c.nope_dim + turned
-    fields.require("head_dim", width)
-    fields.require("qk_head_dim", width)
-    shared.check_length(fields, _LENGTH)
-    spelling: Any = dict(partial=True, default_fraction=turned / width, default_length=_LENGTH)
-    rope = fields.rope(head_dim=width, interleaved=fields.take("rope_interleave", True), **spelling)
-    if rope.dim != turned:
-        raise ValueError(
-            f"{fields.where('partial_rotary_factor')} must be qk_rope_head_dim ({turned}) of {width}, got "
-            f"{rope.dim / width}: it says the same."
-        )
-    return rope
-
-
-def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    width = cfg.nope_dim + rope.dim
-    own = {"qk_rope_head_dim": rope.dim, "head_dim": width, "rope_interleave": rope.interleaved}
-    return own | rope_to_hf(rope, head_dim=width, interleaved=rope.interleaved)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Mistral 4; `PRESETS` has the published ones."""
 
-    model_types = ("mistral4",)
-    architecture = "Mistral4ForCausalLM"
-    fixed = {"hidden_act": "silu", "attention_bias": False}
-    fixed_if_present = {"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    num_dense: int = hf("first_k_dense_replace", 0)  # number of first layers with a plain MLP
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    expert_dim: int = hf("moe_intermediate_size")
-    num_heads: int = hf("num_attention_heads", same=("num_key_value_heads",))
-    q_rank: int | None = hf("q_lora_rank", absent=1024)  # None: queries have no latent
-    kv_rank: int = hf("kv_lora_rank", absent=256)
-    nope_dim: int = hf("qk_nope_head_dim", absent=64)
-    v_dim: int = hf("v_head_dim", absent=128)
-    rope: Rope = hf_fields(_read_rope, _write_rope)
-    sharpening: float = hf_fields(
-        lambda fields, c: shared.read_sharpening(fields), lambda value, cfg: shared.written_sharpening(value)
-    )
-    num_experts: int = hf("n_routed_experts", absent=128, same=("num_local_experts",))
-    num_shared: int = hf("n_shared_experts", 1)
-    top_k: int = hf("num_experts_per_tok", absent=4)
-    num_groups: int = hf("n_group", 1)
-    top_groups: int = hf("topk_group", 1)
-    renormalize: bool = hf("norm_topk_prob", True)
-    routed_scale: float = hf("routed_scaling_factor", 1.0)
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
+    vocab: int
+    num_layers: int
+    num_dense: int = 0  # number of first layers with a plain MLP
+    dim: int
+    mlp_dim: int
+    expert_dim: int
+    num_heads: int
+    q_rank: int | None  # None: queries have no latent
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rope: Rope
+    sharpening: float
+    num_experts: int
+    num_shared: int = 1
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    norm_eps: float = 1e-6
+    tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
     def __post_init__(self):
-        super().__post_init__()
         shared.check_sharpened(self.rope, "mistral4")
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        if fields.require("model_type", *cls.model_types, vision.MERGING) != vision.MERGING:
-            return super().from_hf(fields)
-        return shared.read_seeing(fields, super().from_hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json."""
-        return shared.written_seeing(super().to_hf(), self.vision)
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache stores one latent [B, T, R] per token for all heads, R = 256, and one rotary key of 64.
-    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
-        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
-    sharp = {"scale": scale, "temperature": shared.temperature(cfg.rope, cfg.sharpening)}
-    ranks: Any = dict(q_rank=cfg.q_rank, kv_rank=cfg.kv_rank, nope_dim=cfg.nope_dim, v_dim=cfg.v_dim)
-    # The norms of the latents have the default epsilon, independent of `norm_eps`.
-    return nn.MLA(cfg.dim, num_heads=cfg.num_heads, **ranks, rope=cfg.rope, mask=MASK, **sharp, rngs=rngs)
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are a softmax over all experts, of which the best share the weight; no bias evens the load.
-    choice: Any = dict(score=jax.nn.softmax, renormalize=cfg.renormalize, scale=cfg.routed_scale)
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    always = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=always, losses=cfg.losses, rngs=rngs)
 
 
 class Block(nn.Layer):
@@ -128,10 +65,48 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
+    # The cache stores one latent [B, T, R] per token for all heads, R = 256, and one rotary key of 64.
+    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
+    # The norms of the latents have the default epsilon, independent of `norm_eps`.
+    return nn.MLA(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        q_rank=cfg.q_rank,
+        kv_rank=cfg.kv_rank,
+        nope_dim=cfg.nope_dim,
+        v_dim=cfg.v_dim,
+        rope=cfg.rope,
+        mask=MASK,
+        scale=scale,
+        temperature=shared.temperature(cfg.rope, cfg.sharpening),
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
+    # Softmax over all experts, renormalized over the top k; no balancing bias.
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        groups=groups,
+        score=jax.nn.softmax,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        rngs=rngs,
+    )
+    shared_mlp = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared_mlp, losses=cfg.losses, rngs=rngs)
 
 
 class Mistral4(nn.vision.NativeVisionDecoder):
@@ -148,12 +123,71 @@ class Mistral4(nn.vision.NativeVisionDecoder):
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        sees: Any = dict(eps=cfg.norm_eps, rngs=rngs)
-        self.tower = None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, **sees)
+        self.tower = (
+            None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
+        )
 
     def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
         """Returns True for placeholders of images; there are no frames of videos."""
         return tokens == self.cfg.vision.image_token
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    turned = hf.take("qk_rope_head_dim", 64)
+    width = c.nope_dim + turned
+    hf.require("head_dim", width)
+    hf.require("qk_head_dim", width)
+    shared.check_length(hf, _LENGTH)
+    rope = fields.read_rope(
+        hf,
+        head_dim=width,
+        interleaved=hf.take("rope_interleave", True),
+        partial=True,
+        default_fraction=turned / width,
+        default_length=_LENGTH,
+    )
+    if rope.dim != turned:
+        raise ValueError(
+            f"{hf.where('partial_rotary_factor')} must be qk_rope_head_dim ({turned}) of {width}, got "
+            f"{rope.dim / width}: it says the same."
+        )
+    return rope
+
+
+def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
+    width = cfg.nope_dim + rope.dim
+    widths = {"qk_rope_head_dim": rope.dim, "head_dim": width, "rope_interleave": rope.interleaved}
+    return widths | fields.write_rope(rope, head_dim=width, interleaved=rope.interleaved)
+
+
+def _read_sharpening(hf: HFConfig, c: Any) -> float:
+    return shared.read_sharpening(hf)
+
+
+TEXT = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("num_dense", "first_k_dense_replace"),
+        fields.MLP,
+        *fields.DEEPSEEK_EXPERTS,
+        *fields.MLA,
+        Computed("rope", _read_rope, _write_rope),
+        Computed("sharpening", _read_sharpening, lambda value, cfg: shared.written_sharpening(value)),
+        fields.NUM_SHARED,
+        *fields.GROUPS,
+    ],
+    model_types={"mistral4": "Mistral4ForCausalLM"},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "num_key_value_heads": fields.num_heads,
+        "num_local_experts": lambda c: c.num_experts,
+    },
+    fixed_if_present={"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1},
+    absent={"q_rank": 1024, "kv_rank": 256, "nope_dim": 64, "v_dim": 128, "num_experts": 128, "top_k": 4},
+)
+FIELDS = Multimodal(TEXT, {"vision": vision.FIELDS}, model_types={vision.MERGING: shared.VISION_TYPES[vision.MERGING]})
 
 
 def _table(cfg: Config) -> Table:
@@ -167,17 +201,10 @@ PRESETS = {
     "mistral-small-4-119b": Config(
         vocab=131_072, num_layers=36, dim=4096, mlp_dim=12_288, expert_dim=2048, num_heads=32,
         q_rank=1024, kv_rank=256, nope_dim=64, v_dim=128, sharpening=0.1, vision=Vision(),
-        rope=Rope(64, 10_000.0, Yarn(128.0, 8192, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=_LENGTH),
+        rope=Rope(64, 10_000.0, YarnScaling(128.0, 8192, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=_LENGTH),
         num_experts=128, top_k=4,
     )
 }
 # fmt: on
 
-FAMILY = Family(
-    name="mistral4",
-    model=Mistral4,
-    config=Config,
-    table=_table,
-    presets=PRESETS,
-    model_types=(*Config.model_types, f"{vision.MERGING}/mistral4"),
-)
+FAMILY = Family("mistral4", Mistral4, FIELDS, _table, PRESETS, model_types=("mistral4", "mistral3/mistral4"))

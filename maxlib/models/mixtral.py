@@ -6,36 +6,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, Weight, hf, hf_rope, names
+from maxlib.weights import Family, Field, Fields, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Mixtral; `PRESETS` has the published ones."""
 
-    model_types = ("mixtral",)
-    architecture = "MixtralForCausalLM"
-    fixed = {"hidden_act": "silu"}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    expert_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(default_theta=1e6)
-    num_experts: int = hf("num_local_experts", absent=8)
-    top_k: int = hf("num_experts_per_tok", absent=2)
-    window: int | None = hf("sliding_window", None)  # None: every token attends to all earlier ones
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    num_experts: int
+    top_k: int
+    window: int | None = None  # None: every token attends to all earlier ones
+    norm_eps: float = 1e-5
+    tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.02)`
 
     @property
@@ -57,9 +51,9 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h, aux = self.moe(self.mlp_norm(x), ctx)  # aux: the router's losses and loads
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
 
 
 class Mixtral(nn.Decoder):
@@ -72,6 +66,24 @@ class Mixtral(nn.Decoder):
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        Field("expert_dim", "intermediate_size"),
+        *fields.ATTENTION,
+        fields.rope(default_theta=1e6),
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+        fields.WINDOW,
+    ],
+    model_types={"mixtral": "MixtralForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    absent={"head_dim": fields.equal_heads, "num_experts": 8, "top_k": 2},
+    null={"num_kv_heads": fields.num_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -100,4 +112,4 @@ PRESETS = {
     "mixtral-8x22b-instruct": replace(_8X22B, vocab=32_768),
 }
 
-FAMILY = Family(name="mixtral", model=Mixtral, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("mixtral", Mixtral, FIELDS, _table, PRESETS)

@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, Ignore, ModelConfig, Renamed, Table, Weight, hf, hf_fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
 MAMBA, EXPERTS, FULL, MLP = "M", "E", "*", "-"
 # Names of layers, of transformers 5 and before.
@@ -19,105 +17,42 @@ NAMES = {"linear_attention": MAMBA, "moe": EXPERTS, "full_attention": FULL, "mlp
 NAMES |= {"mamba": MAMBA, "attention": FULL}
 
 
-def _read_pattern(fields: HFConfig, c: Any) -> str:
-    """Returns a letter for each layer, from a list of names or from the letters themselves."""
-    number = fields.take("num_hidden_layers", None, kind=int, nullable=True)
-    types, letters = (fields.take(name, None, kind=object) for name in ("layers_block_type", "hybrid_override_pattern"))
-    known = "".join(NAMES.values())
-    given = letters if types is None else [NAMES.get(kind, "?") for kind in types]
-    if not given or not set(given) <= set(known) or number not in (None, len(given)):
-        raise ValueError(
-            f"{fields.where('layers_block_type')} (or hybrid_override_pattern) must name each of num_hidden_layers layers "
-            f"by one of {', '.join(NAMES)}, or by M, E, * and -; got {types or letters!r} for {number} layers."
-        )
-    return "".join(given)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Nemotron 3; `PRESETS` has the published ones."""
 
-    model_types = ("nemotron_h",)
-    architecture = "NemotronHForCausalLM"
-    fixed = {
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
-        "mlp_bias": False,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }
-    fixed_if_present = {"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1}
-    ignored = (
-        # Of the algorithm and of training; time_step_min alone is a limit, in transformers too.
-        *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-        *("rescale_prenorm_residual", "time_step_limit", "time_step_max", "time_step_floor"),
-        # Said twice, or read by nothing: heads say how wide Mamba is, and nothing is rotated.
-        *("expand", "mamba_proj_bias", "norm_eps", "rope_theta", "partial_rotary_factor", "num_logits_to_keep"),
-        # Multi-token prediction modules are not read.
-        *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-    )
-
-    pattern: str = hf_fields(
-        _read_pattern, lambda letters, cfg: {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
-    )
-    vocab: int = hf("vocab_size", 131_072)
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size", 21_504)  # of layers that are an MLP
-    num_heads: int = hf("num_attention_heads", absent=32)
-    num_kv_heads: int = hf("num_key_value_heads", absent=8, null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", 128)
-    max_length: int = hf("max_position_embeddings", absent=4096)
-    mamba_heads: int = hf("mamba_num_heads", absent=128)
-    mamba_head_dim: int = hf("mamba_head_dim", 64)
-    mamba_groups: int = hf("n_groups", 8)
-    mamba_state: int = hf("ssm_state_size", 128)
-    mamba_bias: bool = hf("use_bias", False)
-    conv_width: int = hf("conv_kernel", 4)
-    conv_bias: bool = hf("use_conv_bias", True)
-    dt_min: float = hf("time_step_min", 0.001)  # least step
-    num_experts: int = hf("n_routed_experts", absent=8)
-    top_k: int = hf("num_experts_per_tok", absent=2)
-    expert_dim: int = hf("moe_intermediate_size", absent=7688)
-    shared_dim: int = hf("moe_shared_expert_intermediate_size", absent=7688)
-    latent_dim: int | None = hf("moe_latent_size", None)  # width that experts see; None: all of it
-    num_groups: int = hf("n_group", 1)  # of experts
-    top_groups: int = hf("topk_group", 1)
-    renormalize: bool = hf("norm_topk_prob", True)  # the weights of a token's experts sum to `routed_scale`
-    routed_scale: float = hf("routed_scaling_factor", 1.0)
-    norm_eps: float = hf("layer_norm_epsilon", 1e-5)
+    pattern: str
+    vocab: int = 131_072
+    dim: int
+    mlp_dim: int = 21_504  # of layers that are an MLP
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    max_length: int
+    mamba_heads: int
+    mamba_head_dim: int = 64
+    mamba_groups: int = 8
+    mamba_state: int = 128
+    mamba_bias: bool = False
+    conv_width: int = 4
+    conv_bias: bool = True
+    dt_min: float = 0.001  # least step
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    shared_dim: int
+    latent_dim: int | None = None  # width that experts see; None: all of it
+    num_groups: int = 1  # of experts
+    top_groups: int = 1
+    renormalize: bool = True  # the weights of a token's experts sum to `routed_scale`
+    routed_scale: float = 1.0
+    norm_eps: float = 1e-5
     losses: tuple[Any, ...] = ()  # router losses for training
 
     @property
     def num_layers(self) -> int:
         """Number of layers, each of which is one mixer."""
         return len(self.pattern)
-
-
-def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `max(x, 0)^2`."""
-    return jnp.square(jax.nn.relu(x))
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-    return nn.Attention(cfg.dim, **heads, rngs=rngs)  # without positions
-
-
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    heads: Any = dict(num_heads=cfg.mamba_heads, head_dim=cfg.mamba_head_dim, num_groups=cfg.mamba_groups)
-    conv: Any = dict(conv_width=cfg.conv_width, conv_bias=cfg.conv_bias, bias=cfg.mamba_bias)
-    own: Any = dict(state_dim=cfg.mamba_state, dt_limit=(cfg.dt_min, float("inf")), norm_eps=cfg.norm_eps)
-    return nn.Mamba2(cfg.dim, **heads, **conv, **own, rngs=rngs)
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # DeepSeek V3's router: scores are sigmoids, and a bias that counts for the choice only evens the load.
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.num_groups > 1 else None
-    choice: Any = dict(score=jax.nn.sigmoid, expert_bias=True, renormalize=cfg.renormalize, scale=cfg.routed_scale)
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, groups=groups, **choice, rngs=rngs)
-    shared = nn.MLP(cfg.dim, cfg.shared_dim, act=squared_relu, bias=False, rngs=rngs)
-    how: Any = dict(activation=squared_relu, gated=False, latent_dim=cfg.latent_dim, losses=cfg.losses)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, **how, rngs=rngs)
 
 
 class Block(nn.Layer):
@@ -128,8 +63,7 @@ class Block(nn.Layer):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
         self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
         self.moe: Any = _experts(cfg, rngs=rngs) if kind == EXPERTS else None
-        plain = lambda: nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
-        self.mlp: Any = plain() if kind == MLP else None
+        self.mlp: Any = _mlp(cfg, rngs=rngs) if kind == MLP else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, aux = self.norm(x), {}
@@ -138,12 +72,71 @@ class Block(nn.Layer):
         else:
             h, aux = (self.mlp(h), aux) if self.moe is None else self.moe(h, ctx)
         name = "mlp" if mixer is None else "attn"
-        return constrain(x + checkpoint_name(h, name), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, name), cache, aux
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, a state, or nothing."""
         mixer = self.attn or self.mamba
         return () if mixer is None else mixer.init_cache(batch, capacity, dtype)
+
+
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `max(x, 0)^2`."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def _mlp(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLP:
+    return nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    return nn.Attention(
+        cfg.dim, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, rngs=rngs
+    )  # without positions
+
+
+def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
+    return nn.Mamba2(
+        cfg.dim,
+        num_heads=cfg.mamba_heads,
+        head_dim=cfg.mamba_head_dim,
+        num_groups=cfg.mamba_groups,
+        conv_width=cfg.conv_width,
+        conv_bias=cfg.conv_bias,
+        bias=cfg.mamba_bias,
+        state_dim=cfg.mamba_state,
+        dt_limit=(cfg.dt_min, float("inf")),
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # DeepSeek V3's router: scores are sigmoids, and a bias that counts for the choice only evens the load.
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.num_groups > 1 else None
+    router = nn.Router(
+        cfg.dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        groups=groups,
+        score=jax.nn.sigmoid,
+        expert_bias=True,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        rngs=rngs,
+    )
+    shared = nn.MLP(cfg.dim, cfg.shared_dim, act=squared_relu, bias=False, rngs=rngs)
+    return nn.MoE(
+        cfg.dim,
+        cfg.expert_dim,
+        router=router,
+        shared=shared,
+        activation=squared_relu,
+        gated=False,
+        latent_dim=cfg.latent_dim,
+        losses=cfg.losses,
+        rngs=rngs,
+    )
 
 
 class NemotronH(nn.Decoder):
@@ -156,6 +149,79 @@ class NemotronH(nn.Decoder):
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.pattern, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+def _read_pattern(hf: HFConfig, c: Any) -> str:
+    """Returns a letter for each layer, from a list of names or from the letters themselves."""
+    number = hf.take("num_hidden_layers", None, kind=int, nullable=True)
+    types, letters = (hf.take(name, None, kind=object) for name in ("layers_block_type", "hybrid_override_pattern"))
+    known = "".join(NAMES.values())
+    pattern = letters if types is None else [NAMES.get(kind, "?") for kind in types]
+    if not pattern or not set(pattern) <= set(known) or number not in (None, len(pattern)):
+        raise ValueError(
+            f"{hf.where('layers_block_type')} (or hybrid_override_pattern) must name each of num_hidden_layers layers "
+            f"by one of {', '.join(NAMES)}, or by M, E, * and -; got {types or letters!r} for {number} layers."
+        )
+    return "".join(pattern)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        Computed(
+            "pattern",
+            _read_pattern,
+            lambda letters, cfg: {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)},
+        ),
+        Field("vocab", "vocab_size"),
+        Field("dim", "hidden_size"),
+        fields.MLP,
+        *fields.ATTENTION,
+        Field("max_length", "max_position_embeddings"),
+        Field("mamba_heads", "mamba_num_heads"),
+        Field("mamba_head_dim"),
+        Field("mamba_groups", "n_groups"),
+        Field("mamba_state", "ssm_state_size"),
+        Field("mamba_bias", "use_bias"),
+        Field("conv_width", "conv_kernel"),
+        Field("conv_bias", "use_conv_bias"),
+        Field("dt_min", "time_step_min"),
+        *fields.DEEPSEEK_EXPERTS,
+        Field("shared_dim", "moe_shared_expert_intermediate_size"),
+        Field("latent_dim", "moe_latent_size"),
+        *fields.GROUPS,
+        Field("norm_eps", "layer_norm_epsilon"),
+    ],
+    model_types={"nemotron_h": "NemotronHForCausalLM"},
+    fixed={
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mlp_bias": False,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    },
+    fixed_if_present={"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1},
+    ignored=(
+        # Of the algorithm and of training; time_step_min alone is a limit, in transformers too.
+        *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+        *("rescale_prenorm_residual", "time_step_limit", "time_step_max", "time_step_floor"),
+        # Said twice, or read by nothing: heads say how wide Mamba is, and nothing is rotated.
+        *("expand", "mamba_proj_bias", "norm_eps", "rope_theta", "partial_rotary_factor", "num_logits_to_keep"),
+        # Multi-token prediction modules are not read.
+        *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    ),
+    absent={
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "max_length": 4096,
+        "mamba_heads": 128,
+        "num_experts": 8,
+        "top_k": 2,
+        "expert_dim": 7688,
+        "shared_dim": 7688,
+    },
+    null={"num_kv_heads": fields.num_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -200,4 +266,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="nemotron_h", model=NemotronH, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("nemotron_h", NemotronH, FIELDS, _table, PRESETS)

@@ -6,97 +6,39 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import Rope, Yarn
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, names, rope_to_hf
+from maxlib.ops import Rope, YarnScaling
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
-    return tuple(SLIDING if (i + 1) % period else FULL for i in range(num_layers))
-
-
-def _is_3(fields: HFConfig) -> bool:
-    return fields.require("model_type", "olmo2", "olmo3") == "olmo3"
-
-
-def _read_layer_types(fields: HFConfig, c: Any) -> tuple[str, ...] | None:
-    types = fields.layer_types(c.num_layers, FULL, SLIDING) if _is_3(fields) else None
-    return None if types == _pattern(c.num_layers, 4) else types
-
-
-def _read_rope(fields: HFConfig, c: Any) -> Rope:
-    """Returns the rope of full layers. Raises ValueError if OLMo 3's for sliding ones is not that without scaling."""
-    if not _is_3(fields):
-        return fields.rope(head_dim=c.head_dim)
-    parameters = fields.take("rope_parameters", None, kind=dict)
-    if parameters and not {FULL, SLIDING} <= parameters.keys():
-        raise ValueError(
-            f"config.json: rope_parameters must describe {FULL} and {SLIDING} apart, got {', '.join(parameters)}: "
-            "which layers are scaled differs between the versions of transformers that write one for both."
-        )
-    far = fields.rope(head_dim=c.head_dim, default_theta=500_000.0, layer_type=FULL)
-    near = fields.rope(head_dim=c.head_dim, default_theta=500_000.0, layer_type=SLIDING, scaling_field=None)
-    if near.theta != far.theta or near.scaling is not None:
-        raise ValueError(
-            f"config.json: rope_parameters.{SLIDING} must be as {FULL} without its scaling, got {near} and {far}: "
-            "this architecture computes nothing else."
-        )
-    return far
-
-
-def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
-    fields = rope_to_hf(rope, head_dim=cfg.head_dim, whole_heads=True)
-    near = {"rope_type": "default", "rope_theta": rope.theta}
-    apart = {"rope_parameters": {FULL: fields["rope_parameters"], SLIDING: near}}
-    return fields if cfg.window is None else fields | apart
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of an OLMo; `PRESETS` has the published ones. With a window it is an OLMo 3."""
 
-    model_types = ("olmo2", "olmo3")
-    architecture = "Olmo2ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_fields(_read_rope, _write_rope)  # without its scaling on sliding layers
-    window: int | None = hf_fields(  # of the sliding layers
-        lambda fields, c: fields.take("sliding_window", 4096) if _is_3(fields) else None,
-        lambda window, cfg: {} if window is None else {"sliding_window": window},
-        default=None,
-    )
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope  # without its scaling on sliding layers
+    window: int | None = None  # of the sliding layers
     # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
-    layer_types: tuple[str, ...] | None = hf_fields(
-        _read_layer_types, lambda value, cfg: {} if cfg.window is None else {"layer_types": [*cfg.types]}, default=None
-    )
-    norm_eps: float = hf("rms_norm_eps", 1e-6, absent=1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    layer_types: tuple[str, ...] | None = None
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_bias: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
         if self.layer_types is not None and len(self.layer_types) != self.num_layers:
             raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
         if self.layer_types is not None and self.window is None:
             raise ValueError("layer_types are those of OLMo 3, which needs a window, got none")
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-        three = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
-        return super().to_hf() | ({} if self.window is None else three)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -119,21 +61,31 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norm = lambda heads: nn.norm.HeadsRMSNorm(
-            heads * H, eps=cfg.norm_eps
-        )  # a scale for every dimension of every head
-        norms: Any = dict(q_norm=norm(N), k_norm=norm(K))
-        heads: Any = dict(num_heads=N, num_kv_heads=K, head_dim=H)
-        self.attn = nn.Attention(D, **heads, mask=mask, rope=rope, bias=bias, out_bias=bias, **norms, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            mask=mask,
+            rope=rope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
+            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
+            rngs=rngs,
+        )
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(x, ctx, cache)
-        x = constrain(x + self.attn_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
-        x = x + self.mlp_norm(checkpoint_name(self.mlp(x), "mlp"))
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn", norm=self.attn_norm)
+        return nn.residual(x, self.mlp(x), "mlp", norm=self.mlp_norm), cache, {}
+
+
+def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
+    return tuple(SLIDING if (i + 1) % period else FULL for i in range(num_layers))
 
 
 class OLMo2(nn.Decoder):
@@ -146,6 +98,68 @@ class OLMo2(nn.Decoder):
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+def _is_3(c: Any) -> bool:
+    return c.model_type == "olmo3"
+
+
+def _read_layer_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
+    types = hf.layer_types(c.num_layers, FULL, SLIDING) if _is_3(c) else None
+    return None if types == _pattern(c.num_layers, 4) else types
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    """Returns the rope of full layers. Raises ValueError if OLMo 3's for sliding ones is not that without scaling."""
+    if not _is_3(c):
+        return fields.read_rope(hf, head_dim=c.head_dim)
+    parameters = hf.take("rope_parameters", None, kind=dict)
+    if parameters and not {FULL, SLIDING} <= parameters.keys():
+        raise ValueError(
+            f"config.json: rope_parameters must describe {FULL} and {SLIDING} apart, got {', '.join(parameters)}: "
+            "which layers are scaled differs between the versions of transformers that write one for both."
+        )
+    far = fields.read_rope(hf, head_dim=c.head_dim, default_theta=500_000.0, layer_type=FULL)
+    near = fields.read_rope(hf, head_dim=c.head_dim, default_theta=500_000.0, layer_type=SLIDING, scaling_field=None)
+    if near.theta != far.theta or near.scaling is not None:
+        raise ValueError(
+            f"config.json: rope_parameters.{SLIDING} must be as {FULL} without its scaling, got {near} and {far}: "
+            "this architecture computes nothing else."
+        )
+    return far
+
+
+def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
+    written = fields.write_rope(rope, head_dim=cfg.head_dim, whole_heads=True)
+    near = {"rope_type": "default", "rope_theta": rope.theta}
+    apart = {"rope_parameters": {FULL: written["rope_parameters"], SLIDING: near}}
+    return written if cfg.window is None else written | apart
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        Computed("rope", _read_rope, _write_rope),
+        Computed(
+            "window",
+            lambda hf, c: hf.take("sliding_window", 4096) if _is_3(c) else None,
+            lambda window, cfg: {} if window is None else {"sliding_window": window},
+        ),
+        Computed(
+            "layer_types",
+            _read_layer_types,
+            lambda value, cfg: {} if cfg.window is None else {"layer_types": [*cfg.types]},
+        ),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"},
+    model_type=lambda cfg: "olmo2" if cfg.window is None else "olmo3",
+    fixed={"hidden_act": "silu"},
+    absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads, "norm_eps": 1e-5},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -164,7 +178,7 @@ _7B = Config(
     rope=Rope(128, 500_000.0, max_length=4096),
 )
 _32B = dict(num_layers=64, dim=5120, mlp_dim=27_648, num_heads=40, num_kv_heads=8)
-_LONG = Rope(128, 500_000.0, Yarn(8.0, 8192, attention_factor=1.2079441541679836), max_length=65_536)
+_LONG = Rope(128, 500_000.0, YarnScaling(8.0, 8192, attention_factor=1.2079441541679836), max_length=65_536)
 _OLMO3 = replace(_7B, vocab=100_278, window=4096, rope=_LONG)
 PRESETS = {
     "olmo2-1b": replace(_7B, num_layers=16, dim=2048, mlp_dim=8192, num_heads=16, num_kv_heads=16),
@@ -177,4 +191,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="olmo2", model=OLMo2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("olmo2", OLMo2, FIELDS, _table, PRESETS)

@@ -5,79 +5,41 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import (
-    Family,
-    HFConfig,
-    ModelConfig,
-    Renamed,
-    Table,
-    Weight,
-    hf,
-    hf_fields,
-    hf_layer_types,
-    names,
-    rope_to_hf,
-)
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-def _pattern(num_layers: int) -> tuple[str, ...]:
-    types = [LINEAR if (i + 1) % 4 else FULL for i in range(num_layers)]
-    return tuple(types) if FULL in types else (*types[:-1], FULL)  # at least one attends
-
-
-def _read_rope(fields: HFConfig, c: Any) -> Rope | None:
-    # The release has null for the base: nothing is rotated. Without one it is 10,000.
-    given = fields.take("rope_parameters", None, kind=dict)
-    where = fields if given is None else fields.nested("rope_parameters")
-    if "rope_theta" in where and where.take("rope_theta", None, kind=float, nullable=True) is None:
-        where.ignore("rope_type")
-        return None
-    return fields.rope(head_dim=c.dim // c.num_heads, default_length=c.max_length)
-
-
-def _write_rope(rope: Rope | None, cfg: Any) -> dict[str, Any]:
-    if rope is None:
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-    return rope_to_hf(rope, head_dim=cfg.head_dim) | {"max_position_embeddings": cfg.max_length}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of an OLMo Hybrid; `PRESETS` has the published one."""
 
-    model_types = ("olmo_hybrid",)
-    architecture = "OlmoHybridForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    # How rates and steps are drawn.
-    ignored = tuple(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
-    max_length: int = hf("max_position_embeddings", absent=65_536)
-    rope: Rope | None = hf_fields(_read_rope, _write_rope, default=None)
-    num_key_heads: int = hf("linear_num_key_heads", absent=lambda c: c.num_heads)  # of linear attention ...
-    num_value_heads: int = hf("linear_num_value_heads", absent=lambda c: c.num_heads)
-    key_dim: int = hf("linear_key_head_dim", absent=lambda c: int(0.75 * c.dim / c.num_key_heads))
-    value_dim: int = hf("linear_value_head_dim", absent=lambda c: 2 * c.key_dim)
-    conv_width: int = hf("linear_conv_kernel_dim", 4)  # ... and of the convolution before it
-    turns: bool = hf("linear_allow_neg_eigval", True)  # whether a step may be greater than 1
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    max_length: int
+    rope: Rope | None = None
+    num_key_heads: int  # of linear attention ...
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4  # ... and of the convolution before it
+    turns: bool = True  # whether a step may be greater than 1
     # LINEAR or FULL for each layer; None: every fourth is FULL.
-    layer_types: tuple[str, ...] | None = hf_layer_types(LINEAR, FULL, usual=lambda c: _pattern(c.num_layers))
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    layer_types: tuple[str, ...] | None = None
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def head_dim(self) -> int:
@@ -94,19 +56,25 @@ class LinearBlock(nn.Layer):
     """Llama's layer with gated DeltaNet for its attention: norms before the branches."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        heads: Any = dict(num_heads=cfg.num_value_heads, num_key_heads=cfg.num_key_heads)
-        widths: Any = dict(key_dim=cfg.key_dim, value_dim=cfg.value_dim, conv_width=cfg.conv_width)
-        step: Any = dict(max_step=2.0 if cfg.turns else 1.0, norm_eps=1e-5)  # independent of the epsilon of other norms
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.delta = nn.GatedDeltaNet(cfg.dim, **heads, **widths, **step, rngs=rngs)
+        self.delta = nn.GatedDeltaNet(
+            cfg.dim,
+            num_heads=cfg.num_value_heads,
+            num_key_heads=cfg.num_key_heads,
+            key_dim=cfg.key_dim,
+            value_dim=cfg.value_dim,
+            conv_width=cfg.conv_width,
+            max_step=2.0 if cfg.turns else 1.0,
+            norm_eps=1e-5,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.delta(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty state."""
@@ -118,21 +86,31 @@ class FullBlock(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        norm = lambda heads: nn.norm.HeadsRMSNorm(
-            heads * H, eps=cfg.norm_eps
-        )  # a scale for every dimension of every head
-        norms: Any = dict(q_norm=norm(N), k_norm=norm(K))
-        heads: Any = dict(num_heads=N, num_kv_heads=K, head_dim=H)
-        self.attn = nn.Attention(D, **heads, rope=cfg.rope, bias=bias, out_bias=bias, **norms, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
+            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
+            rngs=rngs,
+        )
         self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(x, ctx, cache)
-        x = constrain(x + self.attn_post_norm(checkpoint_name(h, "attn")), "batch", "seq", "act_embed")
-        x = x + self.mlp_post_norm(checkpoint_name(self.mlp(x), "mlp"))
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
+        return nn.residual(x, self.mlp(x), "mlp", norm=self.mlp_post_norm), cache, {}
+
+
+def _pattern(num_layers: int) -> tuple[str, ...]:
+    types = [LINEAR if (i + 1) % 4 else FULL for i in range(num_layers)]
+    return tuple(types) if FULL in types else (*types[:-1], FULL)  # at least one attends
 
 
 class OLMoHybrid(nn.Decoder):
@@ -146,6 +124,49 @@ class OLMoHybrid(nn.Decoder):
         self.layers = nn.Stack(lambda block, rngs: block(cfg, rngs=rngs), blocks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope | None:
+    # The release has null for the base: nothing is rotated. Without one it is 10,000.
+    where = hf if hf.take("rope_parameters", None, kind=dict) is None else hf.nested("rope_parameters")
+    if "rope_theta" in where and where.take("rope_theta", None, kind=float, nullable=True) is None:
+        where.ignore("rope_type")
+        return None
+    return fields.read_rope(hf, head_dim=c.dim // c.num_heads, default_length=c.max_length)
+
+
+def _write_rope(rope: Rope | None, cfg: Any) -> dict[str, Any]:
+    if rope is None:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    return fields.write_rope(rope, head_dim=cfg.head_dim) | {"max_position_embeddings": cfg.max_length}
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.HEADS,
+        Field("max_length", "max_position_embeddings"),
+        Computed("rope", _read_rope, _write_rope),
+        *fields.LINEAR_ATTENTION,
+        Field("turns", "linear_allow_neg_eigval"),
+        fields.layer_types(LINEAR, FULL, usual=lambda c: _pattern(c.num_layers)),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"olmo_hybrid": "OlmoHybridForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    # How rates and steps are drawn.
+    ignored=tuple(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")),
+    absent={
+        "num_kv_heads": fields.num_heads,
+        "max_length": 65_536,
+        "num_key_heads": fields.num_heads,
+        "num_value_heads": fields.num_heads,
+        "key_dim": lambda c: int(0.75 * c.dim / c.num_key_heads),
+        "value_dim": lambda c: 2 * c.key_dim,
+    },
+)
 
 
 def _delta_net() -> list[Weight]:
@@ -189,4 +210,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="olmo_hybrid", model=OLMoHybrid, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("olmo_hybrid", OLMoHybrid, FIELDS, _table, PRESETS)

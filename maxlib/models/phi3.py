@@ -7,60 +7,35 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.ops import LongRope, Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, Weight, hf, hf_rope, names
+from maxlib.ops import LongRopeScaling, Rope
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Phi-3; `PRESETS` has the published ones."""
 
-    model_types = ("phi3",)
-    architecture = "Phi3ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    # In Phi-4-mini's config; transformers has none of them.
-    fixed_if_present = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False) | {
-        "full_attn_mod": 1,
-        "interpolate_factor": 1,
-    }
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", absent=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope(partial=True, default_length=4096)  # Phi-4-mini turns three quarters of a head
-    window: int | None = hf("sliding_window", None)  # None: every token attends to all earlier ones
-    norm_eps: float = hf("rms_norm_eps", 1e-5)
-    tied: bool = hf("tie_word_embeddings", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope  # Phi-4-mini turns three quarters of a head
+    window: int | None = None  # None: every token attends to all earlier ones
+    norm_eps: float = 1e-5
+    tied: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
-        if not isinstance(self.rope.scaling, LongRope | None) or self.rope.interleaved:
+        if not isinstance(self.rope.scaling, LongRopeScaling | None) or self.rope.interleaved:
             raise ValueError(
-                f"Phi-3's rope must have the scaling LongRope (config.json: rope_type longrope) or none, and not be "
+                f"Phi-3's rope must have the scaling LongRopeScaling (config.json: rope_type longrope) or none, and not be "
                 f"interleaved, got {self.rope}"
             )
-
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        cfg = super().from_hf(fields)
-        # LongRoPE switches its factors at the length that the config's top level gives, as in all releases.
-        if cfg.rope.scaling is not None and fields.take("original_max_position_embeddings", None, kind=int) is None:
-            raise ValueError(
-                "config.json: original_max_position_embeddings must be given beside max_position_embeddings, but it is "
-                "missing: transformers takes 4096 then, whatever the scaling says. Add the length that the model was "
-                "first trained for."
-            )
-        return cfg
 
     @property
     def mask(self) -> ops.Mask:
@@ -79,9 +54,8 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Phi3(nn.Decoder):
@@ -94,12 +68,48 @@ class Phi3(nn.Decoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
-        if isinstance(cfg.rope.scaling, LongRope):
+        if isinstance(cfg.rope.scaling, LongRopeScaling):
             self.recompute_cache_at = cfg.rope.scaling.original_length + 1
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+_ROPE = fields.rope(partial=True, default_length=4096)  # Phi-4-mini turns three quarters of a head
+
+
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
+    rope = _ROPE.read(hf, c)
+    # LongRoPE switches its factors at the length that the config's top level gives, as in all releases.
+    if rope.scaling is not None and hf.take("original_max_position_embeddings", None, kind=int) is None:
+        raise ValueError(
+            "config.json: original_max_position_embeddings must be given beside max_position_embeddings, but it is "
+            "missing: transformers takes 4096 then, whatever the scaling says. Add the length that the model was first "
+            "trained for."
+        )
+    return rope
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        Computed("rope", _read_rope, _ROPE.write),
+        fields.WINDOW,
+    ],
+    model_types={"phi3": "Phi3ForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    # In Phi-4-mini's config; transformers has none of them.
+    fixed_if_present=dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
+    | {
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
+    absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -125,7 +135,7 @@ def _float32(text: str) -> tuple[float, ...]:
 
 
 def _longrope(short: tuple[float, ...], long: tuple[float, ...]) -> Rope:
-    return Rope(96, 10_000.0, LongRope(short, long, 4096, factor=32.0), max_length=131_072)
+    return Rope(96, 10_000.0, LongRopeScaling(short, long, 4096, factor=32.0), max_length=131_072)
 
 
 # LongRoPE's factors by pair of dimensions: of Phi-3's first release (3), of Phi-3.5, of Phi-4-mini.
@@ -189,4 +199,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="phi3", model=Phi3, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("phi3", Phi3, FIELDS, _table, PRESETS)

@@ -6,39 +6,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_max_window_layers, hf_rope, hf_switched_window, names
+from maxlib.weights import Family, Fields, Table, fields, names
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Qwen2; `PRESETS` has the published ones."""
 
-    model_types = ("qwen2",)
-    architecture = "Qwen2ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {"use_mrope": False}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope()
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
     # FULL or SLIDING for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = hf_max_window_layers(FULL, absent=28, window=4096)
-    window: int | None = hf_switched_window(absent=4096)  # of the sliding layers
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
+    layer_types: tuple[str, ...] | None = None
+    window: int | None = None  # of the sliding layers
+    norm_eps: float = 1e-6
+    tied: bool = False
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -63,9 +59,8 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Qwen2(nn.Decoder):
@@ -79,6 +74,23 @@ class Qwen2(nn.Decoder):
         self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        *fields.upper_layers_slide(FULL, absent=28, window=4096),
+    ],
+    model_types={"qwen2": "Qwen2ForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={"use_mrope": False},
+    absent={"head_dim": fields.equal_heads},
+    null={"num_kv_heads": fields.num_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -113,4 +125,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="qwen2", model=Qwen2, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("qwen2", Qwen2, FIELDS, _table, PRESETS)

@@ -4,39 +4,36 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_max_window_layers, hf_rope, hf_switched_window, names
+from maxlib.weights import Family, Fields, Table, fields, names
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Qwen3; `PRESETS` has the published ones."""
 
-    model_types = ("qwen3",)
-    architecture = "Qwen3ForCausalLM"
-    fixed = {"hidden_act": "silu"}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=128)
-    rope: Rope = hf_rope()
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
     # FULL or SLIDING for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = hf_max_window_layers(FULL, absent=28, window=4096)
-    window: int | None = hf_switched_window(absent=4096)  # of the sliding layers
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    layer_types: tuple[str, ...] | None = None
+    window: int | None = None  # of the sliding layers
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -52,21 +49,28 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         # One scale [H] for all heads. Scores stay bounded: |q . k| <= H * max(scale_q) * max(scale_k).
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
-            D, **heads, mask=mask, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=mask,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Qwen3(nn.Decoder):
@@ -79,6 +83,23 @@ class Qwen3(nn.Decoder):
         self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        *fields.upper_layers_slide(FULL, absent=28, window=4096),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"qwen3": "Qwen3ForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    absent={"head_dim": 128},
+    null={"num_kv_heads": fields.num_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -100,4 +121,4 @@ PRESETS = {
     "qwen3-32b": replace(_8B, num_layers=64, dim=5120, mlp_dim=25_600, num_heads=64),
 }
 
-FAMILY = Family(name="qwen3", model=Qwen3, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("qwen3", Qwen3, FIELDS, _table, PRESETS)

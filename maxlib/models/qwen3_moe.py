@@ -6,61 +6,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, HFConfig, ModelConfig, Table, hf, hf_fields, hf_rope, names, switched_window
-
-
-def _read_num_experts(fields: HFConfig, c: Any) -> int:
-    """Called `num_experts` by transformers 4, `num_local_experts` by 5."""
-    local = fields.take("num_local_experts", None, kind=int)
-    return fields.take("num_experts", 128) if local is None else fields.require("num_experts", local)
-
-
-def _read_window(fields: HFConfig, c: Any) -> int | None:
-    window = switched_window(fields, absent=4096)
-    if window is None:
-        fields.ignore("max_window_layers")
-    else:
-        fields.require("max_window_layers", 0)  # transformers 4 and 5 disagree on what else would mean
-    return window
-
-
-def _write_window(window: int | None, cfg: Any) -> dict[str, Any]:
-    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Qwen3 with experts; `PRESETS` has the published ones."""
 
-    model_types = ("qwen3_moe",)
-    architecture = "Qwen3MoeForCausalLM"
-    fixed = {"hidden_act": "silu"}
-    fixed_if_present = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")  # of layers without experts
-    expert_dim: int = hf("moe_intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads")
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope()
-    num_experts: int = hf_fields(_read_num_experts, lambda number, cfg: {"num_experts": number})
-    top_k: int = hf("num_experts_per_tok")
-    renormalize: bool = hf("norm_topk_prob", True, absent=False)  # the weights of a token's experts sum to one
-    sparse_step: int = hf("decoder_sparse_step", 1)  # every how many layers one has experts, ...
-    dense_layers: tuple[int, ...] = hf("mlp_only_layers", ())  # ... but for these
-    window: int | None = hf_fields(_read_window, _write_window, default=None)  # of all layers
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int  # of layers without experts
+    expert_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    num_experts: int
+    top_k: int
+    renormalize: bool = True  # the weights of a token's experts sum to one
+    sparse_step: int = 1  # every how many layers one has experts, ...
+    dense_layers: tuple[int, ...] = ()  # ... but for these
+    window: int | None = None  # of all layers
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     @property
@@ -74,22 +48,24 @@ class Config(ModelConfig):
         return tuple((i + 1) % every == 0 and i not in dense for i in range(self.num_layers))
 
 
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts, of which a token takes the best k: 8 of 128.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
-
-
 class Block(nn.Layer):
     """Qwen3's layer, with experts or with an MLP."""
 
     def __init__(self, cfg: Config, *, sparse: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = nn.Attention(
-            D, **heads, mask=cfg.mask, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm(), rngs=rngs
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=cfg.mask,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
@@ -97,10 +73,16 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return constrain(x + checkpoint_name(h, "mlp"), "batch", "seq", "act_embed"), cache, aux
+        return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Softmax over all E experts, of which a token takes the best k: 8 of 128.
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
 class Qwen3MoE(nn.Decoder):
@@ -113,6 +95,48 @@ class Qwen3MoE(nn.Decoder):
         self.layers = nn.Stack(lambda sparse, rngs: Block(cfg, sparse=sparse, rngs=rngs), cfg.sparse, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+def _read_num_experts(hf: HFConfig, c: Any) -> int:
+    """Called `num_experts` by transformers 4, `num_local_experts` by 5."""
+    local = hf.take("num_local_experts", None, kind=int)
+    return hf.take("num_experts", 128) if local is None else hf.require("num_experts", local)
+
+
+def _read_window(hf: HFConfig, c: Any) -> int | None:
+    window = fields.switched_window(hf, absent=4096)
+    if window is None:
+        hf.ignore("max_window_layers")
+    else:
+        hf.require("max_window_layers", 0)  # transformers 4 and 5 disagree on what else would mean
+    return window
+
+
+def _write_window(window: int | None, cfg: Any) -> dict[str, Any]:
+    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        Field("expert_dim", "moe_intermediate_size"),
+        *fields.ATTENTION,
+        fields.rope(),
+        Computed("num_experts", _read_num_experts, lambda number, cfg: {"num_experts": number}),
+        Field("top_k", "num_experts_per_tok"),
+        Field("renormalize", "norm_topk_prob"),
+        Field("sparse_step", "decoder_sparse_step"),
+        Field("dense_layers", "mlp_only_layers"),
+        Computed("window", _read_window, _write_window),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0},
+    absent={"head_dim": fields.equal_heads, "renormalize": False},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -139,4 +163,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="qwen3_moe", model=Qwen3MoE, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("qwen3_moe", Qwen3MoE, FIELDS, _table, PRESETS)

@@ -7,72 +7,46 @@ tokens of images after the first three layers of text (deepstack).
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
-from maxlib.weights import Convert, Family, HFConfig, ModelConfig, Table, Weight, hf, hf_fields, hf_rope, names
+from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
 
 Vision = vision.Vision
-
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"
 SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
 MASK = ops.Causal()
-TEXT = "model.language_model"  # before names of text
-
-
-def _sparse(name: str, kind: type, *aliases: str) -> Any:
-    """Declares a size of models with experts; None in the others."""
-
-    def read(fields: HFConfig, c: Any) -> Any:
-        if fields.take("model_type") != f"{SPARSE}_text":
-            return None
-        spelled = [other for other in (name, *aliases) if other in fields] or [name]
-        return fields.take(spelled[0], kind=kind)
-
-    return hf_fields(read, lambda value, cfg: {} if value is None else {name: value}, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Qwen3-VL; `PRESETS` has the published ones."""
 
-    model_types = (f"{DENSE}_text", f"{SPARSE}_text")
-    fixed = {"hidden_act": "silu"}
-    # transformers renormalises weights of experts whatever the releases say of it.
-    fixed_if_present = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ([],)}
-    fixed_if_present |= {"use_sliding_window": False, "sliding_window": None}
-
-    vocab: int = hf("vocab_size", absent=151_936)
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")  # not used by models with experts
-    expert_dim: int | None = _sparse("moe_intermediate_size", int)
-    num_experts: int | None = _sparse("num_experts", int, "num_local_experts")
-    top_k: int | None = _sparse("num_experts_per_tok", int)
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=lambda c: 128 if c.num_experts is None else c.dim // c.num_heads)
-    rope: Rope = hf_rope(default_theta=500_000.0, default_length=128_000)
-    sections: tuple[int, ...] = vision.hf_sections(SECTIONS)
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int  # not used by models with experts
+    expert_dim: int | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    sections: tuple[int, ...] = SECTIONS
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_bias: bool = False
     vision: Vision
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        super().__post_init__()
-        self.mrope  # noqa: B018  # its sections are checked
-        if len(self.vision.deepstack) > self.num_layers:
-            raise ValueError(
-                f"deepstack (deepstack_visual_indexes) must feed at most the {self.num_layers} layers of text "
-                f"(num_hidden_layers), got {self.vision.deepstack}"
-            )
+        _check(self)
 
     @property
     def kind(self) -> str:
@@ -84,42 +58,26 @@ class Config(ModelConfig):
         """The rotary embedding of all layers."""
         return ops.MRope(self.rope, self.sections)
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        """Reads config.json. Raises ValueError for values that the family does not support."""
-        kind, text = fields.require("model_type", DENSE, SPARSE), fields.nested("text_config")
-        text.require("model_type", f"{kind}_text")
-        tied = fields.take("tie_word_embeddings", False)  # the text's own counts for nothing
-        fields.nested("vision_config").take("deepstack_visual_indexes", kind=list)
-        sees = Vision.read(fields, text.take("hidden_size", kind=int), kind)
-        for name, allowed in (*cls.fixed.items(), *cls.fixed_if_present.items()):
-            text.require(name, *(allowed if isinstance(allowed, tuple) else (allowed,)))
-        return cls(**cls._read(text) | {"tied": tied}, vision=sees)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the fields of config.json. Raises ValueError for a rope that transformers' class does not have."""
-        text = super().to_hf() | {"model_type": f"{self.kind}_text"}
-        name = "Qwen3VLForConditionalGeneration" if self.kind == DENSE else "Qwen3VLMoeForConditionalGeneration"
-        own = {"architectures": [name], "model_type": self.kind, "tie_word_embeddings": self.tied}
-        return own | {"text_config": text} | self.vision.written(self.dim, self.kind)
-
-
-def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts, of which a token takes the best k. Files have experts transposed.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
-
 
 class Block(nn.Layer):
     """Qwen3's layer, with experts or with an MLP; `added` comes from the image encoder."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
-        norm = lambda: nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)  # one scale [H] for all heads
-        own: Any = dict(mask=MASK, rope=cfg.mrope, bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm())
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, **heads, **own, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            mask=MASK,
+            rope=cfg.mrope,
+            bias=bias,
+            out_bias=bias,
+            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if cfg.num_experts is None else None
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
@@ -132,11 +90,26 @@ class Block(nn.Layer):
         added: Float[Array, "B T D"] | None = None,
     ):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
+        x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        x = x + checkpoint_name(h, "mlp")
-        return constrain(x if added is None else x + added, "batch", "seq", "act_embed"), cache, aux
+        x = nn.residual(x, h, "mlp")
+        return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
+
+
+def _check(cfg: Config) -> None:
+    cfg.mrope  # noqa: B018  # its sections are checked
+    if len(cfg.vision.deepstack) > cfg.num_layers:
+        raise ValueError(
+            f"deepstack (deepstack_visual_indexes) must feed at most the {cfg.num_layers} layers of text "
+            f"(num_hidden_layers), got {cfg.vision.deepstack}"
+        )
+
+
+def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
+    # Softmax over all E experts, of which a token takes the best k. Files have experts transposed.
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
 class Qwen3VL(nn.vision.NativeVisionDecoder):
@@ -154,6 +127,59 @@ class Qwen3VL(nn.vision.NativeVisionDecoder):
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
 
 
+def _is_sparse(c: Any) -> bool:
+    return c.model_type == f"{SPARSE}_text"
+
+
+def _read_num_experts(hf: HFConfig, c: Any) -> int | None:
+    if not _is_sparse(c):
+        return None
+    alias = "num_local_experts" in hf and "num_experts" not in hf
+    return hf.take("num_local_experts" if alias else "num_experts", kind=int)
+
+
+TEXT = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        fields.only_if(_is_sparse, "expert_dim", "moe_intermediate_size", kind=int),
+        Computed("num_experts", _read_num_experts, lambda value, cfg: {} if value is None else {"num_experts": value}),
+        fields.only_if(_is_sparse, "top_k", "num_experts_per_tok", kind=int),
+        *fields.ATTENTION,
+        fields.rope(default_theta=500_000.0, default_length=128_000),
+        vision.sections(SECTIONS),
+        fields.ATTENTION_BIAS,
+    ],
+    model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},
+    model_type=lambda cfg: f"{cfg.kind}_text",
+    fixed={"hidden_act": "silu"},
+    fixed_if_present={
+        # transformers renormalises weights of experts whatever the releases say of it.
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": ([],),
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+    absent={"vocab": 151_936, "head_dim": lambda c: 128 if c.num_experts is None else c.dim // c.num_heads},
+    null={"num_kv_heads": fields.num_heads},
+)
+FIELDS = Multimodal(
+    TEXT,
+    {"vision": replace(vision.FIELDS, absent={"deepstack": fields.REQUIRED})},
+    model_types={DENSE: "Qwen3VLForConditionalGeneration", SPARSE: "Qwen3VLMoeForConditionalGeneration"},
+    model_type=lambda cfg: cfg.kind,
+    fixed={
+        "vision_config.model_type": lambda c: (f"{c.kind}_vision", c.kind),  # the second as first written
+        "vision_config.out_hidden_size": lambda c: c.dim,
+    },
+    tied=False,  # the text's own counts for nothing
+    text_alone=False,
+)
+PREFIX = "model.language_model"  # before names of text
+
+
 def _experts_table(cfg: Any) -> tuple[list[Weight], list[Convert]]:
     """Lists what a layer's experts are called, and how they are read.
 
@@ -168,29 +194,32 @@ def _experts_table(cfg: Any) -> tuple[list[Weight], list[Convert]]:
         Weight(gate_up, "moe.up.w", halves, at={"two": 1}),
         Weight(down, "moe.down.w", "E F D -> E F D" if D != F else "E D F -> E F D"),
     ]
-    turned = lambda x, rows: x.swapaxes(1, 2) if x.shape[1] == rows else x
     loads = {
-        "gate": (gate_up, lambda both: turned(both, 2 * F)[:, :, :F]),
-        "up": (gate_up, lambda both: turned(both, 2 * F)[:, :, F:]),
-        "down": (down, lambda one: turned(one, D)),
+        "gate": (gate_up, lambda both: _turned(both, 2 * F)[:, :, :F]),
+        "up": (gate_up, lambda both: _turned(both, 2 * F)[:, :, F:]),
+        "down": (down, lambda matrix: _turned(matrix, D)),
     }
-    name = lambda hf_name: (f"{TEXT}.layers.{{i}}.{hf_name}",)
     return entries, [
-        Convert(name(hf_name), f"layers.{{i}}.moe.{part}.w", load, batch=1, dtype=None)
+        Convert((f"{PREFIX}.layers.{{i}}.{hf_name}",), f"layers.{{i}}.moe.{part}.w", load, batch=1, dtype=None)
         for part, (hf_name, load) in loads.items()
     ]
+
+
+def _turned(x: np.ndarray, rows: int) -> np.ndarray:
+    return x.swapaxes(1, 2) if x.shape[1] == rows else x
 
 
 def _table(cfg: Config) -> Table:
     layer = [*names.NORMS, *names.ATTENTION, *names.MLP, Weight("mlp.gate.weight", "moe.router.gate.w")]
     experts, either_way = ([], []) if cfg.num_experts is None else _experts_table(cfg)
-    return [*names.decoder_table([*layer, *experts], model=TEXT), *either_way, *vision.table()]
+    return [*names.decoder_table([*layer, *experts], model=PREFIX), *either_way, *vision.table()]
 
 
 # fmt: off
-_TOKENS: Any = dict(image_token=151_655, video_token=151_656, start_token=151_652, end_token=151_653)
-_SMALL = Vision(dim=1024, num_layers=24, mlp_dim=4096, deepstack=(5, 11, 17), **_TOKENS)
-_LARGE = Vision(deepstack=(8, 16, 24), **_TOKENS)
+_LARGE = Vision(
+    deepstack=(8, 16, 24), image_token=151_655, video_token=151_656, start_token=151_652, end_token=151_653,
+)
+_SMALL = replace(_LARGE, dim=1024, num_layers=24, mlp_dim=4096, deepstack=(5, 11, 17))
 _8B = Config(
     vocab=151_936, num_layers=36, dim=4096, mlp_dim=12_288, num_heads=32, num_kv_heads=8, head_dim=128,
     rope=Rope(128, 5_000_000.0, max_length=262_144), vision=_LARGE,
@@ -210,6 +239,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(
-    name="qwen3_vl", model=Qwen3VL, config=Config, table=_table, presets=PRESETS, model_types=(DENSE, SPARSE)
-)
+FAMILY = Family("qwen3_vl", Qwen3VL, FIELDS, _table, PRESETS)

@@ -4,36 +4,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
-from maxlib.weights import Family, ModelConfig, Table, hf, hf_rope, names
+from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config:
     """Sizes of a Seed-OSS; `PRESETS` has the published ones."""
 
-    model_types = ("seed_oss",)
-    architecture = "SeedOssForCausalLM"
-    fixed = {"hidden_act": "silu"}
-
-    vocab: int = hf("vocab_size")
-    num_layers: int = hf("num_hidden_layers")
-    dim: int = hf("hidden_size")
-    mlp_dim: int = hf("intermediate_size")
-    num_heads: int = hf("num_attention_heads")
-    num_kv_heads: int = hf("num_key_value_heads", null=lambda c: c.num_heads)
-    head_dim: int = hf("head_dim", absent=128, null=lambda c: c.dim // c.num_heads)
-    rope: Rope = hf_rope()
-    norm_eps: float = hf("rms_norm_eps", 1e-6)
-    tied: bool = hf("tie_word_embeddings", False)
-    attention_bias: bool = hf("attention_bias", True)  # on queries, keys and values ...
-    out_bias: bool = hf("attention_out_bias", False)  # ... and on what attention returns
-    mlp_bias: bool = hf("mlp_bias", False)
+    vocab: int
+    num_layers: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_bias: bool = True  # on queries, keys and values ...
+    out_bias: bool = False  # ... and on what attention returns
+    mlp_bias: bool = False
 
 
 class Block(nn.Layer):
@@ -41,17 +35,23 @@ class Block(nn.Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, biases = cfg.dim, dict[str, Any](bias=cfg.attention_bias, out_bias=cfg.out_bias)
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim)
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, **heads, rope=cfg.rope, **biases, rngs=rngs)
+        self.attn = nn.Attention(
+            D,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            rope=cfg.rope,
+            **biases,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = constrain(x + checkpoint_name(h, "attn"), "batch", "seq", "act_embed")
-        x = x + checkpoint_name(self.mlp(self.mlp_norm(x)), "mlp")
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
+        x = nn.residual(x, h, "attn")
+        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class SeedOss(nn.Decoder):
@@ -64,6 +64,24 @@ class SeedOss(nn.Decoder):
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+FIELDS = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        fields.ATTENTION_BIAS,
+        Field("out_bias", "attention_out_bias"),
+        Field("mlp_bias"),
+    ],
+    model_types={"seed_oss": "SeedOssForCausalLM"},
+    fixed={"hidden_act": "silu"},
+    absent={"head_dim": 128},
+    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+)
 
 
 def _table(cfg: Config) -> Table:
@@ -79,4 +97,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family(name="seed_oss", model=SeedOss, config=Config, table=_table, presets=PRESETS)
+FAMILY = Family("seed_oss", SeedOss, FIELDS, _table, PRESETS)

@@ -22,6 +22,7 @@ from maxlib.nn import tree as tree
 from maxlib.nn import vision as vision
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._layer import Layer as Layer
+from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._mlp import MLP as MLP

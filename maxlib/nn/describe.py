@@ -15,19 +15,17 @@ from maxlib.nn.norm import LayerNorm
 from maxlib.nn.per_layer import PerLayerEmbed
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import axes, num_parameters, variables
-from maxlib.ops._attention import Chunked, Mask, SlidingWindow
-from maxlib.ops._axes_rope import MRope
-from maxlib.ops._rope import Rope
+from maxlib.ops import Chunked, Mask, MRope, Rope, SlidingWindow
 
 Kind = TypeVar("Kind")
 LONG = 2**20  # tokens: longer than any window
 SCALINGS = {
-    "DynamicNTK": "dynamic NTK",
+    "DynamicNTKScaling": "dynamic NTK",
     "LinearScaling": "linear scaling",
     "Llama3Scaling": "Llama 3's scaling",
-    "LongRope": "LongRoPE",
-    "Proportional": "proportional RoPE",
-    "Yarn": "YaRN",
+    "LongRopeScaling": "LongRoPE",
+    "ProportionalScaling": "proportional RoPE",
+    "YarnScaling": "YaRN",
 }
 _POSITION_WORDS = ("partial RoPE", "layers without positions")
 _ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of the tables

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.nn.decoder._head import _ROWS, _on_parts, head_split
-from maxlib.ops._cross_entropy.distillation import check_vocabulary
+from maxlib.ops import check_vocabulary
 
 _WIDE = (*_ROWS, None)
 
@@ -25,7 +25,7 @@ def token_divergence(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
 ) -> Float[Array, "B T"]:
-    """Computes the divergence of the student's next-token distribution from the teacher's (`ops.linear_divergence`).
+    """Computes `ops.fused_linear_divergence` of the student's next-token distribution from the teacher's.
 
     Args:
         hidden: The student's `Output.hidden`.
@@ -47,7 +47,7 @@ def token_divergence(
 
     def op(hidden, weight, teacher_hidden, teacher_weight, where):
         rest = {"where": where, "chunk": split.chunk, "axis_name": split.axis_name}
-        return ops.linear_divergence(hidden, weight, teacher_hidden, teacher_weight, **rest, **options)
+        return ops.fused_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, **rest, **options)
 
     check_vocabulary(head_weight, teacher_weight)
     teacher_hidden, teacher_weight = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
@@ -65,7 +65,7 @@ def token_gather_log_probs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Float[Array, "B T K"]:
-    """Computes the log-probabilities of K tokens at each position (`ops.linear_gather_log_probs`).
+    """Computes the log-probabilities of K tokens at each position (`ops.fused_linear_gather_log_probs`).
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -76,7 +76,7 @@ def token_gather_log_probs(
     """
     split = head_split(hidden, head_weight.shape)
     options = {"temperature": temperature, "softcap": softcap, "axis_name": split.axis_name, "chunk": split.chunk}
-    op = lambda hidden, weight, ids: ops.linear_gather_log_probs(hidden, weight, ids, **options)
+    op = lambda hidden, weight, ids: ops.fused_linear_gather_log_probs(hidden, weight, ids, **options)
     return _on_parts(op, split, hidden, head_weight, ids, more_names=(_WIDE,), out_names=_WIDE)
 
 
@@ -88,7 +88,7 @@ def token_top_k(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-    """Finds the k most likely tokens at each position (`ops.linear_top_k`).
+    """Finds the k most likely tokens at each position (`ops.fused_linear_top_k`).
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -102,5 +102,5 @@ def token_top_k(
     """
     split = head_split(hidden, head_weight.shape)
     options = {"temperature": temperature, "softcap": softcap, "axis_name": split.axis_name, "chunk": split.chunk}
-    op = lambda hidden, weight: ops.linear_top_k(hidden, weight, k, **options)
+    op = lambda hidden, weight: ops.fused_linear_top_k(hidden, weight, k, **options)
     return _on_parts(op, split, hidden, head_weight, out_names=(_WIDE, _WIDE))

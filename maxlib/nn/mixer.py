@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib.nn.cache import is_quantized
 from maxlib.nn.decoder._context import Context
-from maxlib.ops._attention.dispatch import implementations
+from maxlib.ops import attention_implementations
 from maxlib.sharding.strategies import SplitSequence
 
 Traffic = dict[str, float]
@@ -140,12 +140,12 @@ def with_attention(model: Any, implementation: str | None) -> Any:
 
     Args:
         model: The model. It is not changed, and shares its arrays with the result.
-        implementation: Name of an implementation; None chooses the best one.
+        implementation: As in `ops.attention`: a name, None for the best one, or "offline".
 
     Raises:
         ValueError: when no layer of the model uses attention, or no implementation has this name.
     """
-    names = [one.name for one in implementations()]
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"implementation must be None or one of {', '.join(sorted(names))}, got {implementation!r}")
+    names = sorted(kernel.name for kernel in attention_implementations())
+    if implementation not in (None, "offline", *names):
+        raise ValueError(f"implementation must be None or one of {', '.join(names)}, got {implementation!r}")
     return with_implementation(model, implementation, op="attention")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.nn._initial_values import normal
 from maxlib.nn._linear import Einsum, Embed
 from maxlib.nn.norm import RMSNorm
-from maxlib.ops._glu import geglu
+from maxlib.ops import geglu
 from maxlib.sharding import constrain
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from maxlib.hardware import chip_of
-from maxlib.ops._cost import FORMULAS
+from maxlib.ops import registered_flops
 
 
 class Counts(list[tuple[float, Any, str]]):
@@ -159,7 +159,7 @@ def _count(eqn: Any, inputs: list[Fact], times: float, counts: Counts) -> list[F
     unknown = [Fact(None, trained and _passes_gradients(v.aval)) for v in eqn.outvars]
     if name in _RULES:
         return _RULES[name](eqn, inputs, times, counts) or unknown
-    formula = FORMULAS.get(params["name"]) if name in ("jit", "pjit") else None
+    formula = registered_flops(params["name"]) if name in ("jit", "pjit") else None
     if formula is not None and len(eqn.invars) >= formula.fewest:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         arguments = [shape if fact.value is None else fact.value for shape, fact in zip(shapes, inputs, strict=True)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from maxlib.observability._metrics import is_number, read_json
+from maxlib._utils.files import is_number, read_json
 
 FILE = "goodput.jsonl"
 NAMES = {

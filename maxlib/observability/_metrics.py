@@ -17,7 +17,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from maxlib import distributed
-from maxlib._utils.files import write_atomically
+from maxlib._utils.files import is_number, read_json, write_atomically
 
 Values = Mapping[str, Any]
 
@@ -173,14 +173,6 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [row for row in rows if _is_row(row)]
 
 
-def read_json(line: str) -> Any:
-    """Reads one line; None if it is truncated or damaged."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _is_row(row: Any) -> bool:
     """Returns whether a row was written by a `Jsonl`: a step, and numbers, null or arrays of them by name."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
@@ -190,11 +182,6 @@ def _is_row(row: Any) -> bool:
 
 def _is_value(value: Any) -> bool:
     return all(map(_is_value, value)) if isinstance(value, list) else value is None or is_number(value)
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether a JSON value is a number within the range of float64."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64)
 
 
 class Console:

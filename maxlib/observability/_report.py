@@ -13,11 +13,11 @@ import jinja2
 import numpy as np
 
 import maxlib
-from maxlib._utils.files import write_atomically
+from maxlib._utils.files import is_number, read_json, write_atomically
 from maxlib.observability import _plots as plots
 from maxlib.observability._anomalies import loss_name, loss_spikes
 from maxlib.observability._goodput import NAMES, GoodputSummary, goodput
-from maxlib.observability._metrics import is_number, read_json, read_jsonl
+from maxlib.observability._metrics import read_jsonl
 
 # Categories of time, in the order of the bar, with their CSS colour variables.
 COLOURS = {

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlib._utils.files import write_atomically
-from maxlib.observability._metrics import Values, read_json
+from maxlib._utils.files import read_json, write_atomically
+from maxlib.observability._metrics import Values
 
 
 class _Tracker:

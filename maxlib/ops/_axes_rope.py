@@ -22,12 +22,12 @@ class MRope:
     equal positions, for which this equals `rope`.
 
     Args:
-      rope: the frequencies and the layout of pairs.
-      sections: number of pairs that rotate by time, row and column.
+        rope: The frequencies and the layout of pairs.
+        sections: Number of pairs that rotate by time, row and column.
 
     Raises:
-      ValueError: when the sections are not three numbers whose sum is the number of pairs of `rope`, or the second or
-          third is too large.
+        ValueError: When the sections are not three numbers whose sum is the number of pairs of `rope`, or the second or
+            third is too large.
     """
 
     rope: Rope
@@ -75,11 +75,11 @@ class MRope:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
-          positions: `B T 3`, time, row and column of each token; `B T` if the three are equal.
-          length: as for `Rope.tables`.
+            positions: `B T 3`, time, row and column of each token; `B T` if the three are equal.
+            length: As for `Rope.tables`.
 
         Raises:
-          ValueError: when positions do not have three rows.
+            ValueError: When positions do not have three rows.
         """
         if positions.ndim == 2:
             return self.rope.tables(positions, length=length)
@@ -92,10 +92,10 @@ class MRope:
             length = jnp.max(positions, axis=(1, 2), initial=-1) + 1  # one of the row, not of each axis
         # One table per axis, [B, T, half]; each pair selects its axis.
         tables = [self.rope.tables(positions[:, :, axis], length=length) for axis in range(3)]
-        pick = lambda time, row, column: jnp.select(
-            [(self._axes == 1)[None, None], (self._axes == 2)[None, None]], [row, column], time
+        by_row, by_column = (self._axes == 1)[None, None], (self._axes == 2)[None, None]
+        cos, sin = (
+            jnp.select([by_row, by_column], [row, column], time) for time, row, column in zip(*tables, strict=True)
         )
-        cos, sin = (pick(*found) for found in zip(*tables, strict=True))
         return cos, sin
 
 
@@ -108,12 +108,12 @@ class AxialRope:
     rows have those with even indices and columns those with odd indices.
 
     Args:
-      dim: number of rotary dimensions, a multiple of 4.
-      theta: base of the frequencies.
-      alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
+        dim: Number of rotary dimensions, a multiple of 4.
+        theta: Base of the frequencies.
+        alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
 
     Raises:
-      ValueError: when `dim` is not a multiple of 4.
+        ValueError: When `dim` is not a multiple of 4.
     """
 
     dim: int
@@ -139,8 +139,8 @@ class AxialRope:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
 
         Args:
-          positions: `B T 2`, row and column of each patch.
-          length: ignored; present for the signature of `Rope.tables`.
+            positions: `B T 2`, row and column of each patch.
+            length: Ignored; present for the signature of `Rope.tables`.
         """
         axis = Rope(self.dim if self.alternating else self.dim // 2, self.theta)
         (cos_y, sin_y), (cos_x, sin_x) = (axis.tables(positions[:, :, n]) for n in range(2))
@@ -148,3 +148,55 @@ class AxialRope:
             cos_y, sin_y, cos_x, sin_x = cos_y[:, :, ::2], sin_y[:, :, ::2], cos_x[:, :, 1::2], sin_x[:, :, 1::2]
         # [B, T, half / 2] by row and by column
         return jnp.concatenate([cos_y, cos_x], axis=-1), jnp.concatenate([sin_y, sin_x], axis=-1)
+
+
+@dataclass(frozen=True)
+class GridRope:
+    """Rotary embedding of a square of `side` x `side` patches, numbered row by row (Llama 4's image encoder).
+
+    The first half of the pairs rotates by the patch's column, the second by its row, both counted from 1. Tokens after
+    the last patch (a class token) are not rotated.
+
+    Args:
+        dim: Number of rotary dimensions, a multiple of 4.
+        side: Number of patches along each side of the image.
+        theta: Base of the frequencies.
+        interleaved: Layout of the pairs, as in `Rope`.
+
+    Raises:
+        ValueError: When `dim` is not a multiple of 4 or `side` is below 1.
+    """
+
+    dim: int
+    side: int
+    theta: float = 10_000.0
+    interleaved: bool = True
+    needs_length: ClassVar[bool] = False  # as in `Rope`
+
+    def __post_init__(self):
+        if self.dim % 4 or self.side < 1:
+            raise ValueError(
+                f"GridRope.dim must be a multiple of 4 (pairs for columns and for rows) and side at least 1, got {self}."
+            )
+
+    @property
+    def max_length(self) -> None:
+        """Is None: patches beyond the grid are not rotated."""
+        return None
+
+    def tables(
+        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
+    ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
+        """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
+
+        Args:
+            positions: Index of each patch, counted row by row from 0.
+            length: Ignored; present for the signature of `Rope.tables`.
+        """
+        positions = jnp.asarray(positions)
+        inside = positions < self.side**2  # False for a class token: angle 0, no rotation
+        column, row = (jnp.where(inside, n + 1, 0) for n in (positions % self.side, positions // self.side))
+        axis = Rope(self.dim // 2, self.theta)
+        # Two embeddings of dim / 2 dimensions each: [B, T, half / 2] by column and [B, T, half / 2] by row.
+        (cos_x, sin_x), (cos_y, sin_y) = axis.tables(column), axis.tables(row)
+        return jnp.concatenate([cos_x, cos_y], axis=-1), jnp.concatenate([sin_x, sin_y], axis=-1)

@@ -9,22 +9,24 @@ import jax
 Fn = TypeVar("Fn", bound=Callable)
 
 
-class Formula(NamedTuple):
-    """A registered formula.
+class FlopsFormula(NamedTuple):
+    """A formula of `register_flops`.
 
     Args:
-      flops: the function that `register_flops` was given.
-      fewest: a call with fewer arrays is a part of the op that remains in a backward pass; its matmuls are counted.
+        flops: Function of a call's arrays that returns its floating-point operations.
+        fewest: A call with fewer arrays is a part of the op that remains in a backward pass; its matmuls are counted.
     """
 
     flops: Callable[..., Any]
     fewest: int
 
 
-FORMULAS: dict[str, Formula] = {}
+_formulas: dict[str, FlopsFormula] = {}
 
 
-def register_flops(formula: Callable[..., Any], *, static: Sequence[str] = ()) -> Callable[[Fn], Fn]:
+def register_flops(
+    formula: Callable[..., Any], *, static: Sequence[str] = (), name: str | None = None
+) -> Callable[[Fn], Fn]:
     """Registers a formula for the FLOPs of a function: a decorator, which also compiles the function (`jax.jit`).
 
     `observability.forward_flops`, and so MFU and the model FLOPs of plans, use the formula instead of counting the
@@ -32,15 +34,21 @@ def register_flops(formula: Callable[..., Any], *, static: Sequence[str] = ()) -
     kernels without a `cost_estimate`. Matmuls, `lax.scan` and `lax.cond` need no formula.
 
     Args:
-      formula: function of the decorated function's arrays in order, without those that are None. An array of unknown
-          value is passed as a `jax.ShapeDtypeStruct`. It returns the floating-point operations of one forward call.
-      static: names of the static arguments, as in `jax.jit`.
+        formula: Function of the decorated function's arrays in order, without those that are None. An array of unknown
+            value is passed as a `jax.ShapeDtypeStruct`. It returns the floating-point operations of one forward call.
+        static: Names of the static arguments, as in `jax.jit`.
+        name: Name of the operation in `maxlib.ops`; by default the function's qualified name, which is unique.
     """
 
     def wrap(fn: Fn) -> Fn:
-        arrays = [name for name in inspect.signature(fn).parameters if name not in static]
-        fn.__name__ = f"{fn.__module__}.{fn.__qualname__}"  # qualified, so that it is unique
-        FORMULAS[fn.__name__] = Formula(formula, min(len(arrays), 3))
+        arrays = [parameter for parameter in inspect.signature(fn).parameters if parameter not in static]
+        fn.__name__ = f"{fn.__module__}.{fn.__qualname__}" if name is None else f"maxlib.ops.{name}"
+        _formulas[fn.__name__] = FlopsFormula(formula, min(len(arrays), 3))
         return cast(Fn, jax.jit(fn, static_argnames=static))
 
     return wrap
+
+
+def registered_flops(name: str) -> FlopsFormula | None:
+    """Returns the formula that `register_flops` registered for a jitted function of this name, or None."""
+    return _formulas.get(name)

@@ -29,11 +29,11 @@ def file_of(device_kind: str, folder: Path | None = None) -> Path:
 
 def versions() -> dict[str, str]:
     """Returns the versions that a result depends on: another compiler, or package of kernels, may fix or break one."""
-    found = {}
-    for name in ("jax", "jaxlib", "tokamax", "jax-linear-attention", "fla-core", "jax-triton", "triton"):
+    installed = {}
+    for name in ("jax", "jaxlib", "tokamax", "jax-linear-attention", "jax-triton", "triton"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 @functools.cache
@@ -42,8 +42,8 @@ def findings(device_kind: str) -> dict[str, Any]:
 
     Failures only apply to this machine, and to the versions with which they were found. Unreadable files are ignored.
     """
-    shipped, own = _read(file_of(device_kind, SHIPPED)), _read(file_of(device_kind))
-    return {"refused": own["refused"], "tiles": shipped["tiles"] | own["tiles"]}
+    shipped, user = _read(file_of(device_kind, SHIPPED)), _read(file_of(device_kind))
+    return {"refused": user["refused"], "tiles": shipped["tiles"] | user["tiles"]}
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -53,10 +53,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError):
         table = None
     table = table if isinstance(table, dict) else {}
-    found = {name: table.get(name) for name in ("refused", "tiles")}
-    found = {name: dict(part) if isinstance(part, dict) else {} for name, part in found.items()}
+    sections = {name: table.get(name) for name in ("refused", "tiles")}
+    entries = {name: dict(section) if isinstance(section, dict) else {} for name, section in sections.items()}
     # Tiles tuned with another compiler are still a good choice, but its failures do not apply.
-    return found | ({} if table.get("versions") == versions() else {"refused": {}})
+    return entries | ({} if table.get("versions") == versions() else {"refused": {}})
 
 
 def refused(op: str, implementation: str, device_kind: str) -> str | None:
@@ -76,7 +76,7 @@ def write(device_kind: str, **changes: dict[str, Any]) -> Path:
     """Merges `refused` or `tiles` into the user's table of a device kind; a value of None removes an entry.
 
     Returns:
-      The path of the table.
+        The path of the table.
     """
     path = file_of(device_kind)
     table: dict[str, Any] = {"device": device_kind, **_read(path), "versions": versions()}

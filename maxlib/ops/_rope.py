@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from maxlib.ops._rope_scaling import Frequencies, Length, Scaling, check_positive, plain_frequencies
+from maxlib.ops._rope_scaling import Frequencies, Length, RopeScaling, check_positive, plain_frequencies
 
 Lengths = Length | Int[Array, " B"] | Int[Array, "B T"]
 
@@ -27,20 +27,20 @@ class Rope:
         attn = nn.Attention(512, num_heads=4, head_dim=128, rope=rope, rngs=nnx.Rngs(0))
 
     Args:
-      dim: number of rotary dimensions, even. Below the head width (partial rotary) the other dimensions pass through.
-      theta: base of the frequencies, `theta^(-2i / dim)` for pair `i`.
-      scaling: rule for longer contexts; None for none.
-      interleaved: True pairs dimensions `2i` and `2i + 1` instead of `i` and `i + dim / 2`.
-      max_length: number of positions that the model supports; None for no limit. A longer sequence is an error if its
-          length is known outside `jit`.
+        dim: Number of rotary dimensions, even. Below the head width (partial rotary) the other dimensions pass through.
+        theta: Base of the frequencies, `theta^(-2i / dim)` for pair `i`.
+        scaling: Rule for longer contexts; None for none.
+        interleaved: True pairs dimensions `2i` and `2i + 1` instead of `i` and `i + dim / 2`.
+        max_length: Number of positions that the model supports; None for no limit. A longer sequence is an error if its
+            length is known outside `jit`.
 
     Raises:
-      ValueError: when a parameter is out of range.
+        ValueError: When a parameter is out of range.
     """
 
     dim: int
     theta: float = 10_000.0
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
     interleaved: bool = False
     max_length: int | None = None
 
@@ -62,7 +62,7 @@ class Rope:
         """Returns the frequency of each pair, in radians per position, shape `(dim / 2,)`.
 
         Args:
-          length: number of positions in the sequence; used only if `needs_length` (None: a short sequence).
+            length: Number of positions in the sequence; used only if `needs_length` (None: a short sequence).
         """
         if self.scaling is None:
             return plain_frequencies(self.dim, self.theta)
@@ -72,7 +72,7 @@ class Rope:
         """Checks the length of a sequence.
 
         Raises:
-          ValueError: when `length` positions are more than `max_length`.
+            ValueError: When `length` positions are more than `max_length`.
         """
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
@@ -87,16 +87,16 @@ class Rope:
         """Returns the cosine and sine of every pair's angle, multiplied by the scaling's magnitude.
 
         Args:
-          positions: position of each token in its sequence, starting at 0.
-          length: number of positions in the whole sequence including cached ones: one for all rows, one for each (`B`),
-              or that of each token's document (`B T`); only used if `needs_length` (default: the row's largest
-              position + 1).
+            positions: Position of each token in its sequence, starting at 0.
+            length: Number of positions in the whole sequence including cached ones: one for all rows, one for each
+                (`B`), or that of each token's document (`B T`); only used if `needs_length` (default: the row's largest
+                position + 1).
 
         Returns:
-          Two float32 arrays of shape `B T dim/2`.
+            Two float32 arrays of shape `B T dim/2`.
 
         Raises:
-          ValueError: when a known position or length is beyond `max_length`; traced values cannot be checked.
+            ValueError: When a known position or length is beyond `max_length`; traced values cannot be checked.
         """
         if self.max_length is not None:
             self._check_known(positions, length)
@@ -134,16 +134,16 @@ def apply_rope(
     """Rotates the first `2 * half` dimensions of every head, in float32; the others pass through.
 
     Args:
-      x: queries or keys.
-      cos: cosines from `Rope.tables`.
-      sin: sines from `Rope.tables`.
-      interleaved: layout of the pairs, as in `Rope`.
+        x: Queries or keys.
+        cos: Cosines from `Rope.tables`.
+        sin: Sines from `Rope.tables`.
+        interleaved: Layout of the pairs, as in `Rope`.
 
     Returns:
-      An array with the shape and dtype of `x`.
+        An array with the shape and dtype of `x`.
 
     Raises:
-      ValueError: when the tables rotate more dimensions than a head has.
+        ValueError: When the tables rotate more dimensions than a head has.
     """
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:

@@ -32,7 +32,7 @@ def check_positive(name: str, **values: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class RopeScaling:
     """Base class of the rules that change RoPE's frequencies so that a model can use longer contexts."""
 
     needs_length: ClassVar[bool] = False  # True: the frequencies depend on the length of the sequence
@@ -41,9 +41,9 @@ class Scaling:
         """Returns the frequency of each of the `dim / 2` pairs, in radians per position.
 
         Args:
-          dim: number of rotary dimensions.
-          theta: base of the frequencies.
-          length: number of positions in the sequence; ignored unless `needs_length`.
+            dim: Number of rotary dimensions.
+            theta: Base of the frequencies.
+            length: Number of positions in the sequence; ignored unless `needs_length`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define inv_freq(dim, theta, length)")
 
@@ -56,16 +56,16 @@ class Scaling:
         """Checks the parameters.
 
         Raises:
-          ValueError: when a parameter is out of range, or the scaling cannot be used with `dim` rotary dimensions.
+            ValueError: When a parameter is out of range, or the scaling cannot be used with `dim` rotary dimensions.
         """
 
 
 @dataclass(frozen=True)
-class LinearScaling(Scaling):
+class LinearScaling(RopeScaling):
     """Position interpolation: positions are divided by `factor` (https://arxiv.org/abs/2306.15595).
 
     Args:
-      factor: ratio of the new context length to the original one.
+        factor: Ratio of the new context length to the original one.
     """
 
     factor: float
@@ -78,14 +78,14 @@ class LinearScaling(Scaling):
 
 
 @dataclass(frozen=True)
-class Proportional(Scaling):
+class ProportionalScaling(RopeScaling):
     """Rotation of only the first `fraction` of the pairs, with the frequencies of the whole head (Gemma 4).
 
     Unlike a partial rotary embedding (`Rope.dim` below the head width), pairs are formed over the whole head.
 
     Args:
-      fraction: share of the pairs that rotate, from 0 to 1; the other pairs have frequency 0.
-      factor: divisor of the frequencies, as in `LinearScaling`.
+        fraction: Share of the pairs that rotate, from 0 to 1; the other pairs have frequency 0.
+        factor: Divisor of the frequencies, as in `LinearScaling`.
     """
 
     fraction: float
@@ -96,18 +96,18 @@ class Proportional(Scaling):
         return np.where(rotated, plain_frequencies(dim, theta), np.float32(0)) / np.float32(self.factor)
 
     def check(self, dim: int) -> None:
-        check_positive("Proportional", factor=self.factor)
+        check_positive("ProportionalScaling", factor=self.factor)
         if not 0 <= self.fraction <= 1:
-            raise ValueError(f"Proportional.fraction must be between 0 and 1, got {self.fraction}.")
+            raise ValueError(f"ProportionalScaling.fraction must be between 0 and 1, got {self.fraction}.")
 
 
 @dataclass(frozen=True)
-class DynamicNTK(Scaling):
+class DynamicNTKScaling(RopeScaling):
     """NTK-aware scaling: the base grows with the sequence beyond `original_length` (https://arxiv.org/abs/2309.00071).
 
     Args:
-      factor: ratio of the longest supported context to the original one.
-      original_length: number of positions the model was first trained with.
+        factor: Ratio of the longest supported context to the original one.
+        original_length: Number of positions the model was first trained with.
     """
 
     factor: float
@@ -128,22 +128,24 @@ class DynamicNTK(Scaling):
         return jnp.asarray(plain_frequencies(dim, theta)) * jnp.exp(-jnp.log(growth) * exponent)
 
     def check(self, dim: int) -> None:
-        check_positive("DynamicNTK", factor=self.factor, original_length=self.original_length)
+        check_positive("DynamicNTKScaling", factor=self.factor, original_length=self.original_length)
         if dim < 4:
-            raise ValueError(f"DynamicNTK needs at least 4 rotary dimensions (it divides by dim - 2), got dim={dim}.")
+            raise ValueError(
+                f"DynamicNTKScaling needs at least 4 rotary dimensions (it divides by dim - 2), got dim={dim}."
+            )
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(Scaling):
+class Llama3Scaling(RopeScaling):
     """Llama 3's scaling: long wavelengths are stretched, short ones kept (https://arxiv.org/abs/2407.21783).
 
     Pairs between the two bounds are interpolated smoothly. Equal bounds give a hard step (Llama 4 Scout).
 
     Args:
-      factor: divisor of the low frequencies.
-      low_freq_factor: pairs that turn fewer times than this within `original_length` are divided by `factor`.
-      high_freq_factor: pairs that turn more often than this within `original_length` keep their frequency.
-      original_length: number of positions the model was first trained with.
+        factor: Divisor of the low frequencies.
+        low_freq_factor: Pairs that turn fewer times than this within `original_length` are divided by `factor`.
+        high_freq_factor: Pairs that turn more often than this within `original_length` keep their frequency.
+        original_length: Number of positions the model was first trained with.
     """
 
     factor: float
@@ -176,19 +178,19 @@ class Llama3Scaling(Scaling):
 
 
 @dataclass(frozen=True)
-class Yarn(Scaling):
+class YarnScaling(RopeScaling):
     """YaRN: slow pairs are interpolated, fast ones kept, and attention is sharpened (https://arxiv.org/abs/2309.00071).
 
     Args:
-      factor: ratio of the new context length to the original one.
-      original_length: number of positions the model was first trained with.
-      beta_fast: pairs that turn more often than this within `original_length` keep their frequency.
-      beta_slow: pairs that turn less often than this are divided by `factor`; a linear ramp connects the two.
-      attention_factor: factor on cosine and sine. By default it is computed: `yarn_mscale(factor, mscale) /
-        yarn_mscale(factor, mscale_all_dim)` when both are given (DeepSeek), else `yarn_mscale(factor)`.
-      mscale: numerator of that quotient.
-      mscale_all_dim: denominator of that quotient.
-      truncate: rounds the ends of the ramp outwards to whole pairs.
+        factor: Ratio of the new context length to the original one.
+        original_length: Number of positions the model was first trained with.
+        beta_fast: Pairs that turn more often than this within `original_length` keep their frequency.
+        beta_slow: Pairs that turn less often than this are divided by `factor`; a linear ramp connects the two.
+        attention_factor: Factor on cosine and sine. By default it is computed: `yarn_mscale(factor, mscale) /
+            yarn_mscale(factor, mscale_all_dim)` when both are given (DeepSeek), else `yarn_mscale(factor)`.
+        mscale: Numerator of that quotient.
+        mscale_all_dim: Denominator of that quotient.
+        truncate: Rounds the ends of the ramp outwards to whole pairs.
     """
 
     factor: float
@@ -202,12 +204,12 @@ class Yarn(Scaling):
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
         powers = _powers(dim, theta)
-        interpolated, kept = np.float32(1) / (np.float32(self.factor) * powers), np.float32(1) / powers
+        interpolated, plain = np.float32(1) / (np.float32(self.factor) * powers), np.float32(1) / powers
         low, high = self._ramp(dim, theta)
         ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
         # keep is 1 for the fast pairs before `low` and 0 for the slow ones after `high`.
         keep = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
-        return interpolated * (np.float32(1) - keep) + kept * keep
+        return interpolated * (np.float32(1) - keep) + plain * keep
 
     def _ramp(self, dim: int, theta: float) -> tuple[float, float]:
         """Returns the indices of the pairs where the ramp begins and ends."""
@@ -232,7 +234,7 @@ class Yarn(Scaling):
 
     def check(self, dim: int) -> None:
         check_positive(
-            "Yarn",
+            "YarnScaling",
             factor=self.factor,
             original_length=self.original_length,
             beta_fast=self.beta_fast,
@@ -242,15 +244,15 @@ class Yarn(Scaling):
 
 
 @dataclass(frozen=True)
-class LongRope(Scaling):
+class LongRopeScaling(RopeScaling):
     """LongRoPE: a separate divisor for the frequency of each pair (https://arxiv.org/abs/2402.13753).
 
     Args:
-      short_factor: `dim / 2` divisors for sequences of up to `original_length` positions.
-      long_factor: `dim / 2` divisors for longer sequences.
-      original_length: number of positions the model was first trained with.
-      factor: ratio of the longest to the original length; it sets the magnitude unless `attention_factor` is given.
-      attention_factor: factor on cosine and sine; default `sqrt(1 + ln(factor) / ln(original_length))`.
+        short_factor: `dim / 2` divisors for sequences of up to `original_length` positions.
+        long_factor: `dim / 2` divisors for longer sequences.
+        original_length: Number of positions the model was first trained with.
+        factor: Ratio of the longest to the original length; it sets the magnitude unless `attention_factor` is given.
+        attention_factor: Factor on cosine and sine; default `sqrt(1 + ln(factor) / ln(original_length))`.
     """
 
     short_factor: Sequence[float]
@@ -279,7 +281,7 @@ class LongRope(Scaling):
 
     def check(self, dim: int) -> None:
         check_positive(
-            "LongRope",
+            "LongRopeScaling",
             factor=self.factor,
             original_length=self.original_length,
             attention_factor=self.attention_factor,
@@ -287,9 +289,9 @@ class LongRope(Scaling):
         for name, values in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(values) != dim // 2:
                 raise ValueError(
-                    f"LongRope.{name} must have one number per rotary pair ({dim // 2} for dim={dim}), got {len(values)}."
+                    f"LongRopeScaling.{name} must have one number per rotary pair ({dim // 2} for dim={dim}), got {len(values)}."
                 )
-            check_positive(f"LongRope.{name}", **{str(i): value for i, value in enumerate(values)})
+            check_positive(f"LongRopeScaling.{name}", **{str(i): value for i, value in enumerate(values)})
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -298,7 +300,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     DeepSeek multiplies its softmax scale by the square of it.
 
     Args:
-      factor: ratio of the new context length to the original one; the magnitude is 1 for factors up to 1.
-      mscale: strength of the correction.
+        factor: Ratio of the new context length to the original one; the magnitude is 1 for factors up to 1.
+        mscale: Strength of the correction.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

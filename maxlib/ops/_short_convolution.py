@@ -31,20 +31,20 @@ def short_convolution(
     convolution of LFM2 is `c * short_convolution(b * x, weight)[0]`.
 
     Args:
-      x: input; its channels may have several axes, such as heads and their width.
-      weight: taps of each channel; the last one multiplies the current token.
-      bias: added to the result.
-      is_start: True for the first token of a document; None if every row continues `tail`.
-      valid: False for padding; None if every token is real.
-      tail: the last W - 1 real inputs before this call; None for zeros.
-      act: applied to the result; None for none. The backward pass keeps only the inputs and computes both again.
-      axis_name: mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+        x: Input; its channels may have several axes, such as heads and their width.
+        weight: Taps of each channel; the last one multiplies the current token.
+        bias: Added to the result.
+        is_start: True for the first token of a document; None if every row continues `tail`.
+        valid: False for padding; None if every token is real.
+        tail: The last W - 1 real inputs before this call; None for zeros.
+        act: Applied to the result; None for none. The backward pass keeps only the inputs and computes both again.
+        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
 
     Returns:
-      The result, in the dtype of `x`, and the tail for the next call, in the dtype of `tail`.
+        The result, in the dtype of `x`, and the tail for the next call, in the dtype of `tail`.
 
     Raises:
-      ValueError: when shapes do not agree.
+        ValueError: When shapes do not agree.
     """
     width = weight.shape[-1]
     shape = (x.shape[0], width - 1, *x.shape[2:])
@@ -82,16 +82,18 @@ def _convolve(inputs: Array, weight: Array, age: Array | None) -> Array:
 def _convolve_backward(saved: tuple[Array, Array, Array | None], gradient: Array):
     # Written out because XLA for CPUs is many times slower on the pads and sums that autodiff makes of slices.
     inputs, weight, age = saved
-    taps, seq, kept = _taps(weight, inputs.dtype), gradient.shape[1], weight.shape[-1] - 1
-    around = lambda a, fill: jnp.pad(a, [(0, 0), (kept, kept)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
+    taps, seq, tail = _taps(weight, inputs.dtype), gradient.shape[1], weight.shape[-1] - 1
     # Through the tap `back`, input s reaches token t = s + back - (W - 1), which is at s + back in `spread`.
-    spread, ages = around(gradient, 0), None if age is None else around(age, -1)
-    window = lambda a, back: _shifted(a, back, seq + kept)
-    age_at = lambda back: None if ages is None else window(ages, back)
-    parts = (_masked(window(spread, back), age_at(back), back) for back in range(len(taps)))
-    own = (_masked(_shifted(inputs, kept - back, seq), age, back) * gradient for back in range(len(taps)))
-    of_taps = jnp.stack([jnp.sum(part, axis=(0, 1)) for part in own][::-1], axis=-1)
-    return _weighted_sum(taps, parts).astype(inputs.dtype), of_taps.astype(weight.dtype), None
+    spread = jnp.pad(gradient, [(0, 0), (tail, tail)] + [(0, 0)] * (gradient.ndim - 2))
+    ages = None if age is None else jnp.pad(age, [(0, 0), (tail, tail)], constant_values=-1)
+
+    def through(back: int) -> Array:
+        age = None if ages is None else _shifted(ages, back, seq + tail)
+        return _masked(_shifted(spread, back, seq + tail), age, back)
+
+    products = (_masked(_shifted(inputs, tail - back, seq), age, back) * gradient for back in range(len(taps)))
+    of_taps = jnp.stack([jnp.sum(product, axis=(0, 1)) for product in products][::-1], axis=-1)
+    return _weighted_sum(taps, map(through, range(len(taps)))).astype(inputs.dtype), of_taps.astype(weight.dtype), None
 
 
 _convolve.defvjp(lambda *args: (_convolve(*args), args), _convolve_backward)
@@ -107,9 +109,9 @@ def _shifted(a: Array, begin: int, size: int) -> Array:
     return jax.lax.slice_in_dim(a, begin, begin + size, axis=1)
 
 
-def _masked(part: Array, age: Array | None, back: int) -> Array:
+def _masked(x: Array, age: Array | None, back: int) -> Array:
     """Sets what would come from another document to zero."""
-    return part if age is None or back == 0 else jnp.where(_wide(age >= back, part), part, 0)
+    return x if age is None or back == 0 else jnp.where(_wide(age >= back, x), x, 0)
 
 
 def _weighted_sum(taps: list[Array], parts: Iterable[Array]) -> Array:
@@ -130,40 +132,40 @@ def _age(is_start: Array, width: int) -> Array:
 
 def _next_tail(x: Array, tail: Array, is_start: Array | None, valid: Array | None) -> Array:
     """Returns the last W - 1 real inputs so far, with zeros for those of an earlier document."""
-    (rows, seq), kept = x.shape[:2], tail.shape[1]
+    (rows, seq), length = x.shape[:2], tail.shape[1]
     place = jnp.arange(seq)[None, :]
     # Number of tokens up to the last real one, [B].
     stop = jnp.full(rows, seq) if valid is None else jnp.max(jnp.where(valid, place + 1, 0), axis=1)
-    first = jnp.full(rows, -kept) if is_start is None else jnp.max(jnp.where(is_start, place, -kept), axis=1)
+    first = jnp.full(rows, -length) if is_start is None else jnp.max(jnp.where(is_start, place, -length), axis=1)
     inputs = jnp.concatenate([tail, x.astype(tail.dtype)], axis=1)
     # Slot s holds token stop - (W - 1) + s, which is at stop + s in `inputs`.
-    slots = stop[:, None] + jnp.arange(kept)[None, :]
-    found = jax.vmap(lambda row, at: row[at])(inputs, slots)
-    return jnp.where(_wide(slots - kept >= first[:, None], x), found, 0)
+    slots = stop[:, None] + jnp.arange(length)[None, :]
+    last_inputs = jax.vmap(lambda row, at: row[at])(inputs, slots)
+    return jnp.where(_wide(slots - length >= first[:, None], x), last_inputs, 0)
 
 
 def _across(x: Array, tail: Array, is_start, valid, axis_name: AxisName) -> tuple[Array, Array]:
     """Returns the tail before this device's part of the sequence, and the tail after the last device's part."""
-    kept = tail.shape[1]
-    own = _next_tail(x, jnp.zeros_like(tail), is_start, valid)
+    length = tail.shape[1]
+    local = _next_tail(x, jnp.zeros_like(tail), is_start, valid)
     # The number of tail slots filled by this part's tokens, and whether a document begins in it; if so, nothing of the
     # earlier parts remains.
     real = jnp.full(x.shape[0], x.shape[1]) if valid is None else valid.sum(axis=1)
     begins = jnp.zeros(x.shape[0], bool) if is_start is None else is_start.any(axis=1)
-    parts = jax.lax.all_gather((own, jnp.minimum(real, kept), begins), axis_name)
+    parts = jax.lax.all_gather((local, jnp.minimum(real, length), begins), axis_name)
     parts, tail = vary_alike((parts, tail))
-    last, before = jax.lax.scan(functools.partial(_join, kept), tail, parts)
+    last, before = jax.lax.scan(_join, tail, parts)
     return jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axis_name), keepdims=False), last
 
 
-def _join(kept: int, tail: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-    """Returns the tail after a part, given the tail before it."""
-    own, filled, begins = part
-    slots = jnp.arange(kept)[None, :] + filled[:, None]
-    moved = jax.vmap(lambda row, at: row[at])(tail, jnp.minimum(slots, kept - 1))
-    from_before = (slots < kept) & ~begins[:, None]
-    own_slot = slots >= kept
-    return jnp.where(_wide(own_slot, own), own, jnp.where(_wide(from_before, own), moved, 0)), tail
+def _join(tail: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    """Returns the tail after a part, and the tail before it."""
+    local, filled, begins = part
+    length = tail.shape[1]
+    slots = jnp.arange(length)[None, :] + filled[:, None]
+    moved = jax.vmap(lambda row, at: row[at])(tail, jnp.minimum(slots, length - 1))
+    is_local, is_earlier = slots >= length, (slots < length) & ~begins[:, None]
+    return jnp.where(_wide(is_local, local), local, jnp.where(_wide(is_earlier, local), moved, 0)), tail
 
 
 def _check(x, weight, bias, tail, shape) -> None:

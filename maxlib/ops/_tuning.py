@@ -13,31 +13,31 @@ from maxlib.ops import _findings
 S = TypeVar("S", bound=TileSizes)
 
 # Part of jit's cache key, which a plain context variable would not be: sizes are chosen while a program is traced.
-_given = jax.make_user_context(())
+_in_code = jax.make_user_context(())
 
 
 @contextlib.contextmanager
-def tuned(*sizes: TileSizes) -> Iterator[None]:
+def tile_sizes(*sizes: TileSizes) -> Iterator[None]:
     """Makes kernels run with these tile sizes, whatever the tables say. It selects no kernel.
 
-    Each class of `ops.tiles` belongs to one kernel: `with ops.tuned(ops.tiles.ChunkedTiles(256, 512)): ...`. It
+    Each class of `ops.tiles` belongs to one kernel: `with ops.tile_sizes(ops.tiles.ChunkedTiles(256, 512)): ...`. It
     covers what is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
 
     Args:
-      *sizes: one of each kernel; `explain_attention(...).tiles.sizes` are those that a call gets.
+        *sizes: One of each kernel; `explain_attention(...).tiles.sizes` are those that a call gets.
 
     Raises:
-      TypeError: when one of them is something else, or the sizes of one pass only.
-      ValueError: when two are for the same kernel.
+        TypeError: When one of them is something else, or the sizes of one pass only.
+        ValueError: When two are for the same kernel.
     """
-    kinds = [type(one) for one in sizes]
-    for one in sizes:
-        if not (isinstance(one, TileSizes) and hasattr(one, "kernel")):
-            raise TypeError(f"tuned takes sizes of whole kernels, classes of ops.tiles, got {one!r}")
+    kinds = [type(size) for size in sizes]
+    for size in sizes:
+        if not (isinstance(size, TileSizes) and hasattr(size, "kernel")):
+            raise TypeError(f"ops.tile_sizes takes sizes of whole kernels, classes of ops.tiles, got {size!r}")
     if len(set(kinds)) < len(kinds):
-        raise ValueError(f"tuned takes one size for each kernel, got {kinds}")
+        raise ValueError(f"ops.tile_sizes takes one size for each kernel, got {kinds}")
     # Sizes of other kernels from an outer `with` stay.
-    with _given((*(one for one in _given.value if type(one) not in kinds), *sizes)):
+    with _in_code((*(size for size in _in_code.value if type(size) not in kinds), *sizes)):
         yield
 
 
@@ -46,9 +46,9 @@ class Tuned(Generic[S]):
     """Sizes and where they come from.
 
     Args:
-      sizes: what the kernel runs with.
-      source: "tuned" in code, "measured" by `python -m maxlib.ops tune`, or "default".
-      key: kernel and shape, as in a device's table.
+        sizes: What the kernel runs with.
+        source: "code" (`ops.tile_sizes`), "measured" by `python -m maxlib.ops tune`, or "default".
+        key: Kernel and shape, as in a device's table.
     """
 
     sizes: S
@@ -63,19 +63,19 @@ def choose(default: S, key: str, device_kind: str) -> Tuned[S]:
     """Chooses the sizes of a call.
 
     Args:
-      default: the kernel's own choice for the call.
-      key: `key_of` the call's shape.
-      device_kind: jax's name of the device.
+        default: The kernel's own choice for the call.
+        key: `key_of` the call's shape.
+        device_kind: jax's name of the device.
     """
     # The class of the default says which kernel asks: one class belongs to one kernel.
     kind: Any = type(default)
     key = f"{kind.kernel} {key}"
-    for one in _given.value:
-        if type(one) is kind:
-            return Tuned(one, "tuned", key)
+    for size in _in_code.value:
+        if type(size) is kind:
+            return Tuned(size, "code", key)
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # a damaged entry counts as none
-        if (found := _findings.tiles(key, device_kind)) is not None:
-            return Tuned(kind.from_json(found), "measured", key)
+        if (measured := _findings.tiles(key, device_kind)) is not None:
+            return Tuned(kind.from_json(measured), "measured", key)
     return Tuned(default, "default", key)
 
 

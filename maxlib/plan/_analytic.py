@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
+from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, choose_tiles
 from maxlib.kernels.vector_memory import vmem_of
-from maxlib.ops._grouped_matmul.tiling import Sizes, choose_tiles
 from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxlib.kernels.vector_memory import DEFAULT_VMEM
+from maxlib.ops.trip_counts import TripCounts, trips_of_loop
 from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops, narrow_kind
 from maxlib.plan._hlo_gpu import known_trips
 from maxlib.plan._hlo_groups import axes_of_group
@@ -28,7 +29,6 @@ from maxlib.plan._hlo_text import (
     types_of,
 )
 from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops, repeated_flops
-from maxlib.plan._loops import Trips, trips_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _COSTLIEST = 5  # number of instructions to list
@@ -107,7 +107,7 @@ def read_costs(
     mesh: Mapping[str, int],
     *,
     across: tuple[str, ...] = (),
-    trips: Trips | None = None,
+    trips: TripCounts | None = None,
     cache: float = 0,
     vmem: int = DEFAULT_VMEM,
 ) -> Costs:
@@ -153,7 +153,7 @@ class _Program:
     """The computations of a module, and the sums of a walk over them."""
 
     def __init__(
-        self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: Trips, cache: float, vmem: int
+        self, text: str, mesh: Mapping[str, int], across: tuple[str, ...], trips: TripCounts, cache: float, vmem: int
     ):
         self.computations, self.entry = parse(text)
         self.mesh, self.network, self.trips, self.cache = dict(mesh), across, trips, cache
@@ -244,7 +244,7 @@ class _Program:
         numbers = numbers or [value for other in others if (value := begin(other)) is not None]
         if len(numbers) != 1:
             self.unknown += 1
-            return trips_of(loop.rest, self.trips)
+            return trips_of_loop(loop.rest, self.trips)
         first = begin(index) or 0
         return max(
             1, math.ceil((numbers[0] - first) / self._step(self.computations[computation_of(loop, "body")], index))

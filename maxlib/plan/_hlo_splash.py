@@ -8,14 +8,14 @@ import math
 import re
 
 from maxlib.kernels.attention.tiles import causal_tiles
-from maxlib.ops._attention.splash import LANES, Blocks, SplashTiles, splash_tiles
+from maxlib.ops.tiles import SplashBlock, SplashTiles, splash_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 # `maxlib.ops` names what the mask leaves, JAX names the kernel.
 _KERNEL = re.compile(
     r'operand_layout_constraints=\{(.*?\})\}, .*op_name="[^"]*\bsplash_(causal|full|any)(?:_(\d+))?\b[^"]*splash_mha_(fwd|dq|dkv)'
 )
-_SUBLANES = 8  # a number per query or key that lies along the lanes is stored as often
+_LANES, _SUBLANES = 128, 8  # a number per query or key that lies along the other is stored as often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Kernel:
         return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
 
     @property
-    def block(self) -> Blocks:
+    def block(self) -> SplashBlock:
         # dq has the blocks of dk and dv.
         return self.tiles.forward if self.phase == "fwd" else self.tiles.dkv
 
@@ -81,8 +81,8 @@ class _Kernel:
             parts = self.heads * -(-S // block.keys) * T * Hk * self.width * self.fused
             return 2 * S * keys * math.prod(self.v[:-2]) + self.heads * self.visited * passing + parts
         # Queries stay, with the output and the log-sum-exp, or with d_out, two statistics and dq.
-        more = 4 * LANES if self.phase == "fwd" else self.width * Hk + 8
-        staying = T * (queries + more + 4 * LANES * self.marks)
+        more = 4 * _LANES if self.phase == "fwd" else self.width * Hk + 8
+        staying = T * (queries + more + 4 * _LANES * self.marks)
         return self.heads * (staying + self.visited * block.keys * (keys + segments))
 
 
@@ -91,7 +91,7 @@ def _read(one: Instruction) -> _Kernel | None:
         return None
     arrays = [(kind, sizes) for kind, sizes, _ in shapes_of(found[1])]
     (kind, q), (_, _), (_, v) = [one for one in arrays if not one[0].startswith(("s", "u", "pred"))][:3]
-    marks = sum(kind == "s32" and sizes[-1] in (LANES, q[-2]) and len(sizes) > 1 for kind, sizes in arrays[2:])
+    marks = sum(kind == "s32" and sizes[-1] in (_LANES, q[-2]) and len(sizes) > 1 for kind, sizes in arrays[2:])
     window = None if found[3] is None else int(found[3])
     return _Kernel(found[4], found[2], window, tuple(q), tuple(v), round(size_of(f"{kind}[1]")), marks)
 

@@ -8,8 +8,8 @@ import dataclasses
 import math
 import re
 
+from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, Tiles, choose_tiles
 from maxlib.kernels.vector_memory import DEFAULT_VMEM
-from maxlib.ops._grouped_matmul.tiling import Sizes, Tiles, choose_tiles
 from maxlib.plan._hlo_text import Instruction, shapes_of, size_of
 
 # The kernel by its operands: the number of tiles, each expert's first row, each tile's expert and its place, the first

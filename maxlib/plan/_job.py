@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from maxlib import adapters, nn, quantization, sharding, training, weights
-from maxlib.ops._attention.dispatch import implementations
+from maxlib.ops import attention_implementations
 from maxlib.plan._targets import parse_target
 from maxlib.sharding._mesh import MeshShape
 
@@ -289,7 +289,7 @@ def check_names(job: Job) -> None:
 
 
 def _check_attention(job: Job) -> None:
-    known = {one.name: one.platforms for one in implementations()}
+    known = {kernel.name: kernel.platforms for kernel in attention_implementations()}
     if job.attention is None:
         return
     if job.attention not in known:

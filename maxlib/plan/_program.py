@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS, Chip
 from maxlib.observability import flops_by_dtype
-from maxlib.ops._attention.chunked import chunked_tiles
-from maxlib.ops._attention.dispatch import OFFLINE
 from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
@@ -33,10 +30,7 @@ from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training.losses import check_remat_names
 
-# The first call of attention in a lowered program: queries and keys of one device.
-_SIZES = r"tensor<((?:\d+x){4,})"
 _EIGHT_BITS = {"fp8": "float8_", "int8": "int8"}  # what their dtypes have in their names
-_ATTENTION = re.compile(rf"ops\._attention\.api\._attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +89,7 @@ class Program:
         step = self.job.train_step(self.optimizer)
         state = self.state
         # Only here: counts from shapes assume a CPU. cuDNN cannot be compiled without a GPU.
-        without_gpu = OFFLINE if parse_target(self.job.target).platform == "cuda" else None
+        without_gpu = "offline" if parse_target(self.job.target).platform == "cuda" else None
         if (attention := self.job.attention or without_gpu) is not None:
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
         with sharding.use(self.layout):
@@ -336,24 +330,6 @@ def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> tra
     state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
     own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
-
-
-def causal_trips(text: str, platform: str = "cpu") -> float:
-    """Returns the average number of key blocks that blockwise attention visits per query block, under a causal mask.
-
-    Args:
-      text: the lowered program, in which this trip count depends on data.
-      platform: "cpu", "gpu" or "tpu".
-
-    Returns:
-      `(blocks + 1) / 2`, or 1 without attention.
-    """
-    found = _ATTENTION.search(text)
-    if found is None:
-        return 1.0
-    # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
-    q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in found.groups())
-    return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
 from maxlib.kernels.vector_memory import vmem_of
+from maxlib.ops.trip_counts import TripCounts
 from maxlib.plan._hlo import Costs, read_costs
 from maxlib.plan._job import MARK, Job, to_json
-from maxlib.plan._loops import Trips
 from maxlib.plan._targets import parse_target
 
 # Written when buffers are assigned, before generating machine code, which takes most of the time.
@@ -202,7 +202,7 @@ def _used(message: str) -> float | None:
     return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
 
 
-def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: Trips) -> Costs | None:
+def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: TripCounts) -> Costs | None:
     paths = [*dump.glob("text"), *dump.glob(_PROGRAM)]
     across = tuple(axis for axis, degree in job.dcn.items() if degree != 1)
     chip = parse_target(job.target).chip

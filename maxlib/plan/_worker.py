@@ -18,10 +18,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from maxlib.ops.trip_counts import attention_trips, grouped_matmul_trips
 from maxlib.plan._job import MARK, Job, from_json
-from maxlib.plan._loops import expert_trips
 from maxlib.plan._memory import estimate_memory
-from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, causal_trips, make_program, mesh_of_places
+from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, make_program, mesh_of_places
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._targets import Target, parse_target
 from maxlib.sharding._experts import ROOM
@@ -93,7 +93,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
 def _trips(program: Program, text: str) -> dict[str, float]:
     room = ROOM if program.layout.axis_size("act_expert") > 1 else 1
     platform = parse_target(program.job.target).platform.replace("cuda", "gpu")
-    return {"attention": causal_trips(text, platform), "room": room} | expert_trips(text, room)
+    return {"attention": attention_trips(text, platform), "room": room} | grouped_matmul_trips(text, room)
 
 
 def _options(job: Job) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def save(
     tokenizer: Any = None,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    family: weights.Family | None = None,
 ) -> None:
     """Writes a model from `for_inference` atomically, with its quantized weights. Runs on one host.
 
@@ -49,16 +50,18 @@ def save(
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
         generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
         overwrite: True replaces an existing directory.
+        family: The model's family, needed only for models that are not registered.
 
     Raises:
         FileExistsError: when the directory exists and `overwrite` is False.
     """
+    fields = (family or weights.family_of(model)).fields
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
     headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
     source = None if like is None else weights.model_directory(like)
     with whole_directory(directory, overwrite=overwrite) as part:
         ids = write_companions(part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation)
-        write_json(part / "config.json", model.cfg.to_hf() | ids)
+        write_json(part / "config.json", fields.write(model.cfg) | ids)
         if "eos_token_id" not in (generation or {}):
             add_end_of_turn(part)
         write_json(part / MANIFEST, _manifest(model))

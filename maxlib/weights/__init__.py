@@ -4,31 +4,23 @@ How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models
 `weights.names`), `_resolve.py` expands it for the layers and experts of a model, `_loading.py` reads the arrays.
 """
 
+from maxlib.weights import fields as fields
 from maxlib.weights import names as names
 from maxlib.weights._card import ModelCard as ModelCard
 from maxlib.weights._family import Family as Family
 from maxlib.weights._family import families as families
+from maxlib.weights._family import family_of as family_of
 from maxlib.weights._family import from_pretrained as from_pretrained
 from maxlib.weights._family import presets as presets
 from maxlib.weights._family import read_model as read_model
 from maxlib.weights._family import save_pretrained as save_pretrained
+from maxlib.weights._fields import Computed as Computed
+from maxlib.weights._fields import Field as Field
+from maxlib.weights._fields import Fields as Fields
+from maxlib.weights._fields import Multimodal as Multimodal
 from maxlib.weights._hf_config import REQUIRED as REQUIRED
 from maxlib.weights._hf_config import HFConfig as HFConfig
 from maxlib.weights._hf_config import read_config as read_config
-from maxlib.weights._hf_config import rope_to_hf as rope_to_hf
-from maxlib.weights._hf_fields import ModelConfig as ModelConfig
-from maxlib.weights._hf_fields import hf as hf
-from maxlib.weights._hf_fields import hf_fields as hf_fields
-from maxlib.weights._hf_named_fields import hf_dt_limit as hf_dt_limit
-from maxlib.weights._hf_named_fields import hf_head_dim as hf_head_dim
-from maxlib.weights._hf_named_fields import hf_layer_rope as hf_layer_rope
-from maxlib.weights._hf_named_fields import hf_layer_types as hf_layer_types
-from maxlib.weights._hf_named_fields import hf_max_window_layers as hf_max_window_layers
-from maxlib.weights._hf_named_fields import hf_mtp as hf_mtp
-from maxlib.weights._hf_named_fields import hf_num_dense as hf_num_dense
-from maxlib.weights._hf_named_fields import hf_rope as hf_rope
-from maxlib.weights._hf_named_fields import hf_switched_window as hf_switched_window
-from maxlib.weights._hf_named_fields import switched_window as switched_window
 from maxlib.weights._hub import download as download
 from maxlib.weights._hub import model_directory as model_directory
 from maxlib.weights._hub_names import HUB_NAMES as HUB_NAMES

@@ -139,27 +139,27 @@ class _Store:
     """One directory of a bucket. Calls are retried with growing pauses while the store throttles or fails."""
 
     def __init__(self, url: str):
-        if (found := _URL.fullmatch(url)) is None:
+        if (match := _URL.fullmatch(url)) is None:
             # Do not print the URL: it may contain a password.
             raise ValueError("a directory in a bucket must be named s3://bucket/path or gs://bucket/path, without more")
-        scheme, bucket, path = found.groups()
+        scheme, bucket, path = match.groups()
         self.url, self.root = url, f"{bucket}/{path}"
         self._fs = _client(scheme)
 
     def files(self, missing_ok: bool = False) -> dict[str, tuple[int, str]]:
         """Returns size and version of the files in the directory, by name; raises FileNotFoundError for none."""
         entries = self._entries()
-        found = {
+        files = {
             name: (int(entry["size"]), str(next((entry[k] for k in _VERSIONS if entry.get(k)), "")))
             for name, entry in entries
             if entry["type"] == "file"
         }
         if any(name == TEMPLATES and entry["type"] == "directory" for name, entry in entries):
             nested = _Store(child(self.url, TEMPLATES)).files(missing_ok=True)
-            found |= {f"{TEMPLATES}/{name}": entry for name, entry in nested.items()}
-        if not found and not missing_ok:
+            files |= {f"{TEMPLATES}/{name}": entry for name, entry in nested.items()}
+        if not files and not missing_ok:
             raise FileNotFoundError(f"{self.url} does not exist, or has no files.")
-        return found
+        return files
 
     def directories(self) -> list[str]:
         return [name for name, entry in self._entries() if entry["type"] == "directory"]

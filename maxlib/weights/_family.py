@@ -43,44 +43,48 @@ class Family:
     Attributes:
         name: Name of the family.
         model: `model(cfg, *, rngs)`, which keeps `cfg`.
-        config: Class of `cfg`: a `weights.ModelConfig`, or any dataclass with `from_hf(fields)` and `to_hf()`.
+        fields: How config.json spells `cfg`: `weights.Fields`, `weights.Multimodal`, or any object with the class
+            `config`, `model_types`, `read(hf)` and `write(cfg)`.
         table: Function from a `cfg` to its weight table.
         presets: Published configurations by name.
-        model_types: Values of `model_type` in config.json that it reads; by default those of `config`.
+        model_types: Values of `model_type` in config.json that it reads; by default those of `fields`.
             "mistral3/mistral4" is a mistral3 whose `text_config` is a mistral4, and has priority over "mistral3".
     """
 
     name: str
     model: Callable[..., Any]
-    config: Any
+    fields: Any
     table: Callable[[Any], Table]
     presets: Mapping[str, Any] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()
 
     def __post_init__(self):
-        types = self.model_types or getattr(self.config, "model_types", ())
-        object.__setattr__(self, "model_types", types)
+        object.__setattr__(self, "model_types", self.model_types or tuple(self.fields.model_types))
+
+    @property
+    def config(self) -> Any:
+        """Returns the class of a configuration."""
+        return self.fields.config
 
 
 @functools.cache
 def families() -> tuple[Family, ...]:
     """Lists every `FAMILY` in a module of `maxlib.models` or of an entry point of the group "maxlib.models"."""
     package = importlib.import_module("maxlib.models")
-    names = [found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_")]
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
-    own = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    return tuple(own) + tuple(_others())
+    return (*(module.FAMILY for module in modules if hasattr(module, "FAMILY")), *_others())
 
 
 def _others() -> list[Family]:
-    found = []
+    others = []
     for point in entry_points(group=ENTRY_POINTS):
         try:  # a package that fails to import must not prevent using the other models
             loaded = point.load()
-            found.append(loaded if isinstance(loaded, Family) else loaded.FAMILY)
+            others.append(loaded if isinstance(loaded, Family) else loaded.FAMILY)
         except Exception as error:
             logger.warning("the entry point %s=%s of group %s fails: %r", point.name, point.value, ENTRY_POINTS, error)
-    return found
+    return others
 
 
 def presets() -> Presets:
@@ -139,7 +143,7 @@ def read_model(
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
     try:
-        cfg = family.config.from_hf(fields)
+        cfg = family.fields.read(fields)
     except (TypeError, ArithmeticError, ValueError) as error:
         path = Path(directory) / "config.json"
         if isinstance(error, ValueError) and path.name in str(error):
@@ -151,8 +155,8 @@ def read_model(
 
 def _family_for(data: Mapping[str, Any], path: Path) -> Family:
     kind, text = data.get("model_type"), data.get("text_config")
-    whole = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
-    claimed = [f for f in families() if whole in f.model_types] or [f for f in families() if kind in f.model_types]
+    nested = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
+    claimed = [f for f in families() if nested in f.model_types] or [f for f in families() if kind in f.model_types]
     known = ", ".join(sorted(t for f in families() for t in f.model_types))
     return _the(claimed, f"the model_type {kind!r} of {path}", known)
 
@@ -202,17 +206,16 @@ def from_pretrained(
     family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
     _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
-    build = lambda: family.model(cfg, rngs=nnx.Rngs(0))
-    return load(build, family.table(cfg), directory, layout=layout, dtype=dtype)
+    return load(lambda: family.model(cfg, rngs=nnx.Rngs(0)), family.table(cfg), directory, layout=layout, dtype=dtype)
 
 
 def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:
     fields = [field.name for field in dataclasses.fields(cfg)]
-    own = list(inspect.signature(from_pretrained).parameters)[1:-1]
+    options = list(inspect.signature(from_pretrained).parameters)[1:-1]
     if unknown := sorted(changes.keys() - fields):
-        name, close = unknown[0], difflib.get_close_matches(unknown[0], own + fields, n=1)
+        name, close = unknown[0], difflib.get_close_matches(unknown[0], options + fields, n=1)
         raise TypeError(
-            f"from_pretrained takes {', '.join(own)} and the fields of {family.name}'s configuration "
+            f"from_pretrained takes {', '.join(options)} and the fields of {family.name}'s configuration "
             f"({', '.join(fields)}), got {name}={changes[name]!r}{f': did you mean {close[0]}?' if close else '.'}"
         )
 
@@ -258,7 +261,7 @@ def save_pretrained(
         ValueError: If the directory would be read as another model, because parts of this one were swapped.
     """
     family = family or family_of(model)
-    config = model.cfg.to_hf()
+    config = family.fields.write(model.cfg)
     table = family.table(model.cfg)
     check_reads_back(model, family.model, table)
     what, first = f"saving in {directory}", jax.process_index() == 0

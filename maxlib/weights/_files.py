@@ -166,13 +166,13 @@ def read_header(path: Path) -> dict[str, Stored]:
     try:
         with safe_open(path, framework="np") as file:  # checks that the tensors fill the file without gaps or overlaps
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            shapes = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}). Download it again.") from error
     with open(path, "rb") as file:
         offset = 8 + int.from_bytes(file.read(8), "little")
     stored = {}
-    for name, (dtype, shape) in found.items():
+    for name, (dtype, shape) in shapes.items():
         if dtype not in DTYPES:
             raise ValueError(f"{path}: {name} has the dtype {dtype}; known are {', '.join(DTYPES)}.")
         stored[name] = Stored(path, offset, np.dtype(DTYPES[dtype]), shape)

@@ -66,9 +66,9 @@ def dequantize(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Multiplies a matrix, or each of a stack, by its block scales; the last blocks may be partial."""
     values = _float32(x)
     for matrix, factors in zip(values, scale, strict=True) if x.ndim == 3 else [(values, scale)]:
-        for row, own in enumerate(factors):
+        for row, scales in enumerate(factors):
             part = matrix[row * BLOCK : (row + 1) * BLOCK]
-            part *= np.repeat(own, BLOCK)[: x.shape[-1]]
+            part *= np.repeat(scales, BLOCK)[: x.shape[-1]]
     return values
 
 

@@ -7,16 +7,12 @@ calls `done()`: a remaining field that may change the computation is an error, s
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from maxlib._utils.files import without_duplicates
-from maxlib.ops._rope import Rope
 from maxlib.weights._fp8 import is_scaled_fp8
-from maxlib.weights._hf_rope import read_rope, rope_to_hf
-
-__all__ = ["HFConfig", "read_config", "rope_to_hf"]
 
 logger = logging.getLogger(__name__)
 
@@ -164,76 +160,9 @@ class HFConfig:
             )
         return None if types is None else tuple(types)
 
-    def per_layer(self, layers: Sequence[int], usual: Mapping[str, int]) -> dict[str, int] | None:
-        """Takes `per_layer_config`, which overrides the config's sizes for some layers.
-
-        Args:
-            layers: Indices of the layers that may have different sizes, the same for all of them.
-            usual: The config's values of the sizes that may differ, by name.
-
-        Returns:
-            The sizes of these layers; None if the config does not give them.
-
-        Raises:
-            ValueError: For sizes of other layers or names, and if they differ between layers.
-        """
-        given = self.take("per_layer_config", None, kind=dict)
-        if given is None:
-            return None
-        first, *others = given.values() or [{}]
-        alike = all(own == first for own in others) and first.keys() <= usual.keys()
-        if not alike or (given and sorted(map(int, given)) != sorted(layers)):
-            raise ValueError(
-                f"{self.where('per_layer_config')} must give {' and '.join(usual)}, the same for each of the layers "
-                f"{_short(list(layers))} and nothing for others, got {_short(given)}."
-            )
-        return {**usual, **first}
-
-    def rope(
-        self,
-        *,
-        head_dim: int,
-        interleaved: bool = False,
-        partial: bool = False,
-        default_theta: float = 10_000.0,
-        default_length: int | None = None,
-        default_fraction: float = 1.0,
-        layer_type: str | None = None,
-        theta_field: str = "rope_theta",
-        scaling_field: str | None = "rope_scaling",
-    ) -> Rope:
-        """Reads the rotary embedding, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
-
-        Args:
-            head_dim: Width of a head.
-            interleaved: True if the architecture pairs neighbouring dimensions.
-            partial: True if it can rotate a part of the head (`partial_rotary_factor`).
-            default_theta: Base of a config without `rope_theta`.
-            default_length: Length of a config without `max_position_embeddings`.
-            default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
-            layer_type: Key within `rope_parameters`, for models whose layer types rotate differently.
-            theta_field: Name of this type's base in transformers 4 (`rope_local_base_freq` for Gemma 3's local layers).
-            scaling_field: Name of this type's scaling there; None if it has none.
-
-        Raises:
-            ValueError: For an unknown type, a missing or invalid number, and contradicting spellings.
-        """
-        return read_rope(
-            self,
-            head_dim=head_dim,
-            interleaved=interleaved,
-            partial=partial,
-            default_theta=default_theta,
-            default_length=default_length,
-            default_fraction=default_fraction,
-            layer_type=layer_type,
-            theta_field=theta_field,
-            scaling_field=scaling_field,
-        )
-
     def unread(self) -> dict[str, Any]:
         """Returns unread fields that may matter, by dotted path; null means off and counts as read."""
-        own = {
+        left = {
             name: value
             for name, value in self._data.items()
             if name not in self._taken | HARMLESS
@@ -243,7 +172,7 @@ class HFConfig:
             and not (name == "quantization_config" and is_scaled_fp8(value))  # read as plain weights
         }
         nested = {f"{name}.{field}": v for name, child in self._children.items() for field, v in child.unread().items()}
-        return own | nested
+        return left | nested
 
     def done(self, ignore_fields: Collection[str] = ()) -> None:
         """Raises ValueError if an unread field may change the computation.
@@ -289,14 +218,14 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        found = "There is no such directory. If a run should have written it, has that run finished? "
-        found += 'Write a name on the hub as "org/name".'
+        hint = "There is no such directory. If a run should have written it, has that run finished? "
+        hint += 'Write a name on the hub as "org/name".'
         if path.parent.exists():
-            found = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
+            hint = "The directory has none." if path.parent.is_dir() else f"{directory} is a file: name its directory."
         if (path.parent / "adapter_config.json").exists():
-            found = "This is a PEFT adapter: load its base model, then `maxlib.adapters.load(model, directory)`."
+            hint = "This is a PEFT adapter: load its base model, then `maxlib.adapters.load(model, directory)`."
         raise FileNotFoundError(
-            f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {found}"
+            f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {hint}"
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)

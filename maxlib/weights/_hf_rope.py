@@ -5,56 +5,53 @@ transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 has `rope_par
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from maxlib.ops._rope import Rope
-from maxlib.ops._rope_scaling import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Scaling, Yarn
+from maxlib.ops import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
+from maxlib.weights._hf_config import HFConfig
 
 LIMIT = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
 TYPES = {
     "default": None,
     "linear": LinearScaling,
-    "dynamic": DynamicNTK,
+    "dynamic": DynamicNTKScaling,
     "llama3": Llama3Scaling,
-    "yarn": Yarn,
-    "longrope": LongRope,
-    "proportional": Proportional,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
 }
 OLD_NAMES = {"su": "longrope"}
-
-
-@runtime_checkable
-class Fields(Protocol):
-    """Fields of a config.json, which may be nested; see `HFConfig`."""
-
-    def where(self, name: str) -> str: ...
-
-    def take(self, name: str, default: Any = ..., *, kind: type | None = None, nullable: bool = False) -> Any: ...
-
-    def nested(self, name: str) -> "Fields": ...
 
 
 @dataclass(frozen=True)
 class _Spellings:
     """All places in which a config may give a rotary field; they must agree."""
 
-    fields: Fields
-    parts: tuple[Fields, ...]
+    fields: HFConfig
+    parts: tuple[HFConfig, ...]
 
     def get(self, *names: str, default: Any = None, kind: type = float, outside: str | None = None) -> Any:
         """Finds the one value given under any of `names` in any part, or as `outside` at the top level.
 
         None and null are absent. Raises ValueError for values that differ.
         """
-        found = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
+        stated = {part.where(name): part.take(name, None, kind=kind) for part in self.parts for name in names}
         if outside is not None:
-            found[self.fields.where(outside)] = self.fields.take(outside, None, kind=kind)
-        found = {where: _modern(value) for where, value in found.items() if value is not None}
-        values = list(found.values())
+            stated[self.fields.where(outside)] = self.fields.take(outside, None, kind=kind)
+        stated = {where: _modern(value) for where, value in stated.items() if value is not None}
+        values = list(stated.values())
         if any(value != values[0] for value in values):
-            stated = ", but ".join(f"{where} is {value!r}" for where, value in found.items())
-            raise ValueError(f"{stated}: they must agree. Keep the one the weights were trained with.")
+            listed = ", but ".join(f"{where} is {value!r}" for where, value in stated.items())
+            raise ValueError(f"{listed}: they must agree. Keep the one the weights were trained with.")
         return values[0] if values else default
 
     def need(self, name: str, *, kind: type = float) -> Any:
@@ -70,19 +67,35 @@ def _modern(value: Any) -> Any:
 
 
 def read_rope(
-    fields: Fields,
+    fields: HFConfig,
     *,
     head_dim: int,
-    interleaved: bool,
-    partial: bool,
-    default_theta: float,
-    default_length: int | None,
-    default_fraction: float,
-    layer_type: str | None,
-    theta_field: str,
-    scaling_field: str | None,
+    interleaved: bool = False,
+    partial: bool = False,
+    default_theta: float = 10_000.0,
+    default_length: int | None = None,
+    default_fraction: float = 1.0,
+    layer_type: str | None = None,
+    theta_field: str = "rope_theta",
+    scaling_field: str | None = "rope_scaling",
 ) -> Rope:
-    """Reads a rope, see `HFConfig.rope`."""
+    """Reads a rotary embedding, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
+
+    Args:
+        fields: The fields of config.json.
+        head_dim: Width of a head.
+        interleaved: True if the architecture pairs neighbouring dimensions.
+        partial: True if it can rotate a part of the head (`partial_rotary_factor`).
+        default_theta: Base of a config without `rope_theta`.
+        default_length: Length of a config without `max_position_embeddings`.
+        default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
+        layer_type: Key within `rope_parameters`, for models whose layer types rotate differently.
+        theta_field: Name of this type's base in transformers 4 (`rope_local_base_freq` for Gemma 3's local layers).
+        scaling_field: Name of this type's scaling there; None if it has none.
+
+    Raises:
+        ValueError: For an unknown type, a missing or invalid number, and contradicting spellings.
+    """
     spelled = _Spellings(fields, _parts(fields, layer_type, scaling_field))
     spelled.get("finetuned", kind=bool)  # whether YaRN's authors trained at this length; changes no frequency
     kind = spelled.get("rope_type", "type", kind=str, default="default")
@@ -105,7 +118,7 @@ def read_rope(
         raise ValueError(f"{fields.where('rope_type')} {kind!r} has invalid numbers: {error}") from error
 
 
-def _parts(fields: Fields, layer_type: str | None, scaling_field: str | None) -> tuple[Fields, ...]:
+def _parts(fields: HFConfig, layer_type: str | None, scaling_field: str | None) -> tuple[HFConfig, ...]:
     """Lists the objects that describe the rope, that of transformers 5 first."""
     parts = []
     if fields.take("rope_parameters", None, kind=dict):
@@ -123,16 +136,16 @@ def _parts(fields: Fields, layer_type: str | None, scaling_field: str | None) ->
     return tuple(parts)
 
 
-def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> Scaling | None:
+def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float) -> Any:
     top = spelled.fields.take(ORIGINAL, None, kind=int)  # Phi stores it here; without scaling it has no meaning
     if kind == "default":
         return None
     if kind == "linear":
         return LinearScaling(spelled.need("factor"))
     if kind == "proportional":
-        return Proportional(fraction, spelled.get("factor", default=1.0))
+        return ProportionalScaling(fraction, spelled.get("factor", default=1.0))
     if kind == "dynamic":
-        return DynamicNTK(spelled.need("factor"), _length(spelled, limit, top=limit))
+        return DynamicNTKScaling(spelled.need("factor"), _length(spelled, limit, top=limit))
     original = _length(spelled, limit, top=top)
     if kind == "llama3":
         low, high = spelled.need("low_freq_factor"), spelled.need("high_freq_factor")
@@ -142,9 +155,9 @@ def _scaling(kind: str, spelled: _Spellings, limit: int | None, fraction: float)
         optional = {name: spelled.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
         fast, slow = spelled.get("beta_fast") or 32.0, spelled.get("beta_slow") or 1.0
         truncate = spelled.get("truncate", kind=bool, default=True)
-        return Yarn(factor, original, fast, slow, **optional, truncate=truncate)
+        return YarnScaling(factor, original, fast, slow, **optional, truncate=truncate)
     short, long = (_numbers(spelled.need(name, kind=list), name) for name in ("short_factor", "long_factor"))
-    return LongRope(short, long, original, factor, spelled.get("attention_factor"))
+    return LongRopeScaling(short, long, original, factor, spelled.get("attention_factor"))
 
 
 def _numbers(values: list, name: str) -> tuple[float, ...]:
@@ -166,20 +179,20 @@ def _length(spelled: _Spellings, limit: int | None, *, top: int | None) -> int:
     return original
 
 
-def _reach(scaling: Scaling | None, limit: int | None) -> int | None:
+def _reach(scaling: Any, limit: int | None) -> int | None:
     """Computes the number of positions that the config supports; some configs store the length before scaling
     separately.
     """
-    if limit is None or isinstance(scaling, DynamicNTK):  # dynamic NTK has no limit
+    if limit is None or isinstance(scaling, DynamicNTKScaling):  # dynamic NTK has no limit
         return None
     if isinstance(scaling, LinearScaling):
         return max(limit, int(scaling.factor * limit))
-    if isinstance(scaling, Yarn | LongRope):  # Llama 3's factor is not a ratio of lengths
+    if isinstance(scaling, YarnScaling | LongRopeScaling):  # Llama 3's factor is not a ratio of lengths
         return max(limit, int(scaling.factor * scaling.original_length))
     return limit
 
 
-def rope_to_hf(
+def write_rope(
     rope: Rope,
     *,
     head_dim: int,
@@ -208,7 +221,7 @@ def rope_to_hf(
     limit = _limit(rope, max_position_embeddings)
     kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))
     scaling = {"rope_type": kind, **_scaling_fields(rope.scaling)}
-    if isinstance(rope.scaling, Proportional):
+    if isinstance(rope.scaling, ProportionalScaling):
         partial = {"partial_rotary_factor": rope.scaling.fraction}
     else:
         partial = _partial(rope.dim, head_dim)
@@ -219,20 +232,20 @@ def rope_to_hf(
         "rope_parameters": {**scaling, "rope_theta": float(rope.theta), **partial},
         **partial,
     }
-    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRope) else {})
+    return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRopeScaling) else {})
 
 
-def _limit(rope: Rope, given: int | None) -> int:
+def _limit(rope: Rope, wanted: int | None) -> int:
     limit = rope.max_length
-    if isinstance(rope.scaling, DynamicNTK):
+    if isinstance(rope.scaling, DynamicNTKScaling):
         limit = rope.scaling.original_length
-        if given is not None and given != limit:
+        if wanted is not None and wanted != limit:
             raise ValueError(
-                f"{LIMIT} must be the original_length of DynamicNTK ({limit}), which is read from it, got {given}."
+                f"{LIMIT} must be the original_length of DynamicNTKScaling ({limit}), which is read from it, got {wanted}."
             )
     elif isinstance(rope.scaling, LinearScaling) and limit is not None:
         limit = math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)  # the length before scaling, see _reach
-    limit = limit if given is None else given
+    limit = limit if wanted is None else wanted
     if limit is None:
         raise ValueError(
             f"{LIMIT} must be known to describe a rope: build it with max_length=..., the longest sequence it is for, "
@@ -241,16 +254,16 @@ def _limit(rope: Rope, given: int | None) -> int:
     return limit
 
 
-def _scaling_fields(scaling: Scaling | None) -> dict[str, Any]:
+def _scaling_fields(scaling: Any) -> dict[str, Any]:
     """Returns a scaling's fields under Hugging Face's names, without those that are None."""
     if scaling is None:
         return {}
     fields = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(scaling).items() if v is not None}
-    if isinstance(scaling, Proportional):  # the fraction is written as partial_rotary_factor
+    if isinstance(scaling, ProportionalScaling):  # the fraction is written as partial_rotary_factor
         return {} if scaling.factor == 1 else {"factor": scaling.factor}
     if "original_length" in fields:
         original = fields.pop("original_length")
-        fields |= {} if isinstance(scaling, DynamicNTK) else {ORIGINAL: original}
+        fields |= {} if isinstance(scaling, DynamicNTKScaling) else {ORIGINAL: original}
     return fields
 
 

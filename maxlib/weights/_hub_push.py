@@ -53,5 +53,5 @@ def push_to_hub(
         api.create_repo(name, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        found = api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
-    return found.commit_url
+        commit = api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
+    return commit.commit_url

@@ -61,19 +61,24 @@ def load(
 
 def _renamed(stored: Mapping[str, Stored], table: Table) -> dict[str, Stored]:
     """Returns the tensors under the table's names, see `Renamed`; its entries apply in order."""
-    found: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     for name, tensor in stored.items():
-        own = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
-        if own in found:
-            raise ValueError(f"{name} is another name of {own}, which also exists: keep only one.")
-        found[own] = tensor
-    return found
+        new = functools.reduce(lambda n, entry: entry.applied(n), [e for e in table if isinstance(e, Renamed)], name)
+        if new in renamed:
+            raise ValueError(f"{name} is another name of {new}, which also exists: keep only one.")
+        renamed[new] = tensor
+    return renamed
 
 
 def _initial(build: Callable[[], Any], places: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array]:
     """Computes the initial values of some leaves; jit removes everything else."""
-    cast = lambda value: value if dtype is None or not is_float(value.dtype) else value.astype(dtype)
-    values = lambda: {path: cast(v.get_value()) for path, v in nn.variables(build()).items() if path in places}
+
+    def cast(value: jax.Array) -> jax.Array:
+        return value if dtype is None or not is_float(value.dtype) else value.astype(dtype)
+
+    def values() -> dict[str, jax.Array]:
+        return {path: cast(v.get_value()) for path, v in nn.variables(build()).items() if path in places}
+
     return jax.jit(values, out_shardings=dict(places))() if places else {}
 
 
@@ -88,20 +93,25 @@ def _check(
     abstract: Any, plan: WeightMapping, stored: Mapping[str, Stored], table: Table, directory: str | Path
 ) -> None:
     tensors, leaves = plan.tensors, {path: v.get_value() for path, v in nn.variables(abstract).items()}
+
+    def floating(name: str) -> set[bool]:
+        return {is_float(leaves[piece.place.path].dtype) for piece in tensors[name].pieces}
+
     needed = {*tensors, *(name for c in plan.conversions for name in c.hf_names)}
     present = [name for name in tensors if name in stored]
     shapes = [name for name in present if stored[name].shape != tensors[name].shape]
-    floating = lambda name: {is_float(leaves[piece.place.path].dtype) for piece in tensors[name].pieces}
     kinds = [name for name in present if floating(name) != {is_float(stored[name].dtype)}]
     extra = [name for name in stored if name not in needed and not _accounted(name, stored, table)]
     complete = [c for c in plan.conversions if stored.keys() >= {*c.hf_names}]
     unfit = {f"{', '.join(c.hf_names)} for {c.place}": problem for c in complete if (problem := _unfit(c, stored))}
-    users = lambda name: _users(plan, name)
-    shape = lambda name: f"is {stored[name].shape}, but {users(name)} needs {tensors[name].shape}"
     problems = [
-        _listed("missing", sorted(needed - stored.keys()), lambda name: f"for {users(name)}"),
-        _listed("of another shape", shapes, shape),
-        _listed("of another kind", kinds, lambda name: f"is {stored[name].dtype}, which {users(name)} is not"),
+        _listed("missing", sorted(needed - stored.keys()), lambda name: f"for {_users(plan, name)}"),
+        _listed(
+            "of another shape",
+            shapes,
+            lambda name: f"is {stored[name].shape}, but {_users(plan, name)} needs {tensors[name].shape}",
+        ),
+        _listed("of another kind", kinds, lambda name: f"is {stored[name].dtype}, which {_users(plan, name)} is not"),
         _listed("that cannot be converted", sorted(unfit), lambda name: unfit[name]),
         _listed("left over, without a parameter in the model", sorted(extra), lambda name: ""),
         _listed(
@@ -188,9 +198,9 @@ class _Leaf:
         self._conversions = [c for c in plan.filling.get(path, ()) if isinstance(c, Conversion)]
         self.dtype = self._dtype(shape.dtype, dtype)
 
-    def _dtype(self, own: Any, wanted: Any) -> np.dtype:
-        if not is_float(own):
-            return np.dtype(own)
+    def _dtype(self, of_leaf: Any, wanted: Any) -> np.dtype:
+        if not is_float(of_leaf):
+            return np.dtype(of_leaf)
         if wanted is not None:
             return np.dtype(wanted)
         sources = [self._stored[p.hf_name].dtype for p, _ in self._pieces]
@@ -211,7 +221,7 @@ class _Leaf:
             part = self.read(cut)
             # Waiting limits host memory to one part.
             at = [jax.sharding.SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
-            arrays += jax.block_until_ready([jax.device_put(part, one) for one in at])
+            arrays += jax.block_until_ready([jax.device_put(part, sharding) for sharding in at])
         return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
 
     def read(self, cut: Cut) -> np.ndarray:
@@ -231,7 +241,7 @@ class _Leaf:
         if (within := piece.within(cut)) is None:
             return
         stored, target = self._stored[piece.hf_name], out[within]
-        take = lambda tensor_values: piece.in_leaf_order(tensor_values, tensor.lengths, cut)
+        take = functools.partial(piece.in_leaf_order, lengths=tensor.lengths, cut=cut)
         if not stored.as_stored:
             assign(out, within, stored.part(take), piece.hf_name)
             return
@@ -244,8 +254,9 @@ class _Leaf:
 
     def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
         entry = conversion.entry
-        take = lambda values: values[cut[: entry.batch]]
-        value = entry.load(*[self._stored[name].part(take) for name in conversion.hf_names])
+        value = entry.load(
+            *[self._stored[name].part(lambda values: values[cut[: entry.batch]]) for name in conversion.hf_names]
+        )
         wanted = tuple(s.stop - s.start for s in cut[: entry.batch]) + conversion.place.shape[entry.batch :]
         if value.shape != wanted:
             names = ", ".join(conversion.hf_names)

@@ -25,13 +25,13 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
     """Checks that a model matches its configuration.
 
     Args:
-      model: a model with `cfg`, whose parts may have been swapped.
-      build: `build(cfg, *, rngs)`, as called when reading.
-      table: its weight table.
+        model: A model with `cfg`, whose parts may have been swapped.
+        build: `build(cfg, *, rngs)`, as called when reading.
+        table: Its weight table.
 
     Raises:
-      ValueError: for quantized weights, and when reading would miss tensors, find unused ones, or compute with other
-        settings.
+        ValueError: For quantized weights, and when reading would miss tensors, find unused ones, or compute with other
+            settings.
     """
     if any(map(_is_quantized, jax.tree.leaves(model, is_leaf=_is_quantized))):
         raise ValueError(
@@ -40,7 +40,7 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
             "which it was made"
         )
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
-    here, configured = (_tensors(one, table) for one in (model, wanted))
+    here, configured = (_tensors(m, table) for m in (model, wanted))
     wrong = {name: f": {_shape(here, name)} here, {_shape(configured, name)} by the configuration"
              for name in sorted(here.keys() | configured.keys()) if here.get(name) != configured.get(name)}  # fmt: skip
     wrong = grouped(wrong or _other_settings(model, wanted))
@@ -72,15 +72,15 @@ def grouped(differences: dict[str, str]) -> list[str]:
     """Joins what differs alike in several layers or experts: `layers.0-31.mlp.act is ...`.
 
     Args:
-      differences: from a name, such as `layers.0.mlp.act`, to how it differs.
+        differences: From a name, such as `layers.0.mlp.act`, to how it differs.
     """
-    found = [(re.split(r"(?<=\.)(\d+)(?=\.)", name), how) for name, how in differences.items()]
+    rows = [(re.split(r"(?<=\.)(\d+)(?=\.)", name), how) for name, how in differences.items()]
     for place in (3, 1):  # of the number of an expert, then of the number of a layer
         alike: dict[Any, list[str]] = defaultdict(list)
-        for parts, how in found:
+        for parts, how in rows:
             alike[(*parts[:place],), (*parts[place + 1 :],), how] += parts[place : place + 1]
-        found = [([*before, *_in_ranges(numbers), *after], how) for (before, after, how), numbers in alike.items()]
-    return ["".join(parts) + how for parts, how in found]
+        rows = [([*before, *_in_ranges(numbers), *after], how) for (before, after, how), numbers in alike.items()]
+    return ["".join(parts) + how for parts, how in rows]
 
 
 def _in_ranges(numbers: list[str]) -> list[str]:
@@ -89,7 +89,7 @@ def _in_ranges(numbers: list[str]) -> list[str]:
 
 def _other_settings(model: Any, wanted: Any) -> dict[str, str]:
     """Returns the settings of layers that differ, such as an activation."""
-    here, configured = (dict(_settings(one)) for one in (model, wanted))
+    here, configured = (dict(_settings(m)) for m in (model, wanted))
     return {name: f" is {here[name]} here, {configured[name]} by the configuration"
             for name in here if name in configured and here[name] != configured[name]}  # fmt: skip
 
@@ -126,7 +126,7 @@ def _own(path: tuple[Any, ...], part: Any) -> Iterator[tuple[str, str]]:
 def _word(value: Any) -> str:
     """Describes a setting so that two builds of a model give the same text."""
     if isinstance(value, functools.partial):
-        named = [f"{name}={_word(one)}" for name, one in value.keywords.items()]
+        named = [f"{name}={_word(argument)}" for name, argument in value.keywords.items()]
         return f"{_word(value.func)}({', '.join([*map(_word, value.args), *named])})"
     # Without its address, which differs for every object.
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -54,9 +54,9 @@ class Piece:
     @cached_property
     def box(self) -> list[tuple[int, int]]:
         """Returns begin and end on every axis of the file's tensor, before grouping."""
-        own = dict(zip(self.leaf_axes, self.place.shape, strict=True))
+        sizes = dict(zip(self.leaf_axes, self.place.shape, strict=True))
         axes = [a for group in self.groups for a in group]
-        return [(self.at.get(a, 0), self.at.get(a, 0) + own.get(a, 1)) for a in axes]
+        return [(self.at.get(a, 0), self.at.get(a, 0) + sizes.get(a, 1)) for a in axes]
 
     def meets(self, other: "Piece") -> bool:
         """Returns True if both use some value of the same tensor."""
@@ -75,9 +75,9 @@ class Piece:
         """
         part = dict(zip(self.leaf_axes, cut, strict=True))
         axes = [a for group in self.groups for a in group]
-        start = lambda a: self.at.get(a, 0)
+        start = {a: self.at.get(a, 0) for a in axes}
         select = tuple(
-            slice(start(a) + part[a].start, start(a) + part[a].stop) if a in part else start(a) for a in axes
+            slice(start[a] + part[a].start, start[a] + part[a].stop) if a in part else start[a] for a in axes
         )
         kept = [a for a in axes if a in part]
         return tensor.reshape(lengths)[(*select, ...)].transpose([kept.index(a) for a in self.leaf_axes if a in kept])
@@ -98,8 +98,8 @@ class Piece:
         group = self.groups[self.dimension(axes)]
         before, after = array.shape[:dimension], array.shape[dimension + 1 :]
         sizes = dict(zip(self.leaf_axes, self.place.shape, strict=True))
-        start = lambda a: self.at.get(a, 0)
-        index = [slice(start(a), start(a) + sizes[a]) if a in sizes else start(a) for a in group]
+        start = {a: self.at.get(a, 0) for a in group}
+        index = [slice(start[a], start[a] + sizes[a]) if a in sizes else start[a] for a in group]
         taken = array.reshape(*before, *(lengths[a] for a in group), *after)[(*[slice(None)] * dimension, *index, ...)]
         kept = [a for a in group if a in sizes]
         order = [dimension + kept.index(a) for a in axes]
@@ -173,12 +173,12 @@ def resolve(model: Any, table: Table) -> WeightMapping:
     """Applies `table` to `model` (or its `jax.eval_shape`)."""
     leaves = {path: v.get_value().shape for path, v in nn.variables(model).items()}
     numbered = list(enumerate(e for e in table if isinstance(e, Weight | Convert)))
-    found = [(place.layer, n, entry, place) for n, entry in numbered for place in param_slots(model, leaves, entry)]
-    found.sort(key=lambda use: (-1 if use[0] is None else use[0], use[1]))
-    pieces = [p for _, _, e, place in found if isinstance(e, Weight) for p in _pieces(e, place)]
+    uses = [(place.layer, n, entry, place) for n, entry in numbered for place in param_slots(model, leaves, entry)]
+    uses.sort(key=lambda use: (-1 if use[0] is None else use[0], use[1]))
+    pieces = [p for _, _, e, place in uses if isinstance(e, Weight) for p in _pieces(e, place)]
     conversions = [
         Conversion(tuple(_fill(t, i=place.layer) for t in e.hf_names), place, e)
-        for _, _, e, place in found
+        for _, _, e, place in uses
         if isinstance(e, Convert)
     ]
     absent = {place.path for e in table if isinstance(e, Absent) for place in param_slots(model, leaves, e)}

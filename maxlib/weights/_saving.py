@@ -85,8 +85,8 @@ class _Source:
 
     def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
         dtypes = [self._values[piece.place.path].dtype for piece in tensor.pieces]
-        own = np.dtype(jnp.result_type(*dtypes))
-        return own if self._dtype is None or not is_float(own) else self._dtype
+        common = np.dtype(jnp.result_type(*dtypes))
+        return common if self._dtype is None or not is_float(common) else self._dtype
 
     def _converted_header(self, name: str) -> Header:
         """Finds shape and dtype by converting zeros, once for layers of equal structure."""
@@ -106,9 +106,9 @@ class _Source:
         tensor = self._plan.tensors[name]
         out = np.empty(tensor.shape, self._tensor_dtype(tensor))
         for piece in tensor.pieces:
-            whole = tuple(slice(0, n) for n in piece.place.shape)
-            value = self._leaf(piece.place.path, piece.place.index)[piece.within(whole)]
-            assign(piece.in_leaf_order(out, tensor.lengths, whole), ..., value, name)
+            everything = tuple(slice(0, n) for n in piece.place.shape)
+            value = self._leaf(piece.place.path, piece.place.index)[piece.within(everything)]
+            assign(piece.in_leaf_order(out, tensor.lengths, everything), ..., value, name)
         return out
 
     def _fetch(self, path: str, index: int | None) -> np.ndarray:
@@ -139,7 +139,7 @@ def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterat
     Raises FileExistsError if the directory is not empty, unless it is an export and `overwrite` is given.
     """
     if is_bucket(directory):
-        check = lambda names: _check_names(str(directory), names, overwrite)
+        check = functools.partial(_check_names, str(directory), overwrite=overwrite)
         with whole_in_bucket(str(directory), check) as part:
             yield part
         return
@@ -172,7 +172,7 @@ def _check_free(directory: Path, overwrite: bool) -> None:
 
 
 def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
-    foreign = [path.name for path in map(Path, names) if not any(path.match(own) for own in OWN_FILES)]
+    foreign = [path.name for path in map(Path, names) if not any(path.match(pattern) for pattern in OWN_FILES)]
     if foreign:
         raise FileExistsError(
             f"{directory} has files that do not belong to an export ({', '.join(foreign[:5])}), and saving replaces "

@@ -76,8 +76,8 @@ class Ignore:
 
     def matches(self, name: str) -> bool:
         parts = re.split(r"(\{\w+\}|\*)", self.hf_name)
-        wild = lambda part: ".*" if part == "*" else r"\d+" if part.startswith("{") else re.escape(part)
-        return re.fullmatch("".join(map(wild, parts)), name) is not None
+        wild = (".*" if part == "*" else r"\d+" if part.startswith("{") else re.escape(part) for part in parts)
+        return re.fullmatch("".join(wild), name) is not None
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _fused_experts(hf_name: str, path: str) -> list[Convert]:
     parts = (
         ("gate_up_proj", "gate", lambda both: both[:, : both.shape[1] // 2]),
         ("gate_up_proj", "up", lambda both: both[:, both.shape[1] // 2 :]),
-        ("down_proj", "down", lambda one: one),
+        ("down_proj", "down", lambda weight: weight),
     )
     return [
         Convert((f"{hf_name}.mlp.experts.{name}",), f"{path}.moe.{part}.w", load, batch=1, dtype=None)
@@ -140,14 +140,14 @@ def queries_keys_values(
         keys: Number of key heads, and their width.
         values: Number of value heads, and their width.
     """
-    own = axes.replace("one ", "")
+    leaf_axes = axes.replace("one ", "")
     table, row, at = [], 0, {"one": 0} if "one" in axes else {}
     for part, (count, width) in (("q", keys), ("k", keys), ("v", values)):
         leaf = path.format(part)
         if keys[1] == values[1]:
-            table.append(Weight(hf_name, leaf, f"(N R) {axes} -> N R {own}", at | {"N": row // width}))
+            table.append(Weight(hf_name, leaf, f"(N R) {axes} -> N R {leaf_axes}", at | {"N": row // width}))
         else:  # heads of two widths: one by one
-            pattern, starts = f"R {axes} -> N R {own}", (row + n * width for n in range(count))
+            pattern, starts = f"R {axes} -> N R {leaf_axes}", (row + n * width for n in range(count))
             table += [Weight(hf_name, leaf, pattern, at | {"R": start}, {"N": n}) for n, start in enumerate(starts)]
         row += count * width
     return table

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops._attention import attention
+from maxlib.ops import attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlib import ops
-from maxlib.ops._attention import attention
+from maxlib.ops import attention
 from maxlib.ops._attention.tokamax_triton import has_triton_attention
 
 CALLS = 10  # between two waits for the device

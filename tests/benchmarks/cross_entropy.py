@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from maxlib.ops._cross_entropy import linear_cross_entropy
+from maxlib.ops import fused_linear_cross_entropy
 
 
 def plain_loss(hidden, weight, targets):
@@ -40,7 +40,7 @@ def matmuls(hidden, weight, targets):
 
 def jax_contenders(args, inputs):
     def chunked(chunk):
-        return lambda h, w, y: linear_cross_entropy(h, w, y, chunk=chunk).loss
+        return lambda h, w, y: fused_linear_cross_entropy(h, w, y, chunk=chunk).loss
 
     losses = {f"maxlib chunk={c}": chunked(c) for c in args.chunks} | {"plain JAX": plain_loss}
     steps = {name: jax.value_and_grad(loss, (0, 1)) for name, loss in losses.items()} | {"matmuls alone": matmuls}

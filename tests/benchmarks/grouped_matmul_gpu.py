@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops._glu import swiglu
-from maxlib.ops._grouped_matmul import grouped_glu, grouped_matmul
+from maxlib.ops import grouped_glu, grouped_matmul, swiglu
 from tests.benchmarks.attention_gpu import (
     add_arguments,
     compiled,

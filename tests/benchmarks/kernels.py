@@ -2,15 +2,14 @@
 
     python -m tests.benchmarks.kernels [NAME ...] [--write] [--json out.json]
 
-Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax,
-jax-linear-attention and flash-linear-attention as if they were installed. `--write` replaces the tables of
+Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax
+and jax-linear-attention as if they were installed. `--write` replaces the tables of
 docs/kernels.md; `--json` keeps a line for each preset, phase and device.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import ops, weights
-from maxlib.ops import _jax_linear_attention, _recurrences
-from maxlib.ops._attention import dispatch as attention
 from maxlib.ops._attention import table
-from maxlib.ops._fla import choice as fla
-from maxlib.ops._grouped_matmul import dispatch as grouped
+from maxlib.ops._attention.table import ATTENTION, AttentionCall
+from maxlib.ops._dispatch import Call, Op
 from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
+from maxlib.ops._recurrent import jax_linear_attention
 
 DEVICES = {
     "A100": ("gpu", "NVIDIA A100-SXM4-80GB"),
@@ -49,7 +47,6 @@ PROVEN = (
     "megablox",
     "jax_mosaic_gpu",
     "jax_linear_attention",
-    "fla",
 )
 RECURRENCES = {
     "gated_delta_rule": "the gated delta rule",
@@ -99,39 +96,31 @@ def _run(model: Any, tokens: jax.Array, phase: str) -> jax.Array:
 def _recorded(phase: str) -> Iterator[dict[Any, Asked]]:
     """Yields the calls that are traced inside, each of them once."""
     found: dict[Any, Asked] = {}
+    explain, training = Op.explain, phase.startswith("train")
 
-    def note(module: Any, name: str, key: Callable, answer: Callable):
-        real = getattr(module, name)
+    def noted(op: Op, call: Call, name: str | None = None):
+        found.setdefault((op.name, call), lambda device: _answer(device, op, call, training=training))
+        return explain(op, call, name)
 
-        def wrapped(*args, **kwargs):
-            found.setdefault(key(*args), lambda device: answer(device, *args))
-            return real(*args, **kwargs)
-
-        return mock.patch.object(module, name, wrapped)
-
-    shapes = lambda rows, weights, *rest: (rows.shape, rows.dtype, weights.shape)
-    with (
-        note(
-            attention,
-            "explain",
-            lambda call, *_: call,
-            functools.partial(_attention, training=phase.startswith("train")),
-        ),
-        note(_recurrences.Operation, "explain", lambda operation, call, *_: (operation.name, call), _recurrence),
-        note(grouped, "refusals", shapes, functools.partial(_grouped, training=phase.startswith("train"))),
-    ):
+    with mock.patch.object(Op, "explain", noted):
         yield found
 
 
-def _attention(device: tuple[str, str], call: attention.Call, *_: Any, training: bool) -> Kernel:
+def _answer(device: tuple[str, str], op: Op, call: Any, *, training: bool) -> Kernel:
     call = dataclasses.replace(call, platform=device[0], device_kind=device[1])
-    chosen = attention.explain(call).chosen
+    answer = op.explain(call)
+    chosen = str(answer.chosen)
     if training and chosen == "tokamax_triton" and "softcap" in call.features:
-        return Kernel("attention", "tokamax_triton and chunked", ("gradients of a softcap",))
-    return Kernel("attention", str(chosen), () if chosen in PROVEN else _lacks(call))
+        return Kernel(op.name, "tokamax_triton and chunked", ("gradients of a softcap",))
+    if training and chosen == "jax_mosaic_gpu" and answer.tiles and answer.tiles.sizes.d_weights is None:
+        return Kernel(op.name, "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
+    if chosen in PROVEN:
+        return Kernel(op.name, chosen)
+    lacking = _lacks(call) if op is ATTENTION else (RECURRENCES.get(op.name, "experts"),)
+    return Kernel(op.name, chosen, lacking)
 
 
-def _lacks(call: attention.Call) -> tuple[str, ...]:
+def _lacks(call: AttentionCall) -> tuple[str, ...]:
     """Names what in a call of attention no proven kernel of its device takes, each in a call without the rest."""
     plain = {"queries": max(call.queries, 256), "mask": CAUSAL, "key_dim": 64, "value_dim": 64}
     plain |= {"features": call.features & {"gqa", "value_dim"}}
@@ -146,36 +135,18 @@ def _lacks(call: attention.Call) -> tuple[str, ...]:
     found = [
         one
         for one, change in alone.items()
-        if attention.explain(dataclasses.replace(call, **plain | change)).chosen not in PROVEN
+        if ATTENTION.explain(dataclasses.replace(call, **plain | change)).chosen not in PROVEN
     ]
     several = "few queries beside a cache" if call.queries < 256 and not mask.aligned else "several of these at once"
     return tuple(found) or (several,)
-
-
-def _recurrence(device: tuple[str, str], operation: _recurrences.Operation, call: _recurrences.Call, *_: Any) -> Kernel:
-    call = dataclasses.replace(call, platform=device[0], device_kind=device[1])
-    chosen = str(operation.explain(call).chosen)
-    return Kernel(operation.name, chosen, () if chosen in PROVEN else (RECURRENCES[operation.name],))
-
-
-def _grouped(
-    device: tuple[str, str], rows: Any, weights: Any, order: str, out_dtype: Any, *_: Any, training: bool
-) -> Kernel:
-    reasons = grouped.refusals(rows, weights, order, out_dtype, device)
-    chosen = str(grouped.explain("", reasons).chosen)
-    sizes = grouped.sizes(chosen, rows, weights, order, device)
-    if training and chosen == "jax_mosaic_gpu" and sizes and sizes.sizes.d_weights is None:
-        return Kernel("grouped_matmul", "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
-    return Kernel("grouped_matmul", chosen, () if chosen in PROVEN else ("experts",))
 
 
 @contextlib.contextmanager
 def _all_installed() -> Iterator[None]:
     """Makes the choosers answer as if the packages with kernels were installed, and what Triton's need."""
     with contextlib.ExitStack() as stack:
-        version = mock.patch.object(_jax_linear_attention, "installed_version", return_value=(0, 1, 0))
+        version = mock.patch.object(jax_linear_attention, "installed_version", return_value=(0, 1, 0))
         stack.enter_context(version)
-        stack.enter_context(mock.patch.object(fla, "lacking", return_value=()))
         for module, name in (
             (table, "is_installed"),
             (table, "has_triton_attention"),

@@ -40,7 +40,7 @@ def nll(model, rows, cache_dtype=None):
     def one(row):
         cache = None if cache_dtype is None else model.init_cache(1, len(row), dtype=cache_dtype)
         hidden = model(row[None, :-1], cache=cache, dtype=jnp.float32).hidden
-        return ops.linear_cross_entropy(hidden, model.head_weight(), row[None, 1:]).loss
+        return ops.fused_linear_cross_entropy(hidden, model.head_weight(), row[None, 1:]).loss
 
     return jax.lax.map(one, rows).sum() / (rows.size - len(rows))
 

@@ -1,5 +1,5 @@
 """The three recurrences on one NVIDIA GPU: milliseconds and temporary memory of `chunked` and of the kernels of
-jax-linear-attention and flash-linear-attention, at the sizes of published models, in one run.
+jax-linear-attention, at the sizes of published models, in one run.
 
     python -m tests.benchmarks.recurrences_gpu [--cases delta ...] [--rounds 10] [--minutes 9] [--json out.jsonl]
     python -m tests.benchmarks.recurrences_gpu --tiny   # the same code at small sizes, also on a CPU
@@ -33,7 +33,7 @@ from tests.benchmarks.attention_gpu import (
     take_turns,
 )
 
-CONTENDERS = ("chunked", "jax_linear_attention", "fla")
+CONTENDERS = ("chunked", "jax_linear_attention")
 
 
 @dataclasses.dataclass(frozen=True)

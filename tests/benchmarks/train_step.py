@@ -45,7 +45,7 @@ def loss_of(model, tokens, key=None):
     hidden = model(tokens[:, :-1], dtype=jnp.float32).hidden
     targets = tokens[:, 1:]
     weights = jnp.full(targets.shape, 1.0 / targets.size)
-    return ops.linear_cross_entropy(hidden, model.head_weight(), targets, weights=weights).loss
+    return ops.fused_linear_cross_entropy(hidden, model.head_weight(), targets, weights=weights).loss
 
 
 def trainer(model, tokens):

@@ -86,21 +86,14 @@ def test_a_model_and_its_optimizer(tmp_path):
         ck.save(1, state)
         got = ck.restore(like={**state, "params": abstract(state["params"])})
         on_disk = checkpoint.load(tmp_path)
+    with Checkpointer(tmp_path) as ck:  # without naming the stacks
+        assert_same(ck.restore(like={"opt": state["opt"]})["opt"], state["opt"])
     assert_same({name: got[name] for name in state}, state)
     assert_same(nn.combine(got["params"], got["rest"]), nn.combine(state["params"], state["rest"]))
     assert got["meta"]["layouts"] == layouts == {"layers": [[1, 1], [2, 3]]}
     assert set(on_disk["params"]) == set(state["params"])
     assert set(on_disk["rest"]) == {f"layers.groups.{place}.count" for place in ("0.0", "1.0", "1.1")}
     assert "0.mu.layers.groups.1.0.w" in on_disk["opt"] and "0.count" in on_disk["opt"]
-
-
-def test_restored_without_naming_the_stacks(tmp_path):
-    model = abstract_model("abcbcbc")
-    state = state_of(model)
-    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as ck:
-        ck.save(1, state)
-    with Checkpointer(tmp_path) as ck:
-        assert_same(ck.restore(like={"opt": state["opt"]})["opt"], state["opt"])
 
 
 def test_a_save_survives_donation(tmp_path):

@@ -152,7 +152,7 @@ def check_damage(run: Path, rounds: int, seed: int) -> None:
 
 
 def test_any_damage_to_any_file(run):
-    check_damage(run, rounds=15, seed=0)
+    check_damage(run, rounds=10, seed=0)
 
 
 @pytest.mark.full
@@ -204,6 +204,7 @@ with Checkpointer(sys.argv[1]) as ck:
 """
 
 
+@pytest.mark.full
 def test_a_full_disk(tmp_path):
     """A limit on the size of files stands for the disk: write() fails half-way, with EFBIG in place of ENOSPC."""
     done = subprocess.run(

@@ -59,8 +59,9 @@ def test_two_hosts(tmp_path):
     assert both(tmp_path, "restore") == [f"1 {sorted(data.items())}"] * 2  # both see it and take the step before
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("damage", [False, pytest.param(True, marks=pytest.mark.full)], ids=["whole", "damaged"])
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
 def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path, damage):
     counts = [dict.fromkeys([*hosts.COPIES, "own"], 1), {"own": 1}]
     assert both(tmp_path, "copies") == [f"2 {dict(sorted(count.items()))}" for count in counts]

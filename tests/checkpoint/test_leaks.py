@@ -39,9 +39,9 @@ def test_saves_hold_no_threads_and_no_descriptors(tmp_path, verify):
     before = held()
     with Checkpointer(tmp_path, keep=2, verify=verify) as ck:
         counts = []
-        for step in range(1, 16):
+        for step in range(1, 10):
             ck.save(step, ITEMS)
-            if step % 5 == 0:
+            if step % 3 == 0:
                 ck.wait()
                 counts.append(held(*counts[:1]))
     assert counts[0] == counts[1] == counts[2]
@@ -89,6 +89,7 @@ with Checkpointer(sys.argv[1]) as ck:
 """
 
 
+@pytest.mark.full
 def test_too_few_descriptors_are_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", FEW, tmp_path], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0

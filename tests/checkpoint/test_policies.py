@@ -92,7 +92,7 @@ def test_best_by_a_metric_that_is_not_there_is_said_once(tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_that_goes_back_replaces_what_came_later(tmp_path, keep):
     policies = {"keep": keep, "replace": True}
     with Checkpointer(tmp_path, keep=None) as ck:
@@ -288,6 +288,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.full
 def test_of_two_live_runs_the_older_stops(tmp_path):
     def ask(run: subprocess.Popen, step: int) -> str:
         assert run.stdin and run.stdout
@@ -381,7 +382,7 @@ def test_a_run_that_stops_where_no_tier_was_due_is_saved_in_each(tmp_path):
     assert [tier.steps() for tier in ck.tiers] == [[5], [5]]
 
 
-@pytest.mark.parametrize("harm", [flip, shutil.rmtree], ids=["flipped", "lost"])
+@pytest.mark.parametrize("harm", [flip, pytest.param(shutil.rmtree, marks=pytest.mark.full)], ids=["flipped", "lost"])
 def test_a_near_step_that_is_bad_or_lost_costs_the_way_from_the_far_one(tmp_path, harm, caplog):
     with make_tiers(tmp_path) as ck:
         for step in range(1, 6):

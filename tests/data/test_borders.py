@@ -22,8 +22,13 @@ def answered(*answers):
     return [message for answer in answers for message in [*ASK, {"role": "assistant", "content": answer}]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("border", [": ", ":", ":\n", "<s>"])
+BORDERS = ": ", ":", ":\n", "<s>"
+
+
+# Each kind with two of the borders, each border with three kinds.
+@pytest.mark.parametrize(
+    ("kind", "border"), [(kind, BORDERS[(i + j) % 4]) for i, kind in enumerate(KINDS) for j in (0, 2)]
+)
 def test_learned_tokens_are_those_of_transformers(kind, border):
     template = SPACED.replace(": ", border)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=KINDS[kind], chat_template=template)

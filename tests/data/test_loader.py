@@ -90,9 +90,9 @@ def test_hosts_come_and_go(strategy, counts):
 @pytest.mark.parametrize("strategy", [STRATEGIES[0], pytest.param(STRATEGIES[1], marks=pytest.mark.full)])
 def test_resume_is_exact_after_every_batch(strategy):
     """Through JSON, on a used loader and on a new one; more batches than an epoch and than a set of bins."""
-    reading, uninterrupted = loader(strategy=strategy, num_shards=2), take(loader(strategy=strategy, num_shards=2), 14)
+    reading, uninterrupted = loader(strategy=strategy, num_shards=2), take(loader(strategy=strategy, num_shards=2), 9)
     used = loader(strategy=strategy, num_shards=2)
-    for step in range(12):
+    for step in range(7):
         state = through_json(reading.get_state())
         for resumed in (used, loader(strategy=strategy, num_shards=2)):
             resumed.set_state(state)
@@ -338,6 +338,7 @@ for loader in loaders:
 """
 
 
+@pytest.mark.full
 def test_process_ends_well_while_threads_read():
     """Threads that the interpreter cuts off inside native code abort the process."""
     done = subprocess.run([sys.executable, "-c", READING_AT_EXIT], capture_output=True, text=True, timeout=60)

@@ -54,7 +54,7 @@ MIXTURES = {
     ("kind", "strategy"),
     [
         ("documents, epochs", "concat_then_split"),
-        ("curriculum", "first_fit"),
+        pytest.param("curriculum", "first_fit", marks=pytest.mark.full),
         pytest.param("documents, epochs", "first_fit", marks=pytest.mark.full),
         pytest.param("curriculum", "concat_then_split", marks=pytest.mark.full),
         pytest.param("weights", "first_fit", marks=pytest.mark.full),
@@ -94,7 +94,7 @@ def drawn(mixed, count: int, part=slice(0, None, 1)) -> list:
 @pytest.mark.parametrize("by", ["tokens", "documents"])
 def test_shares_hold_at_every_moment(by):
     spent = dict.fromkeys(NAMES, 0)
-    for document in drawn(mixture(by=by), 300):
+    for document in drawn(mixture(by=by), 150):
         spent[document["source"]] += len(document["tokens"]) if by == "tokens" else 1
         off = [spent[name] - sum(spent.values()) * w / 7 for name, w in zip(NAMES, (4, 2, 1), strict=True)]
         assert max(map(abs, off)) <= 3 * (40 if by == "tokens" else 1)

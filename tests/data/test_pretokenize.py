@@ -1,13 +1,13 @@
 """Pretokenized data equal tokenization on the fly, however often the writing was interrupted."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from maxlib import data, tokenization
+from maxlib.data.__main__ import main
 
 TEXTS = [f"Document {i}: " + "größer " * (i % 9) for i in range(50)]
 
@@ -77,16 +77,15 @@ def test_bad_records_and_damage(tmp_path, tokenizer):
     assert data.read_manifest(tmp_path / "a")["dtype"] == "<u2"
 
 
-def test_command(tmp_path, tokenizer):
+def test_command(tmp_path, tokenizer, monkeypatch, capsys):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
     tokenization.save_tokenizer(tokenizer, tmp_path / "tok", bos_token="<bos>", eos_token="<eos>")
     command = f"tokenize {tmp_path}/a.jsonl --field body --tokenizer {tmp_path}/tok --out {tmp_path}/out --eos <eos>"
-    run = lambda line: subprocess.run(
-        [sys.executable, "-m", "maxlib.data", *line.split()], capture_output=True, text=True, timeout=120
-    )
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-    assert "50" in done.stdout and "characters per token" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["maxlib.data", *command.split()])
+    main()
+    said = capsys.readouterr().out
+    assert "50" in said and "characters per token" in said
     assert all(document[-1] == 1 for document in tokens(tmp_path / "out"))
-    refused = run(command + " --bos <nothing>")
-    assert refused.returncode == 1 and refused.stderr == "error: '<nothing>' is not in the tokenizer's vocabulary.\n"
+    sys.argv += ["--bos", "<nothing>"]
+    with pytest.raises(SystemExit, match="error: '<nothing>' is not in the tokenizer's vocabulary"):
+        main()

@@ -177,7 +177,7 @@ WORDS = """
     data fsdp tensor context expert stage dcn pp pp:8 pp:0 pp:3x2 dp tp fsdp_tp ep cp_ring cp_ulysses cp_gather zero1
     --mesh --dcn --strategy --remat --attention --optimizer --loss --batch --lora --base --flags --accumulate --sequence
     --per-device-batch-size --gradients --target none full dots keep offload q k v rank alpha dora rslora int8 nf4 bfloat16
-    adamw sgd splash chunked cudnn mosaic_tpu 1f1b nan inf 1e400 -inf 0.3 ..x:y json:dumps json: :x os.path:join x:y.z
+    adamw sgd splash chunked cudnn 1f1b nan inf 1e400 -inf 0.3 ..x:y json:dumps json: :x os.path:join x:y.z
     maxlib.training:accumulate llama3-8b gpt2 cpu h100x8 v5p-8 v5e-16x2 v6e-0 v5p:2x2x2 tpu-overlap gpu-overlap = , : +
     - -- é \x00 ../../etc/passwd
 """.split()  # noqa: SIM905

@@ -11,8 +11,10 @@ from tests.fuzz.run import Target
 
 def presets() -> dict[str, dict]:
     """Two published configurations of each family, by a file's name."""
-    some = ((f.name, name, cfg) for f in weights.families() for name, cfg in itertools.islice(f.presets.items(), 2))
-    return {f"{family}-{name.replace('/', '-')}/config.json": cfg.to_hf() for family, name, cfg in some}
+    some = ((f, name, cfg) for f in weights.families() for name, cfg in itertools.islice(f.presets.items(), 2))
+    return {
+        f"{family.name}-{name.replace('/', '-')}/config.json": family.fields.write(cfg) for family, name, cfg in some
+    }
 
 
 def make(directory: Path) -> None:

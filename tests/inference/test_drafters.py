@@ -16,7 +16,7 @@ from maxlib._command import main
 from maxlib.inference import Generator, speculate
 from maxlib.models import gemma4, gemma4_assistant
 from maxlib.models.gemma4 import GLOBAL, LOCAL
-from maxlib.models.gemma4_assistant import Drafting, UnifiedDrafting
+from maxlib.models.gemma4_assistant import Drafting
 from tests.models import parity
 from tests.nn.tiny import filled, filled_llama
 
@@ -24,7 +24,7 @@ PROMPTS = [[1, 4, 2, 3, 0], [5], [3, 1, 4, 1, 5, 2, 2, 5, 3, 5, 0]]
 # A vocabulary so small that an untrained drafter is right now and then; a window that texts leave behind.
 TEXT = dict(
     vocab=6, mlp_dim=24, num_heads=2, num_kv_heads=1, head_dim=8, window=4, global_heads=(12, 1), per_layer_dim=0,
-    per_layer_vocab=0, rope=ops.Rope(12, 1e5, ops.Proportional(0.5), max_length=64), local_rope=ops.Rope(8, 1e4, max_length=64),
+    per_layer_vocab=0, rope=ops.Rope(12, 1e5, ops.ProportionalScaling(0.5), max_length=64), local_rope=ops.Rope(8, 1e4, max_length=64),
 )  # fmt: skip
 TARGETS = {
     # Two scanned layers of each type, then two that take the keys of the last of these.
@@ -172,7 +172,7 @@ def test_configs_that_cannot_be_are_refused_by_name(changes, error):
         dataclasses.replace(CFG, **changes)
 
 
-@pytest.mark.parametrize("drafting", [DRAFTING, UnifiedDrafting(target_dim=16)])
+@pytest.mark.parametrize("drafting", [DRAFTING, Drafting(unified=True, target_dim=16)])
 def test_a_directory_is_read_back(tmp_path, capsys, drafting):
     cfg = dataclasses.replace(CFG, drafting=drafting, tied=not drafting.clustered)
     model = made(gemma4_assistant.Gemma4Assistant, cfg)
@@ -218,7 +218,7 @@ def theirs(model, directory, cls):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafting", [DRAFTING, UnifiedDrafting(target_dim=16)])
+@pytest.mark.parametrize("drafting", [DRAFTING, Drafting(unified=True, target_dim=16)])
 @pytest.mark.parametrize("length", [3, 16])
 def test_scores_and_texts_are_those_of_transformers(tmp_path, transformers, generator, plain, drafting, length):
     """Within a window and beyond it."""

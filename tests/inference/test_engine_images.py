@@ -37,7 +37,7 @@ def test_images_of_any_size(name):
     """Two images, none, one, and the same prompt with another picture, on two slots."""
     family, case = FAMILIES[name]
     case = parity.golden(name)[case]
-    cfg = family.FAMILY.config.from_hf(HFConfig(case["config"]))
+    cfg = family.FAMILY.fields.read(HFConfig(case["config"]))
     model = filled(lambda: family.FAMILY.model(cfg, rngs=nnx.Rngs(0)))
     found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
     picture = lambda *numbers: nn.vision.patches(

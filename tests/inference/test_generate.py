@@ -9,7 +9,7 @@ from flax import nnx
 from maxlib import inference, nn, ops, sharding
 from maxlib.inference import Generator, Sampler, _generate, stream_text
 from maxlib.inference._generate import right_padded
-from maxlib.ops import DynamicNTK, Rope
+from maxlib.ops import DynamicNTKScaling, Rope
 from tests.nn.tiny import LLAMA, filled, filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
@@ -149,7 +149,7 @@ def test_a_mesh_changes_nothing(model, generator):
 
 def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
     """Dynamic NTK: a prefill equals a full pass over the row alone; with `rope_length`, every step rotates alike."""
-    rope = Rope(12, scaling=DynamicNTK(factor=4.0, original_length=8))
+    rope = Rope(12, scaling=DynamicNTKScaling(factor=4.0, original_length=8))
     model = filled_llama(num_layers=1, rope=rope)
     rows = [PROMPTS[2], PROMPTS[2][:10]]
     tokens, valid = right_padded(rows)

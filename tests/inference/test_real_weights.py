@@ -77,7 +77,7 @@ def test_perplexity_is_that_of_transformers(pair):
     @jax.jit
     def nll(model, ids):
         hidden = model(ids[:, :-1], dtype=jnp.float32).hidden
-        return ops.linear_cross_entropy(hidden, model.head_weight(), ids[:, 1:]).loss / TOKENS
+        return ops.fused_linear_cross_entropy(hidden, model.head_weight(), ids[:, 1:]).loss / TOKENS
 
     with torch.no_grad():
         hidden = theirs.model(torch.tensor([ids[:-1]])).last_hidden_state[0]

@@ -229,9 +229,9 @@ class Conformance:
 
     def test_both_spellings_are_read(self, name):
         case = parity.golden(self.family)[name]
-        config = next(f for f in maxlib.weights.families() if f.name == self.family).config
+        config = next(f for f in maxlib.weights.families() if f.name == self.family).fields
         now, before = HFConfig(case["config"]), HFConfig(parity.old_spelling(case["config"]))
-        assert config.from_hf(before) == config.from_hf(now)
+        assert config.read(before) == config.read(now)
         now.done()
         before.done()
 
@@ -247,7 +247,7 @@ class Conformance:
     def test_every_field_is_perturbed_somewhere(self):
         config = parity.golden(self.family)[next(iter(self.cases))]["config"]
         fields = HFConfig(config)
-        next(f for f in maxlib.weights.families() if f.name == self.family).config.from_hf(fields)
+        next(f for f in maxlib.weights.families() if f.name == self.family).fields.read(fields)
         perturbed = self.matters.keys() | self.refused.keys() | self.elsewhere
         assert not fields._taken & config.keys() - perturbed - SHAPING - SAID_TWICE
 
@@ -284,8 +284,8 @@ class Conformance:
             cfg = own[name]
             count = self.published(family, cfg) / 1e9
             assert abs(count - billions) <= 0.0051, f"{name} has {count:.4f}B"
-            fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
-            assert family.config.from_hf(fields) == cfg, name
+            fields = HFConfig(json.loads(json.dumps(family.fields.write(cfg))))
+            assert family.fields.read(fields) == cfg, name
             fields.done()
 
     def published(self, family: Family, cfg: Any) -> float:

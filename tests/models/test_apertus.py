@@ -52,8 +52,8 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     """Also the scaling of the rope."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.ApertusConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *apertus.Config.required()]}
-    assert apertus.Config.from_hf(HFConfig(short)) == apertus.Config.from_hf(HFConfig(theirs.to_dict()))
+    short = {name: getattr(theirs, name) for name in ["model_type", *apertus.FIELDS.required]}
+    assert apertus.FIELDS.read(HFConfig(short)) == apertus.FIELDS.read(HFConfig(theirs.to_dict()))
 
 
 # The config.json of the 8B release.
@@ -97,5 +97,5 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert apertus.Config.from_hf(fields) == apertus.PRESETS["apertus-8b"]
+    assert apertus.FIELDS.read(fields) == apertus.PRESETS["apertus-8b"]
     fields.done()

@@ -48,7 +48,7 @@ def model_of(family: str):
     """The first case of the golden files, twice as deep, so that its layers repeat."""
     case = next(c for c in parity.golden(family).values() if "vision_config" not in c["config"])
     found = next(f for f in maxlib.weights.families() if f.name == family)
-    cfg = found.config.from_hf(HFConfig(case["config"]))
+    cfg = found.fields.read(HFConfig(case["config"]))
     if hasattr(cfg, "pattern"):
         cfg = dataclasses.replace(cfg, pattern=cfg.pattern * 2)
     elif getattr(cfg, "layer_types", None) is not None:

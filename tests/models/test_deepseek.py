@@ -250,7 +250,7 @@ SCALING = {
 def test_presets_are_what_the_releases_say(preset):
     released = RELEASED[preset]
     fields = HFConfig(COMMON | released | {"rope_scaling": SCALING | released.get("rope_scaling", {})})
-    assert deepseek.Config.from_hf(fields) == deepseek.PRESETS[preset]
+    assert deepseek.FIELDS.read(fields) == deepseek.PRESETS[preset]
     fields.done()
 
 
@@ -261,11 +261,9 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
         (transformers.DeepseekV3Config, "deepseek_v3"),
     ):
         theirs = cls(num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2)
-        names = [*deepseek.Config.required(), "model_type", "qk_rope_head_dim", "max_position_embeddings"]
+        names = [*deepseek.FIELDS.required, "model_type", "qk_rope_head_dim", "max_position_embeddings"]
         short = {name: getattr(theirs, name) for name in names}
-        assert deepseek.Config.from_hf(HFConfig(short)) == deepseek.Config.from_hf(HFConfig(theirs.to_dict())), (
-            model_type
-        )
+        assert deepseek.FIELDS.read(HFConfig(short)) == deepseek.FIELDS.read(HFConfig(theirs.to_dict())), model_type
 
 
 def transformers_cases():

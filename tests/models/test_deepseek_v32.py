@@ -107,20 +107,20 @@ def transformers_cases():
 def test_glm_in_its_older_spellings():
     """A pattern of letters, or every so many layers."""
     config = parity.golden("deepseek_v32")["glm"]["config"]
-    want = deepseek_v32.Config.from_hf(HFConfig(config))
+    want = deepseek_v32.FIELDS.read(HFConfig(config))
     del config["indexer_types"]
     for more in ({"index_topk_pattern": "FF"}, {"index_topk_freq": 1, "index_skip_topk_offset": 3}, {}):
         fields = HFConfig(config | more)
-        assert deepseek_v32.Config.from_hf(fields) == want
+        assert deepseek_v32.FIELDS.read(fields) == want
         fields.done()
     for more in ({"index_topk_pattern": "FS"}, {"index_topk_freq": 4}):
         with pytest.raises(ValueError, match="a choice that layers share is not computed"):
-            deepseek_v32.Config.from_hf(HFConfig(config | more))
+            deepseek_v32.FIELDS.read(HFConfig(config | more))
 
 
 @pytest.mark.parametrize("name", ["DeepseekV32Config", "GlmMoeDsaConfig"])
 def test_what_a_config_leaves_out_is_as_in_transformers(name):
     theirs = getattr(pytest.importorskip("transformers"), name)()
-    short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.FIELDS.required]}
     short |= {"qk_rope_head_dim": 64, "max_position_embeddings": theirs.max_position_embeddings}
-    assert deepseek_v32.Config.from_hf(HFConfig(short)) == deepseek_v32.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert deepseek_v32.FIELDS.read(HFConfig(short)) == deepseek_v32.FIELDS.read(HFConfig(theirs.to_dict()))

@@ -27,5 +27,5 @@ transformers_cases = TestGemma.transformers_cases
 def test_first_releases_are_read():
     """They name the exact gelu and mean its tanh approximation."""
     fields = HFConfig({"model_type": "gemma", **TINY, "hidden_act": "gelu", "hidden_activation": None})
-    gemma.Config.from_hf(fields)
+    gemma.FIELDS.read(fields)
     fields.done()

@@ -71,7 +71,7 @@ class TestGemma3(Conformance):
             del config["layer_types"]
             old["sliding_window_pattern"] = 3
         fields = HFConfig(config | old)
-        assert gemma3.Config.from_hf(fields) == model.cfg
+        assert gemma3.FIELDS.read(fields) == model.cfg
         fields.done()
 
 
@@ -83,7 +83,7 @@ def test_every_sixth_layer_is_global_unless_said_otherwise():
     for changes in ({}, {"sliding_window_pattern": 4}):
         theirs = transformers.Gemma3TextConfig(num_hidden_layers=13, **changes)
         fields = {"model_type": "gemma3_text", "num_hidden_layers": 13, **changes}
-        assert list(gemma3.Config.from_hf(HFConfig(fields)).types) == theirs.layer_types
+        assert list(gemma3.FIELDS.read(HFConfig(fields)).types) == theirs.layer_types
 
 
 def test_what_released_configs_leave_out_is_as_in_transformers():
@@ -107,7 +107,7 @@ def test_what_released_configs_leave_out_is_as_in_transformers():
         "vision_use_head": False,
     }
     fields = HFConfig({"model_type": "gemma3", "text_config": text, "vision_config": tower, "mm_tokens_per_image": 256})
-    assert gemma3.Config.from_hf(fields) == gemma3.PRESETS["gemma3-4b"]
+    assert gemma3.FIELDS.read(fields) == gemma3.PRESETS["gemma3-4b"]
     fields.done()
 
 

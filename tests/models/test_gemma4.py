@@ -101,7 +101,7 @@ class TestGemma4(Conformance):
         """There is one: transformers 4 has no Gemma 4."""
         case = parity.golden(self.family)[name]
         now = HFConfig(case["config"])
-        gemma4.Config.from_hf(now)
+        gemma4.FIELDS.read(now)
         now.done()
 
     @pytest.mark.full
@@ -113,8 +113,8 @@ class TestGemma4(Conformance):
             model = jax.eval_shape(lambda cfg=cfg: gemma4.Gemma4(cfg, rngs=nnx.Rngs(0)))
             count = nn.num_parameters(model) / 1e9
             assert abs(count - cls.presets[name]) <= 0.0051, f"{name} has {count:.4f}B"
-            fields = HFConfig(json.loads(json.dumps(cfg.to_hf())))
-            assert gemma4.Config.from_hf(fields) == cfg, name
+            fields = HFConfig(json.loads(json.dumps(gemma4.FIELDS.write(cfg))))
+            assert gemma4.FIELDS.read(fields) == cfg, name
             fields.done()
 
 
@@ -144,7 +144,7 @@ def test_configs_that_cannot_be_are_refused_by_name(changes, error):
     config = parity.golden("gemma4")["keys_as_values"]["config"]
     config = {name: value for name, value in config.items() if name != "per_layer_config"}
     with pytest.raises(ValueError, match=error):
-        gemma4.Config.from_hf(HFConfig(config | {"num_hidden_layers": 3} | changes))
+        gemma4.FIELDS.read(HFConfig(config | {"num_hidden_layers": 3} | changes))
 
 
 @pytest.mark.full

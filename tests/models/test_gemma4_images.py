@@ -367,14 +367,14 @@ def test_presets_are_what_the_releases_say():
     kinds = {"e2b": tower | small, "e4b": tower | small, "26b-a4b": tower, "31b": tower, "12b": unified}
     for name, vision in kinds.items():
         cfg = gemma4.PRESETS[f"gemma4-{name}"]
-        written = cfg.to_hf()
+        written = gemma4.FIELDS.write(cfg)
         assert cfg.both_ways == (name in ("31b", "26b-a4b", "12b"))
         fields = HFConfig(
             {key: written[key] for key in ("model_type", "text_config")}
             | rest
             | {"vision_config": vision, "audio_config": hears.get(name)}
         )
-        assert gemma4.Config.from_hf(fields) == cfg, name
+        assert gemma4.FIELDS.read(fields) == cfg, name
         fields.done()
 
 

@@ -82,9 +82,9 @@ def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Glm4MoeConfig(hidden_size=768)
-    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe.Config.required()]}
-    cfg = glm4_moe.Config.from_hf(HFConfig(short | {"max_position_embeddings": 131072}))
-    assert cfg == glm4_moe.Config.from_hf(HFConfig(theirs.to_dict()))
+    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe.FIELDS.required]}
+    cfg = glm4_moe.FIELDS.read(HFConfig(short | {"max_position_embeddings": 131072}))
+    assert cfg == glm4_moe.FIELDS.read(HFConfig(theirs.to_dict()))
     assert (cfg.head_dim, cfg.rope) == (8, Rope(4, max_length=131072))  # half a head
 
 
@@ -140,7 +140,7 @@ COMMON = {
 @pytest.mark.parametrize("preset", RELEASED)
 def test_presets_are_what_the_releases_say(preset):
     fields = HFConfig(COMMON | RELEASED[preset])
-    cfg = glm4_moe.Config.from_hf(fields)
+    cfg = glm4_moe.FIELDS.read(fields)
     assert cfg == glm4_moe.PRESETS[preset]
     assert cfg.stored_mtp == 1
     fields.done()

@@ -89,7 +89,7 @@ transformers_cases = TestGLM4MoELite.transformers_cases
 def test_the_prediction_module_is_that_of_deepseek(tmp_path):
     """With V3's, whose modules are compared with transformers', the weights have the same names."""
     case = parity.golden("glm4_moe_lite")["groups"]
-    cfg = glm4_moe_lite.Config.from_hf(HFConfig(case["config"]))
+    cfg = glm4_moe_lite.FIELDS.read(HFConfig(case["config"]))
     cfg = dataclasses.replace(cfg, num_mtp=1, norm_eps=1e-6, num_groups=1, top_groups=1)
     maxlib.save_pretrained(glm4_moe_lite.GLM4MoELite(cfg, rngs=nnx.Rngs(0)), tmp_path)
     ours = maxlib.from_pretrained(tmp_path, num_mtp=1)
@@ -112,9 +112,9 @@ def test_the_prediction_module_is_that_of_deepseek(tmp_path):
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Glm4MoeLiteConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe_lite.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe_lite.FIELDS.required]}
     short |= {"qk_rope_head_dim": 64, "max_position_embeddings": 202752}
-    assert glm4_moe_lite.Config.from_hf(HFConfig(short)) == glm4_moe_lite.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert glm4_moe_lite.FIELDS.read(HFConfig(short)) == glm4_moe_lite.FIELDS.read(HFConfig(theirs.to_dict()))
 
 
 # The config.json of the release.
@@ -160,7 +160,7 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    cfg = glm4_moe_lite.Config.from_hf(fields)
+    cfg = glm4_moe_lite.FIELDS.read(fields)
     assert cfg == glm4_moe_lite.PRESETS["glm-4.7-flash"]
     assert cfg.stored_mtp == 1
     fields.done()

@@ -105,7 +105,7 @@ SIZES = {
 @pytest.mark.parametrize("preset", SIZES)
 def test_presets_are_what_the_releases_say(preset):
     fields = HFConfig(RELEASED | SIZES[preset])
-    assert gpt2.Config.from_hf(fields) == gpt2.PRESETS[preset]
+    assert gpt2.FIELDS.read(fields) == gpt2.PRESETS[preset]
     fields.done()
 
 

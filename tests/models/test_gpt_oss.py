@@ -122,12 +122,12 @@ LARGE = {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": [SLID
 @pytest.mark.parametrize(("preset", "change"), [("gpt-oss-20b", {}), ("gpt-oss-120b", LARGE)])
 def test_presets_are_what_the_releases_say(preset, change):
     fields = HFConfig(RELEASED | change)
-    assert gpt_oss.Config.from_hf(fields) == gpt_oss.PRESETS[preset]
+    assert gpt_oss.FIELDS.read(fields) == gpt_oss.PRESETS[preset]
     fields.done()
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = json.loads(transformers.GptOssConfig().to_json_string(use_diff=False))
-    short = {name: theirs[name] for name in ("model_type", *gpt_oss.Config.required())}
-    assert gpt_oss.Config.from_hf(HFConfig(short)) == gpt_oss.Config.from_hf(HFConfig(theirs))
+    short = {name: theirs[name] for name in ("model_type", *gpt_oss.FIELDS.required)}
+    assert gpt_oss.FIELDS.read(HFConfig(short)) == gpt_oss.FIELDS.read(HFConfig(theirs))

@@ -100,9 +100,9 @@ transformers_cases = TestGranite4.transformers_cases
 
 def test_both_names_of_layers_are_read():
     config = {"model_type": "granitemoehybrid"} | TestGranite4.base
-    read = lambda *types: granite4.Config.from_hf(HFConfig(config | {"layer_types": list(types)})).layer_types
+    read = lambda *types: granite4.FIELDS.read(HFConfig(config | {"layer_types": list(types)})).layer_types
     assert read("linear_attention", "full_attention", "mamba") == (MAMBA, FULL, MAMBA) == read(MAMBA, FULL, MAMBA)
-    assert granite4.Config.from_hf(HFConfig(config)).layer_types == (MAMBA,) * 3
+    assert granite4.FIELDS.read(HFConfig(config)).layer_types == (MAMBA,) * 3
 
 
 # The config.json of Granite 4.0 1B.
@@ -182,7 +182,7 @@ TINY = {
 )
 def test_presets_are_what_releases_say(changes, preset):
     fields, want = HFConfig(RELEASED | changes), granite4.PRESETS[preset]
-    cfg = granite4.Config.from_hf(fields)
+    cfg = granite4.FIELDS.read(fields)
     fields.done()
     if MAMBA not in want.layer_types:  # its sizes of Mamba belong to no layer
         own = ("mamba_heads", "mamba_state")

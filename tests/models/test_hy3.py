@@ -57,9 +57,9 @@ transformers_cases = TestHy3.transformers_cases
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.HYV3Config()
-    short = {name: getattr(theirs, name) for name in ["model_type", *hy3.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *hy3.FIELDS.required]}
     short["max_position_embeddings"] = theirs.max_position_embeddings
-    assert hy3.Config.from_hf(HFConfig(short)) == hy3.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert hy3.FIELDS.read(HFConfig(short)) == hy3.FIELDS.read(HFConfig(theirs.to_dict()))
 
 
 # The config.json of the release.
@@ -109,7 +109,7 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    cfg = hy3.Config.from_hf(fields)
+    cfg = hy3.FIELDS.read(fields)
     assert cfg == hy3.PRESETS["hy3"]
     assert cfg.stored_mtp == 1
     fields.done()

@@ -77,12 +77,12 @@ class TestKimiLinear(Conformance):
             "rope_theta": 10000.0, "use_grouped_topk": True, "num_nextn_predict_layers": 0,
         }  # fmt: skip
         now, before = HFConfig(config), HFConfig(released)
-        assert kimi_linear.Config.from_hf(before) == kimi_linear.Config.from_hf(now)
+        assert kimi_linear.FIELDS.read(before) == kimi_linear.FIELDS.read(now)
         now.done()
         before.done()
         linear["kda_layers"] = linear["kda_layers"][1:]
         with pytest.raises(ValueError, match=r"linear_attn_config: .* must name each of the layers"):
-            kimi_linear.Config.from_hf(HFConfig(released))
+            kimi_linear.FIELDS.read(HFConfig(released))
 
 
 transformers_cases = TestKimiLinear.transformers_cases

@@ -24,7 +24,7 @@ from tests.training.tiny import QUICKLY
 VOCAB, VECTOR = 32, 4
 MASK = ops.Causal() & ops.SlidingWindow(5)
 # Documents are longer and shorter than the length at which this rope begins to stretch.
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8, scaling=ops.DynamicNTK(4.0, 6))}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": ops.Rope(8, scaling=ops.DynamicNTKScaling(4.0, 6))}
 MIXERS = (
     functools.partial(nn.GatedDeltaNet, **DELTA),
     functools.partial(nn.KimiDeltaAttention, **KIMI),

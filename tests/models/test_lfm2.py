@@ -142,11 +142,11 @@ EXPERTS = {
 )
 def test_presets_are_what_releases_say(changes, preset):
     fields = HFConfig(changes if "layer_types" in changes else RELEASED | changes)
-    assert lfm2.Config.from_hf(fields) == lfm2.PRESETS[preset]
+    assert lfm2.FIELDS.read(fields) == lfm2.PRESETS[preset]
     fields.done()
 
 
 def test_experts_without_layer_types_are_refused():
     short = {name: value for name, value in EXPERTS.items() if name != "layer_types"}
     with pytest.raises(ValueError, match="layer_types must be given"):
-        lfm2.Config.from_hf(HFConfig(short))
+        lfm2.FIELDS.read(HFConfig(short))

@@ -232,8 +232,8 @@ def test_presets(name):
     layer = nn.num_parameters(abstract.layers) // 2
     count = nn.num_parameters(abstract) + (cfg.num_layers - 2) * layer
     assert round(count / 1e9, 3) == SIZES[name]
-    fields = weights.HFConfig(json.loads(json.dumps(cfg.to_hf())))
-    assert llama.Config.from_hf(fields) == cfg
+    fields = weights.HFConfig(json.loads(json.dumps(llama.FIELDS.write(cfg))))
+    assert llama.FIELDS.read(fields) == cfg
     fields.done()
 
 
@@ -256,7 +256,7 @@ def test_configs_as_published():
     two |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32000, "tie_word_embeddings": False}
     for name, config in {"llama2-7b": two, "llama3-8b": three, "llama3.1-8b": newer}.items():
         fields = weights.HFConfig(config)
-        assert llama.Config.from_hf(fields) == llama.PRESETS[name]
+        assert llama.FIELDS.read(fields) == llama.PRESETS[name]
         fields.done()
 
 
@@ -264,7 +264,7 @@ def test_ropes_that_hugging_face_does_not_have_are_refused():
     cfg = llama.PRESETS["llama3.2-1b"]
     for rope in (ops.Rope(64, interleaved=True, max_length=8), ops.Rope(32, max_length=8)):
         with pytest.raises(ValueError, match="turns whole heads in halves"):
-            dataclasses.replace(cfg, rope=rope).to_hf()
+            llama.FIELDS.write(dataclasses.replace(cfg, rope=rope))
 
 
 def test_sequences_beyond_the_config_are_refused(tmp_path):

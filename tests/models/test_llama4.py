@@ -100,7 +100,7 @@ transformers_cases = TestLlama4.transformers_cases
 def test_layers_are_what_they_are_in_transformers(fields):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Llama4TextConfig(**BASE | fields)
-    ours = llama4.Config.from_hf(HFConfig({"model_type": "llama4_text"} | BASE | fields))
+    ours = llama4.FIELDS.read(HFConfig({"model_type": "llama4_text"} | BASE | fields))
     assert [int(kind.rotated) for kind in ours.layers] == theirs.no_rope_layers
     assert [kind.layer_type for kind in ours.layers] == theirs.layer_types
     assert [i for i, kind in enumerate(ours.layers) if kind.sparse] == theirs.moe_layers
@@ -197,7 +197,7 @@ MAVERICK = {
 def test_presets_are_the_released_configs(name, text):
     data = copy.deepcopy(RELEASED) | {"text_config": RELEASED_TEXT | text}
     fields = HFConfig(data)
-    assert llama4.Config.from_hf(fields) == llama4.PRESETS[name]
+    assert llama4.FIELDS.read(fields) == llama4.PRESETS[name]
     fields.done()
 
 

@@ -85,9 +85,9 @@ transformers_cases = TestMiMoV2.transformers_cases
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.MiMoV2FlashConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *mimo_v2.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *mimo_v2.FIELDS.required]}
     short["max_position_embeddings"] = theirs.max_position_embeddings
-    assert mimo_v2.Config.from_hf(HFConfig(short)) == mimo_v2.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert mimo_v2.FIELDS.read(HFConfig(short)) == mimo_v2.FIELDS.read(HFConfig(theirs.to_dict()))
 
 
 # The config.json of the release.
@@ -142,5 +142,5 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert mimo_v2.Config.from_hf(fields) == mimo_v2.PRESETS["mimo-v2-flash"]
+    assert mimo_v2.FIELDS.read(fields) == mimo_v2.PRESETS["mimo-v2-flash"]
     fields.done()

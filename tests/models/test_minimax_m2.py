@@ -51,9 +51,9 @@ transformers_cases = TestMiniMaxM2.transformers_cases
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.MiniMaxM2Config()
-    short = {name: getattr(theirs, name) for name in ["model_type", *minimax_m2.Config.required()]}
+    short = {name: getattr(theirs, name) for name in ["model_type", *minimax_m2.FIELDS.required]}
     short["max_position_embeddings"] = theirs.max_position_embeddings
-    assert minimax_m2.Config.from_hf(HFConfig(short)) == minimax_m2.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert minimax_m2.FIELDS.read(HFConfig(short)) == minimax_m2.FIELDS.read(HFConfig(theirs.to_dict()))
 
 
 # The config.json of the release, without what is known to change nothing.
@@ -98,5 +98,5 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert minimax_m2.Config.from_hf(fields) == minimax_m2.PRESETS["minimax-m2"]
+    assert minimax_m2.FIELDS.read(fields) == minimax_m2.PRESETS["minimax-m2"]
     fields.done()

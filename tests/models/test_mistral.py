@@ -85,9 +85,9 @@ def transformers_cases():
 def test_defaults_are_those_of_transformers():
     """The first release's config says nothing of the window in some copies: it is 4096 then. Null means none."""
     fields = {"model_type": "mistral", **BASE}
-    assert mistral.Config.from_hf(HFConfig(fields)).window == 4096
-    assert mistral.Config.from_hf(HFConfig({**fields, "sliding_window": None})).window is None
-    assert mistral.Config.from_hf(HFConfig({**fields, "num_key_value_heads": None})).num_kv_heads == 4
+    assert mistral.FIELDS.read(HFConfig(fields)).window == 4096
+    assert mistral.FIELDS.read(HFConfig({**fields, "sliding_window": None})).window is None
+    assert mistral.FIELDS.read(HFConfig({**fields, "num_key_value_heads": None})).num_kv_heads == 4
     del fields["num_key_value_heads"]
     with pytest.raises(ValueError, match="num_key_value_heads must be given"):
-        mistral.Config.from_hf(HFConfig(fields))
+        mistral.FIELDS.read(HFConfig(fields))

@@ -232,16 +232,16 @@ RELEASED = GLUE | {"text_config": _119B, "vision_config": NEW, "tie_word_embeddi
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert mistral4.Config.from_hf(fields) == mistral4.PRESETS["mistral-small-4-119b"]
+    assert mistral4.FIELDS.read(fields) == mistral4.PRESETS["mistral-small-4-119b"]
     fields.done()
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Mistral4Config().to_dict()
-    short = {name: theirs[name] for name in ["model_type", *mistral4.Config.required(), "rope_parameters"]}
+    short = {name: theirs[name] for name in ["model_type", *mistral4.FIELDS.required, "rope_parameters"]}
     whole = HFConfig(theirs)
-    assert mistral4.Config.from_hf(HFConfig(short)) == mistral4.Config.from_hf(whole)
+    assert mistral4.FIELDS.read(HFConfig(short)) == mistral4.FIELDS.read(whole)
     whole.done()
 
 
@@ -257,11 +257,11 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
 def test_ropes_that_cannot_be_are_refused(change, match):
     rope = _119B["rope_parameters"] | change
     with pytest.raises(ValueError, match=match):
-        mistral4.Config.from_hf(HFConfig(_119B | {"rope_parameters": rope}))
+        mistral4.FIELDS.read(HFConfig(_119B | {"rope_parameters": rope}))
 
 
 def test_a_mistral3_of_another_text_is_no_mistral4(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RELEASED))
     assert maxlib.weights.read_model(tmp_path)[0] is mistral4.FAMILY
     with pytest.raises(ValueError, match="text_config.model_type must be 'mistral4', got 'mistral'"):
-        mistral4.Config.from_hf(HFConfig(RELEASED | {"text_config": _119B | {"model_type": "mistral"}}))
+        mistral4.FIELDS.read(HFConfig(RELEASED | {"text_config": _119B | {"model_type": "mistral"}}))

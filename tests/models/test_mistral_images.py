@@ -377,14 +377,14 @@ RELEASED = {
 @pytest.mark.parametrize("preset", RELEASED)
 def test_presets_are_what_the_releases_say(preset):
     fields = HFConfig(RELEASED[preset])
-    assert mistral.Config.from_hf(fields) == mistral.PRESETS[preset]
+    assert mistral.FIELDS.read(fields) == mistral.PRESETS[preset]
     fields.done()
 
 
 @pytest.mark.parametrize("kind", ["Mistral3Config", "LlavaConfig"])
 def test_what_a_config_leaves_out_is_as_in_transformers(kind):
     transformers = pytest.importorskip("transformers")
-    text = {name: BASE[name] for name in (*mistral.Config.required(), "max_position_embeddings")} | {
+    text = {name: BASE[name] for name in (*mistral.FIELDS.required, "max_position_embeddings")} | {
         "model_type": "mistral"
     }
     least = {"text_config": text, "vision_config": {"model_type": "pixtral"}}
@@ -392,13 +392,13 @@ def test_what_a_config_leaves_out_is_as_in_transformers(kind):
     theirs = json.loads(getattr(transformers, kind)(**least).to_json_string(use_diff=False))
     short = least | {"model_type": theirs["model_type"], "tie_word_embeddings": theirs["tie_word_embeddings"]}
     whole = HFConfig(theirs)
-    assert mistral.Config.from_hf(HFConfig(short)) == mistral.Config.from_hf(whole)
+    assert mistral.FIELDS.read(HFConfig(short)) == mistral.FIELDS.read(whole)
     whole.done()
 
 
 def test_other_llavas_are_refused():
     with pytest.raises(ValueError, match="vision_config.model_type must be 'pixtral', got 'clip_vision_model'"):
-        mistral.Config.from_hf(
+        mistral.FIELDS.read(
             HFConfig(LLAVA | {"text_config": NEMO, "vision_config": {"model_type": "clip_vision_model"}})
         )
     for wrong in ({"kind": "llama"}, {"act": "relu"}, {"num_heads": 3}, {"merge": 0}, {"kind": "llava"}):

@@ -162,6 +162,6 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig({"model_type": "muse_glimmer", "text_config": RELEASED, "vision_config": {}})
-    cfg = muse_glimmer.Config.from_hf(fields)
+    cfg = muse_glimmer.FIELDS.read(fields)
     assert dataclasses.replace(cfg, tower=None) == muse_glimmer.PRESETS["muse-glimmer-30b"]
     fields.done()

@@ -162,12 +162,12 @@ RELEASED = {
 
 def test_the_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert nemotron_h.Config.from_hf(fields) == nemotron_h.PRESETS["nemotron-3-nano-30b-a3b"]
+    assert nemotron_h.FIELDS.read(fields) == nemotron_h.PRESETS["nemotron-3-nano-30b-a3b"]
     fields.done()
 
 
 def test_names_and_letters_of_layers_are_read():
-    read = lambda **fields: nemotron_h.Config.from_hf(HFConfig(RELEASED | fields)).pattern
+    read = lambda **fields: nemotron_h.FIELDS.read(HFConfig(RELEASED | fields)).pattern
     names = ["mamba", "moe", "attention", "mlp"]
     assert (
         read(layers_block_type=names, num_hidden_layers=4)

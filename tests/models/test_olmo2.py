@@ -68,12 +68,12 @@ def transformers_cases():
 def test_sliding_layers_rotate_like_full_ones_without_scaling(change):
     fields = {"model_type": "olmo3"} | BASE | {"rope_parameters": {FULL: YARN, SLIDING: PLAIN | change}}
     with pytest.raises(ValueError, match=f"{SLIDING} must be as {FULL} without its scaling"):
-        olmo2.Config.from_hf(HFConfig(fields))
+        olmo2.FIELDS.read(HFConfig(fields))
 
 
 def test_every_fourth_layer_sees_everything():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Olmo3Config(**BASE | {"num_hidden_layers": 9})
-    ours = olmo2.Config.from_hf(HFConfig({"model_type": "olmo3"} | BASE | {"num_hidden_layers": 9}))
+    ours = olmo2.FIELDS.read(HFConfig({"model_type": "olmo3"} | BASE | {"num_hidden_layers": 9}))
     assert list(ours.types) == theirs.layer_types
     assert ours.rope.theta == theirs.rope_parameters[FULL]["rope_theta"]

@@ -79,10 +79,10 @@ def test_other_names_of_norms_are_read(tmp_path):
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.OlmoHybridConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *olmo_hybrid.Config.required()]}
-    cfg = olmo_hybrid.Config.from_hf(HFConfig(short))
-    assert cfg == olmo_hybrid.Config.from_hf(HFConfig(theirs.to_dict()))
+    short = {name: getattr(theirs, name) for name in ["model_type", *olmo_hybrid.FIELDS.required]}
+    cfg = olmo_hybrid.FIELDS.read(HFConfig(short))
+    assert cfg == olmo_hybrid.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(128, max_length=65_536)
     fields = HFConfig(theirs.to_dict() | {"rope_parameters": NOPE})
-    assert olmo_hybrid.Config.from_hf(fields) == olmo_hybrid.PRESETS["olmo-hybrid-7b"]
+    assert olmo_hybrid.FIELDS.read(fields) == olmo_hybrid.PRESETS["olmo-hybrid-7b"]
     fields.done()

@@ -10,7 +10,7 @@ import pytest
 
 import maxlib
 from maxlib.models import phi3
-from maxlib.ops import LongRope
+from maxlib.ops import LongRopeScaling
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, assert_close
@@ -131,10 +131,10 @@ COMMON = {
 @pytest.mark.parametrize("kind", ["longrope", "su"])  # the latter in the first releases
 def test_presets_are_what_the_releases_say(preset, kind):
     scaling = phi3.PRESETS[preset].rope.scaling
-    assert isinstance(scaling, LongRope)
+    assert isinstance(scaling, LongRopeScaling)
     factors = {"long_factor": list(scaling.long_factor), "short_factor": list(scaling.short_factor)}
     fields = HFConfig(COMMON | RELEASED[preset] | {"rope_scaling": {"type": kind, **factors}})
-    assert phi3.Config.from_hf(fields) == phi3.PRESETS[preset]
+    assert phi3.FIELDS.read(fields) == phi3.PRESETS[preset]
     fields.done()
     assert scaling.magnitude == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
@@ -144,17 +144,17 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     theirs = json.loads(transformers.Phi3Config().to_json_string(use_diff=False))
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     short = {name: theirs[name] for name in ("model_type", *sizes)}
-    assert phi3.Config.from_hf(HFConfig(short)) == phi3.Config.from_hf(HFConfig(theirs))
+    assert phi3.FIELDS.read(HFConfig(short)) == phi3.FIELDS.read(HFConfig(theirs))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings must be given beside"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must have the scaling LongRope"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must have the scaling LongRopeScaling"),
     ],
 )
 def test_other_ropes_are_refused(change, message):
     fields = {"model_type": "phi3"} | TestPhi3.base | change
     with pytest.raises(ValueError, match=message):
-        phi3.Config.from_hf(HFConfig(fields))
+        phi3.FIELDS.read(HFConfig(fields))

@@ -75,7 +75,7 @@ def test_layers_slide_where_they_do_in_transformers(fields):
     """Published configs name no layer_types: they follow from three other fields."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen2Config(**BASE | fields)
-    ours = qwen2.Config.from_hf(HFConfig({"model_type": "qwen2"} | BASE | fields))
+    ours = qwen2.FIELDS.read(HFConfig({"model_type": "qwen2"} | BASE | fields))
     assert list(ours.layer_types or [FULL] * 3) == theirs.layer_types
     assert ours.window == (theirs.sliding_window if SLIDING in theirs.layer_types else None)
 
@@ -109,5 +109,5 @@ def test_the_published_config_is_read():
         "vocab_size": 152064,
     }
     fields = HFConfig(published)
-    assert qwen2.Config.from_hf(fields) == qwen2.PRESETS["qwen2.5-7b"]
+    assert qwen2.FIELDS.read(fields) == qwen2.PRESETS["qwen2.5-7b"]
     fields.done()

@@ -50,4 +50,4 @@ transformers_cases = TestQwen3.transformers_cases
 def test_heads_are_128_wide_unless_said():
     """Not dim / heads, which it is for every family before."""
     fields = HFConfig({"model_type": "qwen3"} | BASE)
-    assert qwen3.Config.from_hf(fields).head_dim == 128
+    assert qwen3.FIELDS.read(fields).head_dim == 128

@@ -235,7 +235,7 @@ def test_experts_of_the_module_are_read_either_way(tmp_path):
 
 
 def small(*types: str, sees: bool = False) -> qwen3_5.Qwen35:
-    cfg = qwen3_5.Config.from_hf(HFConfig(parity.golden("qwen3_5")["images"]["config"]))
+    cfg = qwen3_5.FIELDS.read(HFConfig(parity.golden("qwen3_5")["images"]["config"]))
     cfg = dataclasses.replace(cfg, num_layers=len(types), layer_types=types, num_mtp=1, tied=True)
     return qwen3_5.Qwen35(cfg if sees else dataclasses.replace(cfg, vision=None), rngs=nnx.Rngs(0))
 
@@ -272,9 +272,9 @@ def test_the_module_reads_text_only():
 def test_what_a_config_leaves_out_is_as_in_transformers(config):
     transformers = pytest.importorskip("transformers")
     theirs = getattr(transformers, config)()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_5.Config.required()]}
-    cfg = qwen3_5.Config.from_hf(HFConfig(short | {"max_position_embeddings": 32768}))
-    assert cfg == qwen3_5.Config.from_hf(HFConfig(theirs.to_dict()))
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_5.FIELDS.required]}
+    cfg = qwen3_5.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
+    assert cfg == qwen3_5.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
 
 
@@ -331,6 +331,6 @@ def test_presets_are_what_the_releases_say(preset):
     text = COMMON | RELEASED[preset]
     text["layer_types"] = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(text["num_hidden_layers"])]
     fields = HFConfig(seeing(text, **SMALL_VISION if preset == "qwen3.5-0.8b" else {}))
-    cfg = qwen3_5.Config.from_hf(fields)
+    cfg = qwen3_5.FIELDS.read(fields)
     assert cfg == qwen3_5.PRESETS[preset] and cfg.stored_mtp == 1
     fields.done()

@@ -67,9 +67,7 @@ def test_dense_layers_stand_where_the_config_says():
     short = {"model_type": "qwen3_moe"} | BASE | EXPERTS | {"num_hidden_layers": 6}
 
     def layers(step, dense):
-        return qwen3_moe.Config.from_hf(
-            HFConfig(short | {"decoder_sparse_step": step, "mlp_only_layers": dense})
-        ).sparse
+        return qwen3_moe.FIELDS.read(HFConfig(short | {"decoder_sparse_step": step, "mlp_only_layers": dense})).sparse
 
     assert layers(1, []) == (True,) * 6
     assert layers(1, [0, 4]) == (False, True, True, True, False, True)
@@ -80,9 +78,9 @@ def test_dense_layers_stand_where_the_config_says():
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen3MoeConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe.Config.required()]}
-    cfg = qwen3_moe.Config.from_hf(HFConfig(short | {"max_position_embeddings": 32768}))
-    assert cfg == qwen3_moe.Config.from_hf(HFConfig(theirs.to_dict()))
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe.FIELDS.required]}
+    cfg = qwen3_moe.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
+    assert cfg == qwen3_moe.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.head_dim == 64  # dim / heads, other than for the dense models
 
 
@@ -148,5 +146,5 @@ COMMON = {
 @pytest.mark.parametrize("preset", RELEASED)
 def test_presets_are_what_the_releases_say(preset):
     fields = HFConfig(COMMON | RELEASED[preset])
-    assert qwen3_moe.Config.from_hf(fields) == qwen3_moe.PRESETS[preset]
+    assert qwen3_moe.FIELDS.read(fields) == qwen3_moe.PRESETS[preset]
     fields.done()

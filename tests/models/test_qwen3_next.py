@@ -76,7 +76,7 @@ transformers_cases = TestQwen3Next.transformers_cases
 
 def test_layers_are_what_the_config_says():
     short = {"model_type": "qwen3_next"} | TestQwen3Next.base | {"num_hidden_layers": 6}
-    kinds = lambda **fields: qwen3_next.Config.from_hf(HFConfig(short | fields)).kinds
+    kinds = lambda **fields: qwen3_next.FIELDS.read(HFConfig(short | fields)).kinds
     assert kinds() == tuple((kind, True) for kind in (LINEAR, LINEAR, LINEAR, FULL, LINEAR, LINEAR))
     assert kinds(full_attention_interval=3)[2] == (FULL, True)
     assert [sparse for _, sparse in kinds(decoder_sparse_step=2, mlp_only_layers=[1])] == [False] * 3 + [
@@ -91,9 +91,9 @@ def test_layers_are_what_the_config_says():
 def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen3NextConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_next.Config.required()]}
-    cfg = qwen3_next.Config.from_hf(HFConfig(short | {"max_position_embeddings": 32768}))
-    assert cfg == qwen3_next.Config.from_hf(HFConfig(theirs.to_dict()))
+    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_next.FIELDS.required]}
+    cfg = qwen3_next.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
+    assert cfg == qwen3_next.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
 
 
@@ -147,5 +147,5 @@ RELEASED = {
 
 def test_the_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert qwen3_next.Config.from_hf(fields) == qwen3_next.PRESETS["qwen3-next-80b-a3b"]
+    assert qwen3_next.FIELDS.read(fields) == qwen3_next.PRESETS["qwen3-next-80b-a3b"]
     fields.done()

@@ -104,7 +104,7 @@ def test_the_old_spelling_of_sections_is_read(tmp_path):
     old = HFConfig(
         config | {"text_config": text, "vision_config": config["vision_config"] | {"model_type": "qwen3_vl"}}
     )
-    assert qwen3_vl.Config.from_hf(old) == qwen3_vl.Config.from_hf(HFConfig(config))
+    assert qwen3_vl.FIELDS.read(old) == qwen3_vl.FIELDS.read(HFConfig(config))
     old.done()
 
 
@@ -114,7 +114,7 @@ def test_sections_must_fill_the_head(tmp_path):
     for sections in ([4, 2, 3], [2, 6], [0, 4, 4]):
         changed = text | {"rope_parameters": ROPE | {"mrope_section": sections}}
         with pytest.raises(ValueError, match="mrope_section"):
-            qwen3_vl.Config.from_hf(HFConfig(case["config"] | {"text_config": changed}))
+            qwen3_vl.FIELDS.read(HFConfig(case["config"] | {"text_config": changed}))
 
 
 @pytest.mark.full
@@ -192,7 +192,7 @@ def test_presets_are_what_the_releases_say():
     ids = {"image_token_id": 151655, "video_token_id": 151656}
     ids |= {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
     fields = HFConfig({"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, **ids})
-    assert qwen3_vl.Config.from_hf(fields) == qwen3_vl.PRESETS["qwen3-vl-8b"]
+    assert qwen3_vl.FIELDS.read(fields) == qwen3_vl.PRESETS["qwen3-vl-8b"]
     fields.done()
 
 

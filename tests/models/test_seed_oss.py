@@ -42,7 +42,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.SeedOssConfig()
     short = {name: getattr(theirs, name) for name in [*BASE, "model_type"]}
-    assert seed_oss.Config.from_hf(HFConfig(short)) == seed_oss.Config.from_hf(HFConfig(theirs.to_dict()))
+    assert seed_oss.FIELDS.read(HFConfig(short)) == seed_oss.FIELDS.read(HFConfig(theirs.to_dict()))
 
 
 # The config.json of the release.
@@ -79,5 +79,5 @@ RELEASED = {
 
 def test_preset_is_what_the_release_says():
     fields = HFConfig(RELEASED)
-    assert seed_oss.Config.from_hf(fields) == seed_oss.PRESETS["seed-oss-36b"]
+    assert seed_oss.FIELDS.read(fields) == seed_oss.PRESETS["seed-oss-36b"]
     fields.done()

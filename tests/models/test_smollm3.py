@@ -71,7 +71,7 @@ transformers_cases = TestSmolLM3.transformers_cases
 def test_layers_are_rotated_and_slide_where_they_do_in_transformers(fields):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.SmolLM3Config(**BASE | fields)
-    ours = smollm3.Config.from_hf(HFConfig({"model_type": "smollm3"} | BASE | fields))
+    ours = smollm3.FIELDS.read(HFConfig({"model_type": "smollm3"} | BASE | fields))
     layers = range(theirs.num_hidden_layers)
     assert [rope is not None for rope in ours.ropes] == [bool(theirs.no_rope_layers[i]) for i in layers]
     assert list(ours.layer_types or [FULL] * len(layers)) == theirs.layer_types

@@ -239,16 +239,14 @@ def test_an_implementation_is_asked_for_by_name():
     x = inputs()
     asked, best = build(implementation="reference"), build()
     np.testing.assert_allclose(run(asked, x), run(best, x), rtol=1e-5, atol=1e-5)
-    with pytest.raises(
-        ValueError, match="mosaic_tpu was requested, but it runs on tpu, not on cpu; chunked can run it"
-    ):
-        run(build(implementation="mosaic_tpu"), x)
+    with pytest.raises(ValueError, match="splash was requested, but it runs on tpu, not on cpu; chunked can run it"):
+        run(build(implementation="splash"), x)
 
 
 def test_with_attention_sets_every_layer_of_a_model_and_leaves_the_old_one():
     model = nn.Stack(lambda _, rngs: build(rngs=rngs), 3, rngs=nnx.Rngs(0))
-    new = nn.with_attention(model, "mosaic_tpu")
-    assert all(layer.implementation == "mosaic_tpu" for layer in new)
+    new = nn.with_attention(model, "splash")
+    assert all(layer.implementation == "splash" for layer in new)
     assert all(layer.implementation is None for layer in model)
     assert all(a is b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(model), strict=True))
     assert jax.tree.structure(nn.with_attention(new, None)) == jax.tree.structure(model)

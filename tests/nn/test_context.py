@@ -86,8 +86,8 @@ def test_rows_without_images_are_known_as_those_of_a_text_model(window):
 
 
 SCALINGS = {
-    "dynamic": ops.DynamicNTK(4.0, 4),
-    "longrope": ops.LongRope((1.0, 1.25, 1.5, 2.0), (2.0, 5.0, 20.0, 30.0), 4, 4.0),
+    "dynamic": ops.DynamicNTKScaling(4.0, 4),
+    "longrope": ops.LongRopeScaling((1.0, 1.25, 1.5, 2.0), (2.0, 5.0, 20.0, 30.0), 4, 4.0),
 }
 ROPES = {name: ops.Rope(8, 100.0, scaling) for name, scaling in SCALINGS.items()}
 ROPES["rows of positions"] = ops.MRope(ROPES["dynamic"], (2, 1, 1))

@@ -24,7 +24,7 @@ DEEPSEEK = deepseek.Config(
     kv_rank=4,
     nope_dim=4,
     v_dim=4,
-    rope=ops.Rope(4, scaling=ops.Yarn(4.0, 16)),
+    rope=ops.Rope(4, scaling=ops.YarnScaling(4.0, 16)),
     num_experts=6,
     num_shared=1,
     top_k=2,

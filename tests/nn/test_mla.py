@@ -74,8 +74,8 @@ def test_decoding_on_latents_equals_the_full_pass(temperature):
 
 
 def test_an_implementation_is_asked_for_by_name_but_not_for_latents():
-    layer = nn.with_attention(build(8), "mosaic_tpu")
-    with pytest.raises(ValueError, match="mosaic_tpu was requested, but it runs on tpu, not on cpu"):
+    layer = nn.with_attention(build(8), "splash")
+    with pytest.raises(ValueError, match="splash was requested, but it runs on tpu, not on cpu"):
         run(layer, X)
     got, _ = extend(layer, X[:, :1], layer.init_cache(2, 12, jnp.float32), 0)
     np.testing.assert_allclose(got, run(build(8), X)[:, :1], atol=2e-6)

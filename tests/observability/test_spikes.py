@@ -21,7 +21,7 @@ def falling(steps=200, seed=0):
     return 2.5 + 7.5 * np.exp(-t / 30) + 0.1 * np.random.default_rng(seed).standard_normal(steps)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_loss_that_falls_with_noise_has_no_spike(seed):
     assert loss_spikes(rows_of(falling(seed=seed))) == []
 

@@ -6,22 +6,26 @@ The interpreter waits for ever inside a compiled function, or where JAX has a si
 not run the kernels of the other two recurrences (jax 0.11.2).
 """
 
+import dataclasses
 import functools
 import os
 import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
-from maxlib.ops import _jax_linear_attention as module
-from maxlib.ops._kda import api
+from maxlib.ops._recurrent import jax_linear_attention, kimi_delta, recurrence
 from tests.ops import test_jax_linear_attention as tests
 
 
 def main() -> None:
     slow = float(sys.argv[1]) if len(sys.argv) > 1 else 0.05
-    api.current_device = lambda: tests.H100
-    api._kda = api._kda.__wrapped__  # not compiled
-    module.Run = functools.partial(module.Run, interpret=True)
+    recurrence.current_device = lambda: tests.H100
+    kimi_delta._kimi_delta_attention = kimi_delta._kimi_delta_attention.__wrapped__  # not compiled
+    interpreted = functools.partial(jax_linear_attention.kimi_delta, interpret=True)
+    kernels = [
+        dataclasses.replace(k, run=interpreted) if k.name == tests.NAME else k for k in kimi_delta.KIMI_DELTA.kernels
+    ]
+    vars(kimi_delta.KIMI_DELTA)["kernels"] = tuple(kernels)
     run = functools.partial(tests.results, tests.KDA, tests.NAME)
     found = tests.compared(tests.KDA, run, 100, (2, 2), (64, 64), slow)
     print({name: float(f"{error:.2g}") for name, error in found.items()})

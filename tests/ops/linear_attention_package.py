@@ -8,10 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlib.ops import _jax_linear_attention
-from maxlib.ops._gated_delta import api as gated_delta
-from maxlib.ops._kda import api as kda
-from maxlib.ops._ssd import api as ssd
+from maxlib.ops._recurrent import jax_linear_attention, recurrence
 from tests.ops import recurrences
 
 H100 = "gpu", "NVIDIA H100 80GB HBM3"
@@ -66,7 +63,6 @@ def install(monkeypatch: Any, run: Any) -> None:
     package = types.ModuleType("jla.ops.mosaic_gpu")
     package.__dict__.update(modules)
     monkeypatch.setitem(sys.modules, "jla.ops.mosaic_gpu", package)
-    monkeypatch.setattr(_jax_linear_attention, "refuses", lambda *call: None)
-    for api in (gated_delta, kda, ssd):
-        monkeypatch.setattr(api, "current_device", lambda: H100)
+    monkeypatch.setattr(jax_linear_attention, "_refuses", lambda *call: None)
+    monkeypatch.setattr(recurrence, "current_device", lambda: H100)
     recurrences._run.clear_cache()

@@ -28,8 +28,8 @@ import jax.numpy as jnp  # noqa: E402
 from maxlib.kernels.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu  # noqa: E402
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
+from maxlib.ops import ClampedSwiGLU, swiglu  # noqa: E402
 from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla  # noqa: E402
-from maxlib.ops._glu import ClampedSwiGLU, swiglu  # noqa: E402
 from maxlib.plan._targets import devices_of, parse_target  # noqa: E402
 
 GROUPED_TILES = dict.fromkeys(("forward", "d_rows"), "128 x 256") | dict.fromkeys(("glu", "gate_up"), "128 x 2 x 128")

@@ -50,9 +50,9 @@ def test_kernels_are_right_at_the_sizes_of_training(name, implementation):
 def test_the_comparison_finds_a_kernel_that_is_wrong(name, monkeypatch):
     case = CASES[name].small()
     assert isinstance(case, Attention) and compare(case, "chunked", jnp.float32)["status"] == "right"
-    right = worker.functions
+    right = worker.bound
     scaled = lambda op, one: lambda *args, **more: right(op, one)(*args, **more) * (1.001 if one == "chunked" else 1)
-    monkeypatch.setattr(worker, "functions", scaled)
+    monkeypatch.setattr(worker, "bound", scaled)
     assert compare(case, "chunked", jnp.float32)["status"] == "wrong"
 
 

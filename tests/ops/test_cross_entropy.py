@@ -6,11 +6,14 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from maxlib.ops import is_learned, linear_gather_log_probs
-from maxlib.ops._cross_entropy import CrossEntropy, linear_cross_entropy, linear_log_probs
+from maxlib.ops import (
+    CrossEntropy,
+    fused_linear_cross_entropy,
+    fused_linear_gather_log_probs,
+    fused_linear_log_probs,
+)
 
 B, T, D, V = 3, 7, 8, 29
 FIELDS = ("token_loss", "log_prob", "lse")
@@ -92,7 +95,7 @@ def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, d
     own = dict(label_smoothing=smoothing, chunk=chunk, implementation=implementation, **options)
 
     def loss(hidden, weight, weights):
-        out = linear_cross_entropy(hidden, weight, targets, weights=weights if weighted else None, **own)
+        out = fused_linear_cross_entropy(hidden, weight, targets, weights=weights if weighted else None, **own)
         return out.loss, out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(hidden, weight, weights)
@@ -108,41 +111,6 @@ def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, d
     close(grads[2], want["token_loss"].reshape(B, T) if weighted else np.zeros((B, T)), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [FIELDS, ("loss", "log_prob"), *(pytest.param((field,), marks=pytest.mark.full) for field in FIELDS)],
-)
-def test_gradients_of_per_token_results(fields):
-    hidden, weight, targets, weights = inputs()
-    options = {"softcap": 4.0, "z_loss": 0.02}
-    factors = {name: np.random.default_rng(i).normal(size=(B, T)) for i, name in enumerate(FIELDS) if name in fields}
-
-    def total(hidden, weight):
-        out = linear_cross_entropy(hidden, weight, targets, weights=weights, label_smoothing=0.2, chunk=4, **options)
-        return sum(jnp.sum(f * getattr(out, n)) for n, f in factors.items()) + ("loss" in fields) * out.loss
-
-    if "loss" in fields:
-        factors = {**factors, "token_loss": np.asarray(weights)}
-    want = truth(hidden, weight, targets, weights, factors, smoothing=0.2, **options)[1]
-    factors.pop("token_loss") if "loss" in fields else None
-    for got, expected in zip(jax.jit(jax.grad(total, (0, 1)))(hidden, weight), want, strict=True):
-        close(got, expected, 1e-5)
-
-
-def test_equals_optax():
-    hidden, weight, targets, _ = inputs(ignore_index=3)
-
-    @jax.jit
-    def losses(hidden, weight):
-        logits, smooth = hidden @ weight.T, optax.smooth_labels(jax.nn.one_hot(targets, V), 0.1)
-        ours = [linear_cross_entropy(hidden, weight, targets, label_smoothing=s).token_loss for s in (0.0, 0.1)]
-        sharp = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return ours, [sharp, optax.softmax_cross_entropy(logits, smooth)]
-
-    for ours, theirs in zip(*losses(hidden, weight), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-
-
 @pytest.mark.parametrize("per_token", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_ignored_tokens_add_exactly_nothing(per_token):
     hidden, weight, targets, _ = inputs()
@@ -150,7 +118,7 @@ def test_ignored_tokens_add_exactly_nothing(per_token):
     poisoned = jnp.where(ignored[..., None], jnp.nan, hidden)
 
     def total(hidden, weight):
-        out = linear_cross_entropy(hidden, weight, targets, z_loss=0.1, chunk=4)
+        out = fused_linear_cross_entropy(hidden, weight, targets, z_loss=0.1, chunk=4)
         return (out.token_loss.sum() if per_token else out.loss), out
 
     run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
@@ -162,45 +130,27 @@ def test_ignored_tokens_add_exactly_nothing(per_token):
     np.testing.assert_array_equal(d_weight, clean[1])
 
 
-def test_ignored_targets_inside_jit():
-    """-100 is what Hugging Face's labels have; it must not be learned from."""
-    hidden, weight, targets, _ = inputs()
-    others = jnp.where(targets < 0, jnp.asarray([-100, -1])[jnp.arange(T) % 2], targets)
-    grad = jax.jit(jax.value_and_grad(lambda h, w, y: linear_cross_entropy(h, w, y, z_loss=0.1).loss, (0, 1)))
-    score = jax.jit(lambda y: linear_log_probs(hidden, weight, y, entropy=True))
-    jax.tree.map(np.testing.assert_array_equal, grad(hidden, weight, others), grad(hidden, weight, targets))
-    jax.tree.map(np.testing.assert_array_equal, score(others), score(targets))
-    linear_cross_entropy(hidden, weight, others)  # and outside
-
-
 @pytest.mark.parametrize("bad", [V, -2, 2**31 - 1])
 def test_a_target_outside_the_vocabulary_gives_nan_inside_jit(bad):
     """A finite loss would train every other token down; outside jit it is an error."""
     hidden, weight, targets, _ = inputs()
     targets = targets.at[0, 1].set(bad)
-    grad = jax.jit(jax.value_and_grad(lambda h, w, y: linear_cross_entropy(h, w, y).loss, (0, 1)))
+    grad = jax.jit(jax.value_and_grad(lambda h, w, y: fused_linear_cross_entropy(h, w, y).loss, (0, 1)))
     loss, (d_hidden, d_weight) = grad(hidden, weight, targets)
     assert np.isnan(loss) and np.isnan(d_weight).any() and np.isnan(d_hidden[0, 1]).all()
     is_bad = np.asarray(targets) == bad
-    score = jax.jit(lambda h, w, y: linear_log_probs(h, w, y).log_prob)
+    score = jax.jit(lambda h, w, y: fused_linear_log_probs(h, w, y).log_prob)
     np.testing.assert_array_equal(np.isnan(score(hidden, weight, targets)), is_bad)
     ids = jnp.stack([targets, jnp.maximum(targets, 0)], -1)
-    at = np.isnan(jax.jit(linear_gather_log_probs)(hidden, weight, ids))
+    at = np.isnan(jax.jit(fused_linear_gather_log_probs)(hidden, weight, ids))
     np.testing.assert_array_equal(at, (ids < 0) | (ids >= V))
     with pytest.raises(ValueError, match=rf"targets must be in \[0, {V}\), or -1"):
-        linear_cross_entropy(hidden, weight, targets)
-
-
-def test_unsigned_targets_are_all_learned():
-    """65535 is a token of large vocabularies, not -1."""
-    ids = [65535, 65436, 0]
-    for array in (np.array(ids, np.uint16), jnp.array(ids, jnp.uint16)):
-        assert np.asarray(is_learned(array)).all()
+        fused_linear_cross_entropy(hidden, weight, targets)
 
 
 def test_nothing_to_predict():
     hidden, weight, _, _ = inputs()
-    total = lambda h, w: linear_cross_entropy(h, w, jnp.full((B, T), -1)).loss
+    total = lambda h, w: fused_linear_cross_entropy(h, w, jnp.full((B, T), -1)).loss
     value, grads = jax.jit(jax.value_and_grad(total, (0, 1)))(hidden, weight)
     assert value == 0
     assert not any(np.any(g) for g in grads)
@@ -208,7 +158,7 @@ def test_nothing_to_predict():
 
 def test_logits_far_apart_stay_finite():
     hidden, weight, targets, _ = inputs()
-    out = jax.jit(linear_cross_entropy)(hidden * 1e4, weight, targets)
+    out = jax.jit(fused_linear_cross_entropy)(hidden * 1e4, weight, targets)
     assert np.isfinite(out.loss)
     assert out.loss > 1e3
 
@@ -217,18 +167,10 @@ def test_weight_gradient_accumulates_in_float32():
     # In bfloat16 a sum of ones stops at 256.
     tokens = 600
     hidden, weight = jnp.ones((tokens, 4), jnp.bfloat16), jnp.zeros((2, 4), jnp.bfloat16)
-    loss = lambda w: linear_cross_entropy(hidden, w, jnp.zeros(tokens, jnp.int32), chunk=1).loss
+    loss = lambda w: fused_linear_cross_entropy(hidden, w, jnp.zeros(tokens, jnp.int32), chunk=1).loss
     np.testing.assert_allclose(
         np.asarray(jax.jit(jax.grad(loss))(weight), np.float32), [[-300] * 4, [300] * 4], rtol=0.01
     )
-
-
-def test_float32_weight_under_bfloat16_hidden_keeps_its_gradient_in_float32():
-    hidden, weight, targets, weights = inputs(jnp.bfloat16)
-    master = weight.astype(jnp.float32)
-    grad = jax.jit(jax.grad(lambda w: linear_cross_entropy(hidden, w, targets, chunk=2).loss))(master)
-    assert grad.dtype == jnp.float32
-    close(grad, truth(hidden, weight, targets, jnp.ones_like(weights))[1][1], 1e-2)
 
 
 @pytest.mark.parametrize("field", ["loss", pytest.param("log_prob", marks=pytest.mark.full)])
@@ -236,7 +178,7 @@ def test_checkpoint_vmap_and_scan(field):
     hidden, weight, targets, _ = inputs()
 
     def total(hidden, targets, weight):
-        return jnp.sum(getattr(linear_cross_entropy(hidden, weight, targets, chunk=4, z_loss=0.1), field))
+        return jnp.sum(getattr(fused_linear_cross_entropy(hidden, weight, targets, chunk=4, z_loss=0.1), field))
 
     want = jax.jit(jax.value_and_grad(lambda h, w: total(h, targets, w), (0, 1)))(hidden, weight)
 
@@ -265,7 +207,7 @@ def test_training_makes_the_logits_once():
 
     @jax.jit
     def loss(hidden, weight):
-        out = linear_cross_entropy(hidden, weight, targets, chunk=4)
+        out = fused_linear_cross_entropy(hidden, weight, targets, chunk=4)
         return out.loss, out
 
     assert count_matmuls(jax.make_jaxpr(loss)(hidden, weight).jaxpr) == 1
@@ -279,7 +221,9 @@ def test_memory_is_bounded_by_the_chunk(field):
 
     def temporary(implementation):
         def total(h, w, y):
-            return jnp.sum(getattr(linear_cross_entropy(h, w, y, chunk=chunk, implementation=implementation), field))
+            return jnp.sum(
+                getattr(fused_linear_cross_entropy(h, w, y, chunk=chunk, implementation=implementation), field)
+            )
 
         return jax.jit(jax.grad(total, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
@@ -312,7 +256,7 @@ def split_vocabulary(mesh, hidden, weight, targets, check=True, axis_name="tenso
     P = jax.sharding.PartitionSpec
 
     def local(hidden, weight, targets):
-        out = linear_cross_entropy(hidden, weight, targets, axis_name=axis_name, **options)
+        out = fused_linear_cross_entropy(hidden, weight, targets, axis_name=axis_name, **options)
         return out._replace(loss=jax.lax.psum(out.loss, "data"))
 
     specs = (P("data"), P("tensor"), P("data"))
@@ -348,11 +292,11 @@ def test_split_vocabulary_equals_one_device(mesh, mode, field):
 
         return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
 
-    run = linear_cross_entropy if mode == "automatic" else functools.partial(split_vocabulary, mesh)
+    run = fused_linear_cross_entropy if mode == "automatic" else functools.partial(split_vocabulary, mesh)
     sharded = grad_of(run, **MODES[mode])
     sharded = sharded.lower(*args).compile()
     got = sharded(*args)
-    want = grad_of(linear_cross_entropy)(*(jnp.asarray(np.asarray(a)) for a in args))
+    want = grad_of(fused_linear_cross_entropy)(*(jnp.asarray(np.asarray(a)) for a in args))
     jax.tree.map(lambda a, b: close(a, b, 1e-5), got, want)
     assert "all-gather" not in sharded.as_text()
 
@@ -364,7 +308,7 @@ def test_token_weights_have_a_gradient_when_the_vocabulary_is_split(mesh, check)
 
     def split(weights):
         local = lambda h, w, y, a: jax.lax.psum(
-            linear_cross_entropy(h, w, y, weights=a, axis_name="tensor").loss, "data"
+            fused_linear_cross_entropy(h, w, y, weights=a, axis_name="tensor").loss, "data"
         )
         specs = P("data"), P("tensor"), P("data"), P("data")
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
@@ -372,19 +316,7 @@ def test_token_weights_have_a_gradient_when_the_vocabulary_is_split(mesh, check)
 
     got = jax.jit(jax.grad(split))(jnp.ones(targets.shape))
     on_one = jax.device_put((hidden, weight, targets), jax.devices()[0])
-    close(got, jax.jit(linear_cross_entropy)(*on_one).token_loss, 1e-5)
-
-
-def test_split_vocabulary_sums_the_weight_gradient_once(mesh):
-    """One reduction over the data axis in all, not one per chunk."""
-    args = sharded_inputs(mesh)
-    loss = jax.jit(jax.grad(lambda *a: split_vocabulary(mesh, *a, **SHARDED, chunk=3).loss, 1))
-    text = loss.lower(*args).compile().as_text()
-    reductions = [
-        line for line in text.splitlines() if "f32[8,8]" in line.split("all-reduce")[0] and "all-reduce(" in line
-    ]
-    assert len(reductions) == 1
-    assert "while" not in reductions[0].split("metadata")[-1]
+    close(got, jax.jit(fused_linear_cross_entropy)(*on_one).token_loss, 1e-5)
 
 
 BAD = {
@@ -406,7 +338,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_errors_say_what_must_hold(message):
-    unchecked = inspect.unwrap(linear_cross_entropy)  # the shape checker of the tests would be first
+    unchecked = inspect.unwrap(fused_linear_cross_entropy)  # the shape checker of the tests would be first
     hidden, weight, targets, _ = inputs()
     with pytest.raises(ValueError, match=message):
         unchecked(**{"hidden": hidden, "weight": weight, "targets": targets, **BAD[message]})
@@ -417,7 +349,7 @@ def test_axis_name_needs_a_weight_split_over_it(mesh):
     hidden, weight, targets = sharded_inputs(mesh)
 
     def local(h, w, y):
-        return linear_cross_entropy(h, w, y, axis_name="tensor").loss
+        return fused_linear_cross_entropy(h, w, y, axis_name="tensor").loss
 
     with pytest.raises(ValueError, match="it varies over \\[\\]"):
         jax.eval_shape(

@@ -15,7 +15,7 @@ from jax import export
 from maxlib import nn, ops
 from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, glu
 from maxlib.observability import forward_flops
-from maxlib.ops._grouped_matmul import api, dispatch
+from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul import glu as glu_module
 from tests.ops.attention import emulator
 from tests.ops.hopper import gpu, no_gpu
@@ -83,19 +83,6 @@ def test_equals_the_formula(implementation):
     close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
 
 
-@pytest.mark.parametrize("experts", [1, glu_module.FEW, glu_module.FEW + 1])
-def test_each_row_gets_the_bias_of_its_expert(experts):
-    """Whether biases are selected or gathered: values, and gradients as sums over an expert's rows."""
-    rng = np.random.default_rng(0)
-    counts = rng.permutation([3, 0, 5, 1, 2, 4, 0, 6, 2][:experts])
-    rows, bias, d_out = (rng.normal(size=(n, 7)) for n in (counts.sum() + 4, experts, counts.sum() + 4))
-    of = np.repeat(np.eye(experts), counts, axis=0)  # rows in use, E
-    of = np.concatenate([of, np.zeros((4, experts))])
-    with jax.enable_x64(True):
-        out, pull = jax.vjp(lambda rows, b: glu_module.add_bias(rows, b, jnp.array(counts)), rows, bias)
-        close([out, *pull(d_out)], [rows + of @ bias, d_out, of.T @ d_out])
-
-
 # ---------------------------------------------------------------------------------------------- the kernel
 
 
@@ -127,15 +114,6 @@ def test_the_kernels_code_equals_the_formula(emulated, name, weight_order, biase
             close([alone(jnp.array(counts), *spoiled[:4])], want[:1])
         if about in ("uneven", "rows left over"):
             close(both(jnp.array(counts), *spoiled), want)
-
-
-@no_gpu
-@pytest.mark.full
-def test_tanh_joins_in_the_kernel(emulated):
-    """Of products of more steps than there are places in shared memory."""
-    given, counts = arrays(100, 6 * 64, 64, 4), [60, 0, 33, 2]
-    run = by_kernel(jnp.array(counts), "EOI", emulator.in_numpy(geglu))
-    close([jax.jit(run)(*given[:4])], in_float64(*given, counts, geglu)[:1])
 
 
 def shapes(dtype=jnp.bfloat16, *, weight_order="EOI", biased=False):
@@ -204,7 +182,9 @@ def test_an_activation_that_the_kernel_cannot_apply_runs_outside_of_it(monkeypat
 
 def test_a_name_never_falls_back():
     rows, gate, up, _, _ = arrays(8, 64, 64, 2)
-    with pytest.raises(ValueError, match=r"grouped_glu: mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
+    with pytest.raises(
+        ValueError, match=r"grouped_matmul: mosaic_gpu was requested, but it runs on gpu.* Pass implementation=None"
+    ):
         ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), activation=ops.swiglu, implementation="mosaic_gpu")
 
 
@@ -232,7 +212,7 @@ def mixture(implementation, activation=ops.swiglu):
 
 @no_gpu
 def test_a_mixture_of_experts_uses_it(emulated, monkeypatch):
-    monkeypatch.setattr(dispatch, "_hopper_refuses", lambda *call: None)  # there is no GPU
+    monkeypatch.setattr(api.GROUPED_MATMUL.__class__, "refusal", lambda *call: None)  # there is no GPU
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 10, 64)), jnp.float32)
 
     def run(layer):  # gradients are in test_equals_the_formula and test_the_kernels_code_equals_the_formula

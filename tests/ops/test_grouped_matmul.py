@@ -85,25 +85,8 @@ def test_matrices_may_lie_the_other_way(implementation):
     close(got, (out, d_rows, d_weights.swapaxes(1, 2)))
 
 
-@pytest.mark.parametrize(
-    ("M", "E"), [(1, 4), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((3, 2), (9, 16)))]
-)
-def test_few_rows(M, E):
-    rows, weights, d_out = arrays(M, 5, 7, E)
-    counts = np.random.default_rng(1).multinomial(M, np.ones(E) / E)
-    close(value_and_gradients(rows, weights, jnp.array(counts), d_out), loop(rows, weights, counts, d_out))
-
-
 def test_no_rows():
     assert ops.grouped_matmul(jnp.ones((0, 4)), jnp.ones((2, 3, 4)), jnp.zeros(2, int)).shape == (0, 3)
-
-
-@pytest.mark.parametrize("implementation", TILED_FIRST)
-def test_rows_beyond_the_counts_touch_nothing(implementation):
-    rows, weights, d_out = arrays(700, 5, 7, 3)
-    counts = [9, 0, 4]
-    got = value_and_gradients(rows.at[13:].set(jnp.nan), weights, jnp.array(counts), d_out, implementation)
-    close(got, loop(rows, weights, counts, d_out))
 
 
 @pytest.mark.parametrize("implementation", TILED_FIRST)
@@ -217,9 +200,12 @@ def test_the_choice_is_explained_for_any_device():
 def test_a_kernel_of_another_machine_is_an_error():
     rows, weights, d_out = arrays(8, 64, 64, 2)
     counts = jnp.array([4, 4])
-    with pytest.raises(ValueError, match="grouped_matmul: megablox runs on tpu, not on cpu. Pass implementation=None"):
+    with pytest.raises(
+        ValueError,
+        match="grouped_matmul: megablox was requested, but it runs on tpu, not on cpu.*Pass implementation=None",
+    ):
         ops.grouped_matmul(rows, weights, counts, implementation="megablox")
-    with pytest.raises(ValueError, match="grouped_outer: megablox runs on tpu, not on cpu"):
+    with pytest.raises(ValueError, match="grouped_outer: megablox was requested, but it runs on tpu, not on cpu"):
         ops.grouped_outer(d_out, rows, counts, implementation="megablox")
 
 

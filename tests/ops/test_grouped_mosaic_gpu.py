@@ -2,7 +2,6 @@
 one.
 """
 
-import functools
 import re
 
 import jax
@@ -14,8 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
-from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, config, groups, mosaic_gpu
-from maxlib.ops._grouped_matmul import dispatch
+from maxlib.kernels.grouped_matmul import rows as row_tables
+from maxlib.kernels.grouped_matmul.mosaic_gpu import by_experts, by_rows, config, mosaic_gpu
 from tests.ops.attention import emulator
 from tests.ops.hopper import gpu, no_gpu
 from tests.ops.test_grouped_matmul import arrays, close, loop
@@ -53,16 +52,6 @@ def test_the_kernels_code_equals_a_loop_over_experts(emulated, counts_of):
     for counts in map(COUNTS.get, counts_of):
         spoiled, d_spoiled = (x.at[sum(counts) :].set(jnp.nan) for x in (rows, d_out))  # those of no expert
         close(run(spoiled, weights, jnp.array(counts), d_spoiled), loop(rows, weights, counts, d_out))
-
-
-@no_gpu
-@pytest.mark.full
-def test_what_is_not_finite_stays_with_its_expert(emulated):
-    rows, weights, d_out = arrays(M, I, O, 4)
-    first, counts = COUNTS["uneven"][0], COUNTS["uneven"]
-    got = jax.jit(both)(rows.at[first - 1].set(jnp.nan), weights, jnp.array(counts), d_out)
-    want = loop(rows, weights, counts, d_out)
-    close([x[first:] if i < 2 else x[1:] for i, x in enumerate(got)], [want[0][first:], want[1][first:], want[2][1:]])
 
 
 @no_gpu
@@ -119,24 +108,12 @@ def test_shards_of_rows_lower(check_vma):
     assert kernels(jax.shard_map(both, mesh=mesh, **options), *given()) == 3
 
 
-@no_gpu
-@pytest.mark.full
-def test_wide_tiles(emulated):
-    """Of 256 columns, of which the last ones have 128 or none at all."""
-    rows, weights, d_out = arrays(M, I, 384, 4)
-    wide = config.Tiles(columns=256, stages=3)
-    run = jax.jit(functools.partial(both, tiles=config.HopperGroupedTiles(wide, wide, wide)))
-    for name in ("uneven", "nothing"):
-        got = run(rows, weights, jnp.array(COUNTS[name]), d_out)
-        close(got, loop(rows, weights, COUNTS[name], d_out))
-
-
 def test_tiles_are_wide_where_little_is_wasted():
     assert config.row_tiles(4096, 1) == config.row_tiles(2880, 1) == config.Tiles(columns=256, stages=3)
     assert config.row_tiles(4096, 2) == config.row_tiles(384, 1) == config.Tiles(columns=128, stages=4)
 
 
-TILES = jax.jit(groups.tiles, static_argnums=(1, 2))
+TILES = jax.jit(row_tables.tiles, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -165,13 +142,8 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
 def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
-    refusals = dispatch.refusals(rows, weights, "EOI", options["out_dtype"], options["device"])
-    assert re.search(reason, refusals["mosaic_gpu"])
-
-
-def test_a_name_never_falls_back():
-    with pytest.raises(ValueError, match=r"mosaic_gpu is for NVIDIA's Hopper .* Pass implementation=None"):
-        ops.grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 64)), jnp.array([4, 4]), implementation="mosaic_gpu")
+    found = ops.explain_grouped_matmul(rows, weights, out_dtype=options["out_dtype"], device=options["device"])
+    assert re.search(reason, found.refused["mosaic_gpu"])
 
 
 @gpu

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
-from maxlib.ops import _explanation
-from maxlib.ops import _jax_linear_attention as module
-from maxlib.ops._fla import choice as fla
-from maxlib.ops._gated_delta import api as gated_delta
-from maxlib.ops._jax_linear_attention import installed_version
-from maxlib.ops._kda import api as kda
-from maxlib.ops._recurrences import Call
-from maxlib.ops._ssd import api as ssd
+from maxlib.ops import _dispatch
+from maxlib.ops._recurrent import jax_linear_attention as module
+from maxlib.ops._recurrent import recurrence
+from maxlib.ops._recurrent.gated_delta import GATED_DELTA as GATED_DELTA_OP
+from maxlib.ops._recurrent.jax_linear_attention import installed_version
+from maxlib.ops._recurrent.recurrence import RecurrentCall
 from maxlib.plan._targets import devices_of, has_gpu_compiler, parse_target
 from tests.ops import linear_attention_package as package
 from tests.ops.hopper import gpu, no_gpu
@@ -48,7 +45,6 @@ def ranks_promoted():
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr(module, "installed_version", lambda: (0, 1, 0))
-    monkeypatch.setattr(fla, "lacking", lambda: ("fla-core 0.6",))
 
 
 # ------------------------------------------------------------------------------------------------ the choice
@@ -97,18 +93,27 @@ def test_where_they_are_not_installed_the_reason_says_how(rule, monkeypatch):
     ("device", "says"),
     [
         (H100, "jax_linear_attention is not installed: pip install 'maxlib[linear-attention]'"),
-        (A100, "fla needs fla-core 0.6: pip install 'maxlib[fla]'"),
-        (B200, "fla needs fla-core 0.6: pip install 'maxlib[fla]'"),
+        (A100, "jax_linear_attention is for NVIDIA's Hopper"),
     ],
     ids=str,
 )
-def test_a_gpu_that_there_are_kernels_for_says_once_how_to_install_them(device, says, monkeypatch, caplog):
-    monkeypatch.setattr(_explanation, "_said", set())
+def test_a_gpu_says_once_why_a_recurrence_runs_in_plain_xla(device, says, monkeypatch, caplog):
+    monkeypatch.setattr(_dispatch, "_warned", set())
     monkeypatch.setattr(module, "installed_version", lambda: None)
-    monkeypatch.setattr(fla, "lacking", lambda: ("fla-core 0.6",))
-    call = Call(1, 64, 2, 4, 128, 128, "bfloat16", *device)
+    call = lambda tokens: RecurrentCall(
+        batch=1,
+        tokens=tokens,
+        key_heads=2,
+        heads=4,
+        key_dim=128,
+        value_dim=128,
+        dtype="bfloat16",
+        platform=device[0],
+        device_kind=device[1],
+    )
     for _ in range(2):
-        assert gated_delta.GATED_DELTA.choose(call, None).chosen == "chunked"
+        assert GATED_DELTA_OP.choose(call(64)).kernel == "chunked"
+        assert GATED_DELTA_OP.choose(call(1)).kernel == "sequential"
     (said,) = caplog.records
     assert said.message.startswith(f"gated_delta_rule runs 'chunked' on {device[1]}") and says in said.message
 
@@ -134,17 +139,6 @@ def test_what_they_cannot_run_is_explained(rule, change, reason, installed):
     assert explained(rule, **change, implementation=NAME).chosen is None
 
 
-@pytest.mark.parametrize("widths", [(64, 64), (128, 256), (256, 512)], ids=str)
-def test_heads_of_the_gated_delta_rule_may_be_wide(widths, installed):
-    assert explained(GATED_DELTA, widths=widths).chosen == NAME
-    assert "K=8 N=16" in str(explained(GATED_DELTA, widths=widths))
-
-
-def test_a_part_of_a_sequence_has_wide_values(installed):
-    """It computes its transition along with them."""
-    assert explained(GATED_DELTA, axis_name="context").chosen == NAME
-
-
 def test_what_they_cannot_run_is_an_error(rule):
     x = jax.tree.map(jnp.asarray, rule.inputs(tokens=20))
     with pytest.raises(ValueError, match=rf"{rule.op}: {NAME} was requested, but it .*Pass implementation=None"):
@@ -152,32 +146,11 @@ def test_what_they_cannot_run_is_an_error(rule):
 
 
 def test_arrays_that_vary_over_a_mesh_axis_are_refused(installed, monkeypatch):
-    monkeypatch.setattr("maxlib.ops._kda.api.current_device", lambda: H100)
+    monkeypatch.setattr("maxlib.ops._recurrent.recurrence.current_device", lambda: H100)
     x = jnp.ones((8, 70, 2, 64), jnp.bfloat16), jnp.ones((8, 70, 2))
     run = lambda q, beta: ops.kimi_delta_attention(q, q, q, q, beta, implementation=NAME)[0]
     with pytest.raises(ValueError, match="pass check_vma=False to jax.shard_map"):
         jax.shard_map(run, mesh=sharding.make_mesh(data=8), in_specs=P("data"), out_specs=P("data"))(*x)
-
-
-WITHOUT = """
-import sys
-import jax.numpy as jnp
-from maxlib import models, nn, ops
-x = jnp.ones((1, 100, 2, 128), jnp.bfloat16)
-print(ops.explain_gated_delta_rule(x, x, device=("gpu", "H100")).chosen, "jla" in sys.modules)
-"""
-
-
-def test_nothing_imports_the_package_before_it_runs(tmp_path):
-    (tmp_path / "jla").mkdir()
-    (tmp_path / "jla/__init__.py").write_text("raise RuntimeError('imported')")
-    folder = tmp_path / "jax_linear_attention-0.1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.4\nName: jax-linear-attention\nVersion: 0.1.0\n")
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", WITHOUT], env=env, capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == [NAME, "False"], done.stderr[-2000:]
 
 
 # ------------------------------------------------------------------------------------------------ layouts
@@ -193,7 +166,7 @@ def stand_in(request, monkeypatch):
 def test_arrays_reach_the_kernels_in_their_layout(rule, stand_in):
     """With documents, padding, a state before the first token, and heads that share keys or groups; and without."""
     x, state = rule.inputs(), rule.initial_state()
-    for given in ((STARTS, VALID, state), (STARTS, None, None), (None, None, state), (None, None, None)):
+    for given in ((STARTS, VALID, state), (None, None, None)):
         want = rule.definition(**x, **dict(zip(("is_start", "valid", "state"), given, strict=True)))
         for ours, theirs in zip(rule.run(x, *given, NAME), want, strict=True):
             close(ours, theirs, rule.atol)
@@ -289,8 +262,7 @@ def test_programs_for_hopper_call_the_kernels(rule, ranks_promoted):
 @pytest.mark.skipif(not has_gpu_compiler(), reason="needs jax's plugin for CUDA")
 def test_kernels_become_machine_code(rule, monkeypatch, ranks_promoted):
     """Of both passes, with documents and a state; XLA compiles for an H100 that is not there."""
-    for api in (gated_delta, kda, ssd):
-        monkeypatch.setattr(api, "current_device", lambda: H100)
+    monkeypatch.setattr(recurrence, "current_device", lambda: H100)
     here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h100x1"))[0])
     x = shapes(rule, 300, *next(sizes for one, *sizes in SIZES.values() if one is rule))
     state = jax.eval_shape(functools.partial(state_of, rule), x)
@@ -398,14 +370,3 @@ def test_on_a_gpu_long_rows_are_cut_into_pieces(rule, ranks_promoted):
     found = compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01)
     check(found)
     check(compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01, documents=False))
-
-
-@gpu
-@needs_package
-def test_on_a_gpu_stages_are_as_each_alone(rule, ranks_promoted):
-    x = random(rule, 130, (2, 2), (64, 64), 0.05)
-    stages = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), x)
-    run = jax.jit(jax.vmap(lambda x: rule(x, implementation=NAME)[0]))
-    alone = jax.jit(lambda x: rule(x, implementation=NAME)[0])
-    for got, one in zip(run(stages), (x, jax.tree.map(lambda a: 2 * a, x)), strict=True):
-        np.testing.assert_allclose(got.astype(jnp.float32), alone(one).astype(jnp.float32), atol=1e-2)

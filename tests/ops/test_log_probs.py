@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib.ops import linear_cross_entropy, linear_log_probs
+from maxlib.ops import fused_linear_log_probs
 from tests.ops.test_cross_entropy import B, T, V, close, inputs, mesh, sharded_inputs  # noqa: F401
 
 P = jax.sharding.PartitionSpec
@@ -64,7 +64,7 @@ def test_values_and_gradients(softcap, temperature, entropy, chunk, ignore_index
     hidden, weight, targets, _ = inputs(dtype, ignore_index=ignore_index)
     d_log_prob, d_entropy = factors((B, T))
     options = {"softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
-    run = lambda h, w: linear_log_probs(h, w, targets, entropy=entropy, chunk=chunk, **options)
+    run = lambda h, w: fused_linear_log_probs(h, w, targets, entropy=entropy, chunk=chunk, **options)
     (_, out), grads = weighted(run, d_log_prob, d_entropy)(hidden, weight)
     want, want_grads = truth(hidden, weight, targets, d_log_prob, entropy * d_entropy, **options)
     assert out.log_prob.dtype == jnp.float32
@@ -76,67 +76,6 @@ def test_values_and_gradients(softcap, temperature, entropy, chunk, ignore_index
     for got, expected, arg in zip(grads, want_grads, (hidden, weight), strict=True):
         assert got.dtype == arg.dtype
         close(got, expected, 1e-5 if dtype == jnp.float32 else 2e-2)
-
-
-def test_the_same_numbers_as_the_loss():
-    hidden, weight, targets, weights = inputs()
-
-    def loss(h, w):
-        out = linear_cross_entropy(h, w, targets, weights=weights, softcap=2.0, chunk=4)
-        return out.loss, out
-
-    def by_token(h, w):
-        out = linear_log_probs(h, w, targets, softcap=2.0, chunk=4)
-        return -jnp.sum(weights * out.log_prob), out
-
-    gradients = lambda f: jax.jit(jax.grad(f, (0, 1), has_aux=True))(hidden, weight)
-    (expected, want), (grads, got) = gradients(loss), gradients(by_token)
-    np.testing.assert_array_equal(got.log_prob, want.log_prob)
-    np.testing.assert_array_equal(got.correct, want.correct)
-    jax.tree.map(lambda a, b: close(a, b, 1e-6), grads, expected)
-
-
-def test_ignored_tokens_are_zero_and_have_no_gradient():
-    hidden, weight, targets, _ = inputs()
-    ignored = np.asarray(targets) == -1
-    poisoned = jnp.where(ignored[..., None], jnp.nan, hidden)
-    run = weighted(lambda h, w: linear_log_probs(h, w, targets, entropy=True, chunk=4), *factors((B, T)))
-    (_, out), grads = run(poisoned, weight)
-    assert ignored.any() and all((np.asarray(x)[ignored] == 0).all() for x in out)
-    assert (np.asarray(grads[0])[ignored] == 0).all()
-    jax.tree.map(np.testing.assert_array_equal, grads, run(hidden, weight)[1])
-
-
-def test_logits_far_apart_stay_finite():
-    hidden, weight, targets, _ = inputs()
-    run = weighted(lambda h, w: linear_log_probs(h, w, targets, entropy=True, chunk=4), *factors((B, T)))
-    (_, out), grads = run(hidden * 1e4, weight)
-    assert all(np.isfinite(x).all() for x in (*out, *grads))
-    close(out.entropy, np.zeros((B, T)), 1e-6)
-
-
-@pytest.mark.parametrize(
-    "mapping", ["vmap", *(pytest.param(name, marks=pytest.mark.full) for name in ("checkpoint", "scan"))]
-)
-def test_under_transformations(mapping):
-    hidden, weight, targets, _ = inputs()
-    d_log_prob, d_entropy = (jnp.asarray(x) for x in factors((B, T)))
-
-    def total(h, w, y, a, b):
-        out = linear_log_probs(h, w, y, entropy=True, temperature=0.7, chunk=4)
-        return jnp.sum(a * out.log_prob + b * out.entropy)
-
-    def mapped(h, w):
-        if mapping == "checkpoint":
-            return jax.checkpoint(total)(h, w, targets, d_log_prob, d_entropy)
-        if mapping == "vmap":
-            return jnp.sum(jax.vmap(total, (0, None, 0, 0, 0))(h, w, targets, d_log_prob, d_entropy))
-        step = lambda sum_, x: (sum_ + total(x[0], w, *x[1:]), None)
-        return jax.lax.scan(step, jnp.zeros(()), (h, targets, d_log_prob, d_entropy))[0]
-
-    want = truth(hidden, weight, targets, np.asarray(d_log_prob), np.asarray(d_entropy), None, 0.7)[1]
-    for got, expected in zip(jax.jit(jax.grad(mapped, (0, 1)))(hidden, weight), want, strict=True):
-        close(got, expected, 1e-5)
 
 
 def test_memory_never_holds_all_logits():
@@ -155,7 +94,7 @@ def test_memory_never_holds_all_logits():
         return jnp.take_along_axis(log_p, y[:, None], 1)[:, 0], -jnp.sum(jnp.exp(log_p) * log_p, 1)
 
     def ours(h, w, y):
-        out = linear_log_probs(h, w, y, entropy=True, chunk=chunk)
+        out = fused_linear_log_probs(h, w, y, entropy=True, chunk=chunk)
         return out.log_prob, out.entropy
 
     assert temporary(ours) < 4 * (3 * chunk * vocab + 2 * vocab * dim + 4 * tokens * dim) < 4 * tokens * vocab
@@ -169,7 +108,7 @@ def test_split_vocabulary_equals_one_device(mesh, check):  # noqa: F811
     options = {"softcap": 4.0, "temperature": 0.7, "entropy": True, "chunk": 3}
 
     def split(hidden, weight):
-        local = lambda *args: linear_log_probs(*args, axis_name="tensor", **options)
+        local = lambda *args: fused_linear_log_probs(*args, axis_name="tensor", **options)
         specs = (P("data"), P("tensor"), P("data"))
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)(
             hidden, weight, args[2]
@@ -198,6 +137,6 @@ def test_split_vocabulary_equals_one_device(mesh, check):  # noqa: F811
 def test_options_out_of_range_are_refused(options, message):
     hidden, weight, targets, _ = inputs()
     with pytest.raises(ValueError, match=message):
-        linear_log_probs(hidden, weight, targets, **options)
+        fused_linear_log_probs(hidden, weight, targets, **options)
     with pytest.raises(ValueError, match=rf"targets must be in \[0, {V}\)"):
-        linear_log_probs(hidden, weight, targets.at[0, 0].set(V))
+        fused_linear_log_probs(hidden, weight, targets.at[0, 0].set(V))

@@ -12,11 +12,11 @@ from jax.experimental.pallas.ops.tpu.megablox import ops as _  # noqa: F401  loa
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
+from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, choose_tiles
 from maxlib.kernels.vector_memory import asking, vmem_of
 from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul import megablox as module
 from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer
-from maxlib.ops._grouped_matmul.tiling import MegabloxTiles, Sizes, Tiles, choose_tiles
 from tests.ops.test_grouped_matmul import COUNTS, arrays, close, loop
 
 KERNELS = sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -46,34 +46,6 @@ def test_equals_a_loop_over_experts(weight_order, interpreted):
         close(got, (out, d_rows, turn(d_weights)))
 
 
-@pytest.mark.full
-def test_several_tiles_along_every_dimension(interpreted):
-    tiles = MegabloxTiles(Tiles(128, 384, 256), Tiles(128, 256, 384), Tiles(128, 512, 128))
-    rows, weights, d_out = arrays(400, 1100, 900, 3)
-    counts = [130, 0, 200]
-    got = value_and_gradients(rows, weights, jnp.array(counts), d_out, tiles=tiles)
-    close(got, loop(rows, weights, counts, d_out))
-
-
-def test_rows_beyond_the_counts_touch_nothing(interpreted):
-    rows, weights, d_out = arrays(700, 160, 136, 3)
-    counts = [9, 0, 4]
-    got = value_and_gradients(rows.at[13:].set(jnp.nan), weights, jnp.array(counts), d_out)
-    close(got, loop(rows, weights, counts, d_out))
-
-
-@pytest.mark.full
-def test_bfloat16_accumulates_in_float32(interpreted):
-    """The gradient of float32 weights is never rounded to bfloat16."""
-    rows, weights, d_out = arrays(600, 256, 5, 2, jnp.bfloat16)
-    counts = [590, 10]
-    got = value_and_gradients(rows, weights.astype(jnp.float32), jnp.array(counts), d_out)
-    assert [x.dtype for x in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-    want = loop(rows, weights, counts, d_out)
-    close(got[:2], want[:2], tol=2**-8)  # one rounding at the end
-    close(got[2:], want[2:])
-
-
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -88,13 +60,6 @@ def test_the_transpose_of_narrow_operands(kinds, interpreted):
     got = megablox_outer(*(x.astype(kind) for x, kind in zip((d_out, rows), kinds, strict=True)), counts)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, loop(rows, np.zeros((3, 7, 5)), counts, d_out)[2])
-
-
-def test_narrow_operands_multiply_as_they_are():
-    rng, counts = np.random.default_rng(0), [20, 0, 13]
-    rows, weights = (jnp.asarray(rng.integers(-9, 9, shape), jnp.int8) for shape in ((40, 5), (3, 7, 5)))
-    got = megablox(rows, weights, jnp.array(counts), "EOI", jnp.float32)
-    np.testing.assert_array_equal(got, loop(rows, weights, counts, np.zeros((40, 7)))[0])
 
 
 @pytest.mark.parametrize(("dtype", "out", "theirs"), [("bfloat16", None, True), ("int8", "float32", False)])
@@ -170,26 +135,6 @@ def test_tiles_fit_and_waste_little(sizes, width, transposed, chip):
     computed = -(-I // tiles.summed) * tiles.summed * -(-O // tiles.out) * tiles.out
     assert computed <= 1.2 * I * O
     assert tiles.visits(of) * tiles.rows <= 1.5 * M or tiles.rows <= 128
-
-
-def test_a_gradient_of_weights_reads_each_operand_for_every_tile_and_writes_once():
-    of = Sizes(rows=1024, summed=512, out=256, experts=2, width=2, out_width=4, transposed=True)
-    visited = (1024 // 512 + 1) * 512  # one tile has rows of both experts
-    read = visited * (512 * 2 + 256 * 2)  # two tiles along each width
-    assert Tiles(rows=512, summed=256, out=128).moved(of) == 2 * read + 4 * 2 * 512 * 256
-
-
-@pytest.mark.parametrize("sizes", [PUBLISHED["Mixtral-8x7B"], (16384, 2880, 2880, 2)], ids=["Mixtral", "GPT-OSS"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_more_vector_memory_means_less_traffic(sizes, transposed):
-    """Of experts whose matrices do not fit beside their rows in what a kernel gets without asking."""
-    usual, wide = (Sizes(*sizes, 2, 2, transposed, vmem_of(chip)) for chip in ("TPU v5p", "TPU v6 lite"))
-    assert choose_tiles(wide).moved(wide) < 0.7 * choose_tiles(usual).moved(usual)
-
-
-@pytest.mark.parametrize("chip", ["TPU v4", "TPU v5 lite", "TPU v5p", "TPU7x", "cpu"])
-def test_other_chips_give_a_kernel_what_it_gets_without_asking(chip):
-    assert vmem_of(chip) == 16 * 2**20
 
 
 def lowered(chip, sizes, monkeypatch):

@@ -16,10 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
-from maxlib.ops import _explanation
-from maxlib.ops._attention import tokamax_gpu
-from maxlib.ops._grouped_matmul import api, dispatch, jax_mosaic_gpu, tokamax_triton
-from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, TritonTile, TritonTiles
+from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
+from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, TritonTile
 from maxlib.ops._grouped_matmul.tokamax_triton import has_triton, tokamax
 from tests.ops.hopper import no_gpu, on_a_gpu
 from tests.ops.test_grouped_matmul import arrays, close, loop
@@ -77,7 +75,7 @@ def test_on_blackwell_the_gradient_of_the_weights_is_a_kernel():
     assert calls(both, H100, *given()) == (0, 3)  # maxlib's own
     assert calls(both, B200, *given()) == (1, 2)
     assert calls(both, B200, *given(width=40)) == (3, 0)  # a width that JAX's kernels refuse
-    with ops.tuned(RaggedBlackwellTiles(d_weights=None)):
+    with ops.tile_sizes(RaggedBlackwellTiles(d_weights=None)):
         assert calls(lambda *x: both(*x), B200, *given()) == (0, 2)
 
 
@@ -124,21 +122,6 @@ def test_where_they_are_not_installed_the_reason_says_how(monkeypatch):
     assert explained(("gpu", B200)).tiles.sizes == RaggedBlackwellTiles(d_weights=None)
 
 
-def test_a_gpu_says_once_why_experts_run_in_plain_xla(monkeypatch, caplog):
-    monkeypatch.setattr(_explanation, "_said", set())
-    monkeypatch.setattr(tokamax_triton, "has_triton", lambda: False)
-    monkeypatch.setattr(api, "current_device", lambda: ("gpu", A100))
-    rows, weights = jax.ShapeDtypeStruct((1000, I), jnp.bfloat16), jax.ShapeDtypeStruct((4, O, I), jnp.bfloat16)
-    choose = lambda name=None: api.choose("grouped_matmul", rows, weights, "EOI", None, name)
-    assert choose("tiled") == "tiled" and not caplog.records  # asked for
-    assert [choose(), choose()] == ["tiled", "tiled"]
-    (said,) = caplog.records
-    assert said.message.startswith(f"grouped_matmul runs 'tiled' on {A100}, plain XLA and slower")
-    assert "tokamax needs tokamax 0.0.17" in said.message
-    monkeypatch.setattr(api, "current_device", lambda: ("cpu", "cpu"))
-    assert choose() == "tiled" and len(caplog.records) == 1
-
-
 def test_tiles_name_the_gradient_of_the_weights(installed):
     assert explained(("gpu", B200)).tiles.sizes == RaggedBlackwellTiles(d_weights=TritonTile())
     assert explained(("gpu", H100), implementation="jax_mosaic_gpu").tiles.sizes.d_weights == TritonTile(stages=5)
@@ -158,30 +141,12 @@ def test_what_they_cannot_run_is_explained(change, reason, installed):
     assert reason in explained(**{"device": ("gpu", A100)} | change).refused["tokamax"]
 
 
-@pytest.mark.parametrize(("version", "enough"), [("0.0.12", False), ("0.0.17", True), ("0.1", True), (None, False)])
-def test_old_versions_do_not_count(version, enough, monkeypatch):
-    def installed(name):
-        if version is None:
-            raise tokamax_gpu.importlib.metadata.PackageNotFoundError(name)
-        return version if name == "tokamax" else "9.0"
-
-    monkeypatch.setattr(tokamax_gpu.importlib.metadata, "version", installed)
-    assert tokamax_triton.has_triton.__wrapped__() == enough
-
-
 def test_no_rows_at_all():
     rows, weights, d_out = arrays(0, 64, 128, 2)
     out, pull = jax.vjp(lambda *x: tokamax(*x, jnp.array([0, 0])), rows, weights)
     d_rows, d_weights = pull(d_out)
     assert out.shape == (0, 128) and d_rows.shape == (0, 64)
     np.testing.assert_array_equal(d_weights, np.zeros((2, 128, 64)))
-
-
-def test_sizes_that_are_no_powers_of_two_are_errors():
-    with pytest.raises(ValueError, match="must be a power of two, got 96"):
-        TritonTile(rows=96)
-    with pytest.raises(ValueError, match="columns must be a multiple of 16"):
-        TritonTile(columns=8)
 
 
 @pytest.mark.gpu
@@ -197,9 +162,3 @@ def test_on_a_gpu_they_equal_a_loop(dtype, counts):
         loop(rows, weights, counts, d_out),
         4 * float(jnp.finfo(dtype).eps),
     )
-
-
-def test_tokamax_comes_after_jaxs_kernels_and_before_xla():
-    names = list(dispatch.TABLE)
-    assert names.index("jax_mosaic_gpu") < names.index("tokamax") < names.index("tiled")
-    assert TritonTiles().kernel == "grouped_matmul/tokamax"

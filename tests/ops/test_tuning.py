@@ -9,23 +9,20 @@ import pytest
 
 from maxlib import ops
 from maxlib.kernels.attention.mosaic_gpu import config as hopper
-from maxlib.kernels.attention.mosaic_tpu import config as tpu
+from maxlib.kernels.grouped_matmul.megablox_tiles import Matmuls, Tiles
 from maxlib.kernels.grouped_matmul.mosaic_gpu import config as grouped
-from maxlib.ops import _attention, _tuning, tiles
-from maxlib.ops._attention.dispatch import Call
-from maxlib.ops._attention.splash import Blocks
+from maxlib.ops import tiles
+from maxlib.ops._attention import api
+from maxlib.ops._attention.splash import SplashBlock
 from maxlib.ops._grouped_matmul.ragged_tiles import hopper_tiles
-from maxlib.ops._grouped_matmul.tiling import Matmuls, Tiles
 
 HOPPER = hopper.attention_tiles(128, 128, False)
-V5E = tpu.attention_tiles(tpu.V5E, 4096, 8, 128)
 MEGABLOX = Matmuls.of(4096, (8, 512, 256), "EOI", 2, 4).tiles()
-SPLASH = tiles.SplashTiles(Blocks(512, 512), None, Blocks(512, 1024))
+SPLASH = tiles.SplashTiles(SplashBlock(512, 512), None, SplashBlock(512, 1024))
 EVERY = [
     HOPPER,
     hopper.attention_tiles(256, 256, True),
     hopper.latent_tiles(320),
-    V5E,
     SPLASH,
     tiles.ChunkedTiles(128, 256),
     tiles.SplitTiles(),
@@ -39,7 +36,6 @@ EVERY = [
     tiles.TritonAttentionTiles(),
     tiles.TiledTiles((64, 16)),
     tiles.DeltaTiles(),
-    tiles.DeltaTPUTiles(),
     tiles.KimiTiles(),
     tiles.SSDTiles(),
 ]
@@ -65,21 +61,18 @@ def test_sizes_are_static_and_come_back_from_a_table(one):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Blocks(100, 128), "queries must be a multiple of 128 of at least 128, got 100"),
-        (lambda: Blocks(128, 0), "keys must be a multiple of 128"),
+        (lambda: SplashBlock(100, 128), "queries must be a multiple of 128 of at least 128, got 100"),
+        (lambda: SplashBlock(128, 0), "keys must be a multiple of 128"),
         (lambda: tiles.ChunkedTiles(16, -1), "keys must be a whole number of at least 1, got -1"),
         (lambda: hopper.Tiles(4, 128), "warpgroups must be at most 3, whose registers fit, got 4"),
         (lambda: hopper.Tiles(2, 128, 1), "stages must be a whole number of at least 2, got 1"),
         (lambda: dataclasses.replace(HOPPER, decode=hopper.Tiles(2, 128)), "decode must have 1 warpgroup, got 2"),
         (lambda: dataclasses.replace(HOPPER, dq=hopper.Tiles(3, 64)), "dq must take a divisor of 128 .* got 192"),
-        (lambda: tpu.Blocks(24, 128), "rows must be a multiple of 16"),
         (lambda: grouped.Tiles(512), "columns must be at most 256"),
         (lambda: dataclasses.replace(grouped.grouped_tiles(64, 64), glu=grouped.Tiles(256)), "at most 128 columns"),
         (lambda: tiles.TiledTiles((16, 64)), "sizes must fall"),
         (lambda: tiles.DeltaTiles(chunk=48), "chunk must be a power of two, got 48"),
         (lambda: tiles.KimiTiles(chunk=48), "chunk must be a power of two, got 48"),
-        (lambda: tiles.DeltaTPUTiles(chunk=8), "chunk must be a multiple of 16"),
-        (lambda: tiles.DeltaTPUTiles(chunk=48), "DeltaTPUTiles: chunk must be a power of two, got 48"),
     ],
 )
 def test_an_error_says_what_must_hold(make, message):
@@ -109,23 +102,14 @@ def test_sizes_in_code_are_part_of_jits_key():
         return ops.attention(q, q, q)
 
     want = run(Q)
-    with ops.tuned(tiles.ChunkedTiles(16, 32)):
+    with ops.tile_sizes(tiles.ChunkedTiles(16, 32)):
         got = run(Q)
-        with ops.tuned(tiles.ChunkedTiles(8, 8), tiles.SplitTiles(32, 8)):
+        with ops.tile_sizes(tiles.ChunkedTiles(8, 8), tiles.SplitTiles(32, 8)):
             run(Q)
         run(Q)
     run(Q)
-    assert [(one.sizes.queries, one.source) for one in seen] == [(64, "default"), (16, "tuned"), (8, "tuned")]
+    assert [(one.sizes.queries, one.source) for one in seen] == [(64, "default"), (16, "code"), (8, "code")]
     np.testing.assert_allclose(got, want, atol=1e-6)
-
-
-def test_the_backward_pass_has_the_sizes_of_the_forward_pass():
-    """Also where it is traced later, outside: four blocks of 16 queries instead of one of 64."""
-    run = lambda q: ops.attention(q, q, q).sum()
-    with ops.tuned(tiles.ChunkedTiles(16, 32)):
-        _, pull = jax.vjp(run, Q)
-    text = str(jax.make_jaxpr(pull)(jnp.float32(1)))
-    assert "f32[4,1,2,16,16]" in text and "f32[1,1,2,64,16]" not in text
 
 
 def draw(*shapes):
@@ -170,10 +154,10 @@ MARKED = [pytest.param(sizes, marks=() if sizes in FIRST else pytest.mark.full) 
 def test_every_kernel_takes_its_sizes_and_gives_the_same_numbers(sizes, monkeypatch):
     run, given = CALLS[sizes]
     if isinstance(sizes, tiles.SplitTiles):  # it is refused on a CPU, where it runs as well
-        monkeypatch.setattr(_attention.api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
+        monkeypatch.setattr(api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
     both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), tuple(range(len(given)))))
     want, text = both(*given), str(jax.make_jaxpr(both)(*given))
-    with ops.tuned(sizes):
+    with ops.tile_sizes(sizes):
         got, other = both(*given), str(jax.make_jaxpr(both)(*given))
     assert text != other
     error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
@@ -185,28 +169,15 @@ def test_explanations_print_the_sizes_and_their_source():
     device = ("tpu", "TPU v5p")
     assert f"{MEGABLOX}, default" in str(ops.explain_grouped_matmul(rows, weights, device=device))
     q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
-    with ops.tuned(SPLASH):
-        assert f"{SPLASH}, tuned" in str(ops.explain_attention(q, q, q, device=device))
+    with ops.tile_sizes(SPLASH):
+        assert f"{SPLASH}, code" in str(ops.explain_attention(q, q, q, device=device))
     assert "SSDTiles(chunk=128, block=128), default" in str(ops.explain_ssd(q, q, device=device))
     assert "SSDTiles(chunk=64, block=256), default" in str(ops.explain_ssd(q, q, device=("cpu", "cpu")))
-    delta = ops.explain_gated_delta_rule(q, q, device=device, implementation="mosaic_tpu")
-    assert "DeltaTPUTiles(chunk=128, chunks=8), default" in str(delta)
     assert ops.explain_attention(q, q, q, device=("gpu", "NVIDIA H200")).tiles is None  # cuDNN has its own
 
 
-def test_a_key_holds_the_kernel_and_the_shape():
-    found = _tuning.choose(tiles.SplitTiles(), _tuning.key_of({"T": 3000, "S": 4097}, {"Hk": 96}), "cpu")
-    assert found.key == "attention/split_kv T=4096 S=8192 Hk=96"
-
-
-def test_a_soft_cap_has_tile_sizes_of_its_own():
-    sizes = dict(batch=1, queries=64, keys=64, heads=2, kv_heads=2, key_dim=16, value_dim=16, dtype="float32")
-    call = lambda *features: Call(**sizes, features=frozenset(features), platform="tpu", device_kind="TPU v5p")
-    assert call("sinks").key == call().key and call("softcap").key == call().key + " softcap=1"
-
-
 def test_tuned_takes_whole_kernels_once():
-    with pytest.raises(TypeError, match="takes sizes of whole kernels"), ops.tuned(SPLASH.forward):
+    with pytest.raises(TypeError, match="takes sizes of whole kernels"), ops.tile_sizes(SPLASH.forward):
         pass
-    with pytest.raises(ValueError, match="one size for each kernel"), ops.tuned(SPLASH, SPLASH):
+    with pytest.raises(ValueError, match="one size for each kernel"), ops.tile_sizes(SPLASH, SPLASH):
         pass

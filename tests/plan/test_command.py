@@ -37,12 +37,12 @@ def asked(monkeypatch):
 
 def test_a_search_takes_what_the_command_line_fixes(asked):
     words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4,tensor=4 --dcn data=-1 --strategy fsdp_tp --remat none"
-    more = "--per-device-batch-size 2 --attention mosaic_tpu --microbatches 2 --flags tpu-vmem --compile 0"
+    more = "--per-device-batch-size 2 --attention splash --microbatches 2 --flags tpu-vmem --compile 0"
     assert command.main([*words.split(), *more.split()]) == 2
     ((job, got),) = asked
     assert got["layouts"] == [job.layout] == [layout("fsdp_tp", fsdp=4, tensor=4, dcn={"data": -1})]
     assert got["remats"] == [None] and got["batches"] == [2] and got["compile"] == 0
-    assert job.attention == "mosaic_tpu" and job.microbatches == 2
+    assert job.attention == "splash" and job.microbatches == 2
     assert job.options == {"xla_tpu_scoped_vmem_limit_kib": 98304}
     command.main(["llama3-8b", "--target", "v5e-16", "--search"])
     assert not {"layouts", "remats", "batches", "compile"} & asked[1][1].keys()

@@ -2,9 +2,9 @@
 
 import pytest
 
+from maxlib.ops.trip_counts import grouped_matmul_trips, trips_of_loop
 from maxlib.plan._hlo import read_costs
 from maxlib.plan._hlo_gpu import custom_flops
-from maxlib.plan._loops import expert_trips, trips_of
 
 # As XLA for CUDA writes it. A layer of 7 gathers its weight and multiplies in a kernel of Triton's; after the loop
 # cuBLAS multiplies once more, and gradients are scattered. The small sum in the loop stays in the cache.
@@ -146,12 +146,15 @@ def test_grouped_kernels_multiply_each_row_with_one_expert(name, operands, resul
 
 
 def test_loops_over_experts_run_as_for_equal_shares():
-    call = "func.func private @maxlib.ops._grouped_matmul.api._grouped_matmul(%arg0: tensor<8192x64xbf16>, %arg1: tensor<8x96x64xbf16>"
-    trips = expert_trips(call)
+    call = "func.func private @maxlib.ops.grouped_matmul(%arg0: tensor<8192x64xbf16>, %arg1: tensor<8x96x64xbf16>"
+    trips = grouped_matmul_trips(call)
     # Of 1024 rows each, in tiles of 512 to 64, the last of which is half empty on average.
     assert trips["experts"] == 8 and trips["tiles"] * (512 + 256 + 128 + 64) == 1024 + 32
-    name = 'op_name="jit(step)/while/body/jit(maxlib.ops._grouped_matmul.api._grouped_matmul)/while{}" stack=1'
-    assert trips_of(name.format(""), trips) == 8 and trips_of(name.format("/body/while"), trips) == trips["tiles"]
-    assert trips_of('op_name="jit(step)/jit(_attention)/while/body/while"', trips | {"attention": 5}) == 5
-    assert expert_trips(call, room=2)["tiles"] * 960 == 512 + 32
-    assert expert_trips("module @jit_step {}") == {}
+    name = 'op_name="jit(step)/while/body/jit(maxlib.ops.grouped_matmul)/while{}" stack=1'
+    assert (
+        trips_of_loop(name.format(""), trips) == 8
+        and trips_of_loop(name.format("/body/while"), trips) == trips["tiles"]
+    )
+    assert trips_of_loop('op_name="jit(step)/jit(_attention)/while/body/while"', trips | {"attention": 5}) == 5
+    assert grouped_matmul_trips(call, room=2)["tiles"] * 960 == 512 + 32
+    assert grouped_matmul_trips("module @jit_step {}") == {}

@@ -10,9 +10,10 @@ import pytest
 from maxlib import nn, ops, plan, sharding, training
 from maxlib.distributed import xla_flags
 from maxlib.models import llama
+from maxlib.ops.trip_counts import attention_trips
 from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
-from maxlib.plan._program import causal_trips, make_program
+from maxlib.plan._program import make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.sharding._presets import preset_name
 from tests.plan.jobs import CONFIG, layout, moved
@@ -71,8 +72,8 @@ def test_a_causal_mask_leaves_about_half_the_blocks_that_a_device_cuts(heads, vi
     staged = jax.vmap(ops.attention)
     for attention, more in ((ops.attention, ()), (staged, (2,)), (jax.vmap(staged), (2, 2))):  # stages, parts of data
         x = jax.ShapeDtypeStruct((*more, 1, 2048, heads, 8), jnp.bfloat16)
-        assert causal_trips(jax.jit(attention).lower(x, x, x).as_text()) == visited
-    assert causal_trips("module @jit_step {}") == 1
+        assert attention_trips(jax.jit(attention).lower(x, x, x).as_text()) == visited
+    assert attention_trips("module @jit_step {}") == 1
 
 
 def test_jobs_travel_as_text():
@@ -92,7 +93,7 @@ MISTAKES = {
     "degree": (dict(layout=layout(fsdp=3)), "needs 3 devices, but there are 8"),
     "heads": (dict(layout=layout("tp", tensor=8)), r"\(size [24]\) is not divisible by mesh axis 'tensor'"),
     "batch": (dict(per_device_batch_size=0.5), "4 in all, which must be a multiple of the 8 parts"),
-    "attention": (dict(attention="flash"), "attention must be one of .*, mosaic_tpu, .*; got 'flash'"),
+    "attention": (dict(attention="flash"), "attention must be one of .*, splash, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
     "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's layers mark q, k, v"),
     "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
@@ -118,7 +119,7 @@ MISTAKES = {
         "cannot be split into the pipeline's 3 micro",
     ),
     "around": (dict(layout=layout("fsdp+pp:2x2", stage=4, fsdp=2)), "groups of 4 stages"),
-    "kernel": (dict(attention="mosaic_tpu"), "runs on tpu, not on h100x8; take one of cudnn, mosaic_gpu"),
+    "kernel": (dict(attention="splash"), "runs on tpu, not on h100x8; take one of cudnn, mosaic_gpu"),
     "options": (dict(options=xla_flags.options("tpu-overlap")), "the compiler for h100x8 has no option xla_tpu_"),
     "gpu options": (dict(options=xla_flags.options("gpu-overlap"), target="v5e-16"), "v5e-16 has no option xla_gpu_"),
 }

@@ -36,7 +36,7 @@ def model_and_batch(name: str):
     """A model, and four rows of tokens, each with a row of patches; the first has two images."""
     family, case, changes = CASES[name]
     case = parity.golden(name)[case]
-    cfg = dataclasses.replace(family.FAMILY.config.from_hf(HFConfig(case["config"])), **changes)
+    cfg = dataclasses.replace(family.FAMILY.fields.read(HFConfig(case["config"])), **changes)
     model = filled(lambda: family.FAMILY.model(cfg, rngs=nnx.Rngs(0)))
     found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
     order = [0, 1, 2] * 2

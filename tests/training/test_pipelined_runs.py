@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import checkpoint, sharding, training
+from maxlib import checkpoint, nn, sharding, training
 from maxlib.training import _trainer as trainer_module
 from tests.training import tiny
 

@@ -5,8 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from maxlib.ops import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Proportional, Rope, Yarn
-from maxlib.weights._hf_config import HARMLESS, HARMLESS_VALUES, HFConfig, read_config, rope_to_hf
+from maxlib.ops import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
+from maxlib.weights import HFConfig, read_config
+from maxlib.weights._hf_config import HARMLESS, HARMLESS_VALUES
+from maxlib.weights.fields import read_rope, write_rope
 
 HEAD = 16
 SHORT = tuple(1.0 + 0.1 * i for i in range(HEAD // 2))
@@ -18,14 +28,14 @@ LONGROPE = {"short_factor": list(SHORT), "long_factor": list(LONG), "original_ma
 ROPES = {
     "default": ({}, 256, Rope(HEAD, 5e5, max_length=256)),
     "linear": ({"factor": 2.5}, 100, Rope(HEAD, 5e5, LinearScaling(2.5), max_length=250)),
-    "dynamic": ({"factor": 2.0}, 64, Rope(HEAD, 5e5, DynamicNTK(2.0, 64))),
+    "dynamic": ({"factor": 2.0}, 64, Rope(HEAD, 5e5, DynamicNTKScaling(2.0, 64))),
     "llama3": (LLAMA3, 2048, Rope(HEAD, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 128), max_length=2048)),
-    "yarn": (YARN, 256, Rope(HEAD, 5e5, Yarn(4.0, 64, 16.0, 2.0), max_length=256)),
-    "longrope": (LONGROPE, 256, Rope(HEAD, 5e5, LongRope(SHORT, LONG, 64, 4.0), max_length=256)),
+    "yarn": (YARN, 256, Rope(HEAD, 5e5, YarnScaling(4.0, 64, 16.0, 2.0), max_length=256)),
+    "longrope": (LONGROPE, 256, Rope(HEAD, 5e5, LongRopeScaling(SHORT, LONG, 64, 4.0), max_length=256)),
     "proportional": (
         {"partial_rotary_factor": 0.25, "factor": 2.0},
         256,
-        Rope(HEAD, 5e5, Proportional(0.25, 2.0), max_length=256),
+        Rope(HEAD, 5e5, ProportionalScaling(0.25, 2.0), max_length=256),
     ),
 }
 types = pytest.mark.parametrize("kind", ROPES)
@@ -52,7 +62,7 @@ def new(kind: str) -> dict:
 
 def read(data: dict, **kwargs) -> Rope:
     fields = HFConfig(data)
-    rope = fields.rope(head_dim=HEAD, **kwargs)
+    rope = read_rope(fields, head_dim=HEAD, **kwargs)
     fields.done()
     return rope
 
@@ -159,11 +169,10 @@ def test_named_fields_are_ignored_unless_they_are_read():
 def test_a_note_of_yarns_authors_is_read():
     scaling = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "finetuned": True}
     fields = HFConfig({"max_position_embeddings": 65536, "rope_scaling": scaling})
-    rope = fields.rope(head_dim=8)
+    rope = read_rope(fields, head_dim=8)
     fields.done()
-    assert rope == HFConfig({"max_position_embeddings": 65536, "rope_scaling": scaling | {"finetuned": False}}).rope(
-        head_dim=8
-    )
+    unnoted = {"max_position_embeddings": 65536, "rope_scaling": scaling | {"finetuned": False}}
+    assert rope == read_rope(HFConfig(unnoted), head_dim=8)
 
 
 def test_layer_types_are_known_ones_for_every_layer():
@@ -202,7 +211,7 @@ def test_both_spellings_are_read(kind):
 @types
 def test_what_is_written_is_read_again(kind):
     rope = ROPES[kind][2]
-    written = rope_to_hf(rope, head_dim=HEAD)
+    written = write_rope(rope, head_dim=HEAD)
     assert written["max_position_embeddings"] == ROPES[kind][1]
     assert read(json.loads(json.dumps(written))) == rope
 
@@ -218,16 +227,18 @@ def test_details_of_the_spellings():
     both = {"type": "linear", "rope_type": "linear", "factor": 2.0}
     assert read(base | {"rope_scaling": both}).scaling == LinearScaling(2.0)
     # a first length that is not stated is max_position_embeddings, as in transformers
-    assert read(base | {"rope_scaling": {"type": "yarn", "factor": 4.0}}) == Rope(HEAD, 1e4, Yarn(4.0, 128), False, 512)
+    assert read(base | {"rope_scaling": {"type": "yarn", "factor": 4.0}}) == Rope(
+        HEAD, 1e4, YarnScaling(4.0, 128), False, 512
+    )
     # Phi 3: an old name, the first length outside, the factor from the ratio
     phi = {"type": "su", "short_factor": list(SHORT), "long_factor": list(LONG)}
     phi = read(base | {"rope_scaling": phi, "original_max_position_embeddings": 32})
-    assert phi.scaling == LongRope(SHORT, LONG, 32, 4.0)
+    assert phi.scaling == LongRopeScaling(SHORT, LONG, 32, 4.0)
     # null numbers are absent
     gaps = {"rope_type": "yarn", "factor": 4.0, "attention_factor": None, "mscale": None, "beta_fast": None}
-    assert read(base | {"rope_scaling": gaps}).scaling == Yarn(4.0, 128)
+    assert read(base | {"rope_scaling": gaps}).scaling == YarnScaling(4.0, 128)
     deepseek = {"type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 0.8, "truncate": False}
-    assert read(base | {"rope_scaling": deepseek}).scaling == Yarn(
+    assert read(base | {"rope_scaling": deepseek}).scaling == YarnScaling(
         40.0, 128, mscale=0.7, mscale_all_dim=0.8, truncate=False
     )
 
@@ -235,13 +246,13 @@ def test_details_of_the_spellings():
 @pytest.mark.parametrize("dim", [2, 4, 10, 14])
 @pytest.mark.parametrize("head", [16, 30, 49, 90])
 def test_partial_rotary_there_and_back(dim, head):
-    written = rope_to_hf(Rope(dim, max_length=64), head_dim=head)
+    written = write_rope(Rope(dim, max_length=64), head_dim=head)
     for spelling in (written, {**written, "rope_parameters": None}, {**written, "partial_rotary_factor": None}):
-        assert HFConfig(spelling).rope(head_dim=head, partial=True) == Rope(dim, max_length=64)
+        assert read_rope(HFConfig(spelling), head_dim=head, partial=True) == Rope(dim, max_length=64)
     with pytest.raises(
         ValueError, match="partial_rotary_factor must be 1, got .*: this architecture turns whole heads"
     ):
-        HFConfig(written).rope(head_dim=head)
+        read_rope(HFConfig(written), head_dim=head)
 
 
 def test_layer_types_rotate_differently():
@@ -250,12 +261,12 @@ def test_layer_types_rotate_differently():
     old_data = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
     for spelling in (data, old_data, data | old_data):
         fields = HFConfig(spelling)
-        far = fields.rope(head_dim=HEAD, layer_type="full_attention", default_theta=1e6)
+        far = read_rope(fields, head_dim=HEAD, layer_type="full_attention", default_theta=1e6)
         if "rope_parameters" in spelling:
             with pytest.raises(ValueError, match=r"rope_parameters.sliding_attention"):
                 fields.done()
         local = {"theta_field": "rope_local_base_freq", "scaling_field": None}
-        near = fields.rope(head_dim=HEAD, layer_type="sliding_attention", **local)
+        near = read_rope(fields, head_dim=HEAD, layer_type="sliding_attention", **local)
         fields.done()
         assert (far, near) == (Rope(HEAD, 1e6, LinearScaling(8.0)), Rope(HEAD, 1e4))
     with pytest.raises(ValueError, match="rope_parameters must describe one rope for all layers, got one for each of"):
@@ -315,18 +326,18 @@ def test_contradictory_or_unknown_ropes_are_refused(change, message):
 
 def test_ropes_that_cannot_be_written_are_refused():
     with pytest.raises(ValueError, match="max_position_embeddings must be known"):
-        rope_to_hf(Rope(HEAD), head_dim=HEAD)
-    assert rope_to_hf(Rope(HEAD), head_dim=HEAD, max_position_embeddings=9)["max_position_embeddings"] == 9
-    with pytest.raises(ValueError, match=r"original_length of DynamicNTK \(64\).* got 128"):
-        rope_to_hf(ROPES["dynamic"][2], head_dim=HEAD, max_position_embeddings=128)
+        write_rope(Rope(HEAD), head_dim=HEAD)
+    assert write_rope(Rope(HEAD), head_dim=HEAD, max_position_embeddings=9)["max_position_embeddings"] == 9
+    with pytest.raises(ValueError, match=r"original_length of DynamicNTKScaling \(64\).* got 128"):
+        write_rope(ROPES["dynamic"][2], head_dim=HEAD, max_position_embeddings=128)
     with pytest.raises(ValueError, match="a rope of 16 dimensions must fit into a head of 8"):
-        rope_to_hf(Rope(16, max_length=8), head_dim=8)
+        write_rope(Rope(16, max_length=8), head_dim=8)
     for rope in (Rope(8, max_length=8), Rope(16, interleaved=True, max_length=8)):
         with pytest.raises(ValueError, match="turns whole heads in halves: the rope must have dim=16"):
-            rope_to_hf(rope, head_dim=16, whole_heads=True)
+            write_rope(rope, head_dim=16, whole_heads=True)
     with pytest.raises(ValueError, match="turns heads in interleaved pairs: the rope must have interleaved=True"):
-        rope_to_hf(Rope(8, max_length=8), head_dim=16, interleaved=True)
-    assert rope_to_hf(Rope(8, interleaved=True, max_length=8), head_dim=8, interleaved=True)["rope_theta"] == 1e4
+        write_rope(Rope(8, max_length=8), head_dim=16, interleaved=True)
+    assert write_rope(Rope(8, interleaved=True, max_length=8), head_dim=8, interleaved=True)["rope_theta"] == 1e4
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------
@@ -351,14 +362,14 @@ def test_transformers_reads_what_we_write_and_back(kind, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     theirs = llama_config(new(kind))
-    rope = HFConfig(theirs.to_dict()).rope(head_dim=HEAD)
+    rope = read_rope(HFConfig(theirs.to_dict()), head_dim=HEAD)
     assert rope == ROPES[kind][2]
-    ours = {**llama_config({}).to_dict(), **rope_to_hf(rope, head_dim=HEAD)}
+    ours = {**llama_config({}).to_dict(), **write_rope(rope, head_dim=HEAD)}
     (tmp_path / "config.json").write_text(json.dumps(ours))
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     assert again.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
     again.save_pretrained(tmp_path)
-    assert HFConfig(read_config(tmp_path)).rope(head_dim=HEAD) == rope
+    assert read_rope(HFConfig(read_config(tmp_path)), head_dim=HEAD) == rope
     positions = np.arange(200)[None]
     tables = rope.tables(positions)
     for config in (theirs, again):

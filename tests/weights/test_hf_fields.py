@@ -6,51 +6,57 @@ from typing import Any
 import pytest
 
 from maxlib.ops import Rope
-from maxlib.weights import (
-    REQUIRED,
-    HFConfig,
-    ModelConfig,
-    hf,
-    hf_fields,
-    hf_layer_types,
-    hf_max_window_layers,
-    hf_rope,
-    hf_switched_window,
-)
+from maxlib.weights import REQUIRED, Computed, Field, Fields, HFConfig, Multimodal, fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
-    model_types = ("toy", "toy_old")
-    architecture = "ToyForCausalLM"
-    fixed = {"hidden_act": ("silu", "swish"), "tower.act": "gelu"}
-    fixed_if_present = {"use_mrope": False}
-    ignored = ("tower.head",)
-
-    dim: int = hf("hidden_size")
-    num_heads: int = hf("num_attention_heads", same=("n_ctx",))
-    head_dim: int = hf("head_dim", absent=lambda c: c.dim // c.num_heads)
-    num_kv_heads: int = hf("num_key_value_heads", 3, absent=1, null=lambda c: c.num_heads)
-    chunk: int = hf("chunk", 5, null=REQUIRED)
-    eps: float = hf("rms_norm_eps", 1e-5, absent=1e-6)
-    cap: float | None = hf("softcap", 30.0)
-    skipped: tuple[int, ...] = hf("skipped", ())
-    width: int = hf("tower.width", 7)
-    power: int = hf_fields(
-        lambda f, c: f.take("log_power", 3) ** 2, lambda value, cfg: {"log_power": round(value**0.5)}
-    )
+class Config:
+    dim: int
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int = 3
+    chunk: int = 5
+    eps: float = 1e-5
+    cap: float | None = 30.0
+    skipped: tuple[int, ...] = ()
+    width: int = 7
+    power: int
     losses: tuple[Any, ...] = ()
+
+
+ENTRIES = [
+    Field("dim", "hidden_size"),
+    Field("num_heads", "num_attention_heads"),
+    Field("head_dim"),
+    Field("num_kv_heads", "num_key_value_heads"),
+    Field("chunk"),
+    Field("eps", "rms_norm_eps"),
+    Field("cap", "softcap"),
+    Field("skipped"),
+    *fields.under("tower", [Field("width")]),
+    Computed("power", lambda hf, c: hf.take("log_power", 3) ** 2, lambda value, cfg: {"log_power": round(value**0.5)}),
+]
+FIELDS = Fields(
+    Config,
+    ENTRIES,
+    model_types={"toy": "ToyForCausalLM", "toy_old": "ToyForCausalLM"},
+    fixed={"hidden_act": ("silu", "swish"), "tower.act": "gelu", "n_ctx": fields.num_heads},
+    fixed_if_present={"use_mrope": False, "absent.kind": "x"},
+    ignored=("tower.head", "absent.other"),
+    absent={"head_dim": fields.equal_heads, "num_kv_heads": 1, "eps": 1e-6},
+    null={"num_kv_heads": fields.num_heads, "chunk": REQUIRED},
+)
 
 
 MINIMAL = {"model_type": "toy", "hidden_size": 12, "num_attention_heads": 3, "tower": {}}
 
 
 def read(**changes: Any) -> Config:
-    fields = HFConfig(MINIMAL | changes)
-    cfg = Config.from_hf(fields)
-    fields.done()
+    hf = HFConfig(MINIMAL | changes)
+    cfg = FIELDS.read(hf)
+    hf.done()
     return cfg
 
 
@@ -72,7 +78,7 @@ def test_what_null_means():
 def test_written_fields_are_read_back():
     cfg = read(rms_norm_eps=1, softcap=None, skipped=[1, 4], tower={"width": 5, "head": 3}, log_power=4, n_ctx=3)
     assert (cfg.eps, cfg.skipped, cfg.width, cfg.power) == (1.0, (1, 4), 5, 16)
-    written = cfg.to_hf()
+    written = FIELDS.write(cfg)
     assert written == {
         "architectures": ["ToyForCausalLM"],
         "model_type": "toy",
@@ -89,9 +95,9 @@ def test_written_fields_are_read_back():
         "tower": {"act": "gelu", "width": 5},
         "log_power": 4,
     }
-    fields = HFConfig(written)
-    assert Config.from_hf(fields) == cfg
-    fields.done()
+    hf = HFConfig(written)
+    assert FIELDS.read(hf) == cfg
+    hf.done()
 
 
 @pytest.mark.parametrize(
@@ -118,30 +124,46 @@ def test_what_is_refused_is_named(changes, message):
 
 
 def test_required_fields_are_known():
-    assert Config.required() == ["hidden_size", "num_attention_heads"]
-    for name in Config.required():
+    assert FIELDS.required == ["hidden_size", "num_attention_heads"]
+    for name in FIELDS.required:
         with pytest.raises(ValueError, match=f"{name} must be given, but it is missing"):
-            Config.from_hf(HFConfig({key: value for key, value in MINIMAL.items() if key != name}))
+            FIELDS.read(HFConfig({key: value for key, value in MINIMAL.items() if key != name}))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layered(ModelConfig):
+class Layered:
     """In turn, with a rope for each kind of layer."""
 
-    num_layers: int = hf("num_hidden_layers")
-    head_dim: int = hf("head_dim")
-    rope: Rope = hf_rope(layer_type=FULL, default_theta=1e6)
-    local_rope: Rope = hf_rope(layer_type=SLIDING, theta_field="rope_local_base_freq", scaling_field=None)
-    window: int | None = hf("sliding_window", None)
-    layer_types: tuple[str, ...] | None = hf_layer_types(
-        FULL, SLIDING, usual=lambda c: tuple(SLIDING if i % 2 else FULL for i in range(c.num_layers))
-    )
+    num_layers: int
+    head_dim: int
+    rope: Rope
+    local_rope: Rope
+    window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
+
+LAYERED = Fields(
+    Layered,
+    [
+        Field("num_layers", "num_hidden_layers"),
+        Field("head_dim"),
+        fields.rope(layer_type=FULL, default_theta=1e6),
+        fields.rope("local_rope", layer_type=SLIDING, theta_field="rope_local_base_freq", scaling_field=None),
+        fields.WINDOW,
+        fields.layer_types(
+            FULL, SLIDING, usual=lambda c: tuple(SLIDING if i % 2 else FULL for i in range(c.num_layers))
+        ),
+    ],
+)
 
 
 def test_layers_of_two_kinds():
     ropes = dict(rope=Rope(8, 1e6, max_length=64), local_rope=Rope(8, 1e4, max_length=64))
     cfg = Layered(num_layers=3, head_dim=8, window=4, **ropes)
-    written = cfg.to_hf()
+    written = LAYERED.write(cfg)
     assert written["layer_types"] == [FULL, SLIDING, FULL]
     assert written["rope_parameters"] == {
         FULL: {"rope_type": "default", "rope_theta": 1e6},
@@ -149,10 +171,10 @@ def test_layers_of_two_kinds():
     }
     assert (written["rope_theta"], written["rope_local_base_freq"]) == (1e6, 1e4)
     old = {name: value for name, value in written.items() if name not in ("rope_parameters", "layer_types")}
-    assert Layered.from_hf(HFConfig(written)) == Layered.from_hf(HFConfig(old)) == cfg  # usual ones become None
-    other = Layered.from_hf(HFConfig(written | {"layer_types": [SLIDING] * 3}))
+    assert LAYERED.read(HFConfig(written)) == LAYERED.read(HFConfig(old)) == cfg  # usual ones become None
+    other = LAYERED.read(HFConfig(written | {"layer_types": [SLIDING] * 3}))
     assert other.layer_types == (SLIDING,) * 3
-    assert other.to_hf()["layer_types"] == [SLIDING] * 3
+    assert LAYERED.write(other)["layer_types"] == [SLIDING] * 3
 
 
 def test_layer_types_fit_the_layers():
@@ -164,14 +186,20 @@ def test_layer_types_fit_the_layers():
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windowed(ModelConfig):
-    num_layers: int = hf("num_hidden_layers")
-    layer_types: tuple[str, ...] | None = hf_max_window_layers(FULL, absent=1, window=9)
-    window: int | None = hf_switched_window(absent=9)
+class Windowed:
+    num_layers: int
+    layer_types: tuple[str, ...] | None = None
+    window: int | None = None
+
+
+WINDOWED = Fields(
+    Windowed,
+    [Field("num_layers", "num_hidden_layers"), *fields.upper_layers_slide(FULL, absent=1, window=9)],
+)
 
 
 @pytest.mark.parametrize(
-    ("fields", "types", "window"),
+    ("stored", "types", "window"),
     [
         ({}, None, None),
         ({"sliding_window": 4, "max_window_layers": 0}, None, None),  # not turned on
@@ -183,27 +211,49 @@ class Windowed(ModelConfig):
     ],
     ids=str,
 )
-def test_windows_of_the_upper_layers(fields, types, window):
-    config = HFConfig({"num_hidden_layers": 3} | fields)
-    cfg = Windowed.from_hf(config)
+def test_windows_of_the_upper_layers(stored, types, window):
+    config = HFConfig({"num_hidden_layers": 3} | stored)
+    cfg = WINDOWED.read(config)
     config.done()
     assert (cfg.layer_types, cfg.window) == (types, window)
-    written = cfg.to_hf()
+    written = WINDOWED.write(cfg)
     assert written["max_window_layers"] == written["layer_types"].count(FULL)
     assert written["use_sliding_window"] == (window is not None)
-    assert Windowed.from_hf(HFConfig(written)) == cfg
+    assert WINDOWED.read(HFConfig(written)) == cfg
 
 
-def test_an_attribute_that_nothing_reads_is_an_error():
-    with pytest.raises(TypeError, match=r"Typo\.fixd has no effect: did you mean fixed\?"):
-        type("Typo", (Config,), {"fixd": {"hidden_act": "silu"}})
-    with pytest.raises(TypeError, match=r"Bare\.depth has no effect: a field needs an annotation"):
-        type("Bare", (Config,), {"depth": hf("num_layers")})
-    type("Fine", (Config,), {"fixed": {}, "width": 3, "_own": 1, "total": property(lambda self: 1)})
+def test_misspelt_names_are_errors():
+    with pytest.raises(TypeError, match=r"Config has no field 'num_head'; did you mean 'num_heads'\?"):
+        Fields(Config, [Field("num_head", "num_attention_heads")])
+    with pytest.raises(TypeError, match="Config has no field 'epsilon'"):
+        Fields(Config, ENTRIES, absent={"epsilon": 1e-6})
+    with pytest.raises(TypeError, match="one entry, got several for dim"):
+        Fields(Config, [*ENTRIES, Field("dim", "width")])
+    with pytest.raises(TypeError, match="fixd"):
+        Fields(Config, ENTRIES, fixd={"hidden_act": "silu"})
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 4), (2, 4), (4, 0), (0, 0), (4, -2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 4), (2, 4), (4, 0)])
 def test_heads_that_do_not_divide_are_refused_before_a_layer_is_built(heads, kv_heads):
-    both = rf"num_heads \(num_attention_heads\) .*num_kv_heads \(num_key_value_heads\).* got {heads} and {kv_heads}$"
-    with pytest.raises(ValueError, match=both):
-        Config(dim=12, num_heads=heads, head_dim=4, num_kv_heads=kv_heads, power=9)
+    with pytest.raises(ValueError, match=r"num_key_value_heads|num_attention_heads .* got \d and \d"):
+        read(num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+SEEING = Multimodal(
+    FIELDS,
+    {"losses": Fields(Windowed, [Field("num_layers", "vision_config.depth")])},
+    model_types={"toy_vl": "ToyForConditionalGeneration"},
+    fixed={"vision_config.out_size": lambda c: c.dim},
+    ignored=["tie_word_embeddings"],
+)
+
+
+def test_text_beside_an_encoder():
+    config = {"model_type": "toy_vl", "text_config": MINIMAL, "vision_config": {"depth": 2, "out_size": 12}}
+    hf = HFConfig(config)
+    cfg = SEEING.read(hf)
+    hf.done()
+    assert (cfg.dim, cfg.losses.num_layers) == (12, 2)
+    assert SEEING.read(HFConfig(MINIMAL)) == read()  # the text alone
+    with pytest.raises(ValueError, match="vision_config.out_size must be 12, got 13"):
+        SEEING.read(HFConfig(config | {"vision_config": {"depth": 2, "out_size": 13}}))

@@ -53,13 +53,18 @@ class Config:
     num_layers: int = 6
     tied: bool = True
 
-    @classmethod
-    def from_hf(cls, fields: HFConfig) -> "Config":
-        fields.require("model_type", "zoo")
-        return cls(num_layers=fields.take("layers", kind=int), tied=fields.take("tied", True))
 
-    def to_hf(self) -> dict[str, Any]:
-        return {"model_type": "zoo", "layers": self.num_layers, "tied": self.tied}
+class Fields:
+    """How config.json spells it, written by hand."""
+
+    config, model_types = Config, ("zoo",)
+
+    def read(self, hf: HFConfig) -> Config:
+        hf.require("model_type", "zoo")
+        return Config(num_layers=hf.take("layers", kind=int), tied=hf.take("tied", True))
+
+    def write(self, cfg: Config) -> dict[str, Any]:
+        return {"model_type": "zoo", "layers": cfg.num_layers, "tied": cfg.tied}
 
 
 class Zoo(nnx.Module):
@@ -119,7 +124,7 @@ def table(cfg: Config) -> Table:
     ]
 
 
-FAMILY = Family(name="zoo", model_types=("zoo",), model=Zoo, config=Config, table=table, presets={"zoo-tiny": Config()})
+FAMILY = Family("zoo", Zoo, Fields(), table, presets={"zoo-tiny": Config()})
 
 
 def zoo(cfg: Config = Config(), seed: int = 0) -> Zoo:

@@ -1,1 +1,1 @@
-"""Attention kernels for Hopper GPUs (`mosaic_gpu`) and TPUs (`mosaic_tpu`), and the pieces that all kernels share."""
+"""Attention kernels for Hopper GPUs (`mosaic_gpu`), and the pieces that all kernels share."""

@@ -17,8 +17,8 @@ class Logits:
     `exp2(factor * bent - max2)`: one multiply-add and the hardware's exponential.
 
     Args:
-      scale: factor on the products; positive.
-      softcap: bound of the logits, or None.
+        scale: Factor on the products; positive.
+        softcap: Bound of the logits, or None.
     """
 
     scale: float

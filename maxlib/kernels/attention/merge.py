@@ -1,4 +1,4 @@
-"""Merging of softmaxes over different keys into one over all keys, by their log-sum-exps."""
+"""Merging of softmaxes over different keys, and with a sink, by their log-sum-exps."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,11 +10,11 @@ def merge_parts(
     """Merges attention over P disjoint parts of the keys.
 
     Args:
-      outs: output of each part, normalised over its own keys.
-      lses: log-sum-exp of the logits of each part.
+        outs: Output of each part, normalised over its own keys.
+        lses: Log-sum-exp of the logits of each part.
 
     Returns:
-      The output and the log-sum-exp over all keys; zeros and `-inf` for a row without a visible key in any part.
+        The output and the log-sum-exp over all keys; zeros and `-inf` for a row without a visible key in any part.
     """
     # out = sum_p exp(lse_p) out_p / sum_p exp(lse_p), shifted by the largest lse so that no exponential overflows.
     peak = jnp.max(lses, axis=0, keepdims=True)
@@ -24,3 +24,29 @@ def merge_parts(
     safe = jnp.where(total > 0, total, 1.0)
     out = jnp.sum(weights[..., None] * outs, axis=0) / safe[..., None]
     return out, jnp.where(total > 0, peak[0] + jnp.log(safe), -jnp.inf)
+
+
+def merge_sinks(
+    out: Float[Array, "B T N Hv"], lse: Float[Array, "B T N"], sinks: Float[Array, " N"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Adds one logit per head that takes weight and has no value (GPT-OSS, https://arxiv.org/abs/2508.10925).
+
+    The result is exact, and differentiable in `out`, `lse` and `sinks`.
+
+    Args:
+        out: Output of attention without sinks.
+        lse: Log-sum-exp of its logits.
+        sinks: The additional logit of each head.
+
+    Returns:
+        The output and the log-sum-exp with the sinks included.
+    """
+    # A softmax with one more logit is the old one times exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink). It is
+    # computed as an exponential, because the gradient of the sigmoid would lose the digits of a small sink.
+    sink = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
+    # An empty row under a sink of -inf has the lowest number instead: neither it nor its gradient is NaN.
+    lowest = jnp.finfo(lse.dtype).min
+    seen = jnp.maximum(lse, lowest)
+    total = jnp.logaddexp(seen, sink)
+    keep = jnp.exp(seen - total)
+    return (out * keep[..., None]).astype(out.dtype), jnp.where(total == lowest, -jnp.inf, total)

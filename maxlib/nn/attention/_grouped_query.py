@@ -18,9 +18,7 @@ from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, Mask, MaskHint, SlidingWindow, StaticMask
-from maxlib.ops._attention.masks import has_open_window
-from maxlib.ops._rope import apply_rope
+from maxlib.ops import Causal, Mask, MaskHint, SlidingWindow, StaticMask, apply_rope
 from maxlib.sharding import constrain, shard_map_by_name
 from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
 
@@ -259,7 +257,7 @@ def check_mask(mask: Any) -> None:
             f"mask must be a mask of maxlib.ops, such as Causal() & SlidingWindow(8), got {_described(mask)}; "
             "boolean arrays are not masks here"
         )
-    if has_open_window(mask):
+    if mask.has_open_window:
         raise ValueError(
             f"{mask} lets a token attend to later ones, because a sliding window alone limits only the past: write "
             f"Causal() & {mask if isinstance(mask, SlidingWindow) else 'SlidingWindow(n)'}"

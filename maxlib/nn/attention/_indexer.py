@@ -16,7 +16,7 @@ from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import LayerNorm
-from maxlib.ops._rope import Rope, apply_rope
+from maxlib.ops import Rope, apply_rope
 from maxlib.sharding import shard_map_by_name
 
 

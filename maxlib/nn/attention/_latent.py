@@ -18,8 +18,7 @@ from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, Mask
-from maxlib.ops._rope import Rope, apply_rope
+from maxlib.ops import Causal, Mask, Rope, apply_rope
 from maxlib.sharding import constrain
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxlib._utils.loops import scan
 from maxlib.hardware import current_device
-from maxlib.ops._loops import scan
 from maxlib.sharding.layers import mesh_axes
 
 # In float32: 256 MiB, or 4 MiB, which stay in the cache of a CPU (2.4 times as fast as 256).

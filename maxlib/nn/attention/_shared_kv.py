@@ -16,8 +16,7 @@ from maxlib.nn.cache import SharedKV
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._attention import Causal, Mask
-from maxlib.ops._rope import Rope, apply_rope
+from maxlib.ops import Causal, Mask, Rope, apply_rope
 from maxlib.sharding import constrain
 
 

@@ -22,7 +22,7 @@ from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_que
 from maxlib.nn.cache import LayerCache, put_rows
 from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.remat import mark_heads
-from maxlib.ops._rope import Rope
+from maxlib.ops import Rope
 from maxlib.sharding import constrain, shard_map_by_name
 
 

@@ -13,10 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.ops._attention import Mask, MaskHint, StaticMask, Tokens, key_intervals
-from maxlib.ops._axes_rope import AxialRope, MRope
-from maxlib.ops._grid_rope import GridRope
-from maxlib.ops._rope import Rope
+from maxlib.ops import AxialRope, GridRope, Mask, MaskHint, MRope, Rope, StaticMask, TokenPositions, key_intervals
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
 
 AnyRope = Rope | GridRope | MRope | AxialRope
@@ -109,12 +106,12 @@ class Context:
             return MaskHint(found)
         # Slots in front of the first token are segments of no query.
         start = jnp.where(index < 0, -1, 0)
-        keys = Tokens(index, start, jnp.maximum(index + 1, start))
+        keys = TokenPositions(index, start, jnp.maximum(index + 1, start))
         return MaskHint(found, (mask.segments(self._tokens), mask.segments(keys)))
 
     @property
-    def _tokens(self) -> Tokens:
-        return Tokens(self.index, self.start, self.stop, *(self.bidirectional_blocks or (None, None)))
+    def _tokens(self) -> TokenPositions:
+        return TokenPositions(self.index, self.start, self.stop, *(self.bidirectional_blocks or (None, None)))
 
     def rotary(self, rope: AnyRope) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
         """Returns cosines and sines of every position under `rope`, `B T R` each (R is half the rotary dimensions)."""

@@ -14,7 +14,7 @@ from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, 
 from maxlib.nn.decoder._model import Output
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack, WithShared
-from maxlib.ops._attention import Mask
+from maxlib.ops import Mask
 from maxlib.sharding import constrain
 
 

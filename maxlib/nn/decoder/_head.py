@@ -72,7 +72,7 @@ def token_log_probs(
     options = {"temperature": temperature, "softcap": softcap, "entropy": entropy, "axis_name": split.axis_name}
 
     def op(hidden, weight, targets):
-        return tuple(ops.linear_log_probs(hidden, weight, targets, chunk=chunk or split.chunk, **options))
+        return tuple(ops.fused_linear_log_probs(hidden, weight, targets, chunk=chunk or split.chunk, **options))
 
     names = _ROWS, _ROWS, _ROWS if entropy else None
     out = _on_parts(op, split, hidden, head_weight, targets, out_names=names)
@@ -91,7 +91,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Computes `sum(weights * -log_softmax(cap(hidden @ head_weight.T))[targets])` over all tokens, in nats.
 
-    The forward pass also computes the gradients, so logits are computed once (`ops.linear_cross_entropy`).
+    The forward pass also computes the gradients, so logits are computed once (`ops.fused_linear_cross_entropy`).
 
     Args:
         hidden: The model's `Output.hidden`.
@@ -109,7 +109,7 @@ def cross_entropy(
     options = {"softcap": softcap, "z_loss": z_loss, "label_smoothing": label_smoothing, "axis_name": split.axis_name}
 
     def op(hidden, weight, targets, weights):
-        out = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, chunk=split.chunk, **options)
+        out = ops.fused_linear_cross_entropy(hidden, weight, targets, weights=weights, chunk=split.chunk, **options)
         sums = out.loss, -jnp.sum(out.log_prob), jnp.sum(out.correct, dtype=jnp.float32)
         return tuple(x.reshape(1, 1) for x in sums)  # one number per shard of batch and sequence
 

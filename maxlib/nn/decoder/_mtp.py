@@ -18,7 +18,7 @@ from maxlib.nn.decoder._context import AnyRope, Context, context
 from maxlib.nn.decoder._model import Model
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
-from maxlib.ops._attention import Causal, Mask
+from maxlib.ops import Causal, Mask
 from maxlib.sharding import constrain
 
 

@@ -13,7 +13,7 @@ from maxlib.nn.decoder._model import Output
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision._encoder import check_placeholders, unseen
 from maxlib.nn.vision._patches import Patches, check_patches, mrope_positions, take_features
-from maxlib.ops._axes_rope import MRope
+from maxlib.ops import MRope
 
 
 class NativeVisionDecoder(Decoder):

@@ -17,7 +17,7 @@ from maxlib import ops
 from maxlib.kernels.grouped_matmul.rows import NAMES
 from maxlib.nn._pytree import pytree, static
 from maxlib.nn.matmul import Matmul, PlainMatmul
-from maxlib.ops._grouped_matmul.glu import add_bias
+from maxlib.ops import add_expert_bias
 
 Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
 """What multiplies, the experts' matrices and their biases."""
@@ -46,7 +46,7 @@ class Dropless:
         """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
         matmul, w, b = linear
         y = matmul.grouped(rows, w, self.counts, weight_order)
-        return y if b is None else add_bias(y, b, self.counts)
+        return y if b is None else add_expert_bias(y, b, self.counts)
 
     def gated(
         self,

@@ -22,7 +22,7 @@ from maxlib.nn.experts._linear import ExpertLinear, expert_matrices
 from maxlib.nn.experts._mlp import local_experts
 from maxlib.nn.matmul import LowRank
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
-from maxlib.ops._glu import swiglu
+from maxlib.ops import swiglu
 from maxlib.sharding import shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg, axis_of, axis_size
 

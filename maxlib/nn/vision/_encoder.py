@@ -18,7 +18,7 @@ from maxlib.nn._mlp import MLP
 from maxlib.nn.attention._grouped_query import Attention
 from maxlib.nn.decoder._context import AnyRope, Context
 from maxlib.nn.norm import LayerNorm
-from maxlib.ops._attention import Full
+from maxlib.ops import Full
 from maxlib.sharding import constrain
 
 

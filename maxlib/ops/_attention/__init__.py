@@ -2,7 +2,6 @@
 
 from maxlib.ops._attention.api import attention as attention
 from maxlib.ops._attention.api import explain_attention as explain_attention
-from maxlib.ops._attention.dispatch import capabilities as capabilities
 from maxlib.ops._attention.masks import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention.masks import Causal as Causal
 from maxlib.ops._attention.masks import Chunked as Chunked
@@ -12,7 +11,7 @@ from maxlib.ops._attention.masks import MaskHint as MaskHint
 from maxlib.ops._attention.masks import Prefix as Prefix
 from maxlib.ops._attention.masks import SlidingWindow as SlidingWindow
 from maxlib.ops._attention.masks import StaticMask as StaticMask
-from maxlib.ops._attention.masks import Tokens as Tokens
+from maxlib.ops._attention.masks import TokenPositions as TokenPositions
 from maxlib.ops._attention.masks import key_intervals as key_intervals
-from maxlib.ops._attention.masks import query_intervals as query_intervals
 from maxlib.ops._attention.ring import ring_attention as ring_attention
+from maxlib.ops._attention.table import attention_implementations as attention_implementations

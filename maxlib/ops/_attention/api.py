@@ -10,13 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
-from maxlib.ops._attention import dispatch
-from maxlib.ops._attention import table as table  # registers the implementations with `dispatch`
 from maxlib.ops._attention.masks import MaskHint, StaticMask
+from maxlib.ops._attention.table import ATTENTION, AttentionCall, without_device
 from maxlib.ops._cost import register_flops
-from maxlib.ops._explanation import Explanation
-
-Shaped = jax.Array | jax.ShapeDtypeStruct
+from maxlib.ops._dispatch import Choice, Explanation, Shaped
 
 
 @overload
@@ -79,29 +76,30 @@ def attention(
         y = ops.attention(q, k, k, k_end=k_end)  # causal: query i attends to the keys up to i
 
     Args:
-      q: queries, N heads.
-      k: keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
-      v: values, K heads, of any width; or their width Hv, if they are the first channels of the keys (latent
-          attention), which some kernels then read only once.
-      k_start: index of the first key that each query attends to; default 0.
-      k_end: one past the index of the last key that each query attends to; default S. Bounds may be out of range. An
-          empty interval gives zeros.
-      scale: factor on the products of queries and keys; default `Hk ** -0.5`.
-      softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
-      sinks: an extra logit per query head in the softmax's denominator, without a value (GPT-OSS).
-      bias: added to the logits; B and N may be 1.
-      mask_hint: static description of the intervals (`Mask.static`), with segments if they hide keys, for kernels that
-          take a named mask. It must agree with the intervals. By default it is derived from absent bounds.
-      implementation: name of the implementation to run. None runs the first in order of preference that supports the
-          call; `explain_attention` shows which one and why.
-      return_lse: True also returns the log-sum-exp of every row's logits.
+        q: Queries, N heads.
+        k: Keys, K heads; each is shared by N / K consecutive query heads (grouped-query attention).
+        v: Values, K heads, of any width; or their width Hv, if they are the first channels of the keys (latent
+            attention), which some kernels then read only once.
+        k_start: Index of the first key that each query attends to; default 0.
+        k_end: One past the index of the last key that each query attends to; default S. Bounds may be out of range. An
+            empty interval gives zeros.
+        scale: Factor on the products of queries and keys; default `Hk ** -0.5`.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None for no cap.
+        sinks: An extra logit per query head in the softmax's denominator, without a value (GPT-OSS).
+        bias: Added to the logits; B and N may be 1.
+        mask_hint: Static description of the intervals (`Mask.static`), with segments if they hide keys, for kernels
+            that take a named mask. It must agree with the intervals. By default it is derived from absent bounds.
+        implementation: Name of the implementation to run. None runs the first in order of preference that supports the
+            call; `explain_attention` shows which one and why. "offline" runs the first that also compiles without the
+            device, for plans.
+        return_lse: True also returns the log-sum-exp of every row's logits.
 
     Returns:
-      The output, in the dtype of `q`; with `return_lse` also the float32 log-sum-exp (sink included, `-inf` for empty
-      rows). Both are differentiable.
+        The output, in the dtype of `q`; with `return_lse` also the float32 log-sum-exp (sink included, `-inf` for empty
+        rows). Both are differentiable.
 
     Raises:
-      ValueError: when shapes do not agree, or the named implementation cannot run the call.
+        ValueError: When shapes do not agree, or the named implementation cannot run the call.
     """
     hint, shared = _hint(mask_hint, k_start, k_end), isinstance(v, int)
     v = _values(k, v) if isinstance(v, int) else v
@@ -109,9 +107,9 @@ def attention(
     start = jnp.zeros(q.shape[:2], jnp.int32) if k_start is None else k_start
     end = jnp.full(q.shape[:2], k.shape[1], jnp.int32) if k_end is None else k_end
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    run = dispatch.choose(call, implementation).sized(call)
+    choice = ATTENTION.choose(call, without_device(call) if implementation == "offline" else implementation)
     arrays = q, k, v, start, end, sinks, bias, hint and hint.segment_ids
-    out, lse = _attention(*arrays, static=hint and hint.static, scale=scale, softcap=softcap, run=run)
+    out, lse = _attention(*arrays, static=hint and hint.static, scale=scale, softcap=softcap, choice=choice)
     return (out, lse) if return_lse else out
 
 
@@ -132,17 +130,17 @@ def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint |
     return MaskHint(mask_hint) if isinstance(mask_hint, StaticMask) else mask_hint
 
 
-@register_flops(_flops, static=("static", "scale", "softcap", "run"))
-def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, run):
-    implementation, tiles = run
-    one = dispatch.by_name(implementation)
-    more = {"mask_hint": MaskHint(static, segment_ids)} if one.takes_mask_hint else {}
-    more |= {} if tiles is None else {"tiles": tiles}
-    if static is not None and not (static.aligned or one.takes_mask_hint):
+@register_flops(_flops, static=("static", "scale", "softcap", "choice"), name="attention")
+def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, choice: Choice):
+    kernel = ATTENTION[choice.kernel]
+    options = choice.options | ({"mask_hint": MaskHint(static, segment_ids)} if kernel.takes_mask_hint else {})
+    if static is not None and not (static.aligned or kernel.takes_mask_hint):
         # In a ring, bounds may be outside of this part of the keys, and windows count from there. Other kernels skip
         # more tiles with clipped bounds.
         k_start, k_end = (jnp.clip(x, 0, k.shape[1]) for x in (k_start, k_end))
-    return one.run(q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias, **more)
+    return kernel.run(
+        q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias, **options
+    )
 
 
 def explain_attention(
@@ -163,30 +161,30 @@ def explain_attention(
     """Explains which implementation `attention` would run for these arguments, and why.
 
     Args:
-      q: queries; this and every other array may be a `jax.ShapeDtypeStruct`.
-      k: keys.
-      v: values, or their width.
-      k_start: as in `attention`.
-      k_end: as in `attention`.
-      softcap: as in `attention`.
-      sinks: as in `attention`.
-      bias: as in `attention`.
-      mask_hint: as in `attention`.
-      implementation: as in `attention`.
-      return_lse: as in `attention`.
-      device: platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")` or `("tpu", "v6e")`; default:
-        the device in use.
+        q: Queries; this and every other array may be a `jax.ShapeDtypeStruct`.
+        k: Keys.
+        v: Values, or their width.
+        k_start: As in `attention`.
+        k_end: As in `attention`.
+        softcap: As in `attention`.
+        sinks: As in `attention`.
+        bias: As in `attention`.
+        mask_hint: As in `attention`.
+        implementation: As in `attention`.
+        return_lse: As in `attention`.
+        device: Platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")` or `("tpu", "v6e")`;
+            default: the device in use.
 
     Returns:
-      An `Explanation`, which prints as a readable text.
+        An `Explanation`, which prints as a readable text.
 
     Raises:
-      ValueError: when shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
+        ValueError: When shapes do not agree, no implementation has the name `implementation`, or the device is unknown.
     """
     hint, shared, device = _hint(mask_hint, k_start, k_end), isinstance(v, int), explained_device(device)
     v = jax.eval_shape(functools.partial(_values, width=v), k) if isinstance(v, int) else v
     call = _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device, shared=shared)
-    return dispatch.explain(call, implementation)
+    return ATTENTION.explain(call, implementation)
 
 
 def _values(k, width: int):
@@ -196,13 +194,13 @@ def _values(k, width: int):
     return k[..., :width]
 
 
-def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device=None, *, shared) -> dispatch.Call:
+def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, device=None, *, shared) -> AttentionCall:
     _check(q, k, v, k_start, k_end, softcap, sinks, bias)
     if hint is not None and hint.segment_ids is not None:
-        shapes, found = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in hint.segment_ids)
-        _require(found == shapes, f"segment_ids must have the axes B T and B S, here {shapes}", f"shapes {found}")
+        shapes, got = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in hint.segment_ids)
+        _require(got == shapes, f"segment_ids must have the axes B T and B S, here {shapes}", f"shapes {got}")
     (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
-    used = {
+    uses = {
         "gqa": K != N,
         "value_dim": Hv != Hk,
         "softcap": softcap is not None,
@@ -211,10 +209,23 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, d
         "lse": return_lse,
         "float64": q.dtype == jnp.float64,
     }
-    features = frozenset(name for name, is_used in used.items() if is_used)
-    platform, kind = device or current_device()
-    sizes, mask = (B, T, S, N, K, Hk, Hv), hint and hint.static
-    return dispatch.Call(*sizes, str(q.dtype), features, platform, kind, mask, is_tracked(q, k, v), shared)
+    platform, device_kind = device or current_device()
+    return AttentionCall(
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=N,
+        kv_heads=K,
+        key_dim=Hk,
+        value_dim=Hv,
+        dtype=str(q.dtype),
+        features=frozenset(name for name, is_used in uses.items() if is_used),
+        platform=platform,
+        device_kind=device_kind,
+        mask=hint and hint.static,
+        tracked=is_tracked(q, k, v),
+        shared=shared,
+    )
 
 
 def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:

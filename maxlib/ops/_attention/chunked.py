@@ -19,12 +19,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.loops import scan
 from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops._loops import scan
 
 
 class Spec(NamedTuple):
@@ -64,16 +64,16 @@ def chunked(
     Differentiable once (reverse mode) in q, k, v, sinks and bias.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
-      k_start: index of the first key that each query attends to.
-      k_end: one past the index of the last key.
-      scale: factor on the products of queries and keys.
-      softcap: bound of the logits, or None.
-      sinks: an extra logit per head, without a value.
-      bias: added to the logits.
-      tiles: sizes of a block; default: `chunked_tiles`.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        k_start: Index of the first key that each query attends to.
+        k_end: One past the index of the last key.
+        scale: Factor on the products of queries and keys.
+        softcap: Bound of the logits, or None.
+        sinks: An extra logit per head, without a value.
+        bias: Added to the logits.
+        tiles: Sizes of a block; default: `chunked_tiles`.
     """
     tiles = tiles or chunked_tiles(q.shape[1], q.shape[2], k.shape[1], current_device()[0])
     spec = tiles.spec(q.shape, k.shape[1], scale, softcap, whole_batch=bias is not None)
@@ -105,9 +105,9 @@ class ChunkedTiles(TileSizes):
     """Blocks of `chunked`.
 
     Args:
-      queries: queries of a block; at most all.
-      keys: keys of a block; at most all.
-      logits: most numbers of a tile, of all heads and as many rows of the batch as fit, at least one.
+        queries: Queries of a block; at most all.
+        keys: Keys of a block; at most all.
+        logits: Most numbers of a tile, of all heads and as many rows of the batch as fit, at least one.
     """
 
     queries: int
@@ -165,12 +165,12 @@ def attend_backward(spec: Spec, args, out, lse, d_out, d_lse):
     """Returns the gradients of q, k, v and the bias, from the results of any forward pass.
 
     Args:
-      spec: the maths and the blocks.
-      args: `(q, k, v, bias, k_start, k_end)`.
-      out: the output.
-      lse: the log-sum-exp of each row's logits, a sink's included.
-      d_out: gradient of the output.
-      d_lse: gradient of the log-sum-exp.
+        spec: The maths and the blocks.
+        args: `(q, k, v, bias, k_start, k_end)`.
+        out: The output.
+        lse: The log-sum-exp of each row's logits, a sink's included.
+        d_out: Gradient of the output.
+        d_lse: Gradient of the log-sum-exp.
     """
     # d_logits = probs * (d_out v - delta) with delta = sum(d_out * out) - d_lse. This one number per row replaces the
     # sum over all keys in the softmax's gradient, so tiles are independent of each other.
@@ -226,7 +226,10 @@ def _forward_sums(spec: Spec, row: Rows, keys, values) -> tuple[Array, Array, Ar
         return _tile_sums(spec, row, keys, values, 0, floor)
     zeros = _zeros(row.q.shape[:-1], compute, row.q)  # [B, K, R]
     init = zeros + floor, zeros, _zeros((*row.q.shape[:-1], width), compute, row.q)
-    step = lambda j, carry: _forward_tile(spec, row, keys, values, j, *carry)
+
+    def step(j, carry):
+        return _forward_tile(spec, row, keys, values, j, *carry)
+
     return lax.fori_loop(*_visited(row, keys), step, init)
 
 
@@ -252,7 +255,10 @@ def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
     rows, keys, values = _cut(spec, q, k, v, bias, k_start, k_end)
     lse, delta = (_fold(x[..., None], k.shape[2], spec.block_q)[..., 0] for x in (lse, delta))
     d_out = _fold(d_out, k.shape[2], spec.block_q)
-    block = lambda totals, xs: _backward_block(spec, keys, values, totals, *xs)
+
+    def block(totals, xs):
+        return _backward_block(spec, keys, values, totals, *xs)
+
     totals = keys.zeros(rows.q), values.zeros(rows.q)
     (dk, dv), (dq, d_bias) = scan(block, totals, (rows, lse, delta, d_out))
     return _unfold(dq, *q.shape[1:3]), _turn(dk).astype(k.dtype), _turn(dv).astype(v.dtype), d_bias
@@ -260,9 +266,13 @@ def _backward(spec: Spec, q, k, v, bias, k_start, k_end, lse, delta, d_out):
 
 def _backward_block(spec: Spec, keys, values, totals, row: Rows, lse, delta, d_out):
     """Computes dq and d_bias of one block of queries, and adds its share to the totals of dk and dv."""
-    zeros = lambda x: None if x is None else _zeros(x.shape, _compute_dtype(row.q), row.q)
-    init = *totals, zeros(row.q), zeros(row.bias)
-    step = lambda j, carry: _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
+    dtype = _compute_dtype(row.q)
+    d_bias = None if row.bias is None else _zeros(row.bias.shape, dtype, row.q)
+    init = *totals, _zeros(row.q.shape, dtype, row.q), d_bias
+
+    def step(j, carry):
+        return _backward_tile(spec, row, keys, values, lse, delta, d_out, j, *carry)
+
     dk, dv, dq, d_bias = _over_visible(row, keys, step, init)
     return (dk, dv), (dq.astype(row.q.dtype), jax.tree.map(lambda d, bias: d.astype(bias.dtype), d_bias, row.bias))
 
@@ -334,8 +344,8 @@ def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
     ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
     start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
     rows = Rows(_fold(q, K, spec.block_q), start, end, bias)
-    blocks = lambda x: _KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype)
-    return rows, blocks(k), blocks(v)
+    keys, values = (_KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype) for x in (k, v))
+    return rows, keys, values
 
 
 class _KeyBlocks:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib._utils.varying import vary_alike
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks
 
 INPUTS = ("query", "key", "value")
 UNUSED = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")
@@ -59,10 +59,10 @@ def _parameters() -> tuple[str, ...]:
     try:
         theirs = _jax()
         needed = ("dot_product_attention", "MaskType", "AttentionLayout", "_dot_product_attention_bwd_p_wrapper")
-        found = inspect.signature(theirs._dot_product_attention_bwd_impl).parameters
+        parameters = inspect.signature(theirs._dot_product_attention_bwd_impl).parameters
     except (ImportError, AttributeError):
         return ()
-    return tuple(found) if all(hasattr(theirs, name) for name in needed) else ()
+    return tuple(parameters) if all(hasattr(theirs, name) for name in needed) else ()
 
 
 def refuses_sinks() -> str | None:
@@ -85,13 +85,13 @@ def attend_with_sinks(
     """Returns attention with a sink logit per query head; it is differentiable in all four arrays.
 
     Args:
-      q: queries, in bfloat16 or float16, as keys and values.
-      k: keys.
-      v: values.
-      sinks: one logit per query head, without a value.
-      scale: factor on the products of queries and keys.
-      causal: True if a query attends to no later key.
-      window: number of keys that a query attends to, its own included, under a causal mask; None for no limit.
+        q: Queries, in bfloat16 or float16, as keys and values.
+        k: Keys.
+        v: Values.
+        sinks: One logit per query head, without a value.
+        scale: Factor on the products of queries and keys.
+        causal: True if a query attends to no later key.
+        window: Number of keys that a query attends to, its own included, under a causal mask; None for no limit.
     """
     return _attend(Mask(scale, causal, window), *vary_alike((q, k, v, sinks)))
 
@@ -109,8 +109,8 @@ def _forward(mask: Mask, q, k, v, sinks):
     return out, (q, k, v, sinks, out, lse)
 
 
-def _backward(mask: Mask, kept, d_out):
-    q, k, v, sinks, out, lse = kept
+def _backward(mask: Mask, residuals, d_out):
+    q, k, v, sinks, out, lse = residuals
     dq, dk, dv = _kernel(mask, q, k, v, jnp.swapaxes(lse, 1, 2), out, d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
     share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)  # of the weights of a row, [1, 1, N] - [B, T, N]

@@ -16,16 +16,16 @@ Interval = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class TokenPositions:
     """Position and document of each query: all fields are indices into the key array, shape `B T`.
 
     Args:
-      index: the query's own key.
-      start: first key of its document.
-      stop: one past the last key of its document; `stop <= start` marks padding.
-      span_start: first token of the query's bidirectional span (an image, a prefix); its own index if it has none. None
-          if no query has one.
-      span_stop: one past the last token of that span.
+        index: The query's own key.
+        start: First key of its document.
+        stop: One past the last key of its document; `stop <= start` marks padding.
+        span_start: First token of the query's bidirectional span (an image, a prefix); its own index if it has none.
+            None if no query has one.
+        span_stop: One past the last token of that span.
     """
 
     index: Int[Array, "B T"]
@@ -43,12 +43,12 @@ class StaticMask:
     implementations use the intervals.
 
     Args:
-      kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
-      window: maximum number of keys that a query attends to, including its own; None for no limit. With `kind="full"`
-          it only makes sense intersected with a causal mask, and no kernel supports it.
-      segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
-      aligned: True if query `i` has the index of key `i` and all keys belong to its row; False with a cache, or if the
-          sequence is split over devices.
+        kind: "causal" if intervals end after the query's own key, "full" if they end with the segment, else "any".
+        window: Maximum number of keys that a query attends to, including its own; None for no limit. With `kind="full"`
+            it only makes sense intersected with a causal mask, and no kernel supports it.
+        segmented: True if keys of other segments (packed documents, padding, chunks) are hidden.
+        aligned: True if query `i` has the index of key `i` and all keys belong to its row; False with a cache, or if
+            the sequence is split over devices.
     """
 
     kind: Literal["causal", "full", "any"]
@@ -66,8 +66,8 @@ class MaskHint(NamedTuple):
     """Facts about a mask that a kernel may use in addition to its intervals.
 
     Args:
-      static: description of the intervals at compile time.
-      segment_ids: segments of the queries, `B T`, and of the keys, `B S`, if `static.segmented`.
+        static: Description of the intervals at compile time.
+        segment_ids: Segments of the queries, `B T`, and of the keys, `B S`, if `static.segmented`.
     """
 
     static: StaticMask
@@ -84,11 +84,10 @@ class Mask:
     """Base class of masks: a frozen spec that lowers to key intervals; `&` intersects, `|` unites.
 
     A union is only correct if the two intervals of each query overlap, which holds for all masks here, because each
-    interval contains the query itself. Neither bound may decrease along a row, because the backward pass transposes the
-    intervals; all masks here satisfy this.
+    interval contains the query itself.
     """
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         """Returns `[k_start, k_end)` for each query, two arrays of shape `B T`."""
         raise NotImplementedError(
             f"{type(self).__name__} must define interval(tokens) -> (k_start, k_end): the first key of each query and one "
@@ -118,7 +117,24 @@ class Mask:
         """Returns the mask without bidirectional blocks, for rows that have none; more kernels support it."""
         return self
 
-    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+    @property
+    def has_open_window(self) -> bool:
+        """Is True if the mask has a sliding window but lets tokens attend to later ones outside of prefix and blocks.
+
+        Examples are a window without `Causal()`, and a union that undoes a causal mask: `Causal() | SlidingWindow(8)`.
+        """
+        if not self._has_window:
+            return False
+        with jax.ensure_compile_time_eval():
+            # Test a token in the middle of a document that is longer than any window.
+            index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
+            return bool((self.interval(TokenPositions(index, start, stop))[1] > index + 1).all())
+
+    @property
+    def _has_window(self) -> bool:
+        return False
+
+    def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         """Returns a segment id for each token; tokens of different segments never attend to each other."""
         return tokens.start
 
@@ -142,7 +158,7 @@ class Full(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full")
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         return tokens.start, tokens.stop
 
 
@@ -159,7 +175,7 @@ class Causal(Mask):
     def static(self) -> StaticMask:
         return StaticMask("causal")
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         return tokens.start, tokens.index + 1
 
 
@@ -174,10 +190,10 @@ class SlidingWindow(Mask):
         attn = nn.Attention(64, num_heads=4, head_dim=16, mask=mask, rngs=nnx.Rngs(0))
 
     Args:
-      window: number of keys, including the query's own (Mistral's convention).
+        window: Number of keys, including the query's own (Mistral's convention).
 
     Raises:
-      ValueError: when `window` is not an integer of at least 1.
+        ValueError: When `window` is not an integer of at least 1.
     """
 
     window: int
@@ -193,7 +209,11 @@ class SlidingWindow(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full", self.window)
 
-    def interval(self, tokens: Tokens) -> Interval:
+    @property
+    def _has_window(self) -> bool:
+        return True
+
+    def interval(self, tokens: TokenPositions) -> Interval:
         return jnp.maximum(tokens.start, tokens.index - self.window + 1), tokens.stop
 
 
@@ -202,10 +222,10 @@ class Chunked(Mask):
     """Chunked mask: the keys of the query's own chunk (Llama 4); use as `Causal() & Chunked(n)`.
 
     Args:
-      chunk: tokens per chunk, counted from the start of the document.
+        chunk: Tokens per chunk, counted from the start of the document.
 
     Raises:
-      ValueError: when `chunk` is not an integer of at least 1.
+        ValueError: When `chunk` is not an integer of at least 1.
     """
 
     chunk: int
@@ -221,10 +241,10 @@ class Chunked(Mask):
     def static(self) -> StaticMask:
         return StaticMask("full", segmented=True)
 
-    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+    def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         return self.interval(tokens)[0]
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         # Round the position within the document down to the first token of its chunk.
         start = tokens.start + (tokens.index - tokens.start) // self.chunk * self.chunk
         return start, jnp.minimum(start + self.chunk, tokens.stop)
@@ -238,7 +258,7 @@ class Prefix(Mask):
     later call with a part of it raises an error outside `jit`; inside, its results are NaN.
 
     Args:
-      length: number of tokens in the prefix.
+        length: Number of tokens in the prefix.
     """
 
     length: int
@@ -247,7 +267,7 @@ class Prefix(Mask):
     def prefix(self) -> int:
         return self.length
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         inside = tokens.index < tokens.start + self.length
         stop = jnp.minimum(tokens.start + self.length, tokens.stop)
         return jnp.where(inside, tokens.start, tokens.index), jnp.where(inside, stop, tokens.index + 1)
@@ -257,10 +277,10 @@ class Prefix(Mask):
 class BidirectionalBlocks(Mask):
     """Bidirectional blocks: the tokens of one span (an image) attend to each other.
 
-    Use it as `Causal() | BidirectionalBlocks()`. The spans come from `Tokens.span_start` and `Tokens.span_stop`.
+    Use it as `Causal() | BidirectionalBlocks()`. `TokenPositions` has the spans.
     """
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         if tokens.span_start is None or tokens.span_stop is None:
             return tokens.index, tokens.index + 1
         return tokens.span_start, tokens.span_stop
@@ -270,6 +290,10 @@ class BidirectionalBlocks(Mask):
 class _And(Mask):
     left: Mask
     right: Mask
+
+    @property
+    def _has_window(self) -> bool:
+        return self.left._has_window or self.right._has_window
 
     @property
     def prefix(self) -> int:
@@ -285,7 +309,7 @@ class _And(Mask):
         left, right = self.left.static, self.right.static
         if left is None or right is None or "any" in (left.kind, right.kind):
             return None
-        windows = [one.window for one in (left, right) if one.window is not None]
+        windows = [side.window for side in (left, right) if side.window is not None]
         kind = "causal" if "causal" in (left.kind, right.kind) else "full"
         return StaticMask(kind, min(windows, default=None), left.segmented or right.segmented)
 
@@ -293,10 +317,10 @@ class _And(Mask):
     def without_blocks(self) -> Mask:
         return self.left.without_blocks & self.right.without_blocks
 
-    def segments(self, tokens: Tokens) -> Int[Array, "B T"]:
+    def segments(self, tokens: TokenPositions) -> Int[Array, "B T"]:
         return jnp.maximum(self.left.segments(tokens), self.right.segments(tokens))
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         # [a, b) and [c, d): an intersection of intervals is an interval, possibly empty.
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.maximum(a, c), jnp.minimum(b, d)
@@ -308,82 +332,39 @@ class _Or(Mask):
     right: Mask
 
     @property
+    def _has_window(self) -> bool:
+        return self.left._has_window or self.right._has_window
+
+    @property
     def prefix(self) -> int:
         return max(self.left.prefix, self.right.prefix)
 
     @property
     def ring(self) -> int | None:
-        return (
-            self.left.ring if isinstance(self.right, BidirectionalBlocks) else None
-        )  # a span is always in a single call
+        # A span is always in a single call.
+        return self.left.ring if isinstance(self.right, BidirectionalBlocks) else None
 
     @property
     def static(self) -> StaticMask | None:
         # The union starts at the beginning of the document if one of the two does; windows and chunks do not.
         sides = self.left.static, self.right.static
-        whole = any(one is not None and one.window is None and not one.segmented for one in sides)
-        return StaticMask("any") if whole else None
+        reaches_start = any(side is not None and side.window is None and not side.segmented for side in sides)
+        return StaticMask("any") if reaches_start else None
 
     @property
     def without_blocks(self) -> Mask:
         # A token outside of all blocks is a block by itself, and every other mask lets it attend to itself anyway.
-        rest = [one.without_blocks for one in (self.left, self.right) if not isinstance(one, BidirectionalBlocks)]
+        rest = [side.without_blocks for side in (self.left, self.right) if not isinstance(side, BidirectionalBlocks)]
         return rest[0] if len(rest) == 1 else self
 
-    def interval(self, tokens: Tokens) -> Interval:
+    def interval(self, tokens: TokenPositions) -> Interval:
         (a, b), (c, d) = self.left.interval(tokens), self.right.interval(tokens)
         return jnp.minimum(a, c), jnp.maximum(b, d)  # the hull, which is the union if the intervals overlap
 
 
-def has_open_window(mask: Mask) -> bool:
-    """Returns True if `mask` has a sliding window but lets tokens attend to later ones outside of prefix and blocks.
-
-    Examples are a window without `Causal()`, and a union that undoes a causal mask: `Causal() | SlidingWindow(8)`.
-    """
-    if not _has_window(mask):
-        return False
-    with jax.ensure_compile_time_eval():
-        # Test a token in the middle of a document that is longer than any window.
-        index, start, stop = (jnp.array([[i]], jnp.int32) for i in (2**29, 0, 2**30))
-        return bool((mask.interval(Tokens(index, start, stop))[1] > index + 1).all())
-
-
-def _has_window(mask: Mask) -> bool:
-    sides = (mask.left, mask.right) if isinstance(mask, _And | _Or) else ()
-    return isinstance(mask, SlidingWindow) or any(map(_has_window, sides))
-
-
-def key_intervals(mask: Mask, tokens: Tokens) -> Interval:
+def key_intervals(mask: Mask, tokens: TokenPositions) -> Interval:
     """Lowers `mask` to `[k_start, k_end)` per query; padding gets the empty interval `[i, i)`."""
-    # [i, i) rather than [0, 0), so that the bounds are non-decreasing along the row.
+    # [i, i) rather than [0, 0), so that the bounds do not decrease along the row, and tiles stay narrow.
     start, end = mask.interval(tokens)
     empty = tokens.stop <= tokens.start
     return jnp.where(empty, tokens.index, start), jnp.where(empty, tokens.index, end)
-
-
-def query_intervals(
-    k_start: Int[Array, "B T"], k_end: Int[Array, "B T"], num_keys: int
-) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """Transposes key intervals: finds the queries `[q_start, q_end)` that attend to each key.
-
-    The result is exact because both bounds are non-decreasing along a row; it may include empty rows in between.
-
-    Args:
-      k_start: index of the first key of each query.
-      k_end: one past the index of the last key of each query.
-      num_keys: number of keys, S.
-
-    Returns:
-      `q_start` and `q_end`, both of shape `B S`.
-    """
-    # Query i attends to key j if k_start[i] <= j < k_end[i]. The bounds are sorted, so k_end[i] <= j holds for the
-    # first q_start queries, and k_start[i] <= j for the first q_end queries.
-    keys = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (k_start.shape[0], num_keys))
-    count = lambda ends: _count_up_to(ends, keys)
-    q_start, q_end = count(k_end), count(k_start)
-    return jnp.minimum(q_start, q_end), q_end
-
-
-def _count_up_to(ends: Int[Array, "B T"], keys: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """Counts, for each key `j`, the entries of the non-decreasing row `ends` that are `<= j`."""
-    return jax.vmap(lambda row, j: jnp.searchsorted(row, j, side="right").astype(jnp.int32))(ends, keys)

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
 from maxlib.kernels.attention.logits import Logits
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.mosaic_gpu import config
-from maxlib.kernels.attention.sinks import merge_sinks
 from maxlib.ops._attention.chunked import chunked
 
 

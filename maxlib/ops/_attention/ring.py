@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.ops._attention.api import attention
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
@@ -48,25 +48,25 @@ def ring_attention(
     Differentiable once (reverse mode) in q, k, v and sinks.
 
     Args:
-      q: this device's queries.
-      k: this device's part of the keys.
-      v: this device's part of the values.
-      k_start: first key of each query, as an index into the whole key array of all devices.
-      k_end: one past the last key of each query.
-      mask_hint: as in `attention`, for the whole sequence; segments are those of this device's queries and keys.
-      axis_name: mesh axis over which keys are split.
-      pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last of
-        `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
-      scale: as in `attention`.
-      softcap: as in `attention`.
-      sinks: as in `attention`.
-      implementation: as in `attention`; it runs on each part.
+        q: This device's queries.
+        k: This device's part of the keys.
+        v: This device's part of the values.
+        k_start: First key of each query, as an index into the whole key array of all devices.
+        k_end: One past the last key of each query.
+        mask_hint: As in `attention`, for the whole sequence; segments are those of this device's queries and keys.
+        axis_name: Mesh axis over which keys are split.
+        pieces: 1 if device `i` of `n` holds the `i`-th part of the keys. 2 if it holds the `i`-th and the `i`-th last
+            of `2 n` parts (`sharding.layers.zigzag`), which gives all devices the same work under a causal mask.
+        scale: As in `attention`.
+        softcap: As in `attention`.
+        sinks: As in `attention`.
+        implementation: As in `attention`; it runs on each part.
 
     Returns:
-      The output for this device's queries, over the keys of all devices.
+        The output for this device's queries, over the keys of all devices.
 
     Raises:
-      ValueError: when `pieces` is neither 1 nor 2, or does not divide the device's number of keys.
+        ValueError: When `pieces` is neither 1 nor 2, or does not divide the device's number of keys.
     """
     if pieces not in (1, 2) or k.shape[1] % pieces:
         raise ValueError(
@@ -107,15 +107,18 @@ def _backward(ring: _Ring, residuals, cotangents):
     def meet(step, carry):
         k, v, ids, dq, dk, dv = carry
         following = _pass_on(ring, (k, v, ids))
-        part = lambda q, k, v: _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids))
-        (own, own_lse), pull = jax.vjp(part, q, k, v)
+
+        def attend(q, k, v):
+            return _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids))
+
+        (out_p, lse_p), pull = jax.vjp(attend, q, k, v)
         # out = sum_p w_p out_p with w_p = exp(lse_p - lse), so d_out_p = w_p d_out. The weights depend on all parts,
         # which gives d_lse_p = w_p (d_out . out_p - delta).
-        weight = jnp.exp(jnp.where(own_lse > -jnp.inf, own_lse - lse, -jnp.inf))
-        d_own = weight[..., None] * d_out
-        d_own_lse = jnp.sum(d_own * own.astype(jnp.float32), axis=-1) - weight * delta
-        more = pull((d_own.astype(own.dtype), d_own_lse))
-        dq, dk, dv = (total + x.astype(jnp.float32) for total, x in zip((dq, dk, dv), more, strict=True))
+        weight = jnp.exp(jnp.where(lse_p > -jnp.inf, lse_p - lse, -jnp.inf))
+        d_out_p = weight[..., None] * d_out
+        d_lse_p = jnp.sum(d_out_p * out_p.astype(jnp.float32), axis=-1) - weight * delta
+        gradients = pull((d_out_p.astype(out_p.dtype), d_lse_p))
+        dq, dk, dv = (total + x.astype(jnp.float32) for total, x in zip((dq, dk, dv), gradients, strict=True))
         return *following, dq, *_pass_on(ring, (dk, dv))  # dk and dv travel with their keys
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
@@ -153,10 +156,8 @@ def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Arra
         )
         segments: Any = (*segment_ids[:1], *ids) or None  # of the queries, and of these keys
         hint = None if ring.mask is None else MaskHint(ring.mask, segments)
-        own = attention(
-            q, keys, values, k_start=start, k_end=end, mask_hint=hint, return_lse=True, **dict(ring.options)
-        )
-        parts.append(own)
+        options = dict(ring.options)
+        parts.append(attention(q, keys, values, k_start=start, k_end=end, mask_hint=hint, return_lse=True, **options))
     return functools.reduce(_merge, parts)
 
 

@@ -2,7 +2,8 @@
 
 The kernels mask keys by a function of the query's and the key's index, and by segments. Each query gets the index
 `k_end - 1`, so that one comparison with the key's index ends its interval: in whole rows, with a cache, and in a part
-of a ring. Blocks to which no row of the batch attends are skipped; the table of blocks is computed from the intervals.
+of a ring. Blocks to which no row of the batch attends are skipped; the table of blocks is computed from the
+intervals.
 
 The kernels are imported when they are first called: importing Pallas takes longer than importing maxlib.
 
@@ -20,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._xla_workarounds import together
-from maxlib.kernels.attention.sinks import merge_sinks
-from maxlib.kernels.attention.tiles import tiles as find_tiles
+from maxlib.kernels.attention.merge import merge_sinks
+from maxlib.kernels.attention.tiles import tiles_of
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
@@ -31,7 +32,7 @@ MOST_BLOCKS = 2**16  # entries in a table of blocks: two int32 tables take half 
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks(TileSizes):
+class SplashBlock(TileSizes):
     """Sizes of a block: `queries` times `keys`, computed `compute` keys at a time (by the kernels that can)."""
 
     queries: int
@@ -41,11 +42,11 @@ class Blocks(TileSizes):
     def __post_init__(self):
         self.require(LANES)
 
-    def fit(self, T: int, S: int) -> "Blocks":
+    def fit(self, T: int, S: int) -> "SplashBlock":
         """Shrinks the block to minimize padding while T queries and S keys are split into as many pieces."""
         keys = _even(S, self.keys)
         fitting = (size for size in range(LANES, min(self.compute, keys) + 1, LANES) if keys % size == 0)
-        return Blocks(_even(T, self.queries), keys, max(fitting))
+        return SplashBlock(_even(T, self.queries), keys, max(fitting))
 
     def count(self, T: int, S: int) -> int:
         """Returns the number of blocks of T queries and S keys."""
@@ -62,9 +63,9 @@ def _even(length: int, block: int) -> int:
 class SplashTiles(TileSizes):
     """Blocks of the kernels. Without `dq`, one backward kernel computes all gradients, with partial sums of dq."""
 
-    forward: Blocks
-    dq: Blocks | None
-    dkv: Blocks
+    forward: SplashBlock
+    dq: SplashBlock | None
+    dkv: SplashBlock
 
     kernel: ClassVar[str] = "attention/splash"
 
@@ -86,8 +87,8 @@ def splash_tiles(T: int, S: int, key_dim: int, value_dim: int) -> SplashTiles:
     # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4.
     size = 512 if S <= 8 * 512 else 1024
     # The backward pass holds a block's logits, probabilities and their gradients; the forward pass holds the first two.
-    forward = Blocks(512 if wide else size, size).fit(T, S)
-    backward = Blocks(512, 512 if wide else size).fit(T, S)
+    forward = SplashBlock(512 if wide else size, size).fit(T, S)
+    backward = SplashBlock(512, 512 if wide else size).fit(T, S)
     fused = not wide and backward.count(backward.queries, S) <= MOST_PARTS
     return SplashTiles(forward, None if fused else backward, backward)
 
@@ -121,18 +122,18 @@ def splash(
     Differentiable once (reverse mode) in q, k, v and sinks.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
-      k_start: index of the first key that each query attends to.
-      k_end: one past the index of the last key; it may be out of range.
-      scale: factor on the products of queries and keys.
-      softcap: bound of the logits, or None.
-      sinks: an extra logit per head, without a value.
-      bias: not supported.
-      mask_hint: static description of the intervals, with segments if it is segmented.
-      tiles: block sizes, shrunk to the lengths; default: `splash_tiles`.
-      interpret: True runs the kernels in Pallas's interpreter, on any device.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        k_start: Index of the first key that each query attends to.
+        k_end: One past the index of the last key; it may be out of range.
+        scale: Factor on the products of queries and keys.
+        softcap: Bound of the logits, or None.
+        sinks: An extra logit per head, without a value.
+        bias: Not supported.
+        mask_hint: Static description of the intervals, with segments if it is segmented.
+        tiles: Block sizes, shrunk to the lengths; default: `splash_tiles`.
+        interpret: True runs the kernels in Pallas's interpreter, on any device.
     """
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
@@ -152,21 +153,21 @@ def splash(
 def _attend(spec: Spec, q, k, v, k_start, k_end, ids):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    own = _Call.of(spec, spec.tiles.forward, q, k, v, k_start, k_end, ids)
-    block = own.block
+    call = _Call.of(spec, spec.tiles.forward, q, k, v, k_start, k_end, ids)
+    block = call.block
     sizes = kernels.BlockSizes(block_q=block.queries, block_kv=block.keys, block_kv_compute=block.compute)
 
     def run(q, k, v, index, q_ids, k_ids):  # of one row: N T Hk, K S Hk, K S Hv, T, T, S
         options = {"mask_value": kernels.DEFAULT_MASK_VALUE, "is_mqa": False, "block_sizes": sizes}
         out, (lse,) = kernels._splash_attention_forward(
-            own.info(index), q, k, v, own.segments(q_ids, k_ids), None, residual_checkpoint_name=None,
-            save_residuals=True, **options, **own.options,
+            call.info(index), q, k, v, call.segments(q_ids, k_ids), None, residual_checkpoint_name=None,
+            save_residuals=True, **options, **call.options,
         )  # fmt: skip
         return out, lse
 
-    with jax.named_scope(own.name):
+    with jax.named_scope(call.name):
         # The kernel returns each log-sum-exp 128 times. Without this the copies live until the backward pass.
-        out, lse = together(*own.over_rows(run))
+        out, lse = together(*call.over_rows(run))
     T, seen = q.shape[1], (jnp.maximum(k_start, 0) < jnp.minimum(k_end, k.shape[1]))[:, :, None]  # [B, T, 1]
     out, lse = jnp.swapaxes(out, 1, 2)[:, :T], jnp.swapaxes(lse, 1, 2)[:, :T]  # [B, N, T, H] -> [B, T, N, H]
     # For a row that attends to nothing, the kernel averages masked values or divides zero by zero.
@@ -195,31 +196,32 @@ def _backward(spec: Spec, residuals, cotangents):
         jnp.where(seen, delta, 0.0),
     )
 
-    def gradients(block: Blocks, kernel: Callable, *, by_keys: bool, whole: bool = False, **more: Any):
-        own = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys, whole=whole)
+    def gradients(block: SplashBlock, kernel: Callable, *, by_keys: bool, every_block: bool = False, **extra: Any):
+        call = _Call.of(spec, block, q, k, v, *rest, by_keys=by_keys, every_block=every_block)
         fill = (0.0, jnp.inf, 0.0)
-        given = [_by_head(x, own.T, value) for x, value in zip(rows, fill, strict=True)]
+        row_arrays = [_by_head(x, call.T, value) for x, value in zip(rows, fill, strict=True)]
 
         def run(q, k, v, index, q_ids, k_ids, d_out, lse, delta):
             layout = kernels.QKVLayout.HEAD_DIM_MINOR
             return kernel(
-                q, k, v, own.segments(q_ids, k_ids), None, lse, d_out, delta, bq=block.queries, bkv=block.keys,
-                is_mqa=False, mask_info=own.info(index), mask_value=kernels.DEFAULT_MASK_VALUE, q_layout=layout,
-                k_layout=layout, v_layout=layout, **more, **own.options,
+                q, k, v, call.segments(q_ids, k_ids), None, lse, d_out, delta, bq=block.queries, bkv=block.keys,
+                is_mqa=False, mask_info=call.info(index), mask_value=kernels.DEFAULT_MASK_VALUE, q_layout=layout,
+                k_layout=layout, v_layout=layout, **extra, **call.options,
             )  # fmt: skip
 
-        with jax.named_scope(own.name):
-            return own.over_rows(run, *given)
+        with jax.named_scope(call.name):
+            return call.over_rows(run, *row_arrays)
 
     tiles, dkv = spec.tiles, kernels._splash_attention_bwd_dkv
     fused = tiles.dq is None
     options = {"bkv_compute": tiles.dkv.compute, "use_fused_bwd_kernel": fused}
-    dq, dk, dv = gradients(tiles.dkv, dkv, by_keys=True, whole=fused, **options)
+    dq, dk, dv = gradients(tiles.dkv, dkv, by_keys=True, every_block=fused, **options)
     if tiles.dq is not None:
         # Two kernels sum over keys and over queries in vector memory, so there are no partial sums in main memory.
         dq = gradients(tiles.dq, kernels._splash_attention_bwd_dq, by_keys=False)
-    natural = lambda x, length: jnp.swapaxes(x, 1, 2)[:, :length]  # [B, N, T, H] -> [B, T, N, H]
-    return natural(dq, q.shape[1]), natural(dk, k.shape[1]), natural(dv, v.shape[1]), None, None, None
+    # [B, N, T, H] -> [B, T, N, H], without the padding
+    dq, dk, dv = (jnp.swapaxes(d, 1, 2)[:, : x.shape[1]] for d, x in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, None, None, None
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
@@ -234,7 +236,7 @@ class _Call:
     """Operands of one kernel, heads first and padded to whole blocks, and the table of visited blocks."""
 
     spec: Spec
-    block: Blocks
+    block: SplashBlock
     operands: tuple[Any, ...]  # q `B N T Hk`, k and v `B K S H`, the index of each query, segments of queries and keys
     data_next: Int[Array, "1 _ _"]
     block_mask: Int[Array, "1 _ _"]
@@ -244,19 +246,29 @@ class _Call:
 
     @classmethod
     def of(
-        cls, spec: Spec, block: Blocks, q, k, v, k_start, k_end, ids, *, by_keys: bool = False, whole: bool = False
+        cls,
+        spec: Spec,
+        block: SplashBlock,
+        q,
+        k,
+        v,
+        k_start,
+        k_end,
+        ids,
+        *,
+        by_keys: bool = False,
+        every_block: bool = False,
     ) -> "_Call":
-        """Prepares a call that iterates over keys or queries; `whole` visits every block."""
-        T, S = (-(-size // whole) * whole for size, whole in ((q.shape[1], block.queries), (k.shape[1], block.keys)))
+        """Prepares a call that iterates over keys or queries; `every_block` visits all of them."""
+        T, S = -(-q.shape[1] // block.queries) * block.queries, -(-k.shape[1] // block.keys) * block.keys
         visited = _visited(block, k_start, k_end, k.shape[1], T, S)
-        width = None if whole else _window_width(spec.mask, block, by_keys)
+        width = None if every_block else _window_width(spec.mask, block, by_keys)
         data_next, block_mask = _listed(visited, axis=0 if by_keys else 1, width=width)
-        pad = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
         # Under a causal mask over whole rows, all rows have the same indices: one copy for the batch.
         shared = spec.mask.aligned and spec.mask.kind == "causal"
-        index = jnp.arange(T, dtype=jnp.int32) if shared else pad(k_end - 1, T, -1)
+        index = jnp.arange(T, dtype=jnp.int32) if shared else _padded(k_end - 1, T, -1)
         # Padded keys and padded queries get different segments, so they match nothing.
-        segments = (None, None) if ids is None else (pad(ids[0], T, -1), pad(ids[1], S, -2))
+        segments = (None, None) if ids is None else (_padded(ids[0], T, -1), _padded(ids[1], S, -2))
         # q [B, T, N, Hk], k [B, S, K, Hk], v [B, S, K, Hv]: heads first
         heads = (_by_head(x, size, 0.0) for x, size in ((q, T), (k, S), (v, S)))
         return cls(spec, block, (*heads, index, *segments), data_next, block_mask, T, S, keys=k.shape[1])
@@ -292,10 +304,15 @@ class _Call:
 
         return None if q_ids is None else SegmentIds(q=q_ids, kv=k_ids)
 
-    def over_rows(self, run: Callable, *more):
+    def over_rows(self, run: Callable, *arrays):
         """Runs the kernel for every row of the batch; arrays that all rows share are not repeated."""
         axes = [None if x is not None and x.ndim == 1 else 0 for x in self.operands]
-        return jax.vmap(run, in_axes=(*axes, *[0] * len(more)))(*self.operands, *more)
+        return jax.vmap(run, in_axes=(*axes, *[0] * len(arrays)))(*self.operands, *arrays)
+
+
+def _padded(x, length: int, fill: int):
+    """Pads `B T` to `length` tokens."""
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=fill)
 
 
 def _by_head(x, length: int, fill: float):
@@ -312,15 +329,17 @@ def _visible(index, key, *, window: int | None, keys: int | None):
     return seen if keys is None else seen & (key < keys)
 
 
-def _visited(block: Blocks, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
+def _visited(block: SplashBlock, k_start, k_end, num_keys: int, T: int, S: int) -> Bool[Array, "Q C"]:
     """Finds the blocks to which some query of the batch attends."""
-    pad = lambda x: jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge")
+    start, end = (
+        jnp.pad(jnp.clip(x, 0, num_keys), ((0, 0), (0, T - x.shape[1])), mode="edge") for x in (k_start, k_end)
+    )
     # [B, Q, C] -> [Q, C]: one table for all rows; the mask function masks the keys of a single row.
-    visited, _ = find_tiles(pad(k_start), pad(k_end), S, block.queries, block.keys)
+    visited, _ = tiles_of(start, end, S, block.queries, block.keys)
     return visited.any(axis=0)
 
 
-def _window_width(mask: StaticMask, block: Blocks, by_keys: bool) -> int | None:
+def _window_width(mask: StaticMask, block: SplashBlock, by_keys: bool) -> int | None:
     """Returns the maximum number of visited blocks in a row (or column) of blocks under a window; None if unknown."""
     if mask.window is None or not mask.aligned:
         return None

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxlib.kernels.attention.merge import merge_parts
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import chunked
 
@@ -92,16 +91,16 @@ def _attend(spec: Spec, q, k, v, k_start, k_end):
     out = jnp.zeros_like(rows, shape=(*rows.shape[:-1], v.shape[-1]), dtype=compute)
     nothing = out, jnp.full_like(rows, -jnp.inf, shape=rows.shape[:-1], dtype=compute)
     out, lse = lax.fori_loop(first, last, step, nothing)
-    turn = lambda x: einops.rearrange(x, "B K G T H -> B T (K G) H")
-    return turn(out).astype(q.dtype), turn(lse[..., None])[..., 0]
+    out, lse = (einops.rearrange(x, "B K G T H -> B T (K G) H") for x in (out, lse[..., None]))
+    return out.astype(q.dtype), lse[..., 0]
 
 
 def _wave(spec: Spec, rows, k, v, start, end, i):
     """Computes the output and log-sum-exp of each part of wave `i`, with the leading axis P."""
     # The last wave is shifted back to end with the keys; keys that it shares with the previous wave are masked below.
     first = jnp.minimum(i * spec.wave, k.shape[1] - spec.wave)
-    read = lambda x: lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype)
-    keys, values = (einops.rearrange(read(x), "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
+    k, v = (lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype) for x in (k, v))
+    keys, values = (einops.rearrange(x, "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
     exact = jnp.promote_types(rows.dtype, jnp.float32)
     # Parts are a batch axis of the matmul: [B, K, G, T, H] x [P, B, K, c, H] -> [P, B, K, G, T, c].
     logits = spec.scale * jnp.einsum("BKGTH,PBKcH->PBKGTc", rows, keys, preferred_element_type=exact)

@@ -1,9 +1,8 @@
 """The table of attention implementations: the devices, features and shapes that each supports.
 
-A call runs the first row that supports its platform, features and shapes. Rows with `by_name` only run by name. Kernels
-with the most production use come first (cuDNN and splash), then those that have been compared with them on hardware
-(maxlib's for Hopper), then tokamax's, which maxlib has run on Hopper only, and then plain XLA (`chunked`). maxlib's
-kernels for TPUs only run by name until they have been tested against splash on a TPU.
+A call runs the first row that supports its platform, features and shapes. Kernels with the most production use come
+first (cuDNN and splash), then those that have been compared with them on hardware (maxlib's for Hopper), then
+tokamax's, which maxlib has run on Hopper only, and then plain XLA (`chunked`).
 
 | device | one query, whole cache | few queries | whole rows, named mask, sinks | packed, intervals, soft-cap | bias |
 |---|---|---|---|---|---|
@@ -17,35 +16,94 @@ On Hopper a cache of latents (MLA) is decoded by `mosaic_gpu_mla`, and heads of 
 where cuDNN would pad values. The log-sum-exp, which rings need, comes from `splash`, `mosaic_gpu` and `chunked`.
 """
 
+import dataclasses
+
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
-from maxlib.kernels.attention.mosaic_tpu import config as tpu
-from maxlib.kernels.attention.mosaic_tpu import count_tiles, mosaic_tpu
 from maxlib.ops import _tuning
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
 from maxlib.ops._attention.cudnn_sinks import refuses_sinks
-from maxlib.ops._attention.dispatch import FEATURES, Call, Implementation, register
+from maxlib.ops._attention.masks import StaticMask
 from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
 from maxlib.ops._attention.split_kv import MAX_QUERIES, SplitTiles, split_kv
 from maxlib.ops._attention.tokamax_gpu import BLACKWELL, INSTALL, is_installed, tokamax
-from maxlib.ops._attention.tokamax_triton import NEEDED, has_triton_attention, tokamax_triton
-from maxlib.ops._attention.triton_tiles import WIDEST, triton_tiles
+from maxlib.ops._attention.tokamax_triton import (
+    NEEDED,
+    WIDEST,
+    has_triton_attention,
+    tokamax_triton,
+    triton_tiles,
+)
+from maxlib.ops._dispatch import Call, Kernel, Op
+
+FEATURES = {
+    "gqa": "fewer key than query heads",
+    "value_dim": "values of another width than keys",
+    "softcap": "soft-capped logits",
+    "sinks": "a sink logit per head",
+    "bias": "an additive bias",
+    "lse": "the log-sum-exp as a result",
+    "float64": "double precision",
+}
 
 HALF = ("bfloat16", "float16")
 TRACKED = "does not say over which mesh axes its results vary: pass check_vma=False to jax.shard_map"
 
 
-def split_refuses(call: Call) -> str | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall(Call):
+    """The properties of a call that decide its kernel.
+
+    Args:
+        batch: Number B of rows.
+        queries: Number T of queries in a row.
+        keys: Number S of keys in a row.
+        heads: Number N of query heads.
+        kv_heads: Number K of key heads.
+        key_dim: Width of queries and keys.
+        value_dim: Width of values.
+        mask: Static description of the intervals, or None.
+        tracked: True if JAX tracks the mesh axes that arrays vary over (`jax.shard_map` with `check_vma`).
+        shared: True if the values are the first channels of the keys (a cache of latents).
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    mask: StaticMask | None = None
+    tracked: bool = False
+    shared: bool = False
+
+    @property
+    def key(self) -> str:
+        # Lengths count by powers of two, widths exactly: they decide what fits into registers. So does a soft-cap.
+        widths = {"Hk": self.key_dim, "Hv": self.value_dim} | ({"softcap": 1} if "softcap" in self.features else {})
+        return _tuning.key_of({"T": self.queries, "S": self.keys}, widths)
+
+    def __str__(self) -> str:
+        uses = ", ".join(sorted(self.features)) or "no extra features"
+        uses = f"{uses}; mask: {self.mask or 'intervals'}{'; values are channels of the keys' if self.shared else ''}"
+        return (
+            f"B={self.batch} T={self.queries} S={self.keys} N={self.heads} K={self.kv_heads} "
+            f"Hk={self.key_dim} Hv={self.value_dim} {self.dtype} ({uses}) on {self.platform} ({self.device_kind})"
+        )
+
+
+def split_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why `split_kv` should not run `call`, or None."""
     few = call.queries <= MAX_QUERIES
     return None if few else f"is for at most {MAX_QUERIES} queries at a time, not {call.queries}"
 
 
-def splash_refuses(call: Call) -> str | None:
+def splash_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why splash attention cannot run `call`, or None."""
     if call.dtype not in ("bfloat16", "float32"):
         return f"takes queries in bfloat16 or float32, not in {call.dtype}"
@@ -59,25 +117,27 @@ def splash_refuses(call: Call) -> str | None:
     return None
 
 
-def _splash_tiles(call: Call) -> SplashTiles:
+def _splash_tiles(call: AttentionCall) -> SplashTiles:
     return splash_tiles(call.queries, call.keys, call.key_dim, call.value_dim)
 
 
-def _names_no_mask(call: Call) -> str | None:
+def _names_no_mask(call: AttentionCall) -> str | None:
     """Returns the reason why cuDNN, which takes a named mask and no intervals, cannot run `call`."""
     if call.mask is None or call.mask.kind == "any":
         return "takes causal, full and windowed masks, not intervals: pass mask_hint= (ops.StaticMask)"
     if call.mask.segmented:
         return "takes packed documents only with a fixed number in every row, which JAX's function does not offer"
     if not call.mask.aligned:
-        one = call.queries == 1 and call.mask.window is None and "sinks" not in call.features
-        return None if one else "takes a KV cache or a split sequence only for one query, without a window or sinks"
+        one_query = call.queries == 1 and call.mask.window is None and "sinks" not in call.features
+        return (
+            None if one_query else "takes a KV cache or a split sequence only for one query, without a window or sinks"
+        )
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
     return None
 
 
-def cudnn_refuses(call: Call) -> str | None:
+def cudnn_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why cuDNN cannot run `call`, or None."""
     if not is_ampere_or_later(call.device_kind):
         return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
@@ -95,7 +155,7 @@ def cudnn_refuses(call: Call) -> str | None:
     return _names_no_mask(call) or (refuses_sinks() if "sinks" in call.features else None)
 
 
-def tokamax_refuses(call: Call) -> str | None:
+def tokamax_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why tokamax cannot run `call`, or None."""
     blackwell = is_blackwell(call.device_kind)
     if not (blackwell or is_hopper(call.device_kind)):
@@ -111,7 +171,7 @@ def tokamax_refuses(call: Call) -> str | None:
     return None if is_installed(BLACKWELL if blackwell else ()) else _not_installed(BLACKWELL if blackwell else ())
 
 
-def tokamax_triton_refuses(call: Call) -> str | None:
+def tokamax_triton_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why tokamax's kernels in Triton cannot run `call`, or None."""
     if not is_ampere_or_later(call.device_kind):
         return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
@@ -129,7 +189,7 @@ def _not_installed(least: tuple[int, ...]) -> str:
     return f"needs tokamax {version}: {INSTALL} on Python 3.12 or later" if least else f"is not installed: {INSTALL}"
 
 
-def mosaic_gpu_refuses(call: Call) -> str | None:
+def mosaic_gpu_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why maxlib's kernels for Hopper cannot run `call`, or None."""
     if not is_hopper(call.device_kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
@@ -141,7 +201,7 @@ def mosaic_gpu_refuses(call: Call) -> str | None:
     return None
 
 
-def mosaic_gpu_mla_refuses(call: Call) -> str | None:
+def mosaic_gpu_mla_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why maxlib's kernel for latents on Hopper cannot run `call`, or None."""
     if not is_hopper(call.device_kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
@@ -152,30 +212,12 @@ def mosaic_gpu_mla_refuses(call: Call) -> str | None:
     return split_refuses(call) or gpu.latents_refuse(call.key_dim, call.value_dim)
 
 
-def mosaic_tpu_refuses(call: Call) -> str | None:
-    """Returns the reason why maxlib's kernels for TPUs cannot run `call`, or None."""
-    if call.dtype not in ("bfloat16", "float32"):
-        return f"takes queries in bfloat16 or float32, not in {call.dtype}"
-    # The kernels' tables of tiles are in scalar memory.
-    sizes = _tuning.choose(_mosaic_tpu_tiles(call), call.key, call.device_kind).sizes
-    count = count_tiles(sizes, call.batch, call.queries, call.keys, call.heads // call.kv_heads)
-    return (
-        None
-        if count <= tpu.MOST_TILES
-        else f"takes at most {tpu.MOST_TILES} tiles, not {count}: split batch or sequence"
-    )
-
-
-def _mosaic_tpu_tiles(call: Call) -> tpu.TPUAttentionTiles:
-    return tpu.attention_tiles(tpu.generation(call.device_kind), call.keys, call.kv_heads, call.key_dim)
-
-
 GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
 ALL = frozenset(FEATURES)
 
-ROWS = (
+KERNELS = (
     # cuDNN, proven on every generation: the fastest backward pass for whole rows, and the fastest decoding.
-    Implementation(
+    Kernel(
         "cudnn",
         cudnn,
         "cuDNN's fused attention, proven on every generation of GPUs since Ampere",
@@ -185,7 +227,7 @@ ROWS = (
         takes_mask_hint=True,
     ),
     # maxlib's for Hopper, compared with cuDNN and tokamax on an H100 (docs/results.md): the fastest for packed rows.
-    Implementation(
+    Kernel(
         "mosaic_gpu",
         mosaic_gpu,
         "Hopper kernels, masked tiles skipped in both passes",
@@ -195,7 +237,7 @@ ROWS = (
         tiles=lambda call: gpu.attention_tiles(call.key_dim, call.value_dim, "softcap" in call.features),
     ),
     # Decoding with latent attention, for which no package has kernels in JAX.
-    Implementation(
+    Kernel(
         "mosaic_gpu_mla",
         mosaic_gpu_mla,
         "few queries against a cache of latents on Hopper, each read once",
@@ -204,20 +246,9 @@ ROWS = (
         mosaic_gpu_mla_refuses,
         tiles=lambda call: gpu.latent_tiles(call.key_dim),
     ),
-    # Runs by name only, until it has been tested on hardware.
-    Implementation(
-        "mosaic_tpu",
-        mosaic_tpu,
-        "TPU kernels, masked tiles skipped in both passes",
-        TPU,
-        ALL - {"bias", "float64"},
-        mosaic_tpu_refuses,
-        by_name="it has not run on a TPU yet, and splash has",
-        tiles=_mosaic_tpu_tiles,
-    ),
     # Few queries: the kernels below pad a single query to a whole block.
     # On a CPU one block keeps all cores busy, so chunked is faster.
-    Implementation(
+    Kernel(
         "split_kv",
         split_kv,
         "few queries: parts of the keys in parallel, in XLA",
@@ -226,7 +257,7 @@ ROWS = (
         split_refuses,
         tiles=lambda call: SplitTiles(),
     ),
-    Implementation(
+    Kernel(
         "tokamax",
         tokamax,
         "tokamax's kernels for Hopper and Blackwell",
@@ -236,7 +267,7 @@ ROWS = (
         takes_mask_hint=True,
     ),
     # Behind the kernels for one generation; it skips fewer tiles in the backward pass.
-    Implementation(
+    Kernel(
         "tokamax_triton",
         tokamax_triton,
         "tokamax's kernels in Triton, for GPUs since Ampere",
@@ -246,7 +277,7 @@ ROWS = (
         takes_mask_hint=True,
         tiles=lambda call: triton_tiles(call.key_dim, call.value_dim, call.device_kind),
     ),
-    Implementation(
+    Kernel(
         "splash",
         splash,
         "JAX's splash attention, proven on TPUs",
@@ -257,14 +288,46 @@ ROWS = (
         tiles=_splash_tiles,
     ),
     # The fallback, which supports every call.
-    Implementation(
+    Kernel(
         "chunked",
         chunked,
         "blockwise XLA, memory linear in the sequence",
+        features=ALL,
         tiles=lambda call: chunked_tiles(call.queries, call.heads, call.keys, call.platform),
     ),
-    Implementation("reference", reference, "the definition, memory T x S"),
+    Kernel("reference", reference, "the definition, memory T x S", features=ALL),
 )
+ATTENTION = Op("attention", KERNELS, FEATURES, fused=("cudnn", "mosaic_gpu", "tokamax_triton", "splash"))
 
-for row in ROWS:
-    register(row)
+
+def without_device(call: AttentionCall) -> str:
+    """Returns the best kernel for a call that compiles without the device, for plans.
+
+    In place of kernels that only compile on a GPU this is maxlib's for Hopper, or plain XLA.
+    """
+    best = ATTENTION.choose(call).kernel
+    stand_in = "mosaic_gpu" if best in ("cudnn", "tokamax", "tokamax_triton") else best
+    return stand_in if ATTENTION.refusal(ATTENTION[stand_in], call) is None else "chunked"
+
+
+class AttentionTable(tuple[Kernel, ...]):
+    """The implementations of attention, in order of preference; prints as a Markdown table of what they support."""
+
+    def __str__(self) -> str:
+        rows = [["implementation", "runs on", *FEATURES], ["---"] * (len(FEATURES) + 2)]
+        for kernel in self:
+            where = "everything" if kernel.platforms is None else ", ".join(sorted(kernel.platforms))
+            marks = ("yes" if name in kernel.features else "-" for name in FEATURES)
+            rows.append([f"`{kernel.name}`", where, *marks])
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def attention_implementations() -> AttentionTable:
+    """Returns the implementations of `attention`, in order of preference.
+
+    Each has a `name`, `platforms` (None for all), `features`, and a line `about` it. The result prints as a table.
+    """
+    return AttentionTable(KERNELS)

@@ -42,7 +42,7 @@ def parse_no_flags() -> None:
     """Marks absl's flags as parsed: otherwise tokamax parses the program's arguments and exits at unknown ones.
 
     Raises:
-      ImportError: when absl, which tokamax needs, is not installed.
+        ImportError: When absl, which tokamax needs, is not installed.
     """
     from absl import flags
 
@@ -104,9 +104,9 @@ def named(start: Int[Array, "B T"], end: Int[Array, "B T"], static: StaticMask |
     """Returns the arguments of tokamax's mask: intervals, or named bounds where it skips tiles by name."""
     causal = static is not None and static.aligned and static.kind == "causal"
     plain = static is not None and static.aligned and static.window is None and not static.segmented
-    found: dict[str, Any] = {"is_causal": causal}
+    arguments: dict[str, Any] = {"is_causal": causal}
     if not (plain and static is not None and static.kind != "any"):  # otherwise every key up to the end is visible
-        found["k_start"] = start[:, None]  # [B, T] -> [B, 1, T]: the same for all heads
+        arguments["k_start"] = start[:, None]  # [B, T] -> [B, 1, T]: the same for all heads
     if not causal and not (plain and static is not None and static.kind == "full"):
-        found["k_end"] = end[:, None]
-    return found
+        arguments["k_end"] = end[:, None]
+    return arguments

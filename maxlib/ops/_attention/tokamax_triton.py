@@ -6,10 +6,12 @@ would be too large, and for a soft-cap, `chunked` computes the gradients from th
 imported when they are first called.
 """
 
+import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,78 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
-from maxlib.kernels.attention.sinks import merge_sinks
+from maxlib.hardware import is_blackwell, is_hopper
+from maxlib.kernels.attention.merge import merge_sinks
+from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import attend_backward, chunked_tiles
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 from maxlib.ops._attention.tokamax_gpu import intervals, is_installed, named, padded, parse_no_flags, whole_tiles
-from maxlib.ops._attention.triton_tiles import TritonAttentionTiles
 
 NEEDED = (0, 0, 17)  # the oldest version of tokamax that was tried
 MOST_PAIRS = 2**30  # of a query and a key in one row of the batch: a mask of 1 GiB
 PAIRS_AT_ONCE = 2**28  # of several rows of the batch
+
+
+WIDEST = 256  # of the widths of heads whose kernels fit into registers and shared memory in both passes
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonAttentionTile(TileSizes):
+    """A tile of one pass: a block of threads keeps one side and passes over the other.
+
+    Args:
+        stays: Queries of a block forward; backward, keys for their gradient, and queries for theirs.
+        streams: Keys of a step forward; backward, queries of a step, and keys.
+        warps: Warps of a block.
+        stages: Steps whose operands are in shared memory at once.
+    """
+
+    stays: int = 64
+    streams: int = 64
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        self.require(16, "stays", "streams")
+        self.require(1, "warps", "stages")
+        if odd := [x for x in (self.stays, self.streams, self.warps) if x & (x - 1)]:
+            raise ValueError(f"TritonAttentionTile: stays, streams and warps must be powers of two, got {odd[0]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonAttentionTiles(TileSizes):
+    """Tiles of tokamax's attention in Triton, one for each pass.
+
+    Args:
+        forward: Tile of the forward pass.
+        backward: Tile of the backward pass. Near a causal mask's diagonal a step is half as long, and at least 16.
+    """
+
+    forward: TritonAttentionTile = TritonAttentionTile(128, 64, 8)
+    backward: TritonAttentionTile = TritonAttentionTile(64, 32, 8)
+
+    kernel: ClassVar[str] = "attention/tokamax_triton"
+
+    def __post_init__(self):
+        self.backward.require(32, "streams")
+
+
+def triton_tiles(key_dim: int, value_dim: int, device_kind: str) -> TritonAttentionTiles:
+    """Chooses tiles by the width of heads, which the kernels pad to a power of two, and the device's shared memory."""
+    width = max(key_dim, value_dim)
+    if width <= 64:
+        return TritonAttentionTiles(TritonAttentionTile(128, 64, 8, 3), TritonAttentionTile(128, 32, 8))
+    if width <= 128:
+        return TritonAttentionTiles()
+    forward = TritonAttentionTile(64, 64 if _has_large_shared_memory(device_kind) else 32, 8)
+    return TritonAttentionTiles(forward, TritonAttentionTile(32, 32, 8))
+
+
+def _has_large_shared_memory(device_kind: str) -> bool:
+    """Returns True for the GPUs of data centers with 163 KiB and more per block of threads; others have 99."""
+    return (
+        is_hopper(device_kind) or is_blackwell(device_kind) or re.search(r"\bA(30|100|800)\b", device_kind) is not None
+    )
 
 
 class Static(NamedTuple):
@@ -80,8 +145,8 @@ def _forward(static: Static, q, k, v, sinks, start, end):
     return out, (q, k, v, sinks, start, end, out, lse)
 
 
-def _backward(static: Static, kept, d_out):
-    q, k, v, sinks, start, end, out, lse = kept
+def _backward(static: Static, residuals, d_out):
+    q, k, v, sinks, start, end, out, lse = residuals
     masks = named(start, end, static.mask)
     pairs = q.shape[1] * k.shape[1] if masks.keys() & {"k_start", "k_end"} else 0
     run = _by_kernel if static.softcap is None and pairs <= MOST_PAIRS else _by_blocks
@@ -104,9 +169,16 @@ def _forward_kernel(static: Static, q, k, v, start, end):
     # The check asks the default device, which need not be the one that a program is compiled for. The softmax is
     # relative to each row's maximum, as the log-sum-exp of large logits needs.
     run = PallasTritonFlashAttention(config=config, bypass_device_check=True, use_stable_softmax=True)
-    how = {"logits_scale": static.scale, "logits_soft_cap": static.softcap, "return_residuals": True}
     with jax.numpy_rank_promotion("allow"):
-        out, (peak, total) = run(q, k, v, mask=Mask(**named(start, end, static.mask)), **how)
+        out, (peak, total) = run(
+            q,
+            k,
+            v,
+            mask=Mask(**named(start, end, static.mask)),
+            logits_scale=static.scale,
+            logits_soft_cap=static.softcap,
+            return_residuals=True,
+        )
     return out, jnp.swapaxes(peak + jnp.log(total), 1, 2)
 
 
@@ -122,16 +194,26 @@ def _by_kernel(static: Static, q, k, v, start, end, out, lse, d_out):
     run = PallasTritonFlashAttentionVjp(config=config, bypass_device_check=True)
 
     unused = ("bias", "logits_soft_cap", "dropout_mask", "paging_info", "q_indices", "k_indices")
-    how = dict.fromkeys(unused) | {"precision": (jax.lax.DotAlgorithmPreset.DEFAULT,) * 2, "dropout_rate": 0.0}
-    how |= {"logits_dtype": jnp.dtype(jnp.float32), "logits_scale": static.scale, "normalize_output": True}
 
     def rows(q, k, v, start, end, out, lse, d_out):
         # The kernel weighs by exp(logit - peak) / total, and a log-sum-exp is a peak whose total is 1.
         peak = jnp.swapaxes(lse, 1, 2)
-        found = run(
-            (peak, jnp.ones_like(peak)), out, d_out, q, k, v, mask=Mask(**named(start, end, static.mask)), **how
+        gradients = run(
+            (peak, jnp.ones_like(peak)),
+            out,
+            d_out,
+            q,
+            k,
+            v,
+            mask=Mask(**named(start, end, static.mask)),
+            logits_scale=static.scale,
+            logits_dtype=jnp.dtype(jnp.float32),
+            precision=(jax.lax.DotAlgorithmPreset.DEFAULT,) * 2,
+            normalize_output=True,
+            dropout_rate=0.0,
+            **dict.fromkeys(unused),
         )
-        return found["q"], found["k"], found["v"]
+        return gradients["q"], gradients["k"], gradients["v"]
 
     with jax.numpy_rank_promotion("allow"):
         return _in_groups(rows, q, k, v, start, end, out, lse, d_out)

@@ -1,17 +1,24 @@
 """Test cases of `check`: shapes and features as in training and decoding."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops import _attention, _gated_delta, _grouped_matmul, _kda, _ssd
-from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, Tokens, key_intervals
+from maxlib import ops
+from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, TokenPositions, key_intervals
+from maxlib.ops._attention.table import ATTENTION
 from maxlib.ops._check.recurrences import SMALL_ENOUGH, GatedDelta, KimiDelta, Recurrence, StateSpace
-from maxlib.ops._explanation import Explanation
+from maxlib.ops._dispatch import Explanation, Op
+from maxlib.ops._grouped_matmul.api import GROUPED_MATMUL
+from maxlib.ops._recurrent.gated_delta import GATED_DELTA
+from maxlib.ops._recurrent.kimi_delta import KIMI_DELTA
+from maxlib.ops._recurrent.ssd import SSD
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 """Largest error of an array relative to its norm, by dtype. Rounding to bfloat16 alone gives 0.002."""
@@ -75,7 +82,7 @@ class Attention:
         start = index // length * length
         stop = np.minimum(start + length, filled)
         rows = (np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, stop))
-        tokens = Tokens(*map(jnp.asarray, rows))
+        tokens = TokenPositions(*map(jnp.asarray, rows))
         # Kernels for named masks get the hint that `nn.Attention` would pass.
         hint = self.mask.static
         if hint is not None:
@@ -92,26 +99,26 @@ class Attention:
         shapes |= {} if self.latents else {"v": (B, S, self.kv_heads, self.value_dim)}
         shapes["d_out"] = B, T, self.heads, self.value_dim
         keys = jax.random.split(jax.random.key(0), 5)
-        found = {
+        arrays = {
             name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=False)
         }
-        return found | ({"sinks": jax.random.normal(keys[4], (self.heads,), jnp.float32)} if self.sinks else {})
+        return arrays | ({"sinks": jax.random.normal(keys[4], (self.heads,), jnp.float32)} if self.sinks else {})
 
-    def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
+    def call(self, run, arrays: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like `ops.attention`, on the arrays and the case's mask."""
         start, end, hint = self.intervals()
         values = {"v": self.value_dim} if self.latents else {}
-        return run(**given, **values, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
+        return run(**arrays, **values, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays, for the same arguments as a layer's: interval ends and
         the mask hint.
         """
         hint = self.intervals()[2]
-        options |= {"mask_hint": hint and hint.static, "softcap": self.softcap, "sinks": given.get("sinks")}
-        values: Any = self.value_dim if self.latents else given["v"]
-        arrays, ends = (given["q"], given["k"], values), jnp.zeros(given["q"].shape[:2], jnp.int32)
-        return _attention.explain_attention(*arrays, k_end=ends, **options)
+        options |= {"mask_hint": hint and hint.static, "softcap": self.softcap, "sinks": arrays.get("sinks")}
+        values: Any = self.value_dim if self.latents else arrays["v"]
+        ends = jnp.zeros(arrays["q"].shape[:2], jnp.int32)
+        return ops.explain_attention(arrays["q"], arrays["k"], values, k_end=ends, **options)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes over the visible pairs."""
@@ -154,16 +161,16 @@ class GroupedMatmul:
             "d_out": jax.random.normal(keys[2], (self.rows, self.width_out), dtype),
         }
 
-    def call(self, run, given: dict[str, jax.Array]) -> jax.Array:
+    def call(self, run, arrays: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like `ops.grouped_matmul`, on the arrays."""
         share = np.random.default_rng(0).dirichlet(np.full(self.experts, 4.0))
         share[1] = 0  # an expert without rows: its gradient must be zero
         counts = np.floor(share / share.sum() * self.rows).astype(np.int32)
-        return run(given["rows"], given["weights"], jnp.asarray(counts))
+        return run(arrays["rows"], arrays["weights"], jnp.asarray(counts))
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
-        return _grouped_matmul.explain_grouped_matmul(given["rows"], given["weights"], **options)
+        return ops.explain_grouped_matmul(arrays["rows"], arrays["weights"], **options)
 
     def flops(self) -> tuple[float, float]:
         """Returns the FLOPs of both passes."""
@@ -214,18 +221,14 @@ def tolerance(case: Case, name: str, dtype: str) -> float:
     # what the forward pass computed from such operands by gradients that have come through as many matmuls again: twice
     # as many roundings in a row, so twice the bound. `chunked` with operands rounded like that is off by up to 0.6% in
     # outputs and 0.7% in gradients here. Where states are large, most of the gradient of a key of unit norm cancels,
-    # and 1.4% of what is left was the error of right kernels (tests/ops/test_fla.py).
+    # and 1.4% of what is left was the error of right kernels.
     twice = isinstance(case, Recurrence) and dtype == "bfloat16" and name != "out"
     return (2 if twice else 1) * TOLERANCE[dtype]
 
 
-def functions(op: str, implementation: str):
+OPS: dict[str, Op] = {op.name: op for op in (ATTENTION, GROUPED_MATMUL, GATED_DELTA, KIMI_DELTA, SSD)}
+
+
+def bound(op: str, implementation: str) -> Callable:
     """Returns the public function of an operation, bound to an implementation."""
-    run = {
-        "attention": _attention.attention,
-        "grouped_matmul": _grouped_matmul.grouped_matmul,
-        "gated_delta_rule": _gated_delta.gated_delta_rule,
-        "kimi_delta_attention": _kda.kimi_delta_attention,
-        "ssd": _ssd.ssd,
-    }[op]
-    return lambda *args, **kwargs: run(*args, **kwargs, implementation=implementation)
+    return functools.partial(getattr(ops, op), implementation=implementation)

@@ -29,17 +29,17 @@ def check(
     device kind's table and no longer runs here. It is removed from the table when it passes again.
 
     Args:
-      implementations: names of the implementations to check; default: all.
-      deadline: time limit in seconds for each case, including compilation, and for the result to compare it with.
-      rounds: number of rounds of ten timed calls.
-      write: True writes the results to the table.
+        implementations: Names of the implementations to check; default: all.
+        deadline: Time limit in seconds for each case, including compilation, and for the result to compare it with.
+        rounds: Number of rounds of ten timed calls.
+        write: True writes the results to the table.
 
     Returns:
-      One row per implementation and case: op, implementation, case, status, error, rates.
+        One row per implementation and case: Op, implementation, case, status, error, rates.
 
     Raises:
-      ValueError: when no implementation has one of the names.
-      RuntimeError: when JAX does not start.
+        ValueError: When no implementation has one of the names.
+        RuntimeError: When JAX does not start.
     """
     about = _described(deadline)
     if about["platform"] == "cpu":
@@ -47,11 +47,11 @@ def check(
     rows, writes, path = [], write and about["platform"] != "cpu", None
     for op, name in _known(about, implementations):
         if implementations is None or name in implementations:
-            found = [{"op": op, "implementation": name} | row for row in _cases([op, name], deadline, rounds)]
-            rows += found
-            _table(found)
+            results = [{"op": op, "implementation": name} | row for row in _cases([op, name], deadline, rounds)]
+            rows += results
+            _table(results)
             # At once, so that what was found counts if the command is interrupted.
-            path = _findings.write(about["device"], refused=_verdicts(found)) if writes else None
+            path = _findings.write(about["device"], refused=_verdicts(results)) if writes else None
     if path is not None:
         _say(f"written to {path}")
     return rows
@@ -66,16 +66,16 @@ def tune(
     for TPUs run in an interpreter, which shows only that their sizes give the right result.
 
     Args:
-      implementations: names of those to try; default: all of them.
-      deadline: time limit per choice of sizes in seconds, including compilation.
-      rounds: rounds of ten timed calls.
+        implementations: Names of those to try; default: all of them.
+        deadline: Time limit per choice of sizes in seconds, including compilation.
+        rounds: Rounds of ten timed calls.
 
     Returns:
-      The fastest sizes by key: kernel, lengths (as powers of two) and widths.
+        The fastest sizes by key: Kernel, lengths (as powers of two) and widths.
 
     Raises:
-      ValueError: when a name is not that of an implementation.
-      RuntimeError: when JAX does not start.
+        ValueError: When a name is not that of an implementation.
+        RuntimeError: When JAX does not start.
     """
     about = _described(deadline)
     _known(about, implementations)
@@ -89,10 +89,10 @@ def tune(
         _say(f"{row['case']}: {row['status']} {row.get('seconds', row.get('why', ''))}")
         if "seconds" in row and row["seconds"] < best.get(row["key"], row | {"seconds": float("inf")})["seconds"]:
             best[row["key"]] = row
-    found = {key: row["tiles"] for key, row in best.items()}
+    tiles = {key: row["tiles"] for key, row in best.items()}
     if timed:
-        _say(f"written to {_findings.write(about['device'], tiles=found)}")
-    return found
+        _say(f"written to {_findings.write(about['device'], tiles=tiles)}")
+    return tiles
 
 
 def _described(deadline: float) -> dict[str, Any]:
@@ -114,14 +114,14 @@ def _known(about: dict[str, Any], wanted: list[str] | None) -> list[tuple[str, s
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, str | None]:
     """Returns the reason to refuse each implementation that ran, or None for one that passed."""
-    found: dict[str, str | None] = {}
+    verdicts: dict[str, str | None] = {}
     for row in rows:
         name = f"{row['op']}/{row['implementation']}"
         if row["status"] in BROKEN:
-            found[name] = f"{row['case']}: {row['why']}"
+            verdicts[name] = f"{row['case']}: {row['why']}"
         elif row["status"] == "right":
-            found.setdefault(name, None)
-    return found
+            verdicts.setdefault(name, None)
+    return verdicts
 
 
 def _cases(arguments: list[str], deadline: float, rounds: int) -> Iterator[dict[str, Any]]:
@@ -150,7 +150,7 @@ def _ended(begun: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """Returns the row of the case during which a process ended.
 
     Raises:
-      RuntimeError: when there was none.
+        RuntimeError: When there was none.
     """
     if "begins" in begun:
         return {"case": begun["begins"], "status": line["ended"], "why": line["why"]}
@@ -175,8 +175,8 @@ def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
     reader.start()
     try:
         while (line := lines.get(timeout=deadline)) is not None:
-            if (found := _read(line)) is not None:
-                yield found
+            if (message := _read(line)) is not None:
+                yield message
         code = worker.wait(deadline)
     except (queue.Empty, subprocess.TimeoutExpired):
         yield {"ended": "hangs", "why": f"no result within {deadline:.0f} s"}
@@ -193,10 +193,10 @@ def _lines(arguments: list[str], deadline: float) -> Iterator[dict[str, Any]]:
 def _read(line: str) -> dict[str, Any] | None:
     """Reads a line of a worker's; None for one that a library printed."""
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def _forward(stream, put) -> None:

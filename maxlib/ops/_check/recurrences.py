@@ -8,10 +8,9 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxlib.ops._explanation import Explanation
-from maxlib.ops._gated_delta import api as gated_delta
-from maxlib.ops._kda import api as kda
-from maxlib.ops._ssd import api as ssd
+from maxlib import ops
+from maxlib.ops._cost import registered_flops
+from maxlib.ops._dispatch import Explanation
 
 R = TypeVar("R", bound="Recurrence")
 SMALL_ENOUGH = 4096  # tokens for which the definition can keep a state of each
@@ -22,14 +21,14 @@ class Recurrence:
     """One call of a recurrence in two parts; the second starts from the state of the first.
 
     Args:
-      tokens: tokens of a row.
-      batch: rows.
-      key_heads: heads of keys and queries, in Kimi delta attention as many as of values, or groups of state-space
-        duality.
-      heads: heads of values.
-      key_dim: width of keys, or size of the state of state-space duality.
-      value_dim: width of values.
-      documents: documents in a row.
+        tokens: Tokens of a row.
+        batch: Rows.
+        key_heads: Heads of keys and queries, in Kimi delta attention as many as of values, or groups of state-space
+            duality.
+        heads: Heads of values.
+        key_dim: Width of keys, or size of the state of state-space duality.
+        value_dim: Width of values.
+        documents: Documents in a row.
     """
 
     tokens: int = 8192
@@ -41,6 +40,8 @@ class Recurrence:
     documents: int = 1
 
     op: ClassVar[str]
+    deciding: ClassVar[tuple[str, ...]] = ("q", "v")  # arrays that decide the kernel
+    counted: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # arrays from which FLOPs are counted
     gradients: ClassVar[bool] = True
 
     def small(self: R) -> R:
@@ -54,16 +55,35 @@ class Recurrence:
         """Names the implementation to compare with: where the definition's states do not fit, one that was compared."""
         return "chunked" if self.tokens > SMALL_ENOUGH else "sequential"
 
-    def call(self, run: Callable, given: dict[str, jax.Array]) -> jax.Array:
+    def call(self, run: Callable, arrays: dict[str, jax.Array]) -> jax.Array:
         """Runs `run`, a function like that of the operation in `ops`, on both parts."""
         third = self.tokens // 3  # not the border of a chunk
         # As layers do: rows of one document have no starts. Arrays of one axis belong to heads, not to tokens.
-        x = given if self.documents == 1 else given | {"is_start": self._starts()}
-        part = lambda at: {name: a if a.ndim == 1 else a[:, at] for name, a in x.items()}
+        x = arrays if self.documents == 1 else arrays | {"is_start": self._starts()}
+
+        def tokens(at: slice) -> dict[str, jax.Array]:
+            return {name: a if a.ndim == 1 else a[:, at] for name, a in x.items()}
+
         # Like prefill in two calls: the output and gradients of the second depend on the state in between.
-        first, state = run(**part(slice(third)))
-        last, _ = run(**part(slice(third, None)), initial_state=state)
+        first, state = run(**tokens(slice(third)))
+        last, _ = run(**tokens(slice(third, None)), initial_state=state)
         return jnp.concatenate([first, last], axis=1)
+
+    def arrays(self, dtype: Any) -> dict[str, jax.Array]:
+        """Returns the operation's arrays and the output's cotangent; rates are float32, as in layers."""
+        raise NotImplementedError
+
+    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
+        """Explains which implementation would run the arrays."""
+        return getattr(ops, f"explain_{self.op}")(*(arrays[name] for name in self.deciding), **options)
+
+    def flops(self) -> tuple[float, float]:
+        """Returns the FLOPs of both passes, of the chunked form."""
+        formula = registered_flops(f"maxlib.ops.{self.op}")
+        assert formula is not None
+        shapes = jax.eval_shape(functools.partial(self.arrays, jnp.bfloat16))
+        once = float(formula.flops(*(shapes[name] for name in self.counted)))
+        return once, 2 * once
 
     def _starts(self) -> jax.Array:
         """Returns True for the first token of each document but the first, `B T`."""
@@ -97,28 +117,12 @@ class GatedDelta(Recurrence):
         rates = {"log_decay": -slow * jax.nn.softplus(decay), "beta": jax.nn.sigmoid(beta)}
         return _narrow(dtype, q=q, k=k, v=v, d_out=d_out) | rates
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return gated_delta.explain_gated_delta_rule(given["q"], given["v"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(gated_delta._flops, self.arrays, "q", "k", "v")
-
 
 class KimiDelta(GatedDelta):
     """One call of Kimi delta attention in two parts."""
 
     op = "kimi_delta_attention"
     by_channel = True
-
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return kda.explain_kimi_delta_attention(given["q"], given["v"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(kda._flops, self.arrays, "q", "k", "v")
 
 
 class StateSpace(Recurrence):
@@ -129,6 +133,7 @@ class StateSpace(Recurrence):
     """
 
     op = "ssd"
+    deciding = counted = ("x", "b")
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns inputs, steps, rates, projections, and the output's cotangent; steps and rates are float32, as in
@@ -138,21 +143,6 @@ class StateSpace(Recurrence):
         x, dt, b, c, d_out = self._normal(values, (self.heads,), keys, keys, values)
         return _narrow(dtype, x=x, b=b, c=c, d_out=d_out) | {"dt": jax.nn.softplus(dt), "a": -self._slow()}
 
-    def explain(self, given: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return ssd.explain_ssd(given["x"], given["b"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        return _both(ssd._flops, self.arrays, "x", "b")
-
 
 def _narrow(dtype: Any, **arrays: jax.Array) -> dict[str, jax.Array]:
     return {name: x.astype(dtype) for name, x in arrays.items()}
-
-
-def _both(formula: Callable, arrays: Callable, *names: str) -> tuple[float, float]:
-    """Returns the FLOPs of both passes, by an operation's formula of the forward pass and some of a case's arrays."""
-    shapes = jax.eval_shape(functools.partial(arrays, jnp.bfloat16))
-    once = float(formula(*(shapes[name] for name in names)))
-    return once, 2 * once

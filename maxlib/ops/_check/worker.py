@@ -3,7 +3,6 @@
 It is a separate process, because a kernel that hangs or crashes ends its process.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -17,42 +16,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlib.hardware import chip_of
-from maxlib.kernels.attention.mosaic_tpu import mosaic_tpu
-from maxlib.kernels.gated_delta import DeltaTPUTiles
 from maxlib.ops import _tuning
-from maxlib.ops._attention import dispatch as attention
-from maxlib.ops._attention import splash
-from maxlib.ops._check.cases import CASES, Case, functions, tolerance
-from maxlib.ops._gated_delta import dispatch as gated_delta
-from maxlib.ops._gated_delta.api import _gated_delta_rule
-from maxlib.ops._grouped_matmul import dispatch as grouped_matmul
-from maxlib.ops._kda import dispatch as kda
-from maxlib.ops._ssd import dispatch as ssd
+from maxlib.ops._attention.splash import splash
+from maxlib.ops._check.cases import CASES, OPS, Case, bound, tolerance
 
 REPEATS = 10  # runs that must agree bit for bit
 # Those that add up some gradients in an order that varies: their runs differ in bits, and each of them must be right.
 VARY = {("attention", "cudnn"), ("attention", "tokamax")}
 DEFINITIONS = ("reference", "sequential")
-OPS = ("attention", "grouped_matmul", "gated_delta_rule", "kimi_delta_attention", "ssd")
 
 
 def names(op: str) -> list[str]:
     """Returns the implementations of an operation to check: all but its definition."""
-    tables = {
-        "grouped_matmul": grouped_matmul,
-        "gated_delta_rule": gated_delta,
-        "kimi_delta_attention": kda,
-        "ssd": ssd,
-    }
-    known = tables[op].TABLE if op in tables else [one.name for one in attention.implementations()]
-    return [name for name in known if name not in DEFINITIONS]
+    return [kernel.name for kernel in OPS[op].kernels if kernel.name not in DEFINITIONS]
 
 
 def describe() -> dict[str, Any]:
     """Returns the device that this process runs on, and every implementation by operation."""
     device = jax.devices()[0]
-    found = {op: names(op) for op in OPS}
-    return {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__, "implementations": found}
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "implementations": {op: names(op) for op in OPS},
+    }
 
 
 def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
@@ -64,10 +51,10 @@ def check(op: str, implementation: str, skip: list[str], rounds: int) -> Iterato
 
 def cases(op: str) -> dict[str, Case]:
     """Returns the cases of an operation: on a CPU, small ones without repeats."""
-    found = {name: case for name, case in CASES.items() if case.op == op}
+    cases = {name: case for name, case in CASES.items() if case.op == op}
     if jax.default_backend() != "cpu":
-        return found
-    small = {case.small(): name for name, case in reversed(found.items())}
+        return cases
+    small = {case.small(): name for name, case in reversed(cases.items())}
     return {name: case for case, name in reversed(small.items())}
 
 
@@ -75,17 +62,16 @@ def _checked(name: str, case: Case, implementation: str, rounds: int) -> Iterato
     on_a_cpu = jax.default_backend() == "cpu"
     yield {"prepares": name}  # what fails from here on is not the implementation's fault
     try:
-        given = case.arrays(jnp.float32 if on_a_cpu else jnp.bfloat16)
-        run, how = _runner(case, implementation, given)
+        arrays = case.arrays(jnp.float32 if on_a_cpu else jnp.bfloat16)
+        run, how = _runner(case, implementation, arrays)
         if run is None:
             yield {"case": name, "status": "refused", "why": how}
             return
-        with _interpreter(implementation, how):
-            truth = _truth(case, given)
-            yield {"begins": name}
-            row = _compared(case, run, given, truth, REPEATS, same=(case.op, implementation) not in VARY)
-            times = {} if on_a_cpu else _timed(case, run, given, rounds)
-            yield {"case": name, "how": how} | row | times
+        truth = _truth(case, arrays)
+        yield {"begins": name}
+        row = _compared(case, run, arrays, truth, REPEATS, same=(case.op, implementation) not in VARY)
+        times = {} if on_a_cpu else _timed(case, run, arrays, rounds)
+        yield {"case": name, "how": how} | row | times
     except Exception as error:  # any error: a failing kernel is a result, and the other cases continue
         yield {"case": name} | _failed(error)
 
@@ -96,98 +82,69 @@ def _failed(error: Exception) -> dict[str, str]:
     return {"status": "out of memory" if full else "failed", "why": f"{type(error).__name__}: {message}"}
 
 
-def _runner(case: Case, implementation: str, given: dict[str, jax.Array]) -> tuple[Callable | None, str]:
+def _runner(case: Case, implementation: str, arrays: dict[str, jax.Array]) -> tuple[Callable | None, str]:
     """Returns a function to run and how it runs, or None and the reason why it cannot run."""
-    why = _refusal(case, implementation, given)
+    why = _refusal(case, implementation, arrays)
     if why is None:
-        return functions(case.op, implementation), "natively"
-    if jax.default_backend() == "cpu" and (case.op, implementation) in INTERPRETED:
-        return INTERPRETED[case.op, implementation], "interpreted"
+        return bound(case.op, implementation), "natively"
+    if jax.default_backend() == "cpu" and (case.op, implementation) == ("attention", "splash"):
+        return _interpreted_splash, "interpreted"
     return None, why
 
 
-def _refusal(case: Case, implementation: str, given: dict[str, jax.Array]) -> str | None:
-    answer = case.explain(given, implementation=implementation)
+def _refusal(case: Case, implementation: str, arrays: dict[str, jax.Array]) -> str | None:
+    answer = case.explain(arrays, implementation=implementation)
     return None if answer.chosen == implementation else answer.refused.get(implementation, answer.reason)
 
 
-def _with_values(run: Callable) -> Callable:
-    """Takes the first channels of keys for values where there are none, as `ops.attention` does."""
-    return lambda q, k, v, **more: run(q, k, k[..., :v] if isinstance(v, int) else v, **more)
+def _interpreted_splash(q, k, v, *, mask_hint, softcap, **options):
+    """Runs splash attention in Pallas's interpreter, which `ops.attention` refuses on a CPU."""
+    values = k[..., :v] if isinstance(v, int) else v
+    scale = q.shape[-1] ** -0.5
+    return splash(q, k, values, scale=scale, mask_hint=mask_hint, softcap=softcap, interpret=True, **options)[0]
 
 
-def _splash(q, k, v, *, mask_hint, softcap, **more):
-    options = {"scale": q.shape[-1] ** -0.5, "mask_hint": mask_hint, "softcap": softcap, "interpret": True}
-    return splash.splash(q, k, v, **options, **more)[0]
-
-
-def _mosaic_tpu(q, k, v, *, mask_hint, softcap, **more):
-    return mosaic_tpu(q, k, v, scale=q.shape[-1] ** -0.5, softcap=softcap, **more)[0]
-
-
-# Call the kernel directly, because the public function refuses to run it on a CPU.
-def _delta_tpu(q, k, v, log_decay, beta, *, is_start=None, initial_state=None, tiles=DeltaTPUTiles()):
-    options = {"scale": q.shape[-1] ** -0.5, "l2_norm": True, "axis_name": None, "run": ("mosaic_tpu", tiles)}
-    return _gated_delta_rule(q, k, v, log_decay, beta, is_start, None, initial_state, **options)
-
-
-INTERPRETED = {
-    ("attention", "splash"): _with_values(_splash),
-    ("attention", "mosaic_tpu"): _with_values(_mosaic_tpu),
-    ("gated_delta_rule", "mosaic_tpu"): _delta_tpu,
-}
-
-
-def _interpreter(implementation: str, how: str) -> contextlib.AbstractContextManager:
-    """Returns a context in which maxlib's Pallas kernels for TPUs, including their gradients, run on a CPU."""
-    if implementation != "mosaic_tpu" or how != "interpreted":
-        return contextlib.nullcontext()
-    from jax.experimental.pallas import tpu as pltpu
-
-    return pltpu.force_tpu_interpret_mode()
-
-
-def _inputs(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _inputs(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the arrays without the output's cotangent."""
-    return {name: x for name, x in given.items() if name != "d_out"}
+    return {name: x for name, x in arrays.items() if name != "d_out"}
 
 
 def _results(case: Case, run: Callable, **compiler_options: Any) -> Callable:
     """Returns a compiled function from the arrays to the output and the gradients."""
 
-    def results(given):
-        inputs = _inputs(given)
+    def results(arrays):
+        inputs = _inputs(arrays)
         if not case.gradients:
             return {"out": case.call(run, inputs)}
         out, vjp = jax.vjp(lambda x: case.call(run, x), inputs)
-        return {"out": out} | {f"d_{name}": x for name, x in vjp(given["d_out"])[0].items()}
+        return {"out": out} | {f"d_{name}": x for name, x in vjp(arrays["d_out"])[0].items()}
 
     return jax.jit(results, compiler_options=compiler_options)
 
 
-def _truth(case: Case, given: dict[str, jax.Array]) -> dict[str, Any]:
+def _truth(case: Case, arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Returns the results in float32."""
     # It runs once: XLA on a GPU would take seconds to find the fastest way to compute each of its matmuls.
     quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {}
     with jax.default_matmul_precision("float32"):
-        wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-        return jax.device_get(_results(case, functions(case.op, case.truth), **quick)(wide))
+        wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+        return jax.device_get(_results(case, bound(case.op, case.truth), **quick)(wide))
 
 
 def _compared(
-    case: Case, run: Callable, given: dict[str, jax.Array], truth: dict[str, Any], repeats: int = 0, same: bool = True
+    case: Case, run: Callable, arrays: dict[str, jax.Array], truth: dict[str, Any], repeats: int = 0, same: bool = True
 ) -> dict[str, Any]:
     """Compares the results with the truth, and on an accelerator those of further runs: with the first, bit for bit, if
     they are to be the `same`, else with the truth.
     """
-    compiled, dtype = _results(case, run), str(given["d_out"].dtype)
-    got = jax.device_get(compiled(given))
+    compiled, dtype = _results(case, run), str(arrays["d_out"].dtype)
+    got = jax.device_get(compiled(arrays))
     row = _worst(case, got, truth, dtype)
     if row["status"] == "wrong" or jax.default_backend() == "cpu":
         return row
     # A kernel with a missing wait sometimes reads data too early.
     for _ in range(repeats):
-        again = jax.device_get(compiled(given))
+        again = jax.device_get(compiled(arrays))
         if same and any(not np.array_equal(again[name], got[name]) for name in got):
             return row | {"status": "varies", "why": f"{repeats} runs differ in some bit"}
         if not same and (other := _worst(case, again, truth, dtype))["status"] == "wrong":
@@ -215,18 +172,18 @@ def _error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-6))
 
 
-def _timed(case: Case, run: Callable, given: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
+def _timed(case: Case, run: Callable, arrays: dict[str, jax.Array], rounds: int) -> dict[str, Any]:
     """Measures the median time of a forward pass, and of both passes together, in seconds."""
-    inputs = _inputs(given)
+    inputs = _inputs(arrays)
     forward, both = case.flops()
     # Time both passes together, as in training: the backward pass profits from caches that the forward pass filled.
-    found = {"forward_s": seconds(jax.jit(lambda x: case.call(run, x)), inputs, rounds)}
-    found["forward_flops"] = forward / found["forward_s"]
+    times = {"forward_s": seconds(jax.jit(lambda x: case.call(run, x)), inputs, rounds)}
+    times["forward_flops"] = forward / times["forward_s"]
     if case.gradients:
-        found["both_s"] = seconds(_results(case, run), given, rounds)
-        found["both_flops"] = (forward + both) / found["both_s"]
+        times["both_s"] = seconds(_results(case, run), arrays, rounds)
+        times["both_flops"] = (forward + both) / times["both_s"]
     chip = chip_of(jax.devices()[0].device_kind)
-    return found | ({} if chip is None else {"share": found["forward_flops"] / chip.flops})
+    return times | ({} if chip is None else {"share": times["forward_flops"] / chip.flops})
 
 
 def seconds(compiled: Callable, argument: Any, rounds: int) -> float:
@@ -247,9 +204,9 @@ def tune(implementations: list[str], skip: list[str], rounds: int) -> Iterator[d
     """Tries tile sizes of every kernel that runs here, a line for each; on a CPU one small case of each, without times.
 
     Args:
-      implementations: names of those to try; none for all.
-      skip: labels of tries that ended a process.
-      rounds: rounds of ten timed calls.
+        implementations: Names of those to try; none for all.
+        skip: Labels of tries that ended a process.
+        rounds: Rounds of ten timed calls.
     """
     few = 1 if jax.default_backend() == "cpu" else None
     for op in OPS:
@@ -259,33 +216,33 @@ def tune(implementations: list[str], skip: list[str], rounds: int) -> Iterator[d
 
 
 def _tries(name: str, case: Case, implementation: str, skip: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    given = case.arrays(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    run, how = _runner(case, implementation, given)
+    arrays = case.arrays(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    run, how = _runner(case, implementation, arrays)
     # Sizes that an interpreted kernel would have where it is not interpreted.
     device = ("tpu", "TPU v5p") if how == "interpreted" else None
-    tiles = case.explain(given, implementation=implementation, device=device).tiles
+    tiles = case.explain(arrays, implementation=implementation, device=device).tiles
     if run is None or tiles is None:
         return
-    truth = functools.cache(lambda: _truth(case, given))  # computed once, and only if something is left to try
+    truth = functools.cache(lambda: _truth(case, arrays))  # computed once, and only if something is left to try
     for sizes in tiles.sizes.neighbours():
         label = f"{case.op}/{implementation} {name} {sizes}"
         if label not in skip:
             yield {"begins": label}
-            own = functools.partial(run, tiles=sizes) if how == "interpreted" else run
-            with _tuning.tuned(sizes), _interpreter(implementation, how):
-                row = _tried(case, own, given, truth, rounds)
+            sized = functools.partial(run, tiles=sizes) if how == "interpreted" else run
+            with _tuning.tile_sizes(sizes):
+                row = _tried(case, sized, arrays, truth, rounds)
             yield {"case": label, "key": tiles.key, "tiles": sizes.to_json(), "how": how} | row
 
 
 def _tried(
-    case: Case, run: Callable, given: dict[str, jax.Array], truth: Callable[[], dict[str, Any]], rounds: int
+    case: Case, run: Callable, arrays: dict[str, jax.Array], truth: Callable[[], dict[str, Any]], rounds: int
 ) -> dict[str, Any]:
     try:
         # First right, then fast: a tile that leaves something out is faster than one that does not.
-        row = _compared(case, run, given, truth())
+        row = _compared(case, run, arrays, truth())
         if row["status"] != "right" or jax.default_backend() == "cpu":
             return row
-        return row | {"seconds": seconds(_results(case, run), given, rounds)}
+        return row | {"seconds": seconds(_results(case, run), arrays, rounds)}
     except Exception as error:  # any error: sizes that do not fit are skipped
         return _failed(error)
 

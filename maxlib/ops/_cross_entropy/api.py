@@ -1,4 +1,4 @@
-"""The public loss: checks its arguments, removes ignored tokens, and chooses an implementation."""
+"""The public losses and log-probabilities: they check their arguments and remove ignored tokens."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -8,16 +8,15 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlib.ops._cross_entropy.chunked import chunked
-from maxlib.ops._cross_entropy.reference import reference
-from maxlib.ops._cross_entropy.terms import AxisName, Options
+from maxlib.ops._cross_entropy.chunked import chunked, chunked_per_token
+from maxlib.ops._cross_entropy.terms import AxisName, Options, Terms, logits_of, terms_of
 
 Implementation = Literal["chunked", "reference"]
 IGNORED = -1, -100  # maxlib's targets without a loss, and those of Hugging Face's labels
 
 
 class CrossEntropy(NamedTuple):
-    """Result of `linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
+    """Result of `fused_linear_cross_entropy`: float32, differentiable, and 0 (False) where the target is ignored."""
 
     loss: Float[Array, ""]
     """Sum over tokens of `weights * token_loss`; differentiate this field, which is the fastest."""
@@ -31,7 +30,18 @@ class CrossEntropy(NamedTuple):
     """True if no other token has a higher logit than the target."""
 
 
-def linear_cross_entropy(
+class LogProbs(NamedTuple):
+    """Result of `fused_linear_log_probs`: one value per token, 0 (False) where the target is ignored."""
+
+    log_prob: Float[Array, "*B"]
+    """Log-probability of the target at the temperature, float32 (float64 from float64)."""
+    correct: Bool[Array, "*B"]
+    """True if no other token has a higher logit than the target."""
+    entropy: Float[Array, "*B"] | None = None
+    """Entropy of the distribution in nats; None unless requested."""
+
+
+def fused_linear_cross_entropy(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, "*B"],
@@ -54,32 +64,33 @@ def linear_cross_entropy(
 
         hidden, weight, targets = jnp.ones((2, 8, 64)), jnp.ones((1000, 64)), jnp.zeros((2, 8), jnp.int32)
         weights = jnp.full((2, 8), 1 / 16)  # a mean
-        loss = ops.linear_cross_entropy(hidden, weight, targets, weights=weights).loss
+        loss = ops.fused_linear_cross_entropy(hidden, weight, targets, weights=weights).loss
 
     Args:
-        hidden: the model's output after its final norm, with any leading axes.
-        weight: the unembedding, in Hugging Face's orientation.
-        targets: the next tokens, of the shape of `hidden` without its last axis.
-        weights: factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
-        ignore_index: this target is ignored, like -1 and -100: ignored targets add exactly 0 to the loss and to every
+        hidden: The model's output after its final norm, with any leading axes.
+        weight: The unembedding, in Hugging Face's orientation.
+        targets: The next tokens, of the shape of `hidden` without its last axis.
+        weights: Factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
+        ignore_index: This target is ignored, like -1 and -100: ignored targets add exactly 0 to the loss and to every
             gradient, even if `hidden` is not finite. Any other target outside `[0, V)` is an error outside `jit`, and
             inside makes the loss and the gradients NaN.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
-        z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
-        label_smoothing: probability mass spread evenly over the vocabulary.
-        chunk: tokens per chunk. Larger chunks are faster and need more memory; results differ only by rounding.
-        axis_name: inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
+        softcap: Logits become `softcap * tanh(logits / softcap)`.
+        z_loss: Factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        label_smoothing: Probability mass spread evenly over the vocabulary.
+        chunk: Tokens per chunk, by default 4096 on NVIDIA GPUs and 1024 elsewhere. Larger chunks are faster and need
+            more memory; results differ only by rounding.
+        axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
             and `targets` are equal along it, and so are the results. Other axes are not named here: sum `.loss` over
             them.
         implementation: "chunked" (the default) or "reference", the specification, which computes all logits at once.
 
     Raises:
-        ValueError: shapes disagree, an option is out of range, or (outside `jit`) a target is.
+        ValueError: Shapes disagree, an option is out of range, or (outside `jit`) a target is.
     """
-    check_shapes(hidden, weight, targets, weights)
+    _check_shapes(hidden, weight, targets, weights)
     _check_options(softcap, z_loss, label_smoothing, chunk)
     if axis_name is None:
-        check_targets(targets, weight.shape[0], ignore_index)
+        _check_targets(targets, weight.shape[0], ignore_index)
     options = Options(softcap, z_loss, label_smoothing, axis_name)
     run = _implementation(implementation, axis_name)
 
@@ -90,7 +101,58 @@ def linear_cross_entropy(
     ids, weights = jnp.where(valid, targets, 0).astype(jnp.int32), jnp.where(valid, weights, 0)
     loss, terms = run(rows, weight, ids.reshape(-1), weights.reshape(-1), chunk, options)
     per_token = terms.token_loss, terms.log_prob, terms.lse, terms.correct
-    return CrossEntropy(loss, *(where_valid(x, valid) for x in per_token))
+    return CrossEntropy(loss, *(_where_valid(x, valid) for x in per_token))
+
+
+def fused_linear_log_probs(
+    hidden: Float[Array, "*B D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "*B"],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    ignore_index: int | None = None,
+    chunk: int | None = None,
+    axis_name: AxisName | None = None,
+) -> LogProbs:
+    """Computes `log_softmax(cap(hidden @ weight.T) / temperature)[targets]`, a chunk of tokens at a time.
+
+    `log_prob` and `entropy` are differentiable with respect to `hidden` and `weight`; the backward pass computes the
+    logits of each chunk again, so temporary memory is `chunk * V` logits and one float32 `V D`, as for
+    `fused_linear_cross_entropy`. If the factor of each token is known in advance, that function needs one matmul less.
+
+    Args:
+        hidden: The model's output after its final norm, with any leading axes.
+        weight: The unembedding, in Hugging Face's orientation.
+        targets: The next tokens, of the shape of `hidden` without its last axis.
+        temperature: Divisor of the logits after the soft-cap. For a policy, use the temperature of its sampler.
+        softcap: Logits become `softcap * tanh(logits / softcap)`.
+        entropy: True also computes the entropy `-sum_v p_v log p_v` of the same distribution.
+        ignore_index: Tokens with this target, -1 or -100 give 0 and have no gradient, even if `hidden` is not finite.
+            Any other target outside `[0, V)` gives NaN inside `jit`.
+        chunk: Tokens per chunk; results differ only by rounding.
+        axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
+            `fused_linear_cross_entropy`.
+
+    Raises:
+        ValueError: Shapes disagree, an option is out of range, or (outside `jit`) a target is.
+    """
+    _check_shapes(hidden, weight, targets, None)
+    check_chunk(chunk)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive or None; got {softcap}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive; got {temperature}. For greedy choices see `correct`")
+    if axis_name is None:
+        _check_targets(targets, weight.shape[0], ignore_index)
+    options = Options(softcap, 0.0, 0.0, axis_name, float(temperature), entropy)
+    valid = is_learned(targets, ignore_index)
+    rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])  # (prod(B), D)
+    ids = jnp.where(valid, targets, 0).astype(jnp.int32).reshape(-1)
+    terms = chunked_per_token(rows, weight, ids, chunk, options)
+    entropies = None if terms.entropy is None else _where_valid(terms.entropy, valid)
+    return LogProbs(_where_valid(terms.log_prob, valid), _where_valid(terms.correct, valid), entropies)
 
 
 def is_learned(targets: Any, ignore_index: int | None = None) -> Any:
@@ -106,13 +168,26 @@ def is_learned(targets: Any, ignore_index: int | None = None) -> Any:
     return learned if ignore_index is None else learned & (targets != ignore_index)
 
 
-def where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
+def _where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
     """Reshapes per-token results to the shape of the targets, 0 (False) at ignored targets."""
     return jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype))
 
 
+def _reference(
+    rows: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    weights: Float[Array, " M"],
+    chunk: int | None,
+    options: Options,
+) -> tuple[Array, Terms]:
+    """Computes the weighted sum of the losses and the per-token terms from all logits at once."""
+    terms = terms_of(logits_of(rows, weight.astype(rows.dtype), options), targets, options)
+    return jnp.sum(weights * terms.token_loss), terms
+
+
 def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
-    known = {None: chunked, "chunked": chunked, "reference": reference}
+    known = {None: chunked, "chunked": chunked, "reference": _reference}
     if name not in known:
         raise ValueError(f"implementation must be 'chunked', 'reference' or None; got {name!r}")
     if name == "reference" and axis_name is not None:
@@ -120,7 +195,7 @@ def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
     return known[name]
 
 
-def check_shapes(hidden, weight, targets, weights) -> None:
+def _check_shapes(hidden, weight, targets, weights) -> None:
     """Raises ValueError unless these are `*B D`, `V D`, integers `*B`, and None or `*B`."""
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -152,7 +227,7 @@ def check_chunk(chunk: int | None) -> None:
         raise ValueError(f"chunk must be at least 1 token; got {chunk}")
 
 
-def check_targets(targets, vocab: int, ignore_index: int | None) -> None:
+def _check_targets(targets, vocab: int, ignore_index: int | None) -> None:
     """Raises ValueError for a target outside the vocabulary, if targets are concrete and fully addressable."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return

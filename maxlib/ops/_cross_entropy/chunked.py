@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.loops import each, scan
+from maxlib.hardware import current_device
 from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, Terms, logits_gradient, logits_of, terms_of
-from maxlib.ops._loops import each, scan
 
-DEFAULT_CHUNK = 1024  # tokens
+# Tokens. On an H100 a step of four layers of Llama 3.1 8B took 269.4 ms with 4096 and 280.1 with 1024, at equal peak
+# memory.
+DEFAULT_CHUNK, GPU_CHUNK = 1024, 4096
 FEWEST_LOGITS = 2**20  # of a chunk, 4 MiB: with a small vocabulary more tokens are taken at once
 
 
@@ -50,7 +53,8 @@ def chunked_per_token(
 
 def _chunks(rows: Array, weight: Array, chunk: int | None) -> int:
     """Returns the number of chunks."""
-    chunk = chunk or max(DEFAULT_CHUNK, FEWEST_LOGITS // weight.shape[0])
+    default = GPU_CHUNK if current_device()[0] == "gpu" else DEFAULT_CHUNK
+    chunk = chunk or max(default, FEWEST_LOGITS // weight.shape[0])
     return max(1, -(-rows.shape[0] // chunk))
 
 
@@ -95,10 +99,10 @@ def _backward(options: Options, residuals, cotangents):
     d_loss, d_terms = cotangents
     d_loss, *d_terms = (_or_none(d) for d in (d_loss, d_terms.token_loss, d_terms.log_prob, d_terms.lse))
     d_loss = jnp.zeros_like(token_loss, shape=()) if d_loss is None else d_loss
-    factor = _whole(d_loss, options.axis_name)
+    factor = _full_cotangent(d_loss, options.axis_name)
     if all(d is None for d in d_terms):  # only `.loss` is differentiated: the gradients of the forward pass suffice
         return _scaled(d_rows, factor), _scaled(d_weight, factor), None, d_loss * token_loss
-    d_terms = [jnp.zeros_like(weights) if d is None else _whole(d, options.axis_name) for d in d_terms]
+    d_terms = [jnp.zeros_like(weights) if d is None else _full_cotangent(d, options.axis_name) for d in d_terms]
     grads = Cotangents(d_terms[0] + factor * weights, *d_terms[1:])
     _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
     return d_rows, d_weight, None, d_loss * token_loss
@@ -123,7 +127,7 @@ def _per_token(rows, weight, targets, options: Options):
 def _per_token_backward(options: Options, residuals, d_terms: Terms):
     rows, weight, targets = residuals
     grads = Cotangents(d_terms.token_loss, d_terms.log_prob, d_terms.lse, d_terms.entropy)
-    grads = jax.tree.map(lambda d: _whole(d, options.axis_name), grads)
+    grads = jax.tree.map(lambda d: _full_cotangent(d, options.axis_name), grads)
     _, d_rows, d_weight = _gradients(rows, weight, targets, grads, options)
     return d_rows, d_weight, None
 
@@ -166,7 +170,7 @@ def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
     return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
 
 
-def _whole(cotangent: Array, axis_name: AxisName | None) -> Array:
+def _full_cotangent(cotangent: Array, axis_name: AxisName | None) -> Array:
     """Returns the full cotangent of a result that is replicated over `axis_name`.
 
     With `check_vma=False` each device holds only a share of it, by the convention of `psum`.

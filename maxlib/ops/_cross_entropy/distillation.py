@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._utils.loops import each
 from maxlib.ops._cross_entropy.api import check_chunk
 from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split, _vary, _varying
 from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of, vocab_size
-from maxlib.ops._loops import each
 
 
 def divergence(
@@ -61,7 +61,7 @@ def _closed(log_probs: Float[Array, "*B K"], tail: bool) -> Float[Array, "*B _"]
     return jnp.concatenate([log_probs, rest], axis=-1)  # [*B, K] -> [*B, K + 1]
 
 
-def linear_divergence(
+def fused_linear_divergence(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     teacher_hidden: Float[Array, "*C E"],
@@ -88,13 +88,13 @@ def linear_divergence(
         where: Tokens to compare, all by default; the others give 0 and have no gradient, even if not finite.
         beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher); values in between as in `divergence`.
         temperature: Divisor of both models' logits, after their soft-caps.
-        softcap: The student's, see `linear_cross_entropy`.
+        softcap: The student's, see `fused_linear_cross_entropy`.
         teacher_softcap: The teacher's.
         chunk: Tokens per chunk; changes the result by rounding only.
         axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of both weights are split.
 
     Raises:
-        ValueError: when shapes disagree, vocabularies differ or an option is out of range.
+        ValueError: When shapes disagree, vocabularies differ or an option is out of range.
     """
     check_vocabulary(weight, teacher_weight)
     _check(temperature, chunk)
@@ -117,7 +117,7 @@ def linear_divergence(
     return out if where is None else jnp.where(where, out, 0)
 
 
-def linear_gather_log_probs(
+def fused_linear_gather_log_probs(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     ids: Int[Array, "*B K"],
@@ -127,16 +127,16 @@ def linear_gather_log_probs(
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*B K"]:
-    """Computes the log-probabilities of K tokens at each position; use `linear_log_probs` for a single one.
+    """Computes the log-probabilities of K tokens at each position; use `fused_linear_log_probs` for a single one.
 
     Args:
         hidden: The model's output after its final norm.
         weight: The unembedding.
         ids: Tokens to look up, in [0, V); others give NaN.
         temperature: Divisor of the logits, after the soft-cap.
-        softcap: See `linear_cross_entropy`.
+        softcap: See `fused_linear_cross_entropy`.
         chunk: Tokens per chunk.
-        axis_name: As in `linear_divergence`.
+        axis_name: As in `fused_linear_divergence`.
 
     Returns:
         Log-probabilities, differentiable with respect to `hidden` and `weight`.
@@ -156,7 +156,7 @@ def linear_gather_log_probs(
     return _by_chunks(look_up, rows, (weight,), chunk, axis_name).reshape(ids.shape)
 
 
-def linear_top_k(
+def fused_linear_top_k(
     hidden: Float[Array, "*B D"],
     weight: Float[Array, "V D"],
     k: int,
@@ -173,9 +173,9 @@ def linear_top_k(
         weight: The unembedding.
         k: Number of tokens.
         temperature: Divisor of the logits, after the soft-cap.
-        softcap: See `linear_cross_entropy`.
+        softcap: See `fused_linear_cross_entropy`.
         chunk: Tokens per chunk.
-        axis_name: As in `linear_divergence`.
+        axis_name: As in `fused_linear_divergence`.
 
     Returns:
         Their log-probabilities in descending order, and their ids.
@@ -202,8 +202,8 @@ def _of_all_parts(x: Array, axis_name: AxisName) -> Array:
     """Gathers `m k` of each device to `m (n k)`; implemented as a sum, so that JAX knows it to be equal on
     all devices.
     """
-    own = jax.lax.axis_index(axis_name)
-    parts = jnp.zeros((x.shape[0], jax.lax.axis_size(axis_name), x.shape[1]), x.dtype).at[:, own].set(x)
+    device = jax.lax.axis_index(axis_name)
+    parts = jnp.zeros((x.shape[0], jax.lax.axis_size(axis_name), x.shape[1]), x.dtype).at[:, device].set(x)
     return jax.lax.psum(parts, axis_name).reshape(x.shape[0], -1)
 
 
@@ -246,10 +246,9 @@ def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis
     rows = tuple(
         _vary(x, everywhere if jnp.issubdtype(x.dtype, jnp.floating) else everywhere - _axes(axis_name)) for x in rows
     )
-    wide = lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32))
-    weights = tuple(wide(_vary(w, everywhere)) for w in weights)
-    one = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
-    out = each(lambda xs: one(xs, weights), tuple(_split(x, count) for x in rows))
+    weights = tuple(_vary(w, everywhere).astype(jnp.promote_types(w.dtype, jnp.float32)) for w in weights)
+    run = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
+    out = each(lambda xs: run(xs, weights), tuple(_split(x, count) for x in rows))
     # [count, size, ...] -> [M, ...]: chunk i has every count-th row (`_split`).
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:M], out)
 

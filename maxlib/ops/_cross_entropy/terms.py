@@ -10,7 +10,7 @@ AxisName = str | tuple[str, ...]
 
 
 class Options(NamedTuple):
-    """Static parameters of the loss, as in `linear_cross_entropy` and `linear_log_probs`."""
+    """Static parameters of the loss, as in `fused_linear_cross_entropy` and `fused_linear_log_probs`."""
 
     softcap: float | None
     z_loss: float

@@ -1,4 +1,4 @@
-"""The public grouped matmul and its transpose: they check their arguments and choose an implementation."""
+"""The public grouped matmul and its transpose: their calls, their kernels, and the choice between them."""
 
 import dataclasses
 from typing import Any, Literal
@@ -7,33 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from maxlib.hardware import current_device, explained_device
+from maxlib.hardware import current_device, explained_device, is_hopper
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
-from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
+from maxlib.ops import _findings
 from maxlib.ops._cost import register_flops
-from maxlib.ops._explanation import Explanation
-from maxlib.ops._grouped_matmul import dispatch
-from maxlib.ops._grouped_matmul.jax_mosaic_gpu import jax_mosaic_gpu
-from maxlib.ops._grouped_matmul.megablox import megablox, megablox_outer, takes
-from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot, ragged_outer
-from maxlib.ops._grouped_matmul.reference import reference, reference_outer
-from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer
-from maxlib.ops._grouped_matmul.tokamax_triton import tokamax
+from maxlib.ops._dispatch import Choice, Explanation, Kernel, Op, Shaped
+from maxlib.ops._grouped_matmul import jax_mosaic_gpu, megablox, tokamax_triton
+from maxlib.ops._grouped_matmul.call import GroupedCall
+from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer, tiled_tiles
+from maxlib.ops._grouped_matmul.xla import ragged_dot, ragged_outer, reference, reference_outer
 
-Implementation = Literal["jax_mosaic_gpu", "tokamax", "megablox", "ragged_dot", "tiled", "mosaic_gpu", "reference"]
 ExpertWeightOrder = Literal["EOI", "EIO"]
-Shaped = jax.Array | jax.ShapeDtypeStruct
-
-_RUN = {
-    "jax_mosaic_gpu": jax_mosaic_gpu,
-    "tokamax": tokamax,
-    "megablox": megablox,
-    "ragged_dot": ragged_dot,
-    "mosaic_gpu": mosaic_gpu,
-    "tiled": tiled,
-    "reference": reference,
-}
-_OUTER = {"megablox": megablox_outer, "ragged_dot": ragged_outer, "tiled": tiled_outer, "reference": reference_outer}
 
 
 def grouped_matmul(
@@ -43,7 +28,7 @@ def grouped_matmul(
     *,
     weight_order: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Num[Array, "M O"]:
     """Multiplies the rows of each expert by its matrix: `rows[start:end] @ weights[e].T`.
 
@@ -51,35 +36,35 @@ def grouped_matmul(
     their dtype, without rounding to another dtype first.
 
     Args:
-      rows: rows sorted by expert.
-      weights: one matrix per expert: an array, or an object such as `nn.quantized.QuantizedWeight`, a pytree of arrays
-          with a leading axis E whose `weights[...]` are the matrices; it has no gradient.
-      rows_per_expert: number of rows of each expert, possibly 0. The sum must be at most M, which cannot be checked
-          inside `jit`. Rows beyond the sum give zeros and have zero gradients.
-      weight_order: order of the dimensions of `weights`; "EIO" multiplies by `weights[e]` without a transpose.
-      out_dtype: dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
-        accumulated in int32), and there is no gradient. None: the dtype of `rows`.
-      implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
-          "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and "jax_mosaic_gpu"
-          (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's, if it is installed,
-          or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses kernels in Triton. "tiled"
-          (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is
-          XLA's own. "reference" is the specification, a loop over experts.
+        rows: Rows sorted by expert.
+        weights: One matrix per expert: an array, or an object such as `nn.quantized.QuantizedWeight`, a pytree of
+            arrays with a leading axis E whose `weights[...]` are the matrices; it has no gradient.
+        rows_per_expert: Number of rows of each expert, possibly 0. The sum must be at most M, which cannot be checked
+            inside `jit`. Rows beyond the sum give zeros and have zero gradients.
+        weight_order: Order of the dimensions of `weights`; "EIO" multiplies by `weights[e]` without a transpose.
+        out_dtype: Dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
+            accumulated in int32), and there is no gradient. None: the dtype of `rows`.
+        implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
+            "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and
+            "jax_mosaic_gpu" (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's,
+            if it is installed, or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses
+            kernels in Triton. "tiled" (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to
+            the rows. "ragged_dot" is XLA's own. "reference" is the specification, a loop over experts.
 
     Returns:
-      One row of outputs for each row.
+        One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown, or the named implementation
-          cannot run the call.
+        ValueError: When shapes do not agree, `weight_order` or `implementation` is unknown, or the named implementation
+            cannot run the call.
     """
-    check("grouped_matmul", rows, weights, rows_per_expert, weight_order)
-    name = choose("grouped_matmul", rows, weights, weight_order, out_dtype, implementation)
-    if name != "tiled" and not isinstance(weights, jax.Array):
+    check_shapes("grouped_matmul", rows, weights, rows_per_expert, weight_order)
+    call = describe(rows, weights, weight_order, out_dtype)
+    choice = GROUPED_MATMUL.choose(call, implementation)
+    if choice.kernel != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
-    how = {"implementation": name, "weight_order": weight_order, "out_dtype": out_dtype}
-    return _grouped_matmul(rows, weights, counts, **how, tiles=tiles_of(name, rows, weights, weight_order))
+    return _grouped_matmul(rows, weights, counts, weight_order=weight_order, out_dtype=out_dtype, choice=choice)
 
 
 def grouped_outer(
@@ -87,31 +72,30 @@ def grouped_outer(
     rows: Num[Array, "M I"],
     rows_per_expert: Int[Array, " E"],
     *,
-    implementation: Literal["megablox", "ragged_dot", "tiled", "reference"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "E O I"]:
     """Computes `d_out[start:end].T @ rows[start:end]` for each expert: the gradient of `grouped_matmul`'s weights.
 
     Operands are multiplied in their own dtypes, including narrow ones. The function is not differentiable.
 
     Args:
-      d_out: gradients of the results, sorted by expert.
-      rows: inputs of the forward matmul.
-      rows_per_expert: number of rows of each expert.
-      implementation: as in `grouped_matmul`.
+        d_out: Gradients of the results, sorted by expert.
+        rows: Inputs of the forward matmul.
+        rows_per_expert: Number of rows of each expert.
+        implementation: As in `grouped_matmul`.
 
     Returns:
-      A matrix for each expert, in float32 (float64 for float64).
+        A matrix for each expert, in float32 (float64 for float64).
 
     Raises:
-      ValueError: when `d_out` and `rows` differ in their number of rows, or the implementation is unknown.
+        ValueError: When `d_out` and `rows` differ in their number of rows, or the implementation is unknown.
     """
     if d_out.shape[0] != rows.shape[0]:
         raise ValueError(f"grouped_outer: both must have the same rows, got {d_out.shape} and {rows.shape}")
-    name = choose("grouped_outer", rows, None, "EOI", None, implementation)
     # [M, O] and [M, I] -> [E, O, I]: the gradient of weights of this shape.
     weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), jnp.float32)
-    how = {"implementation": name, "tiles": tiles_of(name, rows, weights, "EOI")}
-    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), **how)
+    choice = GROUPED_OUTER.choose(describe(rows, weights, "EOI", None), implementation)
+    return _grouped_outer(d_out, rows, rows_per_expert.astype(jnp.int32), choice=choice)
 
 
 def explain_grouped_matmul(
@@ -120,7 +104,7 @@ def explain_grouped_matmul(
     *,
     weight_order: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     device: tuple[str, str] | None = None,
 ) -> Explanation:
     """Explains which implementation `grouped_matmul` would run for these arguments, and why.
@@ -139,35 +123,41 @@ def explain_grouped_matmul(
     Raises:
         ValueError: No implementation has this name, or the device is unknown.
     """
-    device = explained_device(device)
-    shapes = f"rows {tuple(rows.shape)} {rows.dtype}, weights {tuple(weights.shape)} {weight_order}"
-    reasons = dispatch.refusals(rows, weights, weight_order, out_dtype, device)
-    found = dispatch.explain(f"{shapes} on {device[0]} ({device[1]})", reasons, implementation)
-    if found.chosen == "megablox" and not takes(rows, out_dtype):
-        found = dataclasses.replace(found, reason=f"{found.reason}; for these operands it calls XLA's own, ragged_dot")
-    sizes = dispatch.sizes(found.chosen, rows, weights, weight_order, device)
-    return dataclasses.replace(found, tiles=sizes)
+    call = describe(rows, weights, weight_order, out_dtype, explained_device(device))
+    answer = GROUPED_MATMUL.explain(call, implementation)
+    if answer.chosen == "megablox" and not megablox.takes(call):
+        reason = f"{answer.reason}; for these operands it calls XLA's own, ragged_dot"
+        return dataclasses.replace(answer, reason=reason)
+    return answer
 
 
-def choose(op: str, rows: Any, weights: Any, weight_order: str, out_dtype: Any, implementation: str | None) -> str:
-    """Returns the implementation to run; weights are None for the transposed matmul.
+def describe(
+    rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str] | None = None
+) -> GroupedCall:
+    """Returns the properties of a call that decide its kernel.
 
-    Raises:
-        ValueError: The named implementation does not exist, or cannot run the call.
+    Args:
+        rows: `M I`, or its shape and dtype.
+        weights: `E O I` or `E I O`, or their shape.
+        weight_order: The dimensions of `weights`.
+        out_dtype: Dtype of the result of narrow operands, or None.
+        device: Platform and kind of the device; None for the device in use.
     """
-    device = current_device()
-    found = dispatch.explain(op, dispatch.refusals(rows, weights, weight_order, out_dtype, device), implementation)
-    if implementation is None and weights is not None:
-        dispatch.say_why(found, device)
-    if found.chosen is None:
-        raise ValueError(f"{op}: {found.reason}. Pass implementation=None for the best one that can.")
-    return found.chosen
-
-
-def tiles_of(name: str, rows: Any, weights: Any, weight_order: str) -> TileSizes | None:
-    """Returns the tile sizes that an implementation runs a call with on this device; None if it has none."""
-    found = dispatch.sizes(name, rows, weights, weight_order, current_device())
-    return found and found.sizes
+    platform, device_kind = device or current_device()
+    E, O, I = (weights.shape[weight_order.index(axis)] for axis in "EOI")
+    return GroupedCall(
+        rows=rows.shape[0],
+        experts=E,
+        inputs=I,
+        outputs=O,
+        weight_order=weight_order,
+        dtype=str(rows.dtype),
+        weight_dtype=str(getattr(weights, "dtype", rows.dtype)),
+        out_dtype=None if out_dtype is None else str(jnp.dtype(out_dtype)),
+        is_array=isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)),
+        platform=platform,
+        device_kind=device_kind,
+    )
 
 
 def _flops(rows, weights, *rest) -> float:
@@ -175,26 +165,26 @@ def _flops(rows, weights, *rest) -> float:
     return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
-@register_flops(_flops, static=("implementation", "weight_order", "out_dtype", "tiles"))
-def _grouped_matmul(rows, weights, rows_per_expert, *, implementation, weight_order, out_dtype, tiles):
-    more = {} if tiles is None else {"tiles": tiles}
-    return _RUN[implementation](rows, weights, rows_per_expert, weight_order, out_dtype, **more)
+@register_flops(_flops, static=("weight_order", "out_dtype", "choice"), name="grouped_matmul")
+def _grouped_matmul(rows, weights, rows_per_expert, *, weight_order, out_dtype, choice: Choice):
+    run = GROUPED_MATMUL[choice.kernel].run
+    return run(rows, weights, rows_per_expert, weight_order, out_dtype, **choice.options)
 
 
 def _outer_flops(d_out, rows, *rest) -> float:
     return 2.0 * d_out.size * rows.shape[1]
 
 
-@register_flops(_outer_flops, static=("implementation", "tiles"))
-def _grouped_outer(d_out, rows, rows_per_expert, *, implementation, tiles):
-    return _OUTER[implementation](d_out, rows, rows_per_expert, **({} if tiles is None else {"tiles": tiles}))
+@register_flops(_outer_flops, static=("choice",), name="grouped_outer")
+def _grouped_outer(d_out, rows, rows_per_expert, *, choice: Choice):
+    return GROUPED_OUTER[choice.kernel].run(d_out, rows, rows_per_expert, **choice.options)
 
 
-def check(op: str, rows, weights, rows_per_expert, weight_order) -> None:
+def check_shapes(op: str, rows, weights, rows_per_expert, weight_order) -> None:
     """Checks `weight_order` and the shapes.
 
     Raises:
-      ValueError: when they do not agree.
+        ValueError: When they do not agree.
     """
     if weight_order not in ("EOI", "EIO"):
         raise ValueError(f"{op}: weight_order must be 'EOI' or 'EIO', got {weight_order!r}")
@@ -208,3 +198,80 @@ def check(op: str, rows, weights, rows_per_expert, weight_order) -> None:
             f"{op}: rows_per_expert must hold one integer per expert, here {weights.shape[0]}, "
             f"got {rows_per_expert.dtype} {rows_per_expert.shape}"
         )
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
+def _hopper_refuses(call: GroupedCall) -> str | None:
+    """Returns the reason why maxlib's kernels for Hopper cannot run a call, or None."""
+    if not is_hopper(call.device_kind):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
+    return call.refuses_operands() or call.refuses_widths(64)
+
+
+GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
+DENSE = "on CPUs and GPUs, and with libtpu 0.0.42 in the gradient of weights, XLA multiplies every row by every expert"
+DEFINITION = "it is the specification"
+
+GROUPED_MATMUL = Op(
+    "grouped_matmul",
+    (
+        Kernel(
+            "mosaic_gpu",
+            mosaic_gpu,
+            "maxlib's kernels for NVIDIA's Hopper in both passes",
+            GPU,
+            refuses=_hopper_refuses,
+            tiles=lambda call: grouped_tiles(call.inputs, call.outputs),
+        ),
+        Kernel(
+            "jax_mosaic_gpu",
+            jax_mosaic_gpu.jax_mosaic_gpu,
+            "JAX's kernels for NVIDIA's Blackwell and Hopper, and for the gradient of the weights tokamax's or XLA",
+            GPU,
+            refuses=jax_mosaic_gpu.refuses,
+            tiles=lambda call: jax_mosaic_gpu.tiles_for(call.device_kind, call.rows, call.experts),
+        ),
+        Kernel(
+            "tokamax",
+            tokamax_triton.tokamax,
+            "tokamax's kernels in Triton for NVIDIA's GPUs since Ampere",
+            GPU,
+            refuses=tokamax_triton.refuses,
+            tiles=lambda call: tokamax_triton.TritonTiles(),
+        ),
+        Kernel("megablox", megablox.megablox, "JAX's TPU kernels in both passes", TPU, tiles=megablox.default_tiles),
+        Kernel(
+            "tiled",
+            tiled,
+            "tiles of rows in XLA, at a cost proportional to the rows",
+            tiles=lambda call: tiled_tiles(call.rows, call.experts),
+        ),
+        Kernel("ragged_dot", ragged_dot, "XLA's own", by_name=DENSE),
+        Kernel("reference", reference, "the reference, a loop over experts", by_name=DEFINITION),
+    ),
+    fused=("mosaic_gpu", "jax_mosaic_gpu", "tokamax"),
+)
+
+GROUPED_OUTER = Op(
+    "grouped_outer",
+    (
+        Kernel(
+            "megablox",
+            megablox.megablox_outer,
+            "JAX's TPU kernel",
+            TPU,
+            refuses=lambda call: _findings.refused("grouped_matmul", "megablox", call.device_kind),
+            tiles=megablox.default_tiles,
+        ),
+        Kernel(
+            "tiled",
+            tiled_outer,
+            "tiles of rows in XLA",
+            tiles=lambda call: tiled_tiles(call.rows, call.experts),
+        ),
+        Kernel("ragged_dot", ragged_outer, "XLA's own", by_name=DENSE),
+        Kernel("reference", reference_outer, "the reference, a loop over experts", by_name=DEFINITION),
+    ),
+)

@@ -1,8 +1,9 @@
-"""The gated linear unit of experts: the gate and up projections of each row's expert, and their activation."""
+"""Gated linear units, which combine a gate and an up projection, also those of each row's expert."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,35 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, owners
 from maxlib.ops._cost import register_flops
-from maxlib.ops._glu import swiglu
-from maxlib.ops._grouped_matmul.api import ExpertWeightOrder, Implementation, check, choose, grouped_matmul, tiles_of
+from maxlib.ops._dispatch import Choice
+from maxlib.ops._grouped_matmul.api import GROUPED_MATMUL, ExpertWeightOrder, check_shapes, describe, grouped_matmul
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """Returns `silu(gate) * up` (SwiGLU, https://arxiv.org/abs/2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+def geglu(gate: Array, up: Array) -> Array:
+    """Returns `gelu(gate) * up`, the gelu approximated by tanh (GeGLU, https://arxiv.org/abs/2002.05202)."""
+    return jax.nn.gelu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """SwiGLU with clipped inputs (GPT-OSS): `g * sigmoid(alpha * g) * (u + 1)`.
+
+    Args:
+        alpha: Slope of the sigmoid.
+        limit: `g` is `min(gate, limit)`, and `u` is `up` clipped to `[-limit, limit]`.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        gate = jnp.minimum(gate, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (jnp.clip(up, -self.limit, self.limit) + 1)
 
 
 def grouped_glu(
@@ -26,7 +54,7 @@ def grouped_glu(
     gate_bias: Float[Array, "E O"] | None = None,
     up_bias: Float[Array, "E O"] | None = None,
     weight_order: ExpertWeightOrder = "EOI",
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "M O"]:
     """Combines two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T +
     up_bias[e])`.
@@ -34,37 +62,46 @@ def grouped_glu(
     In policies of `jax.checkpoint`, gate and up have the names "expert_gate" and "expert_up".
 
     Args:
-      rows: rows sorted by expert, as in `grouped_matmul`.
-      gate: matrices of the gate projection.
-      up: matrices of the up projection, of the same shape.
-      rows_per_expert: number of rows of each expert.
-      activation: an elementwise function of both products, such as `ops.swiglu` or `ops.ClampedSwiGLU()`. It must be
-          hashable, and map zeros to zero.
-      gate_bias: bias of the gate projection; pass both biases or neither.
-      up_bias: bias of the up projection.
-      weight_order: dimensions of `gate` and `up`, as in `grouped_matmul`.
-      implementation: as in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
-          `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and applies
-          the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the activation. By
-          default it runs only activations of arithmetic, min, max, exp, tanh and the logistic function.
+        rows: Rows sorted by expert, as in `grouped_matmul`.
+        gate: Matrices of the gate projection.
+        up: Matrices of the up projection, of the same shape.
+        rows_per_expert: Number of rows of each expert.
+        activation: An elementwise function of both products, such as `ops.swiglu` or `ops.ClampedSwiGLU()`. It must be
+            hashable, and map zeros to zero.
+        gate_bias: Bias of the gate projection; pass both biases or neither.
+        up_bias: Bias of the up projection.
+        weight_order: Dimensions of `gate` and `up`, as in `grouped_matmul`.
+        implementation: As in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
+            `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and
+            applies the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the
+            activation. By default it runs only activations of arithmetic, min, max, exp, tanh and the logistic
+            function.
 
     Returns:
-      One row of outputs for each row.
+        One row of outputs for each row.
 
     Raises:
-      ValueError: when shapes do not agree, `weight_order` or `implementation` is unknown,
-        or the named implementation cannot run the call.
+        ValueError: When shapes do not agree, `weight_order` or `implementation` is unknown,
+            or the named implementation cannot run the call.
     """
     _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), weight_order)
+    choice = GROUPED_MATMUL.choose(describe(rows, gate, weight_order, None), implementation)
     biases = () if gate_bias is None else (gate_bias, up_bias)
-    chosen = choose("grouped_glu", rows, gate, weight_order, None, implementation)
-    if chosen != "mosaic_gpu" or (implementation is None and not _lowers(activation)):
-        how = {"weight_order": weight_order, "implementation": implementation}
-        return _unfused(rows, gate, up, rows_per_expert, biases, activation=activation, **how)
+    if choice.kernel != "mosaic_gpu" or (implementation is None and not _lowers(activation)):
+        products = [
+            grouped_matmul(rows, w, rows_per_expert, weight_order=weight_order, implementation=implementation)
+            for w in (gate, up)
+        ]
+        if biases:
+            products = [
+                add_expert_bias(y, cast(Array, b), rows_per_expert) for y, b in zip(products, biases, strict=True)
+            ]
+        return activation(*map(checkpoint_name, products, NAMES))
     gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
     counts = rows_per_expert.astype(jnp.int32)
-    how = {"weight_order": weight_order, "tiles": tiles_of("mosaic_gpu", rows, gate, weight_order)}
-    return _grouped_glu(rows, gate, up, counts, *biases, activation=activation, **how)
+    return _grouped_glu(
+        rows, gate, up, counts, *biases, weight_order=weight_order, activation=activation, choice=choice
+    )
 
 
 # What the kernel is compiled with for Hopper by every version of jax, of what activations are made of.
@@ -80,32 +117,31 @@ def _lowers(activation: Callable[[Array, Array], Array]) -> bool:
 
 
 def _primitives(program: Any) -> set[str]:
-    inner = [x.jaxpr for one in program.eqns for x in one.params.values() if hasattr(x, "jaxpr")]
-    return {one.primitive.name for one in program.eqns}.union(*map(_primitives, inner))
-
-
-def _unfused(rows, gate, up, rows_per_expert, biases, *, activation, **how):
-    found = [grouped_matmul(rows, w, rows_per_expert, **how) for w in (gate, up)]
-    if biases:
-        found = [add_bias(y, b, rows_per_expert) for y, b in zip(found, biases, strict=True)]
-    return activation(*map(checkpoint_name, found, NAMES))
+    inner = [x.jaxpr for eqn in program.eqns for x in eqn.params.values() if hasattr(x, "jaxpr")]
+    return {eqn.primitive.name for eqn in program.eqns}.union(*map(_primitives, inner))
 
 
 # Experts whose biases are selected row by row: a select of each takes about as long as passing a row through memory.
 FEW = 8
 
 
-def add_bias(
+def add_expert_bias(
     rows: Float[Array, "M O"], bias: Float[Array, "E O"], rows_per_expert: Int[Array, " E"]
 ) -> Float[Array, "M O"]:
-    """Adds the expert's bias to each row; rows beyond the last expert do not change."""
-    own = owners(rows_per_expert, len(rows))
+    """Adds the expert's bias to each row; rows beyond the last expert do not change.
+
+    Args:
+        rows: Rows sorted by expert.
+        bias: One bias for each expert.
+        rows_per_expert: Number of rows of each expert.
+    """
+    experts = owners(rows_per_expert, len(rows))
     if len(bias) > FEW:
-        return rows + bias.at[own].get(mode="fill", fill_value=0)
+        return rows + bias.at[experts].get(mode="fill", fill_value=0)
     # XLA writes gathered rows, as large as the activations, to memory. Selected ones it computes where they are added.
     added = jnp.zeros_like(bias[0])
     for expert, b in enumerate(bias):
-        added = jnp.where(own[:, None] == expert, b, added)
+        added = jnp.where(experts[:, None] == expert, b, added)
     return rows + added
 
 
@@ -114,17 +150,17 @@ def _flops(rows, gate, *rest) -> float:
     return 4.0 * rows.shape[0] * gate.shape[1] * gate.shape[2]
 
 
-@register_flops(_flops, static=("weight_order", "activation", "tiles"))
-def _grouped_glu(rows, gate, up, rows_per_expert, *biases, weight_order, activation, tiles):
-    return glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles)
+@register_flops(_flops, static=("weight_order", "activation", "choice"), name="grouped_glu")
+def _grouped_glu(rows, gate, up, rows_per_expert, *biases, weight_order, activation, choice: Choice):
+    return glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, **choice.options)
 
 
 def _check(rows, gate, up, rows_per_expert, biases, weight_order) -> None:
-    check("grouped_glu", rows, gate, rows_per_expert, weight_order)
+    check_shapes("grouped_glu", rows, gate, rows_per_expert, weight_order)
     if gate.shape != up.shape:
         raise ValueError(f"grouped_glu: gate and up must have the same shape, got {gate.shape} and {up.shape}")
     wanted = gate.shape[0], gate.shape[weight_order.index("O")]
-    if (found := [b if b is None else b.shape for b in biases]) not in ([None, None], [wanted, wanted]):
+    if (shapes := [b if b is None else b.shape for b in biases]) not in ([None, None], [wanted, wanted]):
         raise ValueError(
-            f"grouped_glu: biases must be 'E O', here {wanted}, or both None, got {found[0]} and {found[1]}"
+            f"grouped_glu: biases must be 'E O', here {wanted}, or both None, got {shapes[0]} and {shapes[1]}"
         )

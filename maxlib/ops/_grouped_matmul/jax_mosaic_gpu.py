@@ -21,6 +21,7 @@ from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.kernels.unbatched import unbatched
+from maxlib.ops._grouped_matmul.call import GroupedCall
 from maxlib.ops._grouped_matmul.ragged_tiles import (
     WIDTH,
     RaggedBlackwellTiles,
@@ -51,8 +52,8 @@ def jax_mosaic_gpu(
         return jnp.zeros((0, weights.shape[weight_order.index("O")]), rows.dtype)
     tiles = tiles or hopper_tiles(M, len(weights))
     # The kernels read whole tiles of rows: those of no expert have to be zeros, because 0 * NaN is NaN.
-    whole = 128 if isinstance(tiles, RaggedHopperTiles) else 256
-    rows = only_used(jnp.pad(rows, ((0, -M % whole), (0, 0))), rows_per_expert)
+    tile_rows = 128 if isinstance(tiles, RaggedHopperTiles) else 256
+    rows = only_used(jnp.pad(rows, ((0, -M % tile_rows), (0, 0))), rows_per_expert)
     rows, weights, rows_per_expert = vary_alike((rows, weights, rows_per_expert))
     y: Any = _multiply(rows, weights, rows_per_expert, weight_order, tiles)
     return y[:M]
@@ -65,19 +66,13 @@ def tiles_for(device_kind: str, M: int, E: int) -> RaggedTiles:
     return hopper_tiles(M, E, has_triton())
 
 
-def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
-    """Returns the reason why the kernels cannot run a call, or None; weights are None for the transposed matmul."""
-    if not is_hopper(device[1]) and (not is_blackwell(device[1]) or "300" in device[1]):
-        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20) and Blackwell (B200, GB200), not for {device[1]}"
-    if str(rows.dtype) not in ("bfloat16", "float16"):
-        return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
-    if weights is None or out_dtype is not None:
-        return "only returns the dtype of its rows"
-    if not isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)):
-        return "takes arrays; it would restore a quantized weight for all experts at once"
-    for name, width in zip(weight_order, weights.shape, strict=True):
-        if name != "E" and width % WIDTH:
-            return f"takes widths that are multiples of {WIDTH}, not {name}={width}"
+def refuses(call: GroupedCall) -> str | None:
+    """Returns the reason why the kernels cannot run a call, or None."""
+    kind = call.device_kind
+    if not is_hopper(kind) and (not is_blackwell(kind) or "300" in kind):
+        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20) and Blackwell (B200, GB200), not for {kind}"
+    if reason := call.refuses_operands() or call.refuses_widths(WIDTH):
+        return reason
     if taken := AXES & set(jax.sharding.get_abstract_mesh().axis_names):
         return f"has axes of these names itself, which the mesh must not have: {', '.join(sorted(taken))}"
     wide = jax.dtypes.canonicalize_dtype("int64").itemsize == 8
@@ -94,8 +89,8 @@ def _forward(rows, weights, rows_per_expert, weight_order, tiles):
     return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
 
 
-def _backward(weight_order, tiles, kept, d_out):
-    rows, weights, rows_per_expert = kept
+def _backward(weight_order, tiles, residuals, d_out):
+    rows, weights, rows_per_expert = residuals
     d_out = only_used(d_out, rows_per_expert)
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _by_rows(d_out, weights, rows_per_expert, tiles, "d_rows", turned=weight_order == "EIO")
@@ -122,17 +117,32 @@ def _by_rows(rows, weights, rows_per_expert, tiles: RaggedTiles, name: str, *, t
 def _hopper(rows, weights, counts, *, tiles: RaggedTile, turned: bool):
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    sizes = {"block_m": tiles.rows, "block_n": tiles.columns, "block_k": tiles.summed, "grid_block_n": BAND}
-    how = {"max_concurrent_steps": tiles.stages, "transpose_rhs": turned}
-    return ragged_dot(rows, weights, group_sizes=counts, **sizes, **how)
+    return ragged_dot(
+        rows,
+        weights,
+        group_sizes=counts,
+        block_m=tiles.rows,
+        block_n=tiles.columns,
+        block_k=tiles.summed,
+        grid_block_n=BAND,
+        max_concurrent_steps=tiles.stages,
+        transpose_rhs=turned,
+    )
 
 
 def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bool):
     from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu as jaxs
     from jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu import MatmulDimension
 
-    sizes = {"tile_m": 128, "tile_n": 128, "tile_k": WIDTH, "max_concurrent_steps": tiles.stages}
-    config = jaxs.TuningConfig(**sizes, collective=True, grid_tile_width=tiles.band, grid_minor_dim=MatmulDimension.M)
+    config = jaxs.TuningConfig(
+        tile_m=128,
+        tile_n=128,
+        tile_k=WIDTH,
+        max_concurrent_steps=tiles.stages,
+        collective=True,
+        grid_tile_width=tiles.band,
+        grid_minor_dim=MatmulDimension.M,
+    )
     # The kernel takes matrices in one order only, [E, K, N], and N in whole tiles.
     weights = weights.swapaxes(1, 2) if turned else weights
     N = weights.shape[2]
@@ -141,9 +151,9 @@ def _blackwell(rows, weights, counts, *, tiles: RaggedBlackwellTiles, turned: bo
         return jaxs.ragged_dot_kernel(rows, weights, counts, config)[:, :N]
 
 
-def _like(given, result):
+def _like(operand, result):
     """Marks a kernel's result as varying over the mesh axes of an operand, which JAX's kernels leave out."""
-    return vary_alike((given, result))[1]
+    return vary_alike((operand, result))[1]
 
 
 @contextlib.contextmanager
@@ -151,13 +161,16 @@ def _processors(module: Any, count: int) -> Iterator[None]:
     """Lets a kernel of JAX be compiled without a GPU, as plans do: it asks the first device how many processors it has.
 
     Args:
-      module: the kernel's module.
-      count: what it is told if that device is no GPU.
+        module: The kernel's module.
+        count: What it is told if that device is no GPU.
     """
     if jax.devices()[0].platform == "gpu":
         yield
         return
-    known = lambda: [types.SimpleNamespace(core_count=count)]
+
+    def known():
+        return [types.SimpleNamespace(core_count=count)]
+
     stand_in = types.SimpleNamespace(**vars(jax) | {"devices": known, "local_devices": known})
     before, module.jax = module.jax, stand_in
     try:

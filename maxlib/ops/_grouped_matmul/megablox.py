@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib.hardware import current_device
+from maxlib.kernels.grouped_matmul.megablox_tiles import Matmuls, MegabloxTiles, Sizes, Tiles
 from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.kernels.unbatched import unbatched
 from maxlib.kernels.vector_memory import asking, vmem_of
-from maxlib.ops._grouped_matmul.ragged_dot import ragged_dot
-from maxlib.ops._grouped_matmul.reference import summed_in
-from maxlib.ops._grouped_matmul.tiling import Matmuls, MegabloxTiles, Sizes, Tiles
+from maxlib.ops._grouped_matmul.call import GroupedCall
+from maxlib.ops._grouped_matmul.xla import ragged_dot, summed_in
 
 DTYPES = ("bfloat16", "float32")
 
@@ -37,15 +37,24 @@ def megablox(
 
     Tiles are shrunk to the call; by default they are `Matmuls.tiles`.
     """
-    if not takes(rows, out_dtype):
+    if out_dtype is not None or str(rows.dtype) not in DTYPES:
         return ragged_dot(rows, weights, rows_per_expert, weight_order, out_dtype)
     of = matmuls(rows, weights, weight_order, current_device()[1])
     return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of))
 
 
-def takes(rows: Any, out_dtype: Any) -> bool:
-    """Returns True if JAX's kernel multiplies these rows, and not XLA's."""
-    return out_dtype is None and str(rows.dtype) in DTYPES
+def takes(call: GroupedCall) -> bool:
+    """Returns True if JAX's kernel multiplies the rows of a call, and not XLA's."""
+    return call.out_dtype is None and call.dtype in DTYPES
+
+
+def default_tiles(call: GroupedCall) -> MegabloxTiles | None:
+    """Chooses the tiles of a call; None for operands that XLA multiplies."""
+    if call.dtype not in DTYPES:
+        return None
+    width, weight_width = jnp.dtype(call.dtype).itemsize, jnp.dtype(call.weight_dtype).itemsize
+    vmem = vmem_of(call.device_kind)
+    return Matmuls.of(call.rows, call.weight_shape, call.weight_order, width, weight_width, vmem).tiles()
 
 
 def matmuls(rows: Any, weights: Any, weight_order: str, device_kind: str) -> Matmuls:
@@ -65,8 +74,8 @@ def megablox_outer(
     d_out, rows = (x if str(x.dtype) in DTYPES else x.astype(jnp.bfloat16) for x in (d_out, rows))
     weights = jax.ShapeDtypeStruct((len(rows_per_expert), d_out.shape[1], rows.shape[1]), exact)
     of = matmuls(rows, weights, "EOI", current_device()[1])
-    own = (tiles or of.tiles()).d_weights.fit(of.d_weights)
-    return _outer(d_out, rows, rows_per_expert, exact, own)
+    fitting = (tiles or of.tiles()).d_weights.fit(of.d_weights)
+    return _outer(d_out, rows, rows_per_expert, exact, fitting)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -79,8 +88,8 @@ def _forward(rows, weights, rows_per_expert, weight_order, tiles):
     return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
 
 
-def _backward(weight_order, tiles, kept, d):
-    rows, weights, rows_per_expert = kept
+def _backward(weight_order, tiles, residuals, d):
+    rows, weights, rows_per_expert = residuals
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
     d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, tiles.d_rows, transpose=weight_order == "EIO")
     pair = (d, rows) if weight_order == "EOI" else (rows, d)
@@ -97,14 +106,14 @@ def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool):
     M, N = len(rows), weights.shape[1 if transpose else 2]
     of = Sizes(M, rows.shape[1], N, len(weights), rows.dtype.itemsize, rows.dtype.itemsize, transposed=False)
 
-    def one(rows, weights, rows_per_expert):
+    def multiply(rows, weights, rows_per_expert):
         kernel = functools.partial(
             gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
         )
         out = asking(kernel, tiles.asked(of))(_padded(rows, tiles), weights, rows_per_expert)[:M]
         return only_used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
 
-    return unbatched(one)(rows, weights, rows_per_expert)
+    return unbatched(multiply)(rows, weights, rows_per_expert)
 
 
 def _outer(left, right, rows_per_expert, dtype: Any, tiles: Tiles):
@@ -114,12 +123,12 @@ def _outer(left, right, rows_per_expert, dtype: Any, tiles: Tiles):
     E, width, out_width = len(rows_per_expert), left.dtype.itemsize, jnp.dtype(dtype).itemsize
     of = Sizes(len(left), left.shape[1], right.shape[1], E, width, out_width, transposed=True)
 
-    def one(left, right, rows_per_expert):
+    def multiply(left, right, rows_per_expert):
         left, right = (_padded(x, tiles) for x in (left, right))
         kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=_sizes(tiles))
         return asking(kernel, tiles.asked(of))(left.swapaxes(0, 1), right, rows_per_expert)  # the kernel takes [K, M]
 
-    return unbatched(one)(left, right, rows_per_expert)
+    return unbatched(multiply)(left, right, rows_per_expert)
 
 
 def _sizes(tiles: Tiles) -> tuple[int, int, int]:

@@ -14,10 +14,10 @@ class RaggedTile(TileSizes):
     """A tile of the kernels for Hopper, which one warpgroup computes.
 
     Args:
-      rows: rows of the result.
-      columns: columns of the result.
-      summed: numbers that are summed in one step.
-      stages: steps whose operands are in shared memory at once.
+        rows: Rows of the result.
+        columns: Columns of the result.
+        summed: Numbers that are summed in one step.
+        stages: Steps whose operands are in shared memory at once.
     """
 
     rows: int = 128
@@ -43,11 +43,11 @@ class TritonTile(TileSizes):
     """A tile of tokamax's kernels in Triton.
 
     Args:
-      rows: rows of the result.
-      columns: columns of the result.
-      summed: numbers that are summed in one step.
-      warps: warps that compute the tile.
-      stages: steps whose operands are in shared memory at once.
+        rows: Rows of the result.
+        columns: Columns of the result.
+        summed: Numbers that are summed in one step.
+        warps: Warps that compute the tile.
+        stages: Steps whose operands are in shared memory at once.
     """
 
     rows: int = 128
@@ -67,9 +67,9 @@ class RaggedHopperTiles(TileSizes):
     """Tiles of JAX's and tokamax's grouped matmuls on Hopper.
 
     Args:
-      forward: tiles of the forward pass.
-      d_rows: tiles of the gradient of the rows.
-      d_weights: tiles of tokamax's gradient of the weights, in Triton; None for `tiled`, in XLA.
+        forward: Tiles of the forward pass.
+        d_rows: Tiles of the gradient of the rows.
+        d_weights: Tiles of tokamax's gradient of the weights, in Triton; None for `tiled`, in XLA.
     """
 
     forward: RaggedTile
@@ -98,9 +98,9 @@ class RaggedBlackwellTiles(TileSizes):
     """Tiles of JAX's and tokamax's grouped matmuls on Blackwell; JAX's are 256 x 256, the only ones it has.
 
     Args:
-      stages: steps of 64 summed numbers whose operands are in shared memory at once.
-      band: tiles of rows that are computed before the next column of tiles.
-      d_weights: tiles of tokamax's gradient of the weights, in Triton; None for `tiled`, in XLA.
+        stages: Steps of 64 summed numbers whose operands are in shared memory at once.
+        band: Tiles of rows that are computed before the next column of tiles.
+        d_weights: Tiles of tokamax's gradient of the weights, in Triton; None for `tiled`, in XLA.
     """
 
     stages: int = 6

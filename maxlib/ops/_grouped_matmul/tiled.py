@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from maxlib._utils.varying import vary_alike
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops._grouped_matmul.reference import accumulator, summed_in
+from maxlib.ops._grouped_matmul.xla import accumulator, summed_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def tiled(
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[3 - contract]), out_dtype or rows.dtype)
     if out_dtype is not None or not isinstance(weights, jax.Array):
-        how = {"contract": contract, "out_dtype": out_dtype}
-        return _by_expert(rows, weights, rows_per_expert, _sizes(tiles, rows, rows_per_expert), **how)
+        sizes = _sizes(tiles, rows, rows_per_expert)
+        return _by_expert(rows, weights, rows_per_expert, sizes, contract=contract, out_dtype=out_dtype)
     sizes = tuple(_sizes(tiles, rows, rows_per_expert))
     return _tiled(*vary_alike((rows, weights, rows_per_expert)), contract, sizes)
 
@@ -133,7 +133,7 @@ def _outer(d_out, rows, rows_per_expert, dtype, sizes):
 
     def add(tile: Tile, total):
         # Mask both operands: rows of other experts, or of no expert, may not be finite, and 0 * inf is NaN.
-        d, x = (jnp.where(tile.mine, part, jnp.zeros_like(part)) for part in (tile.of(d_out), tile.of(rows)))
+        d, x = (jnp.where(tile.mine, a, jnp.zeros_like(a)) for a in (tile.of(d_out), tile.of(rows)))
         return total + _dot(d, x, 0, 0).astype(exact)
 
     def step(expert, start, stop, out):
@@ -154,7 +154,11 @@ def _for_each_expert(step: Callable, rows_per_expert: Int[Array, " E"], out: Arr
     stop = jnp.cumsum(rows_per_expert)
     used = rows_per_expert > 0
     first = jnp.argsort(~used, stable=True)  # experts with rows come first, in their order
-    body = lambda i, out: step(first[i], stop[first[i]] - rows_per_expert[first[i]], stop[first[i]], out)
+
+    def body(i, out):
+        expert = first[i]
+        return step(expert, stop[expert] - rows_per_expert[expert], stop[expert], out)
+
     return jax.lax.fori_loop(0, used.sum(), body, out)
 
 

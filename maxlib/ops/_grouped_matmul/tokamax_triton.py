@@ -16,6 +16,7 @@ from maxlib.hardware import is_ampere_or_later
 from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.kernels.unbatched import unbatched
 from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags, version
+from maxlib.ops._grouped_matmul.call import GroupedCall
 from maxlib.ops._grouped_matmul.ragged_tiles import TritonTile, TritonTiles
 
 NEEDED = {"tokamax": (0, 0, 17), "jax-triton": (0, 4, 1), "triton": (3, 7)}  # the oldest versions that were tried
@@ -45,16 +46,12 @@ def tokamax(
     return _multiply(rows, weights, rows_per_expert, weight_order, tiles or TritonTiles())
 
 
-def refuses(rows: Any, weights: Any, weight_order: str, out_dtype: Any, device: tuple[str, str]) -> str | None:
-    """Returns the reason why the kernels cannot run a call, or None; weights are None for the transposed matmul."""
-    if not is_ampere_or_later(device[1]):
-        return f"is for NVIDIA's GPUs since Ampere, not for {device[1]}"
-    if str(rows.dtype) not in ("bfloat16", "float16"):
-        return f"takes rows in bfloat16 or float16, not in {rows.dtype}"
-    if weights is None or out_dtype is not None:
-        return "only returns the dtype of its rows"
-    if not isinstance(weights, (jax.Array, jax.ShapeDtypeStruct)):
-        return "takes arrays; it would restore a quantized weight for all experts at once"
+def refuses(call: GroupedCall) -> str | None:
+    """Returns the reason why the kernels cannot run a call, or None."""
+    if not is_ampere_or_later(call.device_kind):
+        return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
+    if reason := call.refuses_operands():
+        return reason
     needed = ", ".join(f"{name} {'.'.join(map(str, least))}" for name, least in NEEDED.items())
     return None if has_triton() else f"needs {needed}: {INSTALL} on Python 3.12 or later"
 
@@ -69,8 +66,8 @@ def _forward(rows, weights, rows_per_expert, weight_order, tiles):
     return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
 
 
-def _backward(weight_order, tiles, kept, d_out):
-    rows, weights, rows_per_expert = kept
+def _backward(weight_order, tiles, residuals, d_out):
+    rows, weights, rows_per_expert = residuals
     matrices = weights if weight_order == "EOI" else weights.swapaxes(1, 2)  # [E, O, I]
     d_rows = _by_rows(d_out, matrices, rows_per_expert, tiles.d_rows, "d_rows")
     pair = (d_out, rows) if weight_order == "EOI" else (rows, d_out)
@@ -91,11 +88,11 @@ def by_experts(left, right, rows_per_expert, dtype: Any, tile: TritonTile):
     """Computes `left[start:end].T @ right[start:end]` for each expert, in float32: `M K` and `M N` to `E K N`.
 
     Args:
-      left: rows, whose columns become the result's rows.
-      right: rows of the same number.
-      rows_per_expert: number of rows of each expert.
-      dtype: dtype to which the sums are rounded.
-      tile: tile of the kernel.
+        left: Rows, whose columns become the result's rows.
+        right: Rows of the same number.
+        rows_per_expert: Number of rows of each expert.
+        dtype: Dtype to which the sums are rounded.
+        tile: Tile of the kernel.
     """
     with jax.named_scope("grouped_matmul_d_weights"):
         return _kernel(left, right, rows_per_expert, OVER_ROWS, dtype, tile)
@@ -105,10 +102,23 @@ def _kernel(left, right, rows_per_expert, dims: jax.lax.RaggedDotDimensionNumber
     parse_no_flags()
     from tokamax._src.ops.ragged_dot.triton import Config, TritonRaggedDot
 
-    sizes = {"block_m": tile.rows, "block_n": tile.columns, "block_k": tile.summed}
+    config = Config(
+        block_m=tile.rows,
+        block_n=tile.columns,
+        block_k=tile.summed,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     # The check asks the default device, which need not be the one that a program is compiled for.
-    config = Config(**sizes, num_warps=tile.warps, num_stages=tile.stages)
-    run = TritonRaggedDot(config=config, bypass_device_check=True)
-    how = {"ragged_dot_dimension_numbers": dims, "preferred_element_type": jnp.dtype(dtype)}
-    one = unbatched(lambda left, right, counts: run(left, right, group_sizes=counts, **how))
-    return vary_alike((left, one(left, right, rows_per_expert)))[1]
+    kernel = TritonRaggedDot(config=config, bypass_device_check=True)
+
+    def multiply(left, right, counts):
+        return kernel(
+            left,
+            right,
+            group_sizes=counts,
+            ragged_dot_dimension_numbers=dims,
+            preferred_element_type=jnp.dtype(dtype),
+        )
+
+    return vary_alike((left, unbatched(multiply)(left, right, rows_per_expert)))[1]

@@ -7,16 +7,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops._attention import (
-    BidirectionalBlocks,
-    Causal,
-    Chunked,
-    Full,
-    Prefix,
-    SlidingWindow,
-    Tokens,
-    key_intervals,
-)
+from maxlib.ops import BidirectionalBlocks, Causal, Chunked, Full, Prefix, SlidingWindow, TokenPositions, key_intervals
 
 FACTORS = {
     "heads": [(4, 4), (4, 2), (3, 1)],  # N, K
@@ -70,7 +61,7 @@ def pairwise(factors=FACTORS) -> list[Case]:
     return chosen
 
 
-def tokens(documents: str, num_queries: int, num_keys: int) -> Tokens:
+def tokens(documents: str, num_queries: int, num_keys: int) -> TokenPositions:
     """Two rows whose queries end where the keys end: one document each, several, or several with padding behind and
     between.
     """
@@ -86,7 +77,7 @@ def tokens(documents: str, num_queries: int, num_keys: int) -> Tokens:
         span_start = np.where(span, start + 2, index)
         span_stop = np.where(span, np.minimum(start + 5 + row, stop), index + 1)
         rows.append((np.maximum(index, 0), start, stop, span_start, span_stop))
-    return Tokens(*(jnp.asarray(np.stack(column), jnp.int32) for column in zip(*rows, strict=True)))
+    return TokenPositions(*(jnp.asarray(np.stack(column), jnp.int32) for column in zip(*rows, strict=True)))
 
 
 @functools.cache

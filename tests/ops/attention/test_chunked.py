@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib.ops._attention import attention
+from maxlib.ops import attention
 from maxlib.ops._attention.chunked import ChunkedTiles, _attend, _attend_bwd, chunked, chunked_tiles
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
@@ -92,10 +92,6 @@ def test_many_heads_and_rows_share_no_tile():
         assert spec.rows == 1 or spec.rows * shape[2] * spec.block_q * spec.block_k <= 2**19
 
 
-def test_few_queries_take_longer_blocks_of_keys():
-    assert chunked_tiles(1, 8, 4096).keys >= 256 > chunked_tiles(512, 8, 4096).keys
-
-
 # ------------------------------------------------------------------------------------------------ transformations
 
 CASE = cases.Case((4, 2), (8, 8), (37, 37), 2.0, True, (False, True))
@@ -119,28 +115,6 @@ def both(make):
 def scalar(run, q, k, v, sinks, bias, start, end):
     out, lse = run(q, k, v, sinks=sinks, bias=bias, k_start=start, k_end=end, scale=0.5, softcap=2.0)
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
-
-
-def test_vmap_of_gradients(inputs):
-    (q, k, v, sinks, bias), bounds = inputs
-    examples = [x[:, None] for x in (q, k, v)]
-    ends = [x[:, None] for x in bounds]
-    axes = (0, 0, 0, None, None, 0, 0)
-    gradients = lambda run: jax.grad(functools.partial(scalar, run), argnums=(0, 1, 2, 3, 4))
-    both(lambda run: jax.jit(jax.vmap(gradients(run), in_axes=axes))(*examples, sinks, bias, *ends))
-
-
-def test_scan_over_checkpointed_layers(inputs):
-    (q, k, v, sinks, _), (start, end) = inputs
-
-    def make(run):
-        def layer(x, scale):
-            return x + run(x, k * scale, v, sinks=sinks, k_start=start, k_end=end, scale=0.5)[0], None
-
-        loss = lambda q, scales: jax.lax.scan(jax.checkpoint(layer), q, scales)[0].sum()
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(q, jnp.array([0.5, 1.0, 1.5]))
-
-    both(make)
 
 
 def test_remat_can_save_the_results_by_name(inputs):

@@ -9,7 +9,7 @@ from jax._src.cudnn import fused_attention_stablehlo as theirs
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
-from maxlib.ops._attention import api, cudnn, cudnn_sinks
+from maxlib.ops._attention import api, cudnn
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases, cudnn_emulator
 
@@ -75,14 +75,6 @@ def test_values_and_gradients_are_those_of_the_definition(heads, widths, mask, s
     assert max(errors(got, truth(given, mask))) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_costs_no_more_than_rounding(dtype, emulated):
-    given = given_for((4, 2), dtype=dtype)
-    got = by_cudnn(given, "window")
-    assert [x.dtype for x in got] == [dtype] * 4 + [jnp.float32]
-    assert max(errors(got, truth(given, "window"))) < 2 * jnp.finfo(dtype).eps
-
-
 def test_a_head_without_a_sink_is_plain_attention(emulated):
     """A sink of -inf takes no weight, and has no gradient."""
     given = given_for((4, 2))
@@ -130,15 +122,6 @@ def test_on_a_mesh_jax_splits_rows_and_heads(emulated):
     assert max(errors(got, truth(given, "window"))) < 2e-6
 
 
-def test_under_vmap_every_entry_has_its_own_sinks(emulated):
-    given, other = given_for((4, 2)), given_for((4, 2), shift=1.0)
-    names = ("q", "k", "v", "sinks", "d_out")
-    both = {name: jnp.stack([given[name], other[name]]) for name in names}
-    got = jax.vmap(lambda given: by_cudnn(given, "causal"))(both)
-    for i, one in enumerate((given, other)):
-        assert max(errors([x[i] for x in got], truth(one, "causal"))) < 2e-6
-
-
 def test_the_output_can_be_kept_for_the_backward_pass(emulated):
     """With a policy that keeps the named results, the forward kernel runs once in a step; without it twice."""
     given, (start, end) = given_for((4, 2)), cases.bounds("causal", "one", LENGTHS)
@@ -172,19 +155,3 @@ def test_a_gpu_program_calls_both_kernels(kind, window, monkeypatch):
     assert text.count("__cudnn$fmhaSoftmax(") == text.count("__cudnn$fmhaSoftmaxBackward(") == 1
     assert ("NO_MASK" if kind == "full" else "CAUSAL") in text.replace("PADDING_CAUSAL", "")
     assert f"sliding_window_length\\22: {window or 0}" in text
-
-
-def test_an_unknown_jax_is_refused_with_the_reason(monkeypatch):
-    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
-    ask = lambda: ops.explain_attention(q, q, q, sinks=jax.ShapeDtypeStruct((4,), jnp.float32), device=("gpu", "B200"))
-    assert ask().chosen == "cudnn"
-    monkeypatch.setattr(theirs, "_dot_product_attention_bwd_impl", lambda query, key, value: None)
-    cudnn_sinks._parameters.cache_clear()
-    try:
-        assert ask().chosen == "chunked"
-        assert "takes sinks by private functions of jax 0.10 to 0.12, and in jax" in ask().refused["cudnn"]
-        monkeypatch.delattr(theirs, "_dot_product_attention_bwd_p_wrapper")
-        cudnn_sinks._parameters.cache_clear()
-        assert ask().chosen == "chunked"
-    finally:
-        cudnn_sinks._parameters.cache_clear()

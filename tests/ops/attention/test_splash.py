@@ -9,15 +9,17 @@ import pytest
 from jax import export
 
 from maxlib import nn, ops, sharding
-from maxlib.ops._attention import dispatch, splash
+from maxlib.ops._attention import splash
 from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention.table import ATTENTION, FEATURES
+from maxlib.ops._dispatch import Kernel
 from tests.ops.attention import cases
 from tests.ops.attention.kernels import check
 
 # Many blocks in a small test, and partial ones at every edge. Fused: a block computed at once, and in two halves.
-SMALL = splash.SplashTiles(*[splash.Blocks(128, 128, 128)] * 3)
-FUSED = splash.SplashTiles(splash.Blocks(128, 128, 128), None, splash.Blocks(128, 128, 128))
-HALVES = splash.SplashTiles(splash.Blocks(128, 256, 128), None, splash.Blocks(128, 256, 128))
+SMALL = splash.SplashTiles(*[splash.SplashBlock(128, 128, 128)] * 3)
+FUSED = splash.SplashTiles(splash.SplashBlock(128, 128, 128), None, splash.SplashBlock(128, 128, 128))
+HALVES = splash.SplashTiles(splash.SplashBlock(128, 256, 128), None, splash.SplashBlock(128, 256, 128))
 KNOWN = [name for name, mask in cases.MASKS.items() if mask.static is not None and name != "both sides"]
 CASES = [
     cases.Case((4, 2), (64, 64), (200, 330), 2.0, True, None),
@@ -64,9 +66,9 @@ def test_the_kernels_equal_the_reference(case, tiles, documents, masks):
 )
 def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeypatch):
     """Two devices with two pieces each, in zigzag order, and packed documents: bounds lie outside of a piece's keys."""
-    monkeypatch.setattr(dispatch, "_implementations", list(dispatch._implementations))
-    small = functools.partial(splash.splash, tiles=SMALL, interpret=True)
-    dispatch.register(dispatch.Implementation("small", small, "for tests", takes_mask_hint=True))
+    run = functools.partial(splash.splash, tiles=SMALL, interpret=True)
+    small = Kernel("small", run, "for tests", features=frozenset(FEATURES), takes_mask_hint=True)
+    monkeypatch.setitem(vars(ATTENTION), "kernels", (*ATTENTION.kernels, small))
     T, case = 260, cases.Case((2, 1), (16, 16), (260, 260), None, False, None)
     start, end = cases.bounds(name, "packed", (T, T))
     ids, about = cases.tokens("packed", T, T).start, known(name, "packed", T, T)
@@ -101,7 +103,7 @@ def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeyp
 
 def test_a_window_lists_only_its_blocks():
     T = 1024
-    mask, block = ops.StaticMask("causal", 200, aligned=True), splash.Blocks(128, 256)
+    mask, block = ops.StaticMask("causal", 200, aligned=True), splash.SplashBlock(128, 256)
     index = np.arange(T, dtype=np.int32)[None]
     visited = jax.jit(lambda *x: splash._visited(block, *x, T, T, T))(np.maximum(index - 199, 0), index + 1)
     listed = jax.jit(splash._listed, static_argnums=(1, 2))
@@ -167,4 +169,4 @@ def test_every_mask_says_the_same_as_its_intervals():
                 q_ids, k_ids = about.segment_ids
                 seen &= np.asarray(q_ids)[..., None] == np.asarray(k_ids)[:, None]
             np.testing.assert_array_equal(seen & ~empty, (key >= start) & (key < end), err_msg=f"{name} {documents}")
-            assert tokens.index.shape == (2, 37) and dispatch.FEATURES
+            assert tokens.index.shape == (2, 37)

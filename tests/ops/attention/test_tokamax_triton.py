@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
-from maxlib.ops._attention import table, tokamax_gpu, tokamax_triton
+from maxlib.ops._attention import table, tokamax_triton
 from maxlib.ops._attention.reference import reference
-from maxlib.ops._attention.triton_tiles import TritonAttentionTile, TritonAttentionTiles, triton_tiles
+from maxlib.ops._attention.tokamax_triton import TritonAttentionTile, TritonAttentionTiles, triton_tiles
 from maxlib.plan._targets import has_gpu_compiler
 from tests.ops.attention import cases, triton_interpreter
 from tests.ops.attention.kernels import compiled, some_masks
@@ -98,15 +98,6 @@ def test_named_masks_are_their_intervals(kind, documents, interpreted):
     compare(case, kind, documents, **with_names(ops.StaticMask(kind, segmented=documents == "packed")))
 
 
-@needs_tokamax
-@no_gpu
-@pytest.mark.parametrize("limit", ["PAIRS_AT_ONCE", "MOST_PAIRS"])
-def test_masks_that_would_be_too_large(limit, interpreted, monkeypatch):
-    """One row of the batch after the other, or `chunked`, which needs no mask."""
-    monkeypatch.setattr(tokamax_triton, limit, 256)
-    compare(*CASES["packed documents"], tiles=SMALL)
-
-
 def given(width=128, T=512, heads=8, dtype=jnp.bfloat16):
     array = lambda heads, width: jax.ShapeDtypeStruct((2, T, heads, width), dtype)
     ends = jax.ShapeDtypeStruct((2, T), jnp.int32)
@@ -160,15 +151,6 @@ def test_they_compile_without_spills(gpu, width):
     """To machine code, in shared memory; a kernel that stores registers in memory does not compile."""
     for hint in (None, PACKED):
         compile_for(gpu, functools.partial(both, implementation="tokamax_triton", mask_hint=hint), *given(width))
-
-
-@needs_tokamax
-@no_gpu
-@pytest.mark.skipif(not has_gpu_compiler(), reason="needs jax's plugin for CUDA")
-def test_tiles_that_spill_do_not_compile():
-    large = TritonAttentionTiles(TritonAttentionTile(128, 32, 4), TritonAttentionTile(128, 64, 8))
-    with ops.tuned(large), pytest.raises(Exception, match="register spilling"):
-        compile_for("A100", lambda *x: both(*x, implementation="tokamax_triton"), *given())
 
 
 @pytest.fixture
@@ -229,14 +211,6 @@ def test_where_tokamax_is_not_installed_the_reason_says_how(monkeypatch):
         found = explained(kind)
         assert found.chosen == "chunked"
         assert "needs tokamax 0.0.17: pip install 'maxlib[cuda]' on Python 3.12 or later" in found.refused[name]
-
-
-@pytest.mark.parametrize(("version", "enough"), [("0.0.12", False), ("0.0.17", True), ("0.1", True)])
-def test_old_versions_do_not_count(version, enough, monkeypatch):
-    monkeypatch.setattr(tokamax_gpu.importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(tokamax_gpu.importlib.util, "find_spec", lambda name: name)
-    assert tokamax_gpu.is_installed.__wrapped__((0, 0, 17)) == enough
-    assert tokamax_gpu.is_installed.__wrapped__()
 
 
 def test_tiles_fit_the_devices():

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
 from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.mosaic_gpu import config
-from maxlib.kernels.attention.sinks import merge_sinks
 
 
 class Spec(NamedTuple):
@@ -104,21 +104,23 @@ def _attend_bwd(spec: Spec, residuals, cotangents):
     # The sink's probability is exp(sink - lse) and its d_probs is 0 (no value): d_sink = -sum(prob * delta).
     d_sinks = -jnp.sum(jnp.exp(sinks[None, None] - jnp.where(seen, lse, jnp.inf)) * delta, axis=(0, 1))
     # [B, T, N] -> [B, N, P] with P a multiple of 128: a kernel loads the numbers of a whole tile of queries.
-    by_head = lambda x, fill: jnp.pad(
-        jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % 128)), constant_values=fill
-    )
     # lse = +inf gives probabilities exp(-inf) = 0 to empty rows and to the padding.
-    lse, delta = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.inf), by_head(delta, 0.0)
+    lse, delta = _by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.inf), _by_head(delta, 0.0)
     start, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), mode="edge") for x in (start, end))
-    given = backward.Given(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
+    operands = backward.Operands(q, k, v, d_out.astype(q.dtype), lse, delta, start, end)
     # Separate kernels for dq and for dk and dv: each sums over the other's axis in registers, without atomics.
-    dq = backward.queries(given, logits=spec.logits, tiles=spec.tiles.dq)
+    dq = backward.queries(operands, logits=spec.logits, tiles=spec.tiles.dq)
     parts = [
         x
         for wanted, tiles in spec.tiles.keys.items()
-        for x in backward.keys(given, wanted, logits=spec.logits, tiles=tiles)
+        for x in backward.keys(operands, wanted, logits=spec.logits, tiles=tiles)
     ]
     return dq, *parts, d_sinks, None, None
+
+
+def _by_head(x, fill: float):
+    """Puts heads first and pads queries to a multiple of 128: `B T N` to `B N P`."""
+    return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % 128)), constant_values=fill)
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))

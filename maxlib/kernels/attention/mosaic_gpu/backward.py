@@ -22,15 +22,15 @@ from jaxtyping import Array, Float
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import Logits
-from maxlib.kernels.attention.mosaic_gpu import config, intervals, memory
+from maxlib.kernels.attention.mosaic_gpu import config, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
-from maxlib.kernels.attention.tiles import causal_tiles
+from maxlib.kernels.attention.tiles import causal_tiles, tiles_of, walk
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Inputs of both kernels. `lse` is in base 2, `+inf` for empty rows and padding."""
 
     q: Float[Array, "B T N Hk"]
@@ -92,11 +92,11 @@ class QueryScratch(NamedTuple):
     loaded: Any
 
 
-def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T N Hk"]:
+def queries(operands: Operands, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T N Hk"]:
     """Computes the gradient of the queries."""
-    (B, T, N, Hk), (S, _, Hv), W = given.q.shape, given.v.shape[1:], tiles.warpgroups
-    visits = intervals.walk(*intervals.tiles(given.start, given.end, S, tiles.rows, tiles.columns))
-    shared = memory.matrices(given.q.dtype, Hk, Hv, tiles.columns)
+    (B, T, N, Hk), (S, _, Hv), W = operands.q.shape, operands.v.shape[1:], tiles.warpgroups
+    visits = walk(*tiles_of(operands.start, operands.end, S, tiles.rows, tiles.columns))
+    shared = memory.matrices(operands.q.dtype, Hk, Hv, tiles.columns)
     scratch = QueryScratch(
         q=shared(W, ROWS, Hk),
         d_out=shared(W, ROWS, Hv),
@@ -105,36 +105,43 @@ def queries(given: Given, *, logits: Logits, tiles: Tiles) -> Float[Array, "B T 
         loaded=memory.barrier(W, 2),
     )
     kernel = functools.partial(_queries_kernel, logits=logits, tiles=tiles)
-    out, grid = jax.ShapeDtypeStruct((B, T, N, Hk), given.q.dtype), (N, visits.shape[1], B)
+    out, grid = jax.ShapeDtypeStruct((B, T, N, Hk), operands.q.dtype), (N, visits.shape[1], B)
     # Three matmuls per tile: q k and d_logits k, both Hk wide, and d_out v, Hv wide.
-    cost = {"pairs": given.pairs(tiles.rows, tiles.columns), "width": 2 * Hk + Hv}
-    return _launch("dq", kernel, out, scratch, grid, ("head", "tile", "batch"), tiles, **cost)(*given, visits)
+    cost = {"pairs": operands.pairs(tiles.rows, tiles.columns), "width": 2 * Hk + Hv}
+    return _launch("dq", kernel, out, scratch, grid, ("head", "tile", "batch"), tiles, **cost)(*operands, visits)
 
 
 def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
-    (q, k, v, d_out, lse, delta, start, end), (visits, dq, scratch) = Given(*refs[:8]), refs[8:]
+    (q, k, v, d_out, lse, delta, start, end), (visits, dq, scratch) = Operands(*refs[:8]), refs[8:]
     batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     tile = visits.shape[1] - 1 - lax.axis_index("tile")
     first, visited, full_first, full = (_compat.number(visits[batch, tile, i]) for i in range(4))
-    first_key = lambda step: memory.column(step, first, full_first, full) * tiles.columns
+
+    def first_key(step):
+        return memory.column(step, first, full_first, full) * tiles.columns
 
     @pl.when(warpgroup < tiles.warpgroups)
     def _compute():
         plgpu.set_max_registers(tiles.registers[0], action="increase")
         rows = pl.ds(tile * tiles.rows + warpgroup * ROWS, ROWS)
-        own = scratch._replace(q=memory.own(scratch.q, warpgroup), d_out=memory.own(scratch.d_out, warpgroup))
+        local = scratch._replace(q=memory.local(scratch.q, warpgroup), d_out=memory.local(scratch.d_out, warpgroup))
         memory.load(
-            scratch.loaded.at[warpgroup], (q.at[batch, rows, head], own.q()), (d_out.at[batch, rows, head], own.d_out())
+            scratch.loaded.at[warpgroup],
+            (q.at[batch, rows, head], local.q()),
+            (d_out.at[batch, rows, head], local.d_out()),
         )
         ends = [lambda x=_compat.load(x.at[batch, rows], BY_ROW): x for x in (start, end)]
         stats = [lambda x=_compat.load(x.at[batch, head, rows], BY_ROW): x for x in (lse, delta)]
-        ahead = lambda i: memory.ahead(own.k, i, visited, tiles.stages)
-        step = functools.partial(_queries_step, own, first_key, ends, stats, ahead, logits=logits, tiles=tiles)
+
+        def ahead(i):
+            memory.ahead(local.k, i, visited, tiles.stages)
+
+        step = functools.partial(_queries_step, local, first_key, ends, stats, ahead, logits=logits, tiles=tiles)
         ahead(jnp.int32(0))
         total = lax.fori_loop(0, full, functools.partial(step, masked=False), _zeros(q.shape[3]))
         total = lax.fori_loop(full, visited, functools.partial(step, masked=True), total)
-        own.q()[...] = (total * logits.scale).astype(q.dtype)
-        memory.store((own.q(), dq.at[batch, rows, head]))
+        local.q()[...] = (total * logits.scale).astype(q.dtype)
+        memory.store((local.q(), dq.at[batch, rows, head]))
 
     @pl.when(warpgroup == tiles.warpgroups)
     def _memory():
@@ -147,15 +154,15 @@ def _queries_kernel(*refs, logits: Logits, tiles: Tiles):
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
 
 
-def _queries_step(own, first_key, ends, stats, ahead, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
+def _queries_step(local, first_key, ends, stats, ahead, i, total, *, masked: bool, logits: Logits, tiles: Tiles):
     """Adds one block of keys to dq, without the factor `scale`; `ahead` waits for the keys of a step."""
     slot = lax.rem(i, jnp.int32(tiles.stages))
-    (k, v), (lse, delta) = (x.buffers[0].at[slot] for x in (own.k, own.v)), stats
+    (k, v), (lse, delta) = (x.buffers[0].at[slot] for x in (local.k, local.v)), stats
 
     def tile(scores, d_probs):
-        plgpu.wgmma(scores, own.q(), _compat.transpose(k))  # the step before has waited for the keys
-        plgpu.barrier_wait(own.v.ready.at[slot])
-        plgpu.wgmma(d_probs, own.d_out(), _compat.transpose(v))
+        plgpu.wgmma(scores, local.q(), _compat.transpose(k))  # the step before has waited for the keys
+        plgpu.barrier_wait(local.v.ready.at[slot])
+        plgpu.wgmma(d_probs, local.d_out(), _compat.transpose(v))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=1))
         mask = (lambda x: hide(x, ends, first_key(i), axis=1)) if masked else (lambda x: x)
         weights = logits.slope(bent, probabilities(logits, bent, mask, lse, axis=0))
@@ -164,9 +171,9 @@ def _queries_step(own, first_key, ends, stats, ahead, i, total, *, masked: bool,
 
     shape = plgpu.WGMMAAccumulatorRef((ROWS, tiles.columns), jnp.float32)
     d_products = pl.run_scoped(tile, shape, shape)
-    plgpu.barrier_arrive(own.v.free.at[slot])  # v is done with; k is needed for dq += d_logits k
+    plgpu.barrier_arrive(local.v.free.at[slot])  # v is done with; k is needed for dq += d_logits k
     (total,) = _accumulate([total], (d_products.astype(k.dtype), k))
-    plgpu.barrier_arrive(own.k.free.at[slot])
+    plgpu.barrier_arrive(local.k.free.at[slot])
     return total
 
 
@@ -185,23 +192,25 @@ class KeyScratch(NamedTuple):
     sums: Any  # W r and a few columns of a gradient in float32; None if a block of threads sums over all heads
 
 
-def keys(given: Given, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles) -> tuple[Float[Array, "B S K _"], ...]:
+def keys(
+    operands: Operands, wanted: tuple[str, ...], *, logits: Logits, tiles: Tiles
+) -> tuple[Float[Array, "B S K _"], ...]:
     """Computes the gradients of keys and values that are `wanted`, of "dk" and "dv" in this order."""
-    (B, S, K, Hk), Hv = given.k.shape, given.v.shape[3]
+    (B, S, K, Hk), Hv = operands.k.shape, operands.v.shape[3]
     # [B, Q, C] -> [B, C, Q]: a block of keys visits the blocks of queries that attend to it.
-    tiled = intervals.tiles(given.start, given.end, S, tiles.columns, tiles.rows)
-    visits = intervals.walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
-    parts = config.key_gradient_parts(visits.shape[0] * visits.shape[1] * K, given.q.shape[2] // K)
+    tiled = tiles_of(operands.start, operands.end, S, tiles.columns, tiles.rows)
+    visits = walk(*(jnp.swapaxes(x, 1, 2) for x in tiled))
+    parts = config.key_gradient_parts(visits.shape[0] * visits.shape[1] * K, operands.q.shape[2] // K)
     kernel = functools.partial(_keys_kernel, wanted=wanted, parts=parts, logits=logits, tiles=tiles)
-    like, dtype = {"dk": given.k, "dv": given.v}, given.k.dtype if parts == 1 else jnp.float32
+    like, dtype = {"dk": operands.k, "dv": operands.v}, operands.k.dtype if parts == 1 else jnp.float32
     # The parts of one batch row follow each other in the batch axis: the memory unit's arrays have at most five axes.
     out = tuple(jax.ShapeDtypeStruct((B * parts, *like[name].shape[1:]), dtype) for name in wanted)
-    scratch = _key_scratch(given.q.dtype, Hk, Hv, wanted, parts, tiles)
+    scratch = _key_scratch(operands.q.dtype, Hk, Hv, wanted, parts, tiles)
     name, grid = "_".join(wanted) + ("_parts" if parts > 1 else ""), (K * parts, visits.shape[1], B)
     widths = {"dk": Hk + Hv, "dv": Hv}  # in addition to q k
-    cost = {"pairs": given.pairs(tiles.columns, tiles.rows), "width": Hk + sum(widths[name] for name in wanted)}
-    sums = _launch(name, kernel, out, scratch, grid, ("part", "tile", "batch"), tiles, **cost)(*given, visits)
-    return sums if parts == 1 else tuple(_add_parts(x, parts).astype(given.k.dtype) for x in sums)
+    cost = {"pairs": operands.pairs(tiles.columns, tiles.rows), "width": Hk + sum(widths[name] for name in wanted)}
+    sums = _launch(name, kernel, out, scratch, grid, ("part", "tile", "batch"), tiles, **cost)(*operands, visits)
+    return sums if parts == 1 else tuple(_add_parts(x, parts).astype(operands.k.dtype) for x in sums)
 
 
 def _add_parts(sums: Float[Array, "BP S K H"], parts: int) -> Float[Array, "B S K H"]:
@@ -216,14 +225,13 @@ def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], p
     sums = memory.matrices(jnp.float32, chunk)(tiles.warpgroups, ROWS, chunk)
     shared = memory.matrices(dtype, key_dim, value_dim, tiles.columns)
     keys, values = shared(tiles.warpgroups, ROWS, key_dim), shared(tiles.warpgroups, ROWS, value_dim)
-    vector = lambda dtype: plgpu.SMEM((tiles.stages, tiles.columns), dtype)
-    numbers, ends = vector(jnp.float32), [vector(jnp.int32)] * 2
-    matrix = lambda width: shared(tiles.stages, tiles.columns, width)
+    block = (tiles.stages, tiles.columns)
+    numbers, ends = plgpu.SMEM(block, jnp.float32), [plgpu.SMEM(block, jnp.int32)] * 2
     scratch = KeyScratch(
         k=keys,
         v=values,
-        q=memory.stream(tiles, matrix(key_dim), numbers, *ends),
-        d_out=memory.stream(tiles, matrix(value_dim), numbers),
+        q=memory.stream(tiles, shared(*block, key_dim), numbers, *ends),
+        d_out=memory.stream(tiles, shared(*block, value_dim), numbers),
         loaded=memory.barrier(tiles.warpgroups, 2 if "dk" in wanted else 1),
         finished=memory.barrier(1, tiles.warpgroups),
         sums=sums if parts > 1 else None,
@@ -232,11 +240,14 @@ def _key_scratch(dtype, key_dim: int, value_dim: int, wanted: tuple[str, ...], p
 
 
 def _keys_kernel(*refs, wanted, parts: int, logits: Logits, tiles: Tiles):
-    (q, k, v, d_out, lse, delta, start, end), (visits, *outputs, scratch) = Given(*refs[:8]), refs[8:]
+    (q, k, v, d_out, lse, delta, start, end), (visits, *outputs, scratch) = Operands(*refs[:8]), refs[8:]
     batch, index, warpgroup, tile = (lax.axis_index(name) for name in ("batch", "part", "warpgroup", "tile"))
     kv_head, part = lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
     first, visited, full_first, full = (_compat.number(visits[batch, tile, i]) for i in range(4))
-    first_query = lambda step: memory.column(step, first, full_first, full) * tiles.columns
+
+    def first_query(step):
+        return memory.column(step, first, full_first, full) * tiles.columns
+
     groups = q.shape[2] // k.shape[2] // parts  # query heads of this block of threads, from `first_head` on
     first_head = index * groups
     if "dk" not in wanted:
@@ -247,17 +258,19 @@ def _keys_kernel(*refs, wanted, parts: int, logits: Logits, tiles: Tiles):
         plgpu.set_max_registers(tiles.registers[0], action="increase")
         first_key = tile * tiles.rows + warpgroup * ROWS
         place = batch, pl.ds(first_key, ROWS), kv_head
-        own = scratch._replace(k=memory.own(scratch.k, warpgroup), v=memory.own(scratch.v, warpgroup))
-        read = [(k.at[place], own.k()), (v.at[place], own.v())]
+        local = scratch._replace(k=memory.local(scratch.k, warpgroup), v=memory.local(scratch.v, warpgroup))
+        read = [(k.at[place], local.k()), (v.at[place], local.v())]
         memory.load(scratch.loaded.at[warpgroup], *read[: 2 if "dk" in wanted else 1])
 
-        ahead = lambda i: memory.ahead(own.q, i, groups * visited, tiles.stages)
+        def ahead(i):
+            memory.ahead(local.q, i, groups * visited, tiles.stages)
+
         ahead(jnp.int32(0))
 
         # The query heads of a key head follow each other, so that dk and dv add up in registers.
         def one_head(group, totals):
-            how = {"logits": logits, "tiles": tiles}
-            step = functools.partial(_keys_step, own, first_key, group * visited, wanted, ahead, **how)
+            done = group * visited
+            step = functools.partial(_keys_step, local, first_key, done, wanted, ahead, logits=logits, tiles=tiles)
             totals = lax.fori_loop(0, full, functools.partial(step, masked=False), totals)
             return lax.fori_loop(full, visited, functools.partial(step, masked=True), totals)
 
@@ -267,8 +280,8 @@ def _keys_kernel(*refs, wanted, parts: int, logits: Logits, tiles: Tiles):
         totals = [x * logits.scale if name == "dk" else x for name, x in zip(wanted, totals, strict=True)]
         if parts == 1:
             if "dk" not in wanted and k.shape != v.shape:  # then dv of one warpgroup overlaps the keys of another
-                memory.finish_together(own.finished.at[0])
-            buffers = [{"dk": own.k, "dv": own.v}[name]() for name in wanted]
+                memory.finish_together(local.finished.at[0])
+            buffers = [{"dk": local.k, "dv": local.v}[name]() for name in wanted]
             _store_gradients(totals, buffers, [x.at[place] for x in outputs])
         else:
             here = batch * parts + part, *place[1:]
@@ -305,23 +318,23 @@ def _store_sums(totals, buffer, targets):
             memory.store((buffer, target(pl.ds(left, width))))
 
 
-def _keys_step(own, first_key, done, wanted, ahead, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
+def _keys_step(local, first_key, done, wanted, ahead, i, totals, *, masked: bool, logits: Logits, tiles: Tiles):
     """Adds one block of queries to dk and dv. Tiles are transposed: keys are rows and queries columns.
 
     `ahead` waits for the queries of a step; `done` steps belong to the heads before.
     """
     slot = lax.rem(done + i, jnp.int32(tiles.stages))
-    q, d_out = own.q.buffers[0].at[slot], own.d_out.buffers[0].at[slot]
+    q, d_out = local.q.buffers[0].at[slot], local.d_out.buffers[0].at[slot]
     start, end, lse, delta = (
         lambda x=x: _compat.load(x.at[slot], BY_COLUMN)
-        for x in (*own.q.buffers[2:], own.q.buffers[1], own.d_out.buffers[1])
+        for x in (*local.q.buffers[2:], local.q.buffers[1], local.d_out.buffers[1])
     )
 
     def tile(scores, *d_probs):
-        plgpu.wgmma(scores, own.k(), _compat.transpose(q))  # the step before has waited for the queries
-        plgpu.barrier_wait(own.d_out.ready.at[slot])
+        plgpu.wgmma(scores, local.k(), _compat.transpose(q))  # the step before has waited for the queries
+        plgpu.barrier_wait(local.d_out.ready.at[slot])
         for acc in d_probs:
-            plgpu.wgmma(acc, own.v(), _compat.transpose(d_out))
+            plgpu.wgmma(acc, local.v(), _compat.transpose(d_out))
         bent = logits.bend(plgpu.wgmma_accumulator_load(scores, wait_n=len(d_probs)))
         mask = (lambda x: hide(x, (start, end), first_key, axis=0)) if masked else (lambda x: x)
         probs = probabilities(logits, bent, mask, lse, axis=1)
@@ -338,6 +351,6 @@ def _keys_step(own, first_key, done, wanted, ahead, i, totals, *, masked: bool, 
     )
     others = [{"dk": q, "dv": d_out}[name] for name in wanted]
     totals = _accumulate(totals, *((x.astype(q.dtype), y) for x, y in zip(factors, others, strict=True)))
-    plgpu.barrier_arrive(own.q.free.at[slot])
-    plgpu.barrier_arrive(own.d_out.free.at[slot])
+    plgpu.barrier_arrive(local.q.free.at[slot])
+    plgpu.barrier_arrive(local.d_out.free.at[slot])
     return totals

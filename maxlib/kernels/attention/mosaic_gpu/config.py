@@ -117,11 +117,11 @@ class HopperAttentionTiles(TileSizes):
     """Tiles of maxlib's attention on Hopper.
 
     Args:
-      forward: queries stay, keys and values stream.
-      decode: few queries stay, keys and values stream.
-      dq: queries and output gradients stay, keys and values stream.
-      dk: keys and values stay, queries and output gradients stream.
-      dv: the same; None if the kernel for dk makes dv too, which saves a matmul and takes more registers.
+        forward: Queries stay, keys and values stream.
+        decode: Few queries stay, keys and values stream.
+        dq: Queries and output gradients stay, keys and values stream.
+        dk: Keys and values stay, queries and output gradients stream.
+        dv: The same; None if the kernel for dk makes dv too, which saves a matmul and takes more registers.
     """
 
     forward: Tiles
@@ -136,7 +136,10 @@ class HopperAttentionTiles(TileSizes):
         if self.decode.warpgroups != 1:
             raise ValueError(f"HopperAttentionTiles: decode must have 1 warpgroup, got {self.decode.warpgroups}")
         # Queries and their statistics come to the gradients in whole blocks of 128.
-        for name, size in [("dq", self.dq.rows), *(("/".join(one), x.columns) for one, x in self.keys.items())]:
+        for name, size in [
+            ("dq", self.dq.rows),
+            *(("/".join(gradients), x.columns) for gradients, x in self.keys.items()),
+        ]:
             if 128 % size:
                 raise ValueError(
                     f"HopperAttentionTiles: {name} must take a divisor of 128 queries at a time, got {size}"
@@ -195,5 +198,9 @@ def latent_parts(num_blocks: int, num_keys: int) -> int:
 
     Each processor has one block of threads at a time, which first costs as much as some 256 keys.
     """
-    rounds = lambda parts: -(-num_blocks * parts // processors())
-    return min(range(1, max(num_keys // 512, 1) + 1), key=lambda parts: rounds(parts) * (num_keys / parts + 256))
+
+    def cost(parts: int) -> float:
+        rounds = -(-num_blocks * parts // processors())
+        return rounds * (num_keys / parts + 256)
+
+    return min(range(1, max(num_keys // 512, 1) + 1), key=cost)

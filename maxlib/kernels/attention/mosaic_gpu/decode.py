@@ -33,14 +33,19 @@ def decode(
     rows = einops.rearrange(q, "B T (K G) H -> B (T G) K H", K=K)
     R = rows.shape[1]
     rows = jnp.pad(rows, ((0, 0), (0, -R % 8), (0, 0), (0, 0)))
-    to_rows = lambda ends: jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge")
-    given = rows, k, v, to_rows(start), to_rows(end), jnp.full(K, -jnp.inf)
-    out, lse = forward(*given, logits=logits, tiles=tiles, parts=P, name="decode")
-    parts = lambda x: einops.rearrange(x, "(B P) R ... -> P B R ...", P=P)
-    out, lse = parts(out[:, :R].astype(jnp.float32)), parts(jnp.swapaxes(lse, 1, 2)[:, :R] / LOG2_E)
-    out, lse = merge_parts(out, lse)  # [P, B, R, K, Hv] -> [B, R, K, Hv]
-    by_head = lambda x: einops.rearrange(x, "B (T G) K H -> B T (K G) H", T=T)
-    return by_head(out).astype(q.dtype), by_head(lse[..., None])[..., 0]
+    start, end = (
+        jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge") for ends in (start, end)
+    )
+    no_sinks = jnp.full(K, -jnp.inf)
+    out, lse = forward(rows, k, v, start, end, no_sinks, logits=logits, tiles=tiles, parts=P, name="decode")
+    out, lse = out[:, :R].astype(jnp.float32), jnp.swapaxes(lse, 1, 2)[:, :R] / LOG2_E
+    out, lse = merge_parts(_parts_first(out, P), _parts_first(lse, P))  # [P, B, R, K, Hv] -> [B, R, K, Hv]
+    out, lse = (einops.rearrange(x, "B (T G) K H -> B T (K G) H", T=T) for x in (out, lse[..., None]))
+    return out.astype(q.dtype), lse[..., 0]
+
+
+def _parts_first(x, parts: int):
+    return einops.rearrange(x, "(B P) R ... -> P B R ...", P=parts)
 
 
 def decode_latents(
@@ -63,13 +68,13 @@ def decode_latents(
     P = config.latent_parts(B * bounds.shape[2] // config.ROWS, S)
     visits = _visits(start, end, tiles.columns)
     out, lse = latents(rows, keys, bounds, visits, value_dim=value_dim, logits=logits, tiles=tiles, parts=P)
-    parts = lambda x: einops.rearrange(x[:, :R], "(B P) R ... -> P B R ...", P=P)
-    out, lse = merge_parts(parts(out).astype(jnp.float32), parts(lse) / LOG2_E)  # [P, B, R, Hv] -> [B, R, Hv]
+    out, lse = out[:, :R].astype(jnp.float32), lse[:, :R] / LOG2_E
+    out, lse = merge_parts(_parts_first(out, P), _parts_first(lse, P))  # [P, B, R, Hv] -> [B, R, Hv]
     return out.reshape(B, T, N, value_dim).astype(q.dtype), lse.reshape(B, T, N)
 
 
 def _visits(start: Int[Array, "B T"], end: Int[Array, "B T"], columns: int) -> Int[Array, "B 4"]:
-    """Describes the blocks of keys that any query of a row visits, as `intervals.walk` does.
+    """Describes the blocks of keys that any query of a row visits, as `tiles.walk` does.
 
     All tiles of a row visit the same ones. Without queries' blocks to compare, this is one small program for XLA.
     """

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.logits import LOWEST, Logits
-from maxlib.kernels.attention.mosaic_gpu import intervals, memory
+from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, online_softmax, per_row, settle, spread
-from maxlib.kernels.attention.tiles import causal_tiles
+from maxlib.kernels.attention.tiles import causal_tiles, tiles_of, walk
 
 
 class Scratch(NamedTuple):
@@ -56,7 +56,7 @@ def forward(
     """
     (B, T, N, Hk), (S, _, Hv) = q.shape, v.shape[1:]
     padded = start.shape[1]  # P
-    visits = intervals.walk(*intervals.tiles(start, end, S, tiles.rows, tiles.columns))
+    visits = walk(*tiles_of(start, end, S, tiles.rows, tiles.columns))
     # An empty block of queries processes one masked tile, so that the loop's first step needs no condition.
     visits = visits.at[..., 1].max(1)
     pairs = B * N * causal_tiles(padded // tiles.rows, -(-S // tiles.columns)) * tiles.rows * tiles.columns
@@ -106,13 +106,13 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
     def _compute():
         plgpu.set_max_registers(tiles.registers[0], action="increase")
         rows = pl.ds(tile * tiles.rows + warpgroup * ROWS, ROWS)
-        own = scratch._replace(q_out=[x.at[warpgroup] for x in scratch.q_out], lse=scratch.lse.at[warpgroup])
-        memory.load(scratch.loaded.at[warpgroup], (q.at[batch, rows, head], own.q_out[0]))
+        local = scratch._replace(q_out=[x.at[warpgroup] for x in scratch.q_out], lse=scratch.lse.at[warpgroup])
+        memory.load(scratch.loaded.at[warpgroup], (q.at[batch, rows, head], local.q_out[0]))
         by_row = plgpu.Layout.WGMMA.reduce(1)
         ends = [lambda x=_compat.load(x.at[batch, rows], by_row): x for x in (start, end)]
         turns = memory.Turns(scratch.turn, warpgroup, tiles.warpgroups)
-        result = _attend(own, turns, block, visited, full, ends, logits=logits, tiles=tiles)
-        _store(result, own, sinks[head], out.at[index, rows, head], lse.at[index, head, rows])
+        result = _attend(local, turns, block, visited, full, ends, logits=logits, tiles=tiles)
+        _store(result, local, sinks[head], out.at[index, rows, head], lse.at[index, head, rows])
 
     @pl.when(warpgroup == tiles.warpgroups)
     def _memory():
@@ -125,11 +125,14 @@ def _kernel(q, k, v, start, end, visits, sinks, out, lse, scratch, *, logits: Lo
             memory.feed(step, tiles.stages, [(scratch.k, (k.at[keys],)), (scratch.v, (v.at[keys],))])
 
 
-def _attend(own: Scratch, turns: memory.Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
+def _attend(local: Scratch, turns: memory.Turns, block, visited, full, ends, *, logits: Logits, tiles: Tiles):
     """Runs the online softmax over all visited blocks; step i issues q k(i) and p(i-1) v(i-1) together."""
-    columns, slot = tiles.columns, lambda step: lax.rem(step, jnp.int32(tiles.stages))
-    (k,), (v,), queries = own.k.buffers, own.v.buffers, own.q_out[0]
+    columns = tiles.columns
+    (k,), (v,), queries = local.k.buffers, local.v.buffers, local.q_out[0]
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
+
+    def slot(step):
+        return lax.rem(step, jnp.int32(tiles.stages))
 
     def softmax(products, step, peak, total, *, masked: bool):
         bent = logits.bend(products)
@@ -151,19 +154,19 @@ def _attend(own: Scratch, turns: memory.Turns, block, visited, full, ends, *, lo
             acc_ref[...] = acc
             turns.take()
             plgpu.wgmma(scores, queries, _compat.transpose(k.at[here]))
-            plgpu.barrier_wait(own.v.ready.at[before])
+            plgpu.barrier_wait(local.v.ready.at[before])
             plgpu.wgmma(acc_ref, probs, v.at[before])
             turns.give()
             # Wait for all but one matmul: the softmax of this step runs while p(i-1) v(i-1) is still in flight.
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            plgpu.barrier_arrive(own.k.free.at[here])
+            plgpu.barrier_arrive(local.k.free.at[here])
             new = softmax(products, i, peak, total, masked=masked)
             # The wait for the next keys is a branch, and keeps the exponentials in front of the wait for p v.
-            return settle(new, acc_ref, lambda: memory.ahead(own.k, i + 1, visited, tiles.stages))
+            return settle(new, acc_ref, lambda: memory.ahead(local.k, i + 1, visited, tiles.stages))
 
         # Rounding must stay behind the wait: registers that a matmul reads may not be written while one is in flight.
         (new_probs, new_peak, total, shrink), acc = pl.run_scoped(multiply, scores_ref, acc_ref)
-        plgpu.barrier_arrive(own.v.free.at[before])
+        plgpu.barrier_arrive(local.v.free.at[before])
         return acc * spread(shrink, acc), new_probs.astype(probs.dtype), new_peak, total
 
     def last_values(acc_ref):
@@ -172,29 +175,29 @@ def _attend(own: Scratch, turns: memory.Turns, block, visited, full, ends, *, lo
         return acc_ref[...]
 
     scores_ref, acc_ref = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in ((ROWS, columns), zeros.shape))
-    plgpu.barrier_wait(own.k.ready.at[0])
+    plgpu.barrier_wait(local.k.ready.at[0])
     products = pl.run_scoped(first_scores, scores_ref)
-    plgpu.barrier_arrive(own.k.free.at[0])
+    plgpu.barrier_arrive(local.k.free.at[0])
     probs, peak, total, _ = softmax(products, jnp.int32(0), per_row(LOWEST), per_row(0.0), masked=True)
-    memory.ahead(own.k, jnp.int32(1), visited, tiles.stages)
+    memory.ahead(local.k, jnp.int32(1), visited, tiles.stages)
     carry = zeros, probs.astype(v.dtype), peak, total
     # Full tiles come first and need no mask. Step 0 was masked in any case: the row may have no full tile.
     carry = lax.fori_loop(1, full, functools.partial(step, masked=False), carry)
     acc, probs, peak, total = lax.fori_loop(jnp.maximum(full, 1), visited, functools.partial(step, masked=True), carry)
-    plgpu.barrier_wait(own.v.ready.at[slot(visited - 1)])
+    plgpu.barrier_wait(local.v.ready.at[slot(visited - 1)])
     return pl.run_scoped(last_values, acc_ref), peak, total
 
 
-def _store(result, own: Scratch, sink, out, lse):
+def _store(result, local: Scratch, sink, out, lse):
     """Divides by the total, including the sink's share, and stores; empty rows become zeros and `-inf`."""
     acc, peak, total = result
     # The sink is one more logit without a value: it joins the maximum and the total, not the weighted sum.
     top = jnp.maximum(peak, sink)
     total = total * jnp.exp2(peak - top) + jnp.exp2(sink - top)
     share = jnp.where(total > 0, jnp.exp2(peak - top) / total, 0.0)
-    own.lse[...] = jnp.where(total > 0, top + jnp.log2(total), -jnp.inf)
-    queries, place = own.q_out
+    local.lse[...] = jnp.where(total > 0, top + jnp.log2(total), -jnp.inf)
+    queries, place = local.q_out
     if queries.shape != place.shape:  # then the output of one warpgroup overlaps the queries of another
-        memory.finish_together(own.finished.at[0])
+        memory.finish_together(local.finished.at[0])
     place[...] = (acc * spread(share, acc)).astype(out.dtype)
-    memory.store((place, out), (own.lse, lse))
+    memory.store((place, out), (local.lse, lse))

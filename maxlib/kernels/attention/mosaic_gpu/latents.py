@@ -58,14 +58,14 @@ def latents(
     As in `forward`, the visited blocks are distributed over `parts` blocks of threads (Bp = B * parts).
 
     Args:
-      q: queries, rows after rows.
-      keys: latents.
-      bounds: first key of every row, and one past its last.
-      visits: first visited block, number visited (at least 1), first full one, number full (`intervals.walk`).
-      value_dim: channels that are values.
-      logits: the maths.
-      tiles: latents of a block, and blocks in flight.
-      parts: blocks of threads that share a row's keys.
+        q: Queries, rows after rows.
+        keys: Latents.
+        bounds: First key of every row, and one past its last.
+        visits: First visited block, number visited (at least 1), first full one, number full (`tiles.walk`).
+        value_dim: Channels that are values.
+        logits: The maths.
+        tiles: Latents of a block, and blocks in flight.
+        parts: Blocks of threads that share a row's keys.
     """
     (B, R, Hk), S, padded = q.shape, keys.shape[1], bounds.shape[2]
     call = _compat.kernel(
@@ -199,7 +199,7 @@ def _attend(
 
 
 def _anew(index):
-    """Returns an index whose address is computed at every use, as `memory.own` does."""
+    """Returns an index whose address is computed at every use, as `memory.local` does."""
     return lax.optimization_barrier(jnp.int32(index))
 
 

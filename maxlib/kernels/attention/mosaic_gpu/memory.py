@@ -60,7 +60,7 @@ def stream(tiles: Tiles, *buffers) -> Stream:
     return Stream(buffers, barrier(tiles.stages, len(buffers)), barrier(tiles.stages, tiles.warpgroups))
 
 
-def own(buffer, warpgroup) -> Callable:
+def local(buffer, warpgroup) -> Callable:
     """Returns a function that gives a warpgroup's part of a buffer, whose address is computed at every use.
 
     Otherwise the compiler keeps the address of each piece in a register throughout the loop (64 registers for heads of
@@ -80,10 +80,15 @@ def deal(first, visited, full_first, full, *, part, parts: int):
     """Returns the steps of one part, how many of them have full tiles, and the block of keys in each step."""
     if parts == 1:
         return visited, full, lambda step: column(step, first, full_first, full)
+
     # A part takes the steps part, part + P, part + 2P, ... of the walk, so that the full tiles still come first.
-    share = lambda steps: lax.div(jnp.maximum(steps - part + parts - 1, 0), jnp.int32(parts))
+    def share(steps):
+        return lax.div(jnp.maximum(steps - part + parts - 1, 0), jnp.int32(parts))
+
     # A part without steps processes one masked tile after the visited ones, which no query attends to.
-    block = lambda step: column(part + step * parts, first, full_first, full)
+    def block(step):
+        return column(part + step * parts, first, full_first, full)
+
     return jnp.maximum(share(visited), 1), share(full), block
 
 
@@ -91,12 +96,12 @@ class Turns:
     """Schedule of the tensor cores among warpgroups: while one multiplies, another computes its softmax."""
 
     def __init__(self, barrier, warpgroup, count: int):
-        self.own, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
+        self.mine, self.next = barrier.at[warpgroup], barrier.at[lax.rem(warpgroup + 1, jnp.int32(count))]
         pl.when(warpgroup == count - 1)(self.give)
 
     def take(self):
         """Waits for this warpgroup's turn."""
-        plgpu.barrier_wait(self.own)
+        plgpu.barrier_wait(self.mine)
 
     def give(self):
         """Passes the turn to the next warpgroup."""

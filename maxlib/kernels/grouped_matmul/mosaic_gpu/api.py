@@ -12,9 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from maxlib._utils.varying import vary_alike
-from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles, grouped_tiles
-from maxlib.kernels.grouped_matmul.rows import NAMES, only_used
+from maxlib.kernels.grouped_matmul.rows import NAMES, bounds, only_used
 
 
 def mosaic_gpu(
@@ -52,8 +51,9 @@ def glu(
     """
     tiles = tiles or _tiles(gate, weight_order)
     rows, gate, up, rows_per_expert, biases = vary_alike((rows, gate, up, rows_per_expert, biases))
-    ours = lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles)
-    return _on_whole_tiles(ours, rows)
+    return _on_whole_tiles(
+        lambda rows: _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles), rows
+    )
 
 
 def _on_whole_tiles(multiply, rows):
@@ -94,8 +94,10 @@ def _gradients(weight_order, tiles, rows, weights, rows_per_expert, d_out):
     matrices, turned = [[w.astype(rows.dtype)] for w in weights], weight_order == "EIO"
     (d_rows,) = by_rows(d_out, matrices, rows_per_expert, turned=turned, name="d_rows", sizes=tiles.d_rows)
     pairs = [(d, rows) if weight_order == "EOI" else (rows, d) for d in d_out]
-    outer = lambda pair, w: by_experts(pair[0], pair[1], rows_per_expert, w.dtype, tiles.d_weights)
-    d_weights = [outer(pair, w) for pair, w in zip(pairs, weights, strict=True)]
+    d_weights = [
+        by_experts(left, right, rows_per_expert, w.dtype, tiles.d_weights)
+        for (left, right), w in zip(pairs, weights, strict=True)
+    ]
     return d_rows, d_weights
 
 
@@ -107,22 +109,29 @@ _multiply.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _glu(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles):
-    how = {"activation": activation, "name": "glu", "sizes": tiles.glu}
-    return _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how)[0]
+    return _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, tiles, "glu", activation)[0]
 
 
-def _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how):
+def _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, tiles, name, activation=None):
     from maxlib.kernels.grouped_matmul.mosaic_gpu.by_rows import by_rows
 
     matrices = [w.astype(rows.dtype) for w in (gate, up)]
-    return by_rows([rows], [matrices], rows_per_expert, turned=weight_order == "EOI", biases=biases, **how)
+    return by_rows(
+        [rows],
+        [matrices],
+        rows_per_expert,
+        turned=weight_order == "EOI",
+        biases=biases,
+        activation=activation,
+        name=name,
+        sizes=tiles.glu,
+    )
 
 
 def _glu_forward(rows, gate, up, rows_per_expert, biases, weight_order, activation, tiles):
-    how = {"name": "gate_up", "sizes": tiles.glu}
-    found = _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, **how)
-    found = [checkpoint_name(x, name) for x, name in zip(found, NAMES, strict=True)]
-    return _joined(activation, rows.dtype)(*found), (rows, gate, up, rows_per_expert, biases, *found)
+    products = _gate_up(rows, gate, up, rows_per_expert, biases, weight_order, tiles, "gate_up")
+    products = [checkpoint_name(x, name) for x, name in zip(products, NAMES, strict=True)]
+    return _joined(activation, rows.dtype)(*products), (rows, gate, up, rows_per_expert, biases, *products)
 
 
 def _joined(activation, dtype):
@@ -131,24 +140,24 @@ def _joined(activation, dtype):
 
 
 def _glu_backward(weight_order, activation, tiles, residuals, d_out):
-    rows, gate, up, rows_per_expert, biases, *found = residuals
-    d_found = jax.vjp(_joined(activation, rows.dtype), *found)[1](d_out)
-    d_rows, d_weights = _gradients(weight_order, tiles, rows, (gate, up), rows_per_expert, d_found)
+    rows, gate, up, rows_per_expert, biases, *products = residuals
+    d_products = jax.vjp(_joined(activation, rows.dtype), *products)[1](d_out)
+    d_rows, d_weights = _gradients(weight_order, tiles, rows, (gate, up), rows_per_expert, d_products)
     return (
         d_rows,
         *d_weights,
         None,
-        tuple(_bias_gradient(*pair, rows_per_expert) for pair in zip(d_found, biases, strict=False)),
+        tuple(_bias_gradient(*pair, rows_per_expert) for pair in zip(d_products, biases, strict=False)),
     )
 
 
-def _bias_gradient(d_found, bias, rows_per_expert):
+def _bias_gradient(d_products, bias, rows_per_expert):
     """Sums over each expert's rows: [M, E]^T [M, O] -> [E, O]; rows of no expert need not be finite."""
-    first, last = groups.bounds(rows_per_expert).T[:, None]
-    row = jnp.arange(len(d_found))[:, None]
-    share = ((first <= row) & (row < last)).astype(d_found.dtype)
-    d_found = only_used(d_found, rows_per_expert)
-    return jnp.einsum("ME,MO->EO", share, d_found, preferred_element_type=jnp.float32).astype(bias.dtype)
+    first, last = bounds(rows_per_expert).T[:, None]
+    row = jnp.arange(len(d_products))[:, None]
+    share = ((first <= row) & (row < last)).astype(d_products.dtype)
+    d_products = only_used(d_products, rows_per_expert)
+    return jnp.einsum("ME,MO->EO", share, d_products, preferred_element_type=jnp.float32).astype(bias.dtype)
 
 
 _glu.defvjp(_glu_forward, _glu_backward)

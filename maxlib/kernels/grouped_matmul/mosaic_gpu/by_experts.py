@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.mosaic_gpu import memory
-from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels.grouped_matmul import rows as row_tables
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import Tiles
 
 WARPGROUPS, OUTPUTS, SUMMED = 2, 64, 64
@@ -64,14 +64,17 @@ def by_experts(
         compiler_params=_compat.compiler_params(),
         flops=2 * O * rows.size,
     )
-    return call(d_out, rows, groups.bounds(rows_per_expert))
+    return call(d_out, rows, row_tables.bounds(rows_per_expert))
 
 
 def _kernel(d_out, rows, bounds, out, scratch, *, sizes: Tiles):
     warpgroup, expert = lax.axis_index("warpgroup"), lax.axis_index("expert")
     first, last = bounds[expert, 0], bounds[expert, 1]
-    begin = lax.div(first, jnp.int32(groups.ALIGNED)) * groups.ALIGNED
-    output = lambda w: pl.ds((lax.axis_index("output") * WARPGROUPS + w) * OUTPUTS, OUTPUTS)
+    begin = lax.div(first, jnp.int32(row_tables.ALIGNED)) * row_tables.ALIGNED
+
+    def output(w):
+        return pl.ds((lax.axis_index("output") * WARPGROUPS + w) * OUTPUTS, OUTPUTS)
+
     inputs = pl.ds(lax.axis_index("input") * sizes.columns, sizes.columns)
     steps = jnp.where(first < last, lax.div(last - begin + SUMMED - 1, jnp.int32(SUMMED)), 0)
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import processors
-from maxlib.kernels.grouped_matmul.mosaic_gpu import groups
+from maxlib.kernels.grouped_matmul import rows as row_tables
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import REGISTERS, ROWS, SUMMED, WARPGROUPS, Tiles
 
 STORED = 64  # columns of a copy out of shared memory: rows of 128 bytes
@@ -59,21 +59,21 @@ def by_rows(
     """Computes the products `sum_j rows[j] @ weights[j][k][e] + biases[k][e]` for k = 0, 1, ...
 
     Args:
-      rows: arrays of rows, sorted by expert.
-      weights: for each of `rows`, one array of matrices for each product.
-      rows_per_expert: number of rows of each expert e.
-      turned: multiply by the transposed matrices, `rows[j] @ weights[j][k][e].T`.
-      biases: one array for each product, or none.
-      activation: function that joins the products to a single result, in float32; None to return all products.
-      name: end of the kernel's name, for profiles.
-      sizes: tiles of each product.
+        rows: Arrays of rows, sorted by expert.
+        weights: For each of `rows`, one array of matrices for each product.
+        rows_per_expert: Number of rows of each expert e.
+        turned: Multiply by the transposed matrices, `rows[j] @ weights[j][k][e].T`.
+        biases: One array for each product, or none.
+        activation: Function that joins the products to a single result, in float32; None to return all products.
+        name: End of the kernel's name, for profiles.
+        sizes: Tiles of each product.
 
     Returns:
-      The products, or the one joined result; zeros in rows of no expert.
+        The products, or the one joined result; zeros in rows of no expert.
     """
     (M, _), dtype, width = rows[0].shape, rows[0].dtype, weights[0][0].shape[1 if turned else 2]
     products = len(weights[0])
-    tiles, used = groups.tiles(rows_per_expert, M, WARPGROUPS * ROWS)
+    tiles, used = row_tables.tiles(rows_per_expert, M, WARPGROUPS * ROWS)
     num_columns = -(-width // sizes.columns)
     call = _compat.kernel(
         functools.partial(_kernel, turned=turned, activation=activation, num_columns=num_columns, sizes=sizes),
@@ -87,7 +87,7 @@ def by_rows(
         compiler_params=_compat.compiler_params(),
         flops=2 * products * width * sum(x.size for x in rows),
     )
-    return call(rows, weights, [groups.whole_blocks(b, sizes.columns) for b in biases], tiles, used)
+    return call(rows, weights, [row_tables.whole_blocks(b, sizes.columns) for b in biases], tiles, used)
 
 
 def _scratch(dtype, products: int, turned: bool, sizes: Tiles) -> Scratch:
@@ -120,7 +120,7 @@ def _tile(tiles, index, rows, weights, num_columns: int, sizes: Tiles) -> _Tile:
     experts = weights[0][0].shape[0]
     return _Tile(
         expert=jnp.minimum(expert, experts - 1),
-        begin=pl.multiple_of(begin, groups.ALIGNED),
+        begin=pl.multiple_of(begin, row_tables.ALIGNED),
         first=first,
         last=last,
         column=pl.multiple_of(column * sizes.columns, sizes.columns),
@@ -134,13 +134,15 @@ def _kernel(rows, weights, biases, tiles, used, *rest, turned: bool, activation,
     (*outs, scratch), warpgroup, processor = rest, lax.axis_index("warpgroup"), lax.axis_index("processor")
     count = jnp.int32(min(processors(), tiles.shape[0] * num_columns))  # blocks of threads in the grid
     mine = lax.div(used[0] * num_columns - processor + count - 1, count)  # tiles of this block
-    tile = lambda i: _tile(tiles, processor + i * count, rows, weights, num_columns, sizes)
+
+    def tile(i):
+        return _tile(tiles, processor + i * count, rows, weights, num_columns, sizes)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
 
-        def one(i, done):
+        def compute_tile(i, done):
             here = tile(i)
             steps = len(rows) * here.steps
             products = pl.run_scoped(
@@ -153,21 +155,21 @@ def _kernel(rows, weights, biases, tiles, used, *rest, turned: bool, activation,
                 _store(_or_zero(here, x).astype(out.dtype), scratch.out.at[warpgroup], out, here, warpgroup)
             return done + steps
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        lax.fori_loop(0, mine, compute_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _memory():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
-        def one(i, done):
+        def fetch_tile(i, done):
             here = tile(i)
             for some_rows, matrices in zip(rows, weights, strict=True):
                 _fetch(scratch, some_rows, matrices, here, done, turned=turned, sizes=sizes)
                 done = done + here.steps
             return done
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        lax.fori_loop(0, mine, fetch_tile, jnp.int32(0))
 
 
 def _fetch(scratch: Scratch, rows, matrices, tile: _Tile, done, *, turned: bool, sizes: Tiles):
@@ -187,8 +189,12 @@ def _fetch(scratch: Scratch, rows, matrices, tile: _Tile, done, *, turned: bool,
 
 def _sum(scratch: Scratch, warpgroup, done, steps, *accs, turned: bool, sizes: Tiles):
     """Sums the products of a tile's steps; the next step's matmuls are issued before this one's are done."""
-    slot = lambda step: lax.rem(done + step, jnp.int32(sizes.stages))
-    free = lambda step: plgpu.barrier_arrive(scratch.free.at[slot(step)])
+
+    def slot(step):
+        return lax.rem(done + step, jnp.int32(sizes.stages))
+
+    def free(step):
+        plgpu.barrier_arrive(scratch.free.at[slot(step)])
 
     @pl.loop(0, steps)
     def _(i):

@@ -28,10 +28,10 @@ class HopperGroupedTiles(TileSizes):
     """Tiles of maxlib's grouped matmul on Hopper.
 
     Args:
-      forward: tiles of the forward pass.
-      d_rows: tiles of the gradient of the rows.
-      d_weights: tiles of the gradient of the weights, 128 outputs times `columns` inputs of a matrix.
-      glu: tiles of gate and up together, of each `columns` columns.
+        forward: Tiles of the forward pass.
+        d_rows: Tiles of the gradient of the rows.
+        d_weights: Tiles of the gradient of the weights, 128 outputs times `columns` inputs of a matrix.
+        glu: Tiles of gate and up together, of each `columns` columns.
     """
 
     forward: Tiles

@@ -1,0 +1,158 @@
+"""What the recurrences share: the description of a call, the checks, the states, and the run of a kernel."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxlib.hardware import current_device
+from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops import _tuning
+from maxlib.ops._dispatch import Call, Kernel, Op
+
+AxisName = str | tuple[str, ...]
+FEW = 8  # tokens up to which the recurrence is faster than a chunk
+SEQUENTIAL = f"the reference, token by token: the fastest form for up to {FEW} tokens"
+CHUNKED = "chunks of tokens in matmuls, by XLA"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentCall(Call):
+    """The properties of a call that decide its kernel.
+
+    Args:
+        batch: Number B of rows.
+        tokens: Number T of tokens in a row.
+        key_heads: Heads of keys, or groups of SSD.
+        heads: Heads of values.
+        key_dim: Rows of a state: the width of keys, or the size of SSD's state.
+        value_dim: Columns of a state: the width of values, with those of a transition if the sequence is split.
+        l2_norm: True if queries and keys have unit norm.
+        tracked: True if JAX tracks the mesh axes that arrays vary over (`jax.shard_map` with `check_vma`).
+        letters: The letters by which the operation names heads and widths, in the order above.
+    """
+
+    batch: int
+    tokens: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    l2_norm: bool = True
+    tracked: bool = False
+    letters: tuple[str, str, str, str] = ("K", "N", "Hk", "Hv")
+
+    @property
+    def key(self) -> str:
+        _, _, key_dim, value_dim = self.letters
+        widths = {"heads": self.heads // self.key_heads, key_dim: self.key_dim, value_dim: self.value_dim}
+        return _tuning.key_of({"T": self.tokens}, widths)
+
+    def __str__(self) -> str:
+        sizes = (self.batch, self.tokens, self.key_heads, self.heads, self.key_dim, self.value_dim)
+        named = zip(("B", "T", *self.letters), sizes, strict=True)
+        shape = " ".join(f"{letter}={size}" for letter, size in named)
+        return f"{shape} {self.dtype} on {self.platform} ({self.device_kind})"
+
+
+def recurrent_op(name: str, *kernels: Kernel) -> Op:
+    """Returns the operation with these kernels, in order of preference.
+
+    Decoding has one or a few tokens at a time, so a chunk would be mostly padding: "sequential" comes first there.
+    """
+
+    def first(call: RecurrentCall) -> str | None:
+        return "sequential" if call.tokens <= FEW else None
+
+    return Op(name, kernels, first=first, fused=("jax_linear_attention",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a kernel runs a call.
+
+    Args:
+        dtype: Dtype of the values.
+        has_starts: True if documents may begin in a row.
+        starts_at_zero: True if the state before the first token is zero, and need not be read.
+        scale: Factor on the queries.
+        l2_norm: True if queries and keys are to have unit norm.
+        tiles: Tile sizes of the kernel.
+    """
+
+    dtype: Any
+    has_starts: bool
+    starts_at_zero: bool
+    scale: float = 1.0
+    l2_norm: bool = False
+    tiles: TileSizes | None = None
+
+    @property
+    def precision(self) -> jax.lax.Precision:
+        """Returns the precision of matmuls in XLA."""
+        # Full precision takes six passes of a TPU's matmul unit. Narrow inputs do not need that, but sums over a
+        # document need more than one pass.
+        narrow = jnp.dtype(self.dtype).itemsize < 4
+        return jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
+
+
+def run_kernel(
+    kernel: Kernel,
+    settings: Settings,
+    x: Any,
+    initial_state: Array | None,
+    state_shape: tuple[int, ...],
+    axis_name: AxisName | None,
+    across_devices: Callable,
+) -> tuple[Array, Array]:
+    """Runs a kernel on this device's tokens, after those of the devices before it if the sequence is split.
+
+    Args:
+        kernel: The kernel; it takes the inputs, a state and settings.
+        settings: How it runs.
+        x: The operation's inputs, a named tuple.
+        initial_state: State before the first token; None for zero.
+        state_shape: Shape of a state, with heads grouped as in the inputs.
+        axis_name: Mesh axis over which the sequence is split; None if it is not.
+        across_devices: Function that runs the kernel on a split sequence.
+    """
+    wide = jnp.promote_types(settings.dtype, jnp.float32)
+    state = jnp.zeros(state_shape, wide) if initial_state is None else initial_state.reshape(state_shape).astype(wide)
+
+    def run(x, state):
+        return kernel.run(x, state, settings)
+
+    return run(x, state) if axis_name is None else across_devices(run, x, state, axis_name=axis_name)
+
+
+def without_padding(out: Array, valid: Array | None) -> Array:
+    """Sets the outputs of padding to zero."""
+    return out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
+
+
+def device_of(device: tuple[str, str] | None) -> tuple[str, str]:
+    """Returns the platform and the kind of a device; None for the device in use."""
+    return device or current_device()
+
+
+def require(op: str, holds: bool, must: str, got: Any) -> None:
+    """Raises ValueError unless a condition holds."""
+    if not holds:
+        raise ValueError(f"{op}: {must}, got {got}")
+
+
+def check_floating(op: str, **arrays: tuple[Array, str]) -> None:
+    """Raises ValueError unless the arrays are floating point and have four axes, given with each."""
+    for name, (x, axes) in arrays.items():
+        require(op, x.ndim == 4, f"{name} must have the axes {axes}", f"shape {x.shape}")
+        require(op, jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", x.dtype)
+
+
+def check_shapes(op: str, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
+    """Raises ValueError unless the arrays that are not None have the shapes given with each."""
+    for name, (x, shape) in arrays.items():
+        got = None if x is None else x.shape
+        require(op, got in (None, shape), f"{name} must have the shape {shape}", got)

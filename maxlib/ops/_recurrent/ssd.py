@@ -1,0 +1,217 @@
+"""State-space duality (Mamba-2): its public function, its form token by token, and its kernels."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxlib._utils.varying import is_tracked, vary_alike
+from maxlib._xla_workarounds import for_each_token
+from maxlib.hardware import explained_device
+from maxlib.ops._cost import register_flops
+from maxlib.ops._dispatch import Choice, Explanation, Kernel, Shaped
+from maxlib.ops._recurrent import jax_linear_attention
+from maxlib.ops._recurrent.across_devices import ssd_across_devices
+from maxlib.ops._recurrent.recurrence import (
+    CHUNKED,
+    SEQUENTIAL,
+    AxisName,
+    RecurrentCall,
+    Settings,
+    check_floating,
+    check_shapes,
+    device_of,
+    recurrent_op,
+    require,
+    run_kernel,
+    without_padding,
+)
+from maxlib.ops._recurrent.ssd_chunked import SSDInputs, SSDTiles, chunked, ssd_tiles
+
+
+def ssd(
+    x: Float[Array, "B T N P"],
+    dt: Float[Array, "B T N"],
+    a: Float[Array, " N"],
+    b: Float[Array, "B T G S"],
+    c: Float[Array, "B T G S"],
+    *,
+    d: Float[Array, " N"] | None = None,
+    is_start: Bool[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B N P S"] | None = None,
+    axis_name: AxisName | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N P"], Float[Array, "B N P S"]]:
+    """Computes the recurrence of Mamba-2 by state-space duality (Dao & Gu 2024, arXiv:2405.21060).
+
+    For each head and token: `S <- exp(dt a) S + dt x b^T`, `y = S c + d x`. The state is float32 (float64 for float64
+    inputs), whatever the dtype of the inputs.
+
+    Args:
+        x: Inputs, N heads of width P.
+        dt: Step of each token, at least 0 (after softplus).
+        a: Decay rate of each head, at most 0 (after `-exp`).
+        b: Input projections of the state, G groups, each shared by N / G consecutive heads.
+        c: Output projections of the state, G groups as for `b`.
+        d: Skip connection: factor of each head on its input, added to the output; None adds nothing.
+        is_start: True for the first token of a document, before which the state is set to zero; None if every row
+            continues `initial_state` (`nn.Context.is_start`).
+        valid: False for padding, which does not change the state and outputs zero; None if every token is real.
+        initial_state: State before the first token; None for zero.
+        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
+        implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
+            GPUs of that package. None chooses the fastest; `explain_ssd` shows which one and why.
+
+    Returns:
+        The output, in the dtype of `x`, and the state after the last real token, for the next call.
+
+    Raises:
+        ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
+    """
+    _check(x, dt, a, b, c, d, is_start, valid, initial_state)
+    choice = SSD.choose(_describe(x, b), implementation)
+    return _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, axis_name=axis_name, choice=choice)
+
+
+def explain_ssd(
+    x: Shaped,
+    b: Shaped,
+    *,
+    implementation: str | None = None,
+    device: tuple[str, str] | None = None,
+) -> Explanation:
+    """Explains which implementation `ssd` would run for these arguments, and why.
+
+    Args:
+        x: Inputs, `B T N P`, an array or a `jax.ShapeDtypeStruct`.
+        b: Input projections of the state, `B T G S`, likewise.
+        implementation: As in `ssd`.
+        device: Platform, and jax's `device_kind` or a short name, such as `("gpu", "H100")`; default: the device in
+            use.
+
+    Returns:
+        An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
+
+    Raises:
+        ValueError: When no implementation has this name, or the device is unknown.
+    """
+    return SSD.explain(_describe(x, b, explained_device(device)), implementation)
+
+
+def _describe(x, b, device: tuple[str, str] | None = None) -> RecurrentCall:
+    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
+    platform, device_kind = device_of(device)
+    return RecurrentCall(
+        batch=B,
+        tokens=T,
+        key_heads=G,
+        heads=N,
+        key_dim=S,
+        value_dim=P,
+        dtype=str(x.dtype),
+        tracked=is_tracked(x, b),
+        letters=("G", "N", "S", "P"),
+        platform=platform,
+        device_kind=device_kind,
+    )
+
+
+def _flops(x, b, *_) -> float:
+    """Counts the FLOPs of the chunked form's matmuls, including masked halves, for every implementation."""
+    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
+    size = min(SSDTiles().chunk, T)
+    # Per token: scores, per group; outputs within the chunk; reads of the state, and its update.
+    return 2.0 * B * T * (G * size * S + N * (size * P + 2 * P * S))
+
+
+@register_flops(_flops, static=("axis_name", "choice"), name="ssd")
+def _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, *, axis_name, choice: Choice):
+    (B, _, N, P), (G, S) = x.shape, b.shape[2:]
+    inputs = _prepare(x, b, c, dt, a, is_start, valid)
+    # A part of a split sequence also starts from zero; `ssd_across_devices` adds what comes from the parts before it.
+    starts_at_zero = initial_state is None or axis_name is not None
+    settings = Settings(x.dtype, is_start is not None, starts_at_zero, tiles=choice.tiles)
+    kernel, shape = SSD[choice.kernel], (B, G, N // G, P, S)
+    out, state = run_kernel(kernel, settings, inputs, initial_state, shape, axis_name, ssd_across_devices)
+    out, wide = out.reshape(x.shape), inputs.dt.dtype
+    if d is not None:
+        out = out + d.astype(wide)[None, None, :, None] * x.astype(wide)
+    return without_padding(out.astype(x.dtype), valid), state.reshape(B, N, P, S)
+
+
+def _prepare(x, b, c, dt, a, is_start, valid) -> SSDInputs:
+    """Returns the inputs with heads grouped, and rates in float32 or wider."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dt, a = dt.astype(wide), a.astype(wide)
+    if valid is not None:
+        # A step of zero does not change the state.
+        dt = jnp.where(valid[:, :, None], dt, 0.0)
+    # [B, T, N, ...] -> [B, T, G, R, ...]
+    rates = dt, dt * for_each_token(a, dt.shape)
+    x, dt, log_decay = (y.reshape(*y.shape[:2], b.shape[2], -1, *y.shape[3:]) for y in (x, *rates))
+    starts = jnp.zeros(x.shape[:2], bool) if is_start is None else is_start
+    return SSDInputs(x, b, c, dt, log_decay, starts)
+
+
+def _check(x, dt, a, b, c, d, is_start, valid, initial_state) -> None:
+    op = "ssd"
+    check_floating(op, x=(x, "B T N P"), b=(b, "B T G S"), c=(c, "B T G S"))
+    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
+    require(op, c.shape == b.shape, "b and c must have the same shape", f"{b.shape} and {c.shape}")
+    require(op, b.shape[:2] == (B, T), "x, b and c must agree in B and T", f"{x.shape} and {b.shape}")
+    require(op, G > 0 and N % G == 0, "the N heads must be a multiple of the G groups", f"N={N} and G={G}")
+    require(op, T > 0, "there must be at least one token", "T=0")
+    check_shapes(
+        op,
+        dt=(dt, (B, T, N)),
+        a=(a, (N,)),
+        d=(d, (N,)),
+        is_start=(is_start, (B, T)),
+        valid=(valid, (B, T)),
+        initial_state=(initial_state, (B, N, P, S)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- token by token
+
+
+def sequential(x: SSDInputs, state: Array, settings: Settings) -> tuple[Array, Array]:
+    """Applies the recurrence to one token after the other: the reference, and the fastest way to decode.
+
+    Args:
+        x: Inputs of each token, rates in float32 or float64.
+        state: State before the first token, `B G R P S`.
+        settings: Unused.
+
+    Returns:
+        The outputs, `B T G R P`, and the state after the last token.
+    """
+    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), x)  # [B, T, ...] -> [T, B, ...]
+    tokens, state = vary_alike((tokens, state))
+    state, out = jax.lax.scan(_step, state, tokens)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def _step(state: Array, x: SSDInputs) -> tuple[Array, Array]:
+    """Updates the state with one token, and reads it."""
+    # exp(dt a), or 0 at the start of a document. [B, G, R] -> [B, G, R, 1, 1]
+    decay = jnp.where(x.is_start[:, None, None], 0.0, jnp.exp(x.log_decay))[..., None, None]
+    # S <- exp(dt a) S + (dt x) b^T: [B, G, R, P, 1] [B, G, 1, 1, S]
+    b, c = x.b.astype(state.dtype), x.c.astype(state.dtype)
+    state = decay * state + x.stepped[..., None] * b[:, :, None, None, :]
+    # y = S c
+    return state, jnp.einsum("bgrps,bgs->bgrp", state, c, precision="highest")
+
+
+SSD = recurrent_op(
+    "ssd",
+    Kernel(
+        jax_linear_attention.NAME,
+        jax_linear_attention.ssd,
+        jax_linear_attention.ABOUT,
+        frozenset({"gpu"}),
+        refuses=jax_linear_attention.refuses_ssd,
+    ),
+    Kernel("chunked", chunked, CHUNKED, tiles=ssd_tiles),
+    Kernel("sequential", sequential, SEQUENTIAL),
+)
