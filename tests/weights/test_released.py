@@ -1,4 +1,4 @@
-"""Presets are what released config.json files say: `released/NAME.json`, or `NAME@SPELLING.json` for another spelling."""
+"""Presets are what released config.json files say: `released/NAME.json`, `NAME@SPELLING.json` for another spelling."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_presets_are_what_the_releases_say(path):
     family = next(family for family in weights.families() if name in family.presets)
     config = json.loads(path.read_text())
     fields = HFConfig(config)
-    cfg = family.config.from_hf(fields)
+    cfg = family.fields.read(fields)
     assert cfg == family.presets[name]
     fields.done()
     if hasattr(cfg, "stored_mtp"):
