@@ -92,7 +92,7 @@ def test_it_trains_on_eight_devices(rules, run):
     rules = getattr(sharding, rules)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     layout = sharding.Layout(mesh, rules)
-    placed = sharding.create(lambda: Outside(rngs=nnx.Rngs(0)), layout)
+    placed = sharding.init_sharded(lambda: Outside(rngs=nnx.Rngs(0)), layout)
     with sharding.use(layout):
         state, got = trained(placed, batches(3))
     np.testing.assert_allclose(got, run[1][:3], rtol=2e-5)

@@ -117,7 +117,7 @@ def test_eight_devices_are_one(rules, degrees):
     mesh = sharding.make_mesh(**degrees)
     want = hidden(hybrid(), tokens)
     layout = sharding.Layout(mesh, rules)
-    placed = sharding.create(hybrid, layout)
+    placed = sharding.init_sharded(hybrid, layout)
     with sharding.use(layout):
         got = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)(placed, tokens)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
