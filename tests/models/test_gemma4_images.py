@@ -16,7 +16,6 @@ from maxlib.models import _gemma4_towers as towers
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
 from maxlib.nn.decoder._context import bidirectional_blocks
-from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models import test_gemma4 as text
 from tests.models.conformance import CLOSE, assert_close
@@ -295,87 +294,6 @@ def test_frames_of_a_video_are_images(tmp_path):
         ).logits.numpy()
     got = parity.logits(maxlib.from_pretrained(path), ids, nn.vision.pad_patches(frames.pixels, frames.grids))
     assert_close(got, want, 1e-4)
-
-
-def test_presets_are_what_the_releases_say():
-    """What config.json of the releases has about images and sound, as first written."""
-    tower = {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "chunk_size_feed_forward": 0,
-        "default_output_length": 280,
-        "global_head_dim": 72,
-        "head_dim": 72,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "is_encoder_decoder": False,
-        "max_position_embeddings": 131_072,
-        "model_type": "gemma4_vision",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
-        "num_key_value_heads": 16,
-        "patch_size": 16,
-        "pooling_kernel_size": 3,
-        "position_embedding_size": 10_240,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
-        "standardize": True,
-        "use_clipped_linears": False,
-    }
-    sound = {
-        "attention_chunk_size": 12,
-        "attention_context_left": 13,
-        "attention_context_right": 0,
-        "attention_invalid_logits_value": -1e9,
-        "attention_logit_cap": 50.0,
-        "chunk_size_feed_forward": 0,
-        "conv_kernel_size": 5,
-        "gradient_clipping": 1e10,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "is_encoder_decoder": False,
-        "model_type": "gemma4_audio",
-        "num_attention_heads": 8,
-        "num_hidden_layers": 12,
-        "output_proj_dims": 1536,
-        "residual_weight": 0.5,
-        "rms_norm_eps": 1e-06,
-        "subsampling_conv_channels": [128, 32],
-        "use_clipped_linears": True,
-    }
-    samples = {"audio_embed_dim": 640, "model_type": "gemma4_unified_audio", "rms_norm_eps": 1e-06}
-    samples |= {"audio_samples_per_token": 640, "hidden_size": 640, "output_proj_dims": 640}
-    small = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 768, "intermediate_size": 3072}
-    small |= {"num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 16}
-    small |= {"standardize": False, "use_clipped_linears": True}
-    unified = {
-        "mm_embed_dim": 3840,
-        "mm_posemb_size": 1120,
-        "model_patch_size": 48,
-        "model_type": "gemma4_unified_vision",
-        "num_soft_tokens": 280,
-        "output_proj_dims": 3840,
-        "patch_size": 16,
-        "pooling_kernel_size": 3,
-        "rms_norm_eps": 1e-06,
-    }
-    rest = {"audio_token_id": 258_881, "boa_token_id": 256_000, "boi_token_id": 255_999, "eoa_token_id": 258_883}
-    rest |= {"eoa_token_index": 258_883, "eoi_token_id": 258_882, "image_token_id": 258_880, "video_token_id": 258_884}
-    rest |= {"vision_soft_tokens_per_image": 280, "tie_word_embeddings": True}
-    hears = {"e2b": sound, "e4b": sound, "12b": samples}
-    kinds = {"e2b": tower | small, "e4b": tower | small, "26b-a4b": tower, "31b": tower, "12b": unified}
-    for name, vision in kinds.items():
-        cfg = gemma4.PRESETS[f"gemma4-{name}"]
-        written = gemma4.FIELDS.write(cfg)
-        assert cfg.both_ways == (name in ("31b", "26b-a4b", "12b"))
-        fields = HFConfig(
-            {key: written[key] for key in ("model_type", "text_config")}
-            | rest
-            | {"vision_config": vision, "audio_config": hears.get(name)}
-        )
-        assert gemma4.FIELDS.read(fields) == cfg, name
-        fields.done()
 
 
 def test_bounds_clip_what_goes_in_and_out():
