@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlib._utils.ranges import ranges
+from maxlib._utils.text import ranges
 
 
 @pytest.mark.parametrize("kind", [list, np.array, iter])

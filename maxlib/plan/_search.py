@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn, sharding
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.hardware import GIB
 from maxlib.plan import _api
 from maxlib.plan._job import Job

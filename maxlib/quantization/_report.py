@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.nn.sites import SITES, Kind, find, kind_of, unknown
 from maxlib.observability import flops_by_dtype
 from maxlib.quantization._matmul import Quantized

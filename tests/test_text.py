@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 
 
 def test_tables_are_plain_text_also_where_colours_are_asked_for(monkeypatch):
