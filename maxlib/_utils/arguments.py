@@ -1,4 +1,4 @@
-"""Checks of arguments that newcomers pass in another form: arrays and dtypes."""
+"""Checks of arguments: arrays, dtypes, and options with a few allowed values."""
 
 from collections.abc import Sequence
 from typing import Any
