@@ -145,15 +145,6 @@ def search(
     return Search(plans, refused, time.monotonic() - begin)
 
 
-def pareto(plans: Iterable[Plan]) -> list[Plan]:
-    """Returns the Pareto front, the smallest first: plans that no other one beats in both memory and speed."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.peak, -_speed(plan))):
-        if not front or _speed(plan) > _speed(front[-1]):
-            front.append(plan)
-    return front
-
-
 # Experts' matrices are split over copies of the rest of the model, too.
 _EXPERTS_OVER_DATA = {"expert_embed": ("data", "fsdp")}
 
