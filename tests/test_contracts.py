@@ -53,15 +53,15 @@ def test_the_callers_model_is_still_there(model, run):
 
 def test_it_saves_and_restores_in_another_layout(tmp_path, run):
     """Saved with scanned layers, continued with every layer on its own: the same run."""
-    from maxlib.checkpoint import Checkpointer, groupings
+    from maxlib.checkpoint import Checkpointer
 
     abstract = lambda unstacked: jax.eval_shape(lambda: Outside(unstacked=unstacked, rngs=nnx.Rngs(0)))
     model, other, (state, _) = abstract(False), abstract(True), run
-    with Checkpointer(tmp_path, groupings=groupings(model)) as saver:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as saver:
         saver.save(3, {"params": state.trainable, "opt": state.opt_state})
     optimizer = training.adamw(3e-2, mask=training.decay_mask(other))
     fresh = jax.eval_shape(lambda: training.make_state(Outside(unstacked=True, rngs=nnx.Rngs(0)), optimizer))
-    with Checkpointer(tmp_path, groupings=groupings(other)) as reader:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(other)) as reader:
         items = reader.restore(like={"params": fresh.trainable, "opt": fresh.opt_state})
     trainable = lambda model: [nn.partition(layer)[0] for layer in model.blocks]
     restored = trainable(nn.combine(jax.device_get(items["params"]), fresh.rest))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlib import inference, nn, plan, sharding
-from maxlib.checkpoint import Checkpointer, groupings
+from maxlib.checkpoint import Checkpointer
 from tests.counting import batch, trained
 from tests.nn.tiny import filled
 from tests.outside_recurrent import DIM, VOCAB, GatedRecurrence, Hybrid, hybrid
@@ -89,10 +89,10 @@ def test_it_trains_and_generates():
 def test_it_is_saved_and_restored_in_another_layout(tmp_path):
     model, other = filled(hybrid), filled(hybrid, seed=1)
     other.layers = other.layers.unstacked()
-    with Checkpointer(tmp_path, groupings=groupings(model)) as saver:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as saver:
         saver.save(2, {"params": nn.partition(model)[0]})
     fresh, rest = nn.partition(other)
-    with Checkpointer(tmp_path, groupings=groupings(other)) as reader:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(other)) as reader:
         restored = nn.combine(reader.restore(like={"params": fresh})["params"], rest)
     ours, theirs = jax.device_get((restored, model))
     for i in range(4):

@@ -17,7 +17,7 @@ from maxlib.adapters._apply import LoRA, make, trainable
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._saved_modules import is_tied, tied, untied, with_saved
 from maxlib.nn import sites
-from maxlib.weights.files import local, read_header
+from maxlib.weights.files import read_header
 
 Model = TypeVar("Model")
 _FACTOR = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?$")
@@ -74,7 +74,7 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when a field, a tensor or a shape does not fit the model; names it.
     """
-    directory = local(directory)
+    directory = buckets.local(directory)
     try:
         model, layers = _fitted(model, directory, into_base, dtype)
     except ValueError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import merge
 from maxlib.nn import sites
-from maxlib.weights.files import Piece, Tensor, resolve
+from maxlib.weights.mapping import Piece, Tensor, resolve
 from maxlib.weights.names import with_fused_experts
 
 CURRENT = {".block_sparse_moe.": ".mlp.", ".mlp.shared_mlp.": ".mlp.shared_experts."}  # Mixtral, Hy3

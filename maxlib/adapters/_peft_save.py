@@ -16,7 +16,8 @@ from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._report import readers
 from maxlib.adapters._saved_modules import is_saved, is_tied, untied
-from maxlib.weights.files import Header, whole_directory, write_file, write_json
+from maxlib.weights.export import whole_directory, write_json
+from maxlib.weights.files import Header, write_file
 
 # Families whose experts transformers stores as inputs x outputs and declares so; PEFT swaps those of others.
 _TRANSPOSED = ("gpt_oss",)

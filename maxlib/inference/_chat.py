@@ -14,7 +14,7 @@ from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._text import encode, stream_text
 from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights import from_pretrained, model_directory
-from maxlib.weights._files import QUANTIZED
+from maxlib.weights.files import QUANTIZED
 
 
 def stop_tokens(directory: str | Path) -> list[int]:

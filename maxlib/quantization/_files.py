@@ -18,7 +18,7 @@ from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
-from maxlib.weights import files
+from maxlib.weights import buckets, export, files
 
 MANIFEST = files.QUANTIZED
 _VERSION = 2
@@ -56,14 +56,14 @@ def save(
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
     headers = [files.Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
     source = None if like is None else weights.model_directory(like)
-    with files.whole_directory(directory, overwrite=overwrite) as part:
-        ids = files.write_companions(
+    with export.whole_directory(directory, overwrite=overwrite) as part:
+        ids = export.write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation
         )
-        files.write_json(part / "config.json", fields.write(model.cfg) | ids)
+        export.write_json(part / "config.json", fields.write(model.cfg) | ids)
         if "eos_token_id" not in (generation or {}):
-            files.add_end_of_turn(part)
-        files.write_json(part / MANIFEST, _manifest(model))
+            export.add_end_of_turn(part)
+        export.write_json(part / MANIFEST, _manifest(model))
         shards = files.shard(headers, files.MAX_SHARD_BYTES)
         for name, members in shards.items():
             files.write_file(part / name, members, (np.asarray(values[header.name]) for header in members))
@@ -91,7 +91,7 @@ def load(
         FileNotFoundError: when a file is missing.
         ValueError: when the files are inconsistent.
     """
-    directory = files.local(directory)
+    directory = buckets.local(directory)
     manifest = _read(directory / MANIFEST)
     family, cfg = weights.read_model(directory, family=family)
     try:

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 import maxlib
 from maxlib.models import mistral4
 from maxlib.weights import HFConfig
-from maxlib.weights._files import Header, write_file
+from maxlib.weights.files import Header, write_file
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, assert_close
 from tests.models.test_mistral_images import GLUE, NEW, Pixtral

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from maxlib._utils.files import cache_directory
-from maxlib.weights._files import INDEX, OWN_FILES, TEMPLATES, read_index
+from maxlib.weights.files import INDEX, OWN_FILES, TEMPLATES, read_index
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -1,7 +1,11 @@
-"""The files next to the weights of a Hugging Face directory: tokenizer, template, processors, generation settings."""
+"""A Hugging Face directory that is written: whole or not at all, with the files beside the weights."""
 
+import functools
+import json
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,8 @@ from jinja2.exceptions import SecurityError
 
 from maxlib._utils.files import read_json_object
 from maxlib.tokenization import ChatTemplate, load_tokenizer
-from maxlib.weights._files import PROCESSOR_FILES, TOKENIZER_FILES
-from maxlib.weights._saving import write_json
+from maxlib.weights.buckets import is_bucket, whole_in_bucket
+from maxlib.weights.files import OWN_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -104,3 +108,60 @@ def write_tokenizer(tokenizer: Any, directory: Path) -> None:
         raise TypeError(
             f"tokenizer must be a tokenizers.Tokenizer or a Hugging Face tokenizer, got {type(tokenizer).__name__}"
         )
+
+
+@contextmanager
+def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a temporary directory that becomes `directory` at the end, or is removed after an error.
+
+    In a bucket, the configuration is written last, so that nothing reads an incomplete directory.
+
+    Raises FileExistsError if the directory is not empty, unless it is an export and `overwrite` is given.
+    """
+    if is_bucket(directory):
+        check = functools.partial(_check_names, str(directory), overwrite=overwrite)
+        with whole_in_bucket(str(directory), check) as part:
+            yield part
+        return
+    directory = Path(directory).absolute()
+    _check_free(directory, overwrite)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    mark = uuid.uuid4().hex[:8]
+    part, old = (directory.with_name(f".{directory.name}.{what}-{mark}") for what in ("part", "old"))
+    try:
+        part.mkdir()
+        yield part
+        if directory.exists():
+            directory.rename(old)
+        part.rename(directory)
+    except BaseException as error:
+        if old.exists():
+            old.rename(directory)
+        error.add_note(f"Nothing was saved in {directory}; its previous contents are unchanged.")
+        raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_free(directory: Path, overwrite: bool) -> None:
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise FileExistsError(f"{directory} must be a directory or absent, but it is a file or a link.")
+    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    _check_names(str(directory), names, overwrite)
+
+
+def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
+    foreign = [path.name for path in map(Path, names) if not any(path.match(pattern) for pattern in OWN_FILES)]
+    if foreign:
+        raise FileExistsError(
+            f"{directory} has files that do not belong to an export ({', '.join(foreign[:5])}), and saving replaces "
+            "the whole directory. Save elsewhere, or move them away."
+        )
+    if names and not overwrite:
+        raise FileExistsError(f"{directory} already has an export. Save elsewhere, or pass overwrite=True.")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes an object as indented JSON. Raises ValueError for NaN or infinity."""
+    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
