@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import grain
 import numpy as np
 
-from maxlib._utils.choices import check_choice
+from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 
 if TYPE_CHECKING:

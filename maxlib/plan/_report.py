@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from maxlib import adapters, sharding
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.adapters import as_rules
 from maxlib.hardware import GIB
 from maxlib.plan._hlo import Costs

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn, sharding
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.hardware import GIB
 from maxlib.plan import _api
 from maxlib.plan._job import Job
@@ -143,15 +143,6 @@ def search(
     if not plans:
         raise ValueError(f"none of {len(jobs)} layouts can be planned: {refused[0][0]}: {refused[0][1]}")
     return Search(plans, refused, time.monotonic() - begin)
-
-
-def pareto(plans: Iterable[Plan]) -> list[Plan]:
-    """Returns the Pareto front, the smallest first: plans that no other one beats in both memory and speed."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.peak, -_speed(plan))):
-        if not front or _speed(plan) > _speed(front[-1]):
-            front.append(plan)
-    return front
 
 
 # Experts' matrices are split over copies of the rest of the model, too.

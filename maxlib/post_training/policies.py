@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from maxlib import ops
-from maxlib._utils.choices import check_choice
+from maxlib._utils.arguments import check_choice
 from maxlib.inference import Sampler
 from maxlib.post_training._reference import ReferencedLoss, missing_reference
 from maxlib.post_training._segments import Segments, is_filled, segment_sums, spread, token_counts

@@ -13,5 +13,4 @@ from maxlib.quantization._formats import Rules as Rules
 from maxlib.quantization._report import Errors as Errors
 from maxlib.quantization._report import Report as Report
 from maxlib.quantization._report import compare as compare
-from maxlib.quantization._report import matmuls as matmuls
 from maxlib.quantization._report import report as report

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +12,8 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.nn.sites import SITES, Kind, find, kind_of, unknown
-from maxlib.observability import flops_by_dtype
 from maxlib.quantization._matmul import Quantized
 
 
@@ -44,7 +42,8 @@ class Row:
 class Report:
     """Report of every matrix of a model; print it.
 
-    Attention's own products have no weights and stay in full precision; `matmuls` counts those too.
+    Attention's own products have no weights and stay in full precision; `observability.flops_by_dtype` counts
+    those, too.
 
     Attributes:
         rows: One row per matmul.
@@ -205,19 +204,3 @@ def _sums(model, quantized, tokens, dtype):
 
     run = jax.jit(lambda models, tokens: jax.tree.map(jnp.sum, jax.lax.map(lambda t: row(models, t), tokens)))
     return run((model, quantized), tokens)
-
-
-def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """Counts the FLOPs of the matmuls in `fn(*args)`, without computing them.
-
-    A scan's body is counted as often as it runs. Ops of `maxlib.ops` are counted under their own name ("grouped_matmul
-    int8 x int8"). Attention, whose FLOPs depend on its masks, is counted as if every query attended to every key.
-
-    Args:
-        fn: Any function that JAX can trace.
-        args: Its arguments; `jax.ShapeDtypeStruct` is enough for arrays.
-
-    Returns:
-        FLOPs by the dtypes of the operands, such as "int8 x int8".
-    """
-    return flops_by_dtype(fn, *args)

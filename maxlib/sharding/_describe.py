@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.paths import dotted
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
 from maxlib.sharding._mesh import MeshShape

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib._utils.choices import check_choice
+from maxlib._utils.arguments import check_choice
 from maxlib.sharding._axes import LAYERS, AxisRules, mesh_axes_of
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from maxlib import nn
-from maxlib._utils.ranges import ranges
+from maxlib._utils.text import ranges
 from maxlib.ops import Mask, Rope
 from maxlib.weights._table import Table
 from maxlib.weights.mapping import resolve

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from maxlib import nn, ops, sharding, training
+from maxlib import nn, observability, ops, sharding, training
 from maxlib import quantization as quant
 from maxlib.quantization._matmul import Quantized
 from tests.quantization.tiny import loss, model
@@ -46,7 +46,7 @@ def test_every_matmul_with_a_weight_is_quantized(name, rules, operands):
     """What is left: attention's own products, a router's scores, the weighted sum of experts' results."""
     forward = lambda m: m(BATCH["tokens"], dtype=jnp.float32).hidden
     low = quant.for_training(model(name), rules)
-    exact, found = (quant.matmuls(forward, m) for m in (model(name), low))
+    exact, found = (observability.flops_by_dtype(forward, m) for m in (model(name), low))
     quantized = sum(flops for what, flops in found.items() if f"{operands} x {operands}" in what)
     assert sum(found.values()) == sum(exact.values())
     assert quantized == 2 * BATCH["tokens"].size * weights(low) * (
@@ -62,14 +62,14 @@ def weights(m) -> int:
 def test_gradients_are_quantized_where_the_format_says():
     backward = jax.grad(lambda m: loss(m, BATCH)[0])
     experts, dense = (quant.for_training(model(name), "fp8") for name in ("moe", "llama"))
-    found = quant.matmuls(backward, experts)
+    found = observability.flops_by_dtype(backward, experts)
     assert {what for what in found if "grouped" in what} == {
         "grouped_matmul float8_e4m3fn x float8_e4m3fn",
         "grouped_matmul float8_e5m2 x float8_e4m3fn",
         "grouped_outer float8_e5m2 x float8_e4m3fn",
     }
     # An einsum may take its operands in either order.
-    found = sum(flops for what, flops in quant.matmuls(backward, dense).items() if "float8_e5m2" in what)
+    found = sum(flops for what, flops in observability.flops_by_dtype(backward, dense).items() if "float8_e5m2" in what)
     assert found == 2 * 2 * BATCH["tokens"].size * weights(dense)
 
 
