@@ -65,7 +65,7 @@ class TestNemotronH(Conformance):
     # They decide which weights there are, or of which shape; or nothing reads them. Groups are in the second case.
     elsewhere = {
         *SIZES,
-        *nemotron_h.Config.ignored,
+        *nemotron_h.FIELDS.ignored,
         *(
             "moe_latent_size",
             "use_bias",
