@@ -118,7 +118,7 @@ def finetuned(request, corpus, run, tmp_path_factory) -> tuple[Path, str]:
     lines = [json.dumps({"body": path.read_text()}) for path in sorted(corpus.iterdir())]
     (jsonl := tmp_path_factory.mktemp("finetune") / "corpus.jsonl").write_text("\n".join(lines))
     out = jsonl.parent / "run"
-    options = ["--field", "body", "--out", out, "--steps", 6, "--batch", 4, "--accumulate", 2, "--length", 32]
+    options = ["--field", "body", "--out", out, "--steps", 6, "--batch", 4, "--microbatches", 2, "--length", 32]
     rate = ["--learning-rate", 3e-2 if request.param else 1e-2]
     return out, example("finetune.py", run[0] / "model", jsonl, *options, *rate, "--lora", request.param)
 
@@ -301,7 +301,7 @@ def preferences(tmp_path):
         6,
         "--batch",
         4,
-        "--accumulate",
+        "--microbatches",
         2,
         "--length",
         96,

@@ -6,13 +6,13 @@ from typing import SupportsIndex
 
 def runs(numbers: Iterable[SupportsIndex]) -> list[tuple[int, int]]:
     """Returns the first and last of each run in sorted numbers: `[0, 1, 2, 5]` becomes `[(0, 2), (5, 5)]`."""
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for number in map(int, numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
+        if pairs and number == pairs[-1][1] + 1:
+            pairs[-1] = pairs[-1][0], number
         else:
-            found.append((number, number))
-    return found
+            pairs.append((number, number))
+    return pairs
 
 
 def ranges(numbers: Iterable[SupportsIndex]) -> list[str]:

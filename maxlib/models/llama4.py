@@ -129,7 +129,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     )
 
 
-class Llama4(nn.vision.VisionDecoder):
+class Llama4(nn.Decoder):
     """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
     (iRoPE).
 
@@ -145,6 +145,17 @@ class Llama4(nn.vision.VisionDecoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
         self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.ImageInput(
+                self.tower, self.projector, token=sees.image_token, num_tokens=sees.num_tokens
+            )
+        }
 
 
 def _read_kinds(hf: HFConfig, c: Any) -> tuple[Kind, ...] | None:

@@ -53,7 +53,7 @@ class Config:
 
 
 class Block(nn.Layer):
-    """Gated DeltaNet with norms before the branches, or OLMo 3's layer, with norms behind them and on all heads."""
+    """Gated DeltaNet with norms before the branches, or OLMo 3's layer, whose norms follow them and span all heads."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None

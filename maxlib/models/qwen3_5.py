@@ -135,7 +135,7 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
-class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
+class Qwen35(nn.Decoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -152,6 +152,21 @@ class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
         self.mtp = nnx.List(
             [nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, plus_one=True, rngs=rngs) for block in blocks]
         )
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                mrope=True,
+            )
+        }
 
 
 def _by_interval(hf: HFConfig, c: Any) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
-class Qwen3Next(nn.mtp.MTPDecoder):
+class Qwen3Next(nn.Decoder):
     """Qwen3-Next: every fourth layer caches keys and values, the others a state of fixed size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

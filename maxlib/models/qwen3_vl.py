@@ -106,7 +106,7 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
-class Qwen3VL(nn.vision.NativeVisionDecoder):
+class Qwen3VL(nn.Decoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -119,6 +119,20 @@ class Qwen3VL(nn.vision.NativeVisionDecoder):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads."""
+        sees = self.cfg.vision
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                mrope=True,
+            )
+        }
 
 
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"

@@ -171,7 +171,10 @@ def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any
     sums = jax.device_get(_sums(model, quantized, tokens, dtype))
     count = tokens.shape[0] * tokens.shape[1]
     targets = tokens.shape[0] * (tokens.shape[1] - 1)
-    perplexity = lambda nll: float(np.exp(nll / targets))
+
+    def perplexity(nll):
+        return float(np.exp(nll / targets))
+
     return Errors(
         perplexity(sums["nll"]),
         perplexity(sums["quantized_nll"]),
@@ -185,16 +188,19 @@ def _sums(model, quantized, tokens, dtype):
     """Sums the errors of both models over all tokens."""
 
     def row(models, tokens):
-        one, other = (m.logits(m(tokens[None], dtype=dtype).hidden)[0].astype(jnp.float32) for m in models)
-        p, q = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
-        nll = lambda logp: -jnp.take_along_axis(logp[:-1], tokens[1:, None], axis=-1).sum()
+        full, low = (m.logits(m(tokens[None], dtype=dtype).hidden)[0].astype(jnp.float32) for m in models)
+        p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(low)
+
+        def nll(logp):
+            return -jnp.take_along_axis(logp[:-1], tokens[1:, None], axis=-1).sum()
+
         return {
             "nll": nll(p),
             "quantized_nll": nll(q),
-            "difference": jnp.sum((one - other) ** 2),
-            "spread": jnp.sum((one - one.mean(axis=-1, keepdims=True)) ** 2),
+            "difference": jnp.sum((full - low) ** 2),
+            "spread": jnp.sum((full - full.mean(axis=-1, keepdims=True)) ** 2),
             "divergence": jnp.sum(jnp.exp(p) * (p - q)),
-            "agreement": jnp.sum(one.argmax(axis=-1) == other.argmax(axis=-1)),
+            "agreement": jnp.sum(full.argmax(axis=-1) == low.argmax(axis=-1)),
         }
 
     run = jax.jit(lambda models, tokens: jax.tree.map(jnp.sum, jax.lax.map(lambda t: row(models, t), tokens)))

@@ -125,15 +125,15 @@ class TestGemma4Images(ImageConformance):
 
     def test_sound_and_images_beyond_the_positions_are_refused(self, made):
         case, _, model = made("images_shared_clipped")
-        rows = case["tokens"].copy()
+        rows, images = case["tokens"].copy(), parity.images(case)
         rows[1, 20] = AUDIO
         with pytest.raises(ValueError, match="1 audio placeholders, but this Gemma4 does not hear"):
-            model.check_audio(rows, None)
-        with pytest.raises(ValueError, match="does not hear .*: call it without audio"):
-            model.check_audio(rows, nn.audio.clips([np.zeros((4, 8))]))
+            model.check_inputs(rows, images=images)
+        with pytest.raises(ValueError, match="reads text and images only: call it without audio"):
+            model.check_inputs(rows, images=images, audio=nn.audio.pad_clips([np.zeros((4, 8))]))
         wide = nn.vision.Patches(np.zeros((16, 48), np.float32), np.array([[1, 2, 8]]))
         with pytest.raises(ValueError, match="at most 7 rows and columns of patches"):
-            model.check_images(np.array([[IMAGE] * 4]), wide)
+            model.check_inputs(np.array([[IMAGE] * 4]), images=wide)
 
     @pytest.mark.full
     def test_text_of_a_seeing_checkpoint_is_read_alone(self, made, tmp_path):
@@ -143,7 +143,7 @@ class TestGemma4Images(ImageConformance):
         assert blind.tower is None
         assert_close(parity.logits(blind, rows), parity.logits(model, rows), CLOSE)
         with pytest.raises(ValueError, match="reads text only"):
-            blind.check_images(rows, parity.images(case))
+            blind.check_inputs(rows, images=parity.images(case))
 
     @pytest.mark.full
     def test_greedy_text_is_that_of_transformers(self, name, made, tmp_path):
@@ -237,14 +237,14 @@ def test_patches_of_a_processor_are_put_in_squares():
     pixels, grid = SEE.cut(image)
     given = parity.by_position(nn.vision.Patches(pixels, grid), SEE.merge)
     shuffled = np.random.RandomState(4).permutation(given[0].shape[1])
-    got = nn.vision.patches_by_position(given[0][:, shuffled], given[1][:, shuffled], merge=3)
+    got = nn.vision.pad_patches_by_position(given[0][:, shuffled], given[1][:, shuffled], merge=3)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_array_equal(got.pixels[: len(pixels)], pixels)
     with pytest.raises(ValueError, match="must be multiples of 12, got 24 x 34"):
         SEE.cut(image[:, :, :34])
     for bad in (given[1] + (given[1] == 2), given[1][:, :, :1], given[1] - 1):
         with pytest.raises(ValueError, match=r"must fill a grid whose sides are multiples of 3|`images patches 2`"):
-            nn.vision.patches_by_position(given[0], bad, merge=3)
+            nn.vision.pad_patches_by_position(given[0], bad, merge=3)
 
 
 def test_patches_are_those_of_the_processors():
@@ -255,7 +255,7 @@ def test_patches_are_those_of_the_processors():
     make = module.Gemma4ImageProcessorPil(do_resize=False)
     found = make(images=[image], return_tensors="np")
     sees = gemma4.PRESETS["gemma4-31b"].vision
-    got = nn.vision.patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
+    got = nn.vision.pad_patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
     pixels, grid = sees.cut(image.astype(np.float32) / 255)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)
@@ -269,7 +269,7 @@ def test_joined_patches_are_those_of_the_processor():
     image = np.random.RandomState(4).randint(0, 256, (3, 96, 144)).astype(np.uint8)
     found = module.Gemma4UnifiedImageProcessor(do_resize=False)(images=[torch.from_numpy(image)], return_tensors="np")
     sees = gemma4.PRESETS["gemma4-12b"].vision
-    got = nn.vision.patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
+    got = nn.vision.pad_patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
     pixels, grid = sees.cut(image.astype(np.float32) / 255)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)
@@ -293,7 +293,7 @@ def test_frames_of_a_video_are_images(tmp_path):
             num_frames_per_video=torch.tensor([2]),
             mm_token_type_ids=2 * (torch.from_numpy(ids) == VIDEO).int(),
         ).logits.numpy()
-    got = parity.logits(maxlib.from_pretrained(path), ids, nn.vision.patches(frames.pixels, frames.grids))
+    got = parity.logits(maxlib.from_pretrained(path), ids, nn.vision.pad_patches(frames.pixels, frames.grids))
     assert_close(got, want, 1e-4)
 
 

@@ -272,7 +272,7 @@ def test_text_of_a_model_that_sees_is_read_alone(renamed, tmp_path):
         for name, value in nn.variables(model).items():
             np.testing.assert_array_equal(value.get_value(), want[name].get_value())
     with pytest.raises(ValueError, match="reads text only"):
-        text.check_images(case["tokens"], parity.images(case))
+        text.check_inputs(case["tokens"], images=parity.images(case))
     # Its export is a text model.
     maxlib.save_pretrained(text, tmp_path / "text")
     config = json.loads((tmp_path / "text" / "config.json").read_text())

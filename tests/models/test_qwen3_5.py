@@ -194,7 +194,7 @@ def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
     blind = maxlib.from_pretrained(tmp_path / "text")
     assert blind.tower is None and whole.tower is not None
     with pytest.raises(ValueError, match="reads text only"):
-        blind.check_images(case["tokens"], parity.images(case))
+        blind.check_inputs(case["tokens"], images=parity.images(case))
     for name, value in maxlib.nn.variables(blind).items():
         np.testing.assert_array_equal(maxlib.nn.variables(whole)[name].get_value(), value.get_value())
 

@@ -135,7 +135,7 @@ def test_frames_of_a_video_are_images(tmp_path):
             video_grid_thw=torch.tensor([[2, 2, 4]]),
             mm_token_type_ids=2 * (torch.from_numpy(ids) == VIDEO).int(),
         ).logits.numpy()
-    got = parity.logits(maxlib.from_pretrained(path), ids, maxlib.nn.vision.patches(pixels, [[2, 2, 4]]))
+    got = parity.logits(maxlib.from_pretrained(path), ids, maxlib.nn.vision.pad_patches(pixels, [[2, 2, 4]]))
     assert np.abs(got - want).max() < 1e-4 * want.std()
 
 

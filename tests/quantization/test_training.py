@@ -149,11 +149,15 @@ def test_parameters_keep_their_paths_and_full_precision_comes_back():
 
 def test_first_and_last_layers_stay_high_and_the_others_are_scanned():
     m = jax.eval_shape(lambda: tiny.llama(num_layers=8))
-    q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, -1), quant.Rule(quant.TRAINING["int8"])]), m)
+    q = jax.eval_shape(
+        lambda m: quant.for_training(m, [quant.Rule(None, layers=(0, -1)), quant.Rule(quant.TRAINING["int8"])]), m
+    )
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == [False] + 6 * [True] + [False]
     assert q.layers.grouping == ((1, 1), (1, 6), (1, 1))
-    q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, 1, 2), quant.Rule(quant.TRAINING["int8"])]), m)
+    q = jax.eval_shape(
+        lambda m: quant.for_training(m, [quant.Rule(None, layers=(0, 1, 2)), quant.Rule(quant.TRAINING["int8"])]), m
+    )
     assert q.layers.grouping == ((1, 3), (1, 5)) and q.layers.staged == 1
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == 3 * [False] + 5 * [True]
@@ -177,8 +181,8 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
             [quant.Rule(FP8, "layers.mlp.*"), quant.Rule(FP8, "layers.mpl.*")],
             r"match no matmul, .*: Rule\(match='layers.mpl.*layers.attn.q",
         ),
-        ([quant.Rule(FP8), quant.high(0)], "or only matmuls of earlier rules"),
-        ([quant.high(0, 1, 7)], r"names the layers \[7\], but the largest stack has 2"),
+        ([quant.Rule(FP8), quant.Rule(None, layers=(0,))], "or only matmuls of earlier rules"),
+        ([quant.Rule(None, layers=(0, 1, 7))], r"names the layers \[7\], but the largest stack has 2"),
         (quant.Format("int4", group=32), "training rounds activations too"),
         ([quant.Rule(FP8, kinds=("embedding",))], "embed: embeddings and heads"),
     ],
@@ -216,7 +220,9 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
     with pytest.warns(UserWarning, match=r"layer types are unknown: \['other.kernel'\]"):
         found = low("int8")
     assert found.unquantized == ("other.kernel",) and "in full precision: other.kernel" in found.summary
-    assert low([quant.high(match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).unquantized == ("other.kernel",)
+    assert low([quant.Rule(None, match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).unquantized == (
+        "other.kernel",
+    )
     with pytest.raises(ValueError, match="other.kernel.* do not belong to layers that can be quantized"):
         low([quant.Rule(FP8, kinds=("dense", "unknown"))])
 

@@ -1,10 +1,13 @@
-"""Clips of sound: frames, padded to a common length, and the places of their vectors among tokens.
+"""Models that hear: sound as an input of a decoder, and clips of sound as padded frames.
+
+The encoder of a family is next to its model, in `maxlib/models/_gemma4_conformer.py`.
 
 Shapes: R rows of clips, C clips per row, F frames per clip with padding, M numbers in a frame, S vectors per clip with
 padding, B rows of T tokens, D width.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree
+from maxlib.nn.remat import Policy
 from maxlib.nn.vision._patches import bucket, placeholder_index
 
 
@@ -24,7 +28,7 @@ class Clips:
 
     Rows belong to rows of tokens: row `r` of `R` holds the clips of the `r`-th of `R` equal parts of the batch, in the
     order of their placeholders. Without a row axis there is one row, with the clips of the whole batch. To split a
-    batch over devices or microbatches, use one row per row of tokens. `clips` makes this from a processor's arrays.
+    batch over devices or microbatches, use one row per row of tokens. `pad_clips` makes this from a processor's arrays.
 
     Args:
         frames: `R C F M` or `C F M`, bands of a log-mel spectrogram, or samples. Padding is last.
@@ -45,7 +49,7 @@ class Clips:
         return [clip[:size] for clip, size in zip(self.frames, self.lengths, strict=True)]
 
 
-def clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = None) -> Clips:
+def pad_clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = None) -> Clips:
     """Converts a processor's arrays to `Clips`, padded so that similar batches use the same compiled program.
 
     The number of frames is rounded up by less than a quarter, the number of clips to a power of two.
@@ -76,19 +80,87 @@ def clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = None)
     # Powers of two of clips, and frames by bucket: batches of similar sound share a program.
     shape = 1 << (max(1, *counts) - 1).bit_length(), bucket(max(map(len, found)))
     first = np.cumsum([0, *counts])
-    rows = [padded_clips(found[a:b], *shape, found[0].shape[1]) for a, b in itertools.pairwise(first)]
+    rows = [stack_clips(found[a:b], *shape, found[0].shape[1]) for a, b in itertools.pairwise(first)]
     if len(rows) == 1:
         return rows[0]
     # R rows of [C, F, M] -> [R, C, F, M]
     return Clips(np.stack([row.frames for row in rows]), np.stack([row.lengths for row in rows]))
 
 
-def padded_clips(found: Sequence[np.ndarray], count: int, length: int, width: int) -> Clips:
+def stack_clips(found: Sequence[np.ndarray], count: int, length: int, width: int) -> Clips:
     """Returns a row of `count` clips of `length` frames, of which `found` are the first."""
     frames, lengths = np.zeros((count, length, width), np.float32), np.zeros(count, np.int32)
     for i, clip in enumerate(found):
         frames[i, : len(clip)], lengths[i] = clip, len(clip)
     return Clips(frames, lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class AudioInput:
+    """Sound at placeholder tokens (`nn.Decoder.inputs`), as `Clips`.
+
+    A vector of a clip takes one position, like text, and attends to what is before it.
+
+    Args:
+        tower: Encoder of sound, `tower(clips, dtype=, remat=) -> R C S D`: vectors of each clip, followed by padding.
+        token: Id of the placeholder.
+        frame_dim: Numbers in a frame.
+        num_tokens: Maps numbers of frames of clips to numbers of vectors.
+    """
+
+    tower: Callable[..., Float[Array, "R C S D"]]
+    token: int
+    frame_dim: int
+    num_tokens: Callable[[Any], Any]
+    moves_positions: bool = dataclasses.field(default=False, init=False)
+
+    def is_placeholder(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
+        """Returns True for placeholders of sound."""
+        return tokens == self.token
+
+    def check(self, tokens: Int[Any, "B T"], value: Any) -> None:
+        """Raises ValueError unless frames, lengths and placeholders match; inside jit only shapes are checked."""
+        if value is None:
+            check_no_audio(self.is_placeholder(tokens), "no audio was given")
+        elif not isinstance(value, Clips):
+            raise ValueError(
+                f"audio must be nn.audio.Clips (frames and lengths), got {type(value).__name__}; make them with "
+                "nn.audio.pad_clips(input_features, input_features_mask), or with a data.AudioProcessor"
+            )
+        else:
+            check_clips(self.is_placeholder(tokens), value, self.frame_dim, self.num_tokens)
+
+    def embed(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        value: Any,
+        *,
+        valid: Bool[Array, "B T"] | None,
+        dtype: Any,
+        remat: Policy,
+        **_: Any,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Puts the vectors of clips in place of their placeholders (`nn.Decoder`)."""
+        audio, is_audio = value.in_rows, self.is_placeholder(tokens)
+        # Padding may have any id, also that of a placeholder.
+        is_audio = is_audio if valid is None else is_audio & valid
+        vectors = self.tower(audio, dtype=dtype, remat=remat).astype(x.dtype)
+        # [R, C] frames -> [R, C] vectors; the tower makes as many of padding too, which are not taken.
+        counts = self.num_tokens(jnp.asarray(audio.lengths))
+        return jnp.where(is_audio[:, :, None], take_clips(is_audio, vectors, counts), x), {}
+
+
+def check_no_audio(is_audio: Bool[Any, "B T"], reason: str) -> None:
+    """Raises ValueError if there are placeholders of sound; does nothing inside jit.
+
+    Args:
+        is_audio: True for placeholders.
+        reason: Why there can be none, for the message.
+    """
+    with contextlib.suppress(jax.errors.TracerArrayConversionError):
+        if count := int(np.asarray(is_audio).sum()):
+            raise ValueError(f"the tokens have {count} audio placeholders, but {reason}")
 
 
 def take_clips(
