@@ -45,7 +45,7 @@ class Config:
     mamba_in: float = 1.0
     mamba_out: float = 1.0
     mamba_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # on gate, x, b, c and dt
-    mlp_factors: tuple[float, ...] = (1.0,) * 2  # on the gate and on the output
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate and on the output
     norm_eps: float = 1e-5
     tied: bool = False
     attention_bias: bool = False

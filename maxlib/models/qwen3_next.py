@@ -1,7 +1,4 @@
-"""Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts.
-
-The multi-token prediction module is loaded only with `num_mtp=1`.
-"""
+"""Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +44,7 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-    num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`)
+    num_mtp: int = 0  # 1: the multi-token prediction module (`predict_ahead`) is loaded
 
     def __post_init__(self):
         _check(self)
