@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib._utils.ranges import ranges
 from maxlib.nn._linear import Einsum
-from maxlib.nn._summary import scaled
+from maxlib.nn.describe import scaled
 from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters

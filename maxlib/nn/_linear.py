@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlib._xla_workarounds import for_each_token, gradient_as_stored
 from maxlib.hardware import current_device
 from maxlib.nn._initial_values import Init, normal, truncated_normal
-from maxlib.nn._merged_einsum import merged_einsum
-from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
+from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul, merged_einsum
 from maxlib.sharding import IfFree, constrain, current
 from maxlib.sharding.layers import check_axes, gather_once
 

@@ -273,8 +273,8 @@ class Decoder(nnx.Module):
         """Returns the first module; raises ValueError if there is none."""
         if not len(self.mtp):
             raise ValueError(
-                f"this {type(self).__name__} has no MTP module to draft with: load it with num_mtp=1 if its family has "
-                "them, or pass a drafter"
+                f"this {type(self).__name__} does not draft: it has no MTP module; load it with num_mtp=1 if its family has "
+                "them, or pass drafter=, a model that drafts for it"
             )
         return self.mtp[0]
 
