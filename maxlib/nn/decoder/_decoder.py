@@ -164,8 +164,8 @@ class Decoder(nnx.Module):
         arguments = rows | self.ids_for_layers(tokens)
         for name, reader in self.inputs.items():
             if (value := inputs.get(name)) is not None:
-                x, more = reader.embed(x, tokens, value, **rows, cache=cache, dtype=dtype, remat=remat)
-                arguments |= more
+                x, changes = reader.embed(x, tokens, value, **rows, cache=cache, dtype=dtype, remat=remat)
+                arguments |= changes
             elif cache is None:
                 # Inside jit no error can be raised: NaN, so that a loss does not learn from them.
                 x = jnp.where(reader.is_placeholder(tokens)[:, :, None], jnp.nan, x)
