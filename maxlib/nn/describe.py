@@ -92,7 +92,7 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
-    return tuple(sorted({_cache_kind(one) for one in layer_caches(cache.layers)}))
+    return tuple(sorted({_cache_kind(layer_cache) for layer_cache in layer_caches(cache.layers)}))
 
 
 def _cache_kind(cache: Any) -> str:
@@ -103,7 +103,7 @@ def _cache_kind(cache: Any) -> str:
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
     """Lists all modules of a type."""
-    return [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, kind)]
+    return [module for model in models for _, module in nnx.iter_modules(model) if isinstance(module, kind)]
 
 
 def _stacks(model: Any) -> list[Stack]:
@@ -113,7 +113,7 @@ def _stacks(model: Any) -> list[Stack]:
 
 def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
     """Lists attributes of layers that have the type `kind`, such as masks."""
-    return [value for part in _all(nnx.Module, *stacks) for value in vars(part).values() if isinstance(value, kind)]
+    return [value for module in _all(nnx.Module, *stacks) for value in vars(module).values() if isinstance(value, kind)]
 
 
 def _positions(model: Any) -> Iterator[str]:
@@ -135,15 +135,15 @@ def _positions(model: Any) -> Iterator[str]:
 
 def _attention(stacks: list[Stack]) -> Iterator[str]:
     """Yields labels of masks, then those of the mixers."""
-    masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
+    masks = [inner for mask in _static(Mask, stacks) for inner in _parts(mask)]
     if any(isinstance(mask, SlidingWindow) for mask in masks):
         yield "sliding window"
     if any(isinstance(mask, Chunked) for mask in masks):
         yield "chunked attention"
     # First the usual words in the order of the tables, then the others in the order of the layers.
-    found = _mixer_features(stacks)
-    yield from (word for word in _ATTENTION_WORDS if word in found)
-    yield from (word for word in found if word not in (*_POSITION_WORDS, *_ATTENTION_WORDS))
+    labels = _mixer_features(stacks)
+    yield from (word for word in _ATTENTION_WORDS if word in labels)
+    yield from (word for word in labels if word not in (*_POSITION_WORDS, *_ATTENTION_WORDS))
 
 
 def _mixer_features(stacks: list[Stack]) -> list[str]:
@@ -166,9 +166,9 @@ def _biases(stacks: list[Stack]) -> list[str]:
     return [f"biases on {' '.join(sorted(owners, key=_place))}"] if owners else []
 
 
-def _place(part: str) -> tuple[int, str]:
+def _place(name: str) -> tuple[int, str]:
     """Returns a sort key: the order in which a layer uses its parts."""
-    return (_PARTS.index(part) if part in _PARTS else len(_PARTS)), part
+    return (_PARTS.index(name) if name in _PARTS else len(_PARTS)), name
 
 
 def _experts(stacks: list[Stack]) -> Iterator[str]:

@@ -181,12 +181,12 @@ class LowRank(nnx.Module):
 
     def _free_matrix(self, w: Any) -> Float[Array, "..."]:
         """Returns `w + scale * b @ a` in float32."""
-        whole = self.inner.matrix(w) if isinstance(self.inner, LowRank) else w[...].astype(jnp.float32)
-        of_w = string.ascii_uppercase[: whole.ndim]
+        weight = self.inner.matrix(w) if isinstance(self.inner, LowRank) else w[...].astype(jnp.float32)
+        of_w = string.ascii_uppercase[: weight.ndim]
         of_a, of_b, _ = self._letters(of_w)
         a, b = self.a[...].astype(jnp.float32), self.b[...].astype(jnp.float32)
         precision = jax.lax.Precision.HIGHEST
-        return whole + self.scale * jnp.einsum(f"{of_b},{of_a}->{of_w}", b, a, precision=precision)
+        return weight + self.scale * jnp.einsum(f"{of_b},{of_a}->{of_w}", b, a, precision=precision)
 
     def _letters(self, of_w: str) -> tuple[str, str, str]:
         """Returns the letters of `a`, of `b` and of the gains, given those of the weight; `r` is the rank."""

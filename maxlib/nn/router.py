@@ -246,8 +246,11 @@ def _logits(gate: Einsum, x):
 
 def _choose(preference, top_k: int, groups: GroupLimit | None = None):
     """Returns the ids of the `top_k` experts with the highest preference, `*B X`."""
+
     # Without the shard_map, XLA gathers the scores of all devices for a `top_k`.
-    run = lambda scores: jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
+    def run(scores: Array) -> Array:
+        return jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
+
     names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
     # Ids have no gradient; the router is trained through the weights.
     return shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
@@ -325,18 +328,18 @@ def expert_bias_paths(model: Any) -> list[str]:
     Args:
         model: A model or a layer.
     """
-    found = []
-    is_node = lambda x: isinstance(x, Stack | ExpertBias)
-    for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_node):
+    paths = []
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, Stack | ExpertBias))
+    for path, node in nodes:
         if isinstance(node, ExpertBias):
-            found.append(dotted(path))
+            paths.append(dotted(path))
         elif isinstance(node, Stack):
             for i in range(len(node)):
                 place, _ = node.where(i)
                 _, group, slot = place.split(".")
                 inner = expert_bias_paths(node.groups[int(group)][int(slot)])
-                found += [".".join(filter(None, (dotted(path), place, one))) for one in inner]
-    return found
+                paths += [".".join(filter(None, (dotted(path), place, inner_path))) for inner_path in inner]
+    return paths
 
 
 @dataclasses.dataclass(frozen=True)
