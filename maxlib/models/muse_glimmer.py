@@ -115,7 +115,6 @@ class MuseGlimmer(nn.Decoder):
                 "from_pretrained(..., tower=None)"
             )
         self.cfg, self.softcap = cfg, cfg.final_softcap
-        self.masks, self.ropes = tuple(dict.fromkeys(mask for mask, _ in cfg.kinds)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

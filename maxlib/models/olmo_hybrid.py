@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
@@ -118,7 +118,6 @@ class OLMoHybrid(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), () if cfg.rope is None else (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         blocks = [FullBlock if kind == FULL else LinearBlock for kind in cfg.types]
         self.layers = nn.Stack(lambda block, rngs: block(cfg, rngs=rngs), blocks, rngs=rngs)

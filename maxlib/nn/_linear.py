@@ -93,9 +93,10 @@ class Einsum(nnx.Module):
         self.spec, self.gather_once = spec, gather_once
         self.matmul: Matmul = PlainMatmul()
         self.w = nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
-        self.b = None
         if bias:
             self.b = nnx.Param(jnp.zeros([shape[d] for d in outputs]), axes=tuple(axes[d] for d in outputs))
+        else:
+            self.b = None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the projection of `x`, in the dtype of `x`."""

@@ -282,4 +282,6 @@ def _loss(program: Program, rows: int) -> float:
     logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
     gradient = 4 + (weight or 4) if job.lora is None else 0
-    return (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.gathered else 0)
+    return (
+        (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.gathered else 0)
+    )

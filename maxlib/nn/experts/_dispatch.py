@@ -135,8 +135,8 @@ def _in_tiles(order, counts, tile: int):
     return source, jnp.zeros_like(order).at[order].set(row, unique_indices=True), in_tiles
 
 
-def rounded(counts: Int[Array, "..."], tile: int) -> Int[Array, "..."]:
-    """Rounds counts up to multiples of `tile`."""
+def rounded(counts: Any, tile: int) -> Any:
+    """Rounds a number or an array of counts up to multiples of `tile`."""
     return -(-counts // tile) * tile
 
 

@@ -118,8 +118,9 @@ class MoE(nnx.Module):
         self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts) if gated else None
         self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
         self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
-        self.enter, self.leave = None, None
-        if latent_dim is not None:
+        if latent_dim is None:
+            self.enter, self.leave = None, None
+        else:
             self.enter = Einsum("...D,LD->...L", (width, dim), ("rank", "embed"), rngs=rngs)
             self.leave = Einsum("...L,DL->...D", (dim, width), ("embed", "rank"), rngs=rngs)
         self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
