@@ -91,7 +91,6 @@ class Hybrid(nn.Decoder):
         attends = [attention and i % 2 == 1 for i in range(num_layers)]
         self.layers = nn.Stack(lambda attends, rngs: Block(attends=attends, rngs=rngs), attends, rngs=rngs)
         self.norm = nn.RMSNorm(DIM)
-        self.masks = (ops.Causal(),)
 
 
 def hybrid(**changes: Any) -> Hybrid:

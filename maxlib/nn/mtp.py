@@ -162,19 +162,22 @@ def predict_ahead(
     # This context only gives the bounds of documents; each module gets its own.
     documents = context(*tokens.shape, segment_ids=segment_ids, valid=valid)
     positions = documents.positions if positions is None else positions
-    found = []
+    outputs = []
     for depth, module in enumerate(modules, start=1):
         # Token i + depth must exist in the same document.
         known = documents.index + depth < documents.stop
         ids = jnp.where(known, documents.start + 1, 0)  # the last tokens of a document become padding
         ctx = context(*tokens.shape, positions=positions, segment_ids=ids, masks=masks, ropes=ropes)
-        run = lambda module, hidden, embedded, ctx=ctx: module(hidden, embedded, ctx)
+
+        def run(module: MTP, hidden: Array, embedded: Array, ctx: Context = ctx) -> Any:
+            return module(hidden, embedded, ctx)
+
         if remat is not None:
             run = jax.checkpoint(run, policy=remat_policy(remat))
         # Module k gets token i + k at position i.
         hidden, _, aux = run(module, hidden, embed(shift_left(tokens, depth, fill=0), dtype=hidden.dtype))
-        found.append(MTPOutput(hidden, known, aux))
-    return found
+        outputs.append(MTPOutput(hidden, known, aux))
+    return outputs
 
 
 def shift_left(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:

@@ -144,7 +144,7 @@ def test_dispatch_and_its_gradient_are_gathers(make):
     plan = jax.jit(make, static_argnums=2)(np.array([[0, 1], [1, 2], [2, 1], [1, 0]]), np.ones(4, bool), 3)
     there_and_back = lambda x: dispatch.combine(dispatch.spread(x, plan), plan)
     pulled = lambda d: jax.vjp(there_and_back, d)[1](d)[0]
-    x, kept = np.ones((4, 5), np.float32), plan.kept.sum(axis=1)[:, None]
+    x, kept = np.ones((4, 5), np.float32), plan.computed.sum(axis=1)[:, None]
     np.testing.assert_array_equal(jax.jit(there_and_back)(x), x * kept)
     np.testing.assert_array_equal(jax.jit(pulled)(x), x * kept)
     assert "scatter" not in str(jax.make_jaxpr(pulled)(x))

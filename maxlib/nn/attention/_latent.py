@@ -22,13 +22,13 @@ from maxlib.ops import Causal, Mask, Rope, apply_rope
 from maxlib.sharding import constrain
 
 
-def _shared_dim(rope: Rope | None, given: int | None) -> int:
+def _shared_dim(rope: Rope | None, shared_dim: int | None) -> int:
     """Returns the size of the part of keys that heads share."""
-    size = rope.dim if given is None and rope is not None else given
+    size = rope.dim if shared_dim is None and rope is not None else shared_dim
     if not size or (rope is not None and size != rope.dim):
         raise ValueError(
             f"MLA needs rope=, or without one shared_dim=, the size of the part of keys that heads share; with both, "
-            f"shared_dim must be rope.dim. Got rope={rope} and shared_dim={given}"
+            f"shared_dim must be rope.dim. Got rope={rope} and shared_dim={shared_dim}"
         )
     return size
 

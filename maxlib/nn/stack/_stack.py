@@ -24,7 +24,7 @@ from maxlib.nn.stack._storage import (
     with_layer_axis,
     without_layer_axis,
 )
-from maxlib.nn.tree import StackedLayers
+from maxlib.nn.tree import StackedLayers, is_stack
 from maxlib.sharding.layers import LAYERS, UNSTAGED_LAYERS
 from maxlib.sharding.memory import to_device
 from maxlib.sharding.pipelining import pipelined as run_pipeline
@@ -347,8 +347,7 @@ class Stack(StackedLayers):
 
 def unstack(model: Any) -> Any:
     """Returns `model` with all layers of all its stacks stored one by one."""
-    is_stack = lambda x: isinstance(x, Stack)
-    return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
+    return jax.tree.map(lambda x: x.unstacked() if isinstance(x, Stack) else x, model, is_leaf=is_stack)
 
 
 def _run_stages(slots: nnx.List, x: Any, ctx: Any, remat: Policy) -> tuple[Any, list[Aux]]:
@@ -402,9 +401,9 @@ def _read_only(layer: Layer, number: int) -> Layer:
         number: The layer's index in its stack, for the message.
     """
     taken = _Taken(number)
-    for _, part in nnx.iter_graph(layer):
-        if isinstance(part, nnx.Variable):
-            object.__setattr__(part, "_trace_state", taken)
-        elif isinstance(part, nnx.Pytree):
-            object.__setattr__(part._pytree__state, "_trace_state", taken)
+    for _, node in nnx.iter_graph(layer):
+        if isinstance(node, nnx.Variable):
+            object.__setattr__(node, "_trace_state", taken)
+        elif isinstance(node, nnx.Pytree):
+            object.__setattr__(node._pytree__state, "_trace_state", taken)
     return layer
