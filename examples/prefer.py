@@ -103,9 +103,9 @@ def arguments() -> argparse.Namespace:
         "--loss",
         metavar="NAME",
         type=str,
-        choices=KINDS,
+        choices=LOSSES,
         default="dpo",
-        help=f"one of {', '.join(KINDS)} (%(default)s)",
+        help=f"one of {', '.join(LOSSES)} (%(default)s)",
     )
     add(
         "--beta",

@@ -7,7 +7,7 @@ policy to the one that sampled, m the mask of completion tokens.
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Union, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -291,7 +291,7 @@ class PolicyLoss(ReferencedLoss):
             raise ValueError("a correction needs batch['sampler_log_probs'], which the sampler reported")
         segment_ids, mask = batch.get("segment_ids"), ops.is_learned(batch["targets"])
         scored = score(model, hidden, batch["targets"], temperature=self.temperature, entropy=True)
-        losses, metrics = self._token_losses(scored.log_prob, scored.entropy, batch, mask)
+        losses, metrics = self._token_losses(scored.log_prob, cast(Tokens, scored.entropy), batch, mask)
         weights, count = mean_weights(mask, segment_ids, by=self.mean)
         # Metrics are means whose weights sum to the count, unlike the weights of a fixed length.
         even = mean_weights(mask, segment_ids)[0] if isinstance(self.mean, FixedLengthMean) else weights
