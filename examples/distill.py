@@ -25,7 +25,7 @@ def main() -> None:
     teacher = maxlib.from_pretrained(args.model, dtype=DTYPE, layout=layout)
     cfg = dataclasses.replace(teacher.cfg, num_layers=args.layers)
     make = lambda: type(teacher)(cfg, rngs=nnx.Rngs(0))
-    student = jax.jit(make)() if layout is None else sharding.create(make, layout)
+    student = jax.jit(make)() if layout is None else sharding.init_sharded(make, layout)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=max(args.steps // 10, 1))
     train, held_out = loaders(args)
     trainer = training.Trainer(

@@ -192,7 +192,7 @@ def show_answer(model, tokenizer: Tokenizer, held_out, args) -> None:
     prompt = chat["tokens"][: (chat["targets"] >= 0).argmax() + 1].tolist()
     images = chat.get("images")
     print(f"\nA held-out chat: {tokenizer.decode(prompt)}\nThe model's answer: ", end="")
-    seen = {} if images is None else {"images": nn.vision.patches(images.pixels, images.grids)}
+    seen = {} if images is None else {"images": nn.vision.pad_patches(images.pixels, images.grids)}
     write(model, tokenizer, prompt, args, **seen)
 
 

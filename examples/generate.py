@@ -129,7 +129,7 @@ def with_image(directory: Path, model: Any, text: str, image: Path) -> tuple[lis
     )
     images = made["pixel_values"]
     if "image_grid_thw" in made:  # images of any size, cut into patches
-        images = nn.vision.patches(images, made["image_grid_thw"])
+        images = nn.vision.pad_patches(images, made["image_grid_thw"])
     elif "image_sizes" in made:  # images of any size, whole
         images = model.cfg.vision.patches(images, made["image_sizes"])
     return made["input_ids"][0].tolist(), images

@@ -103,7 +103,7 @@ def arguments() -> argparse.Namespace:
         "--loss",
         metavar="NAME",
         type=str,
-        choices=LOSSES,
+        choices=list(LOSSES),
         default="dpo",
         help=f"one of {', '.join(LOSSES)} (%(default)s)",
     )

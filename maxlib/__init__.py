@@ -5,10 +5,9 @@ The subpackages are `ops` (pure functions), `nn` (layers), `models`, `sharding`,
 `post_training` and `plan`. Importing `maxlib` imports none of them: each is imported when it is first named.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
-from maxlib._names import no_attribute
+from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
     from maxlib import adapters as adapters
@@ -33,37 +32,4 @@ if TYPE_CHECKING:
     from maxlib.weights import save_pretrained as save_pretrained
 
 __version__ = "0.1.0.dev0"
-
-_SUBPACKAGES = (
-    "adapters",
-    "checkpoint",
-    "data",
-    "distributed",
-    "inference",
-    "models",
-    "nn",
-    "observability",
-    "ops",
-    "plan",
-    "post_training",
-    "quantization",
-    "sharding",
-    "tokenization",
-    "training",
-    "weights",
-)
-_FUNCTIONS = ("from_pretrained", "push_to_hub", "save_pretrained", "show_versions")
-
-
-def __getattr__(name: str):
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"maxlib.{name}")
-    if name == "show_versions":
-        return importlib.import_module("maxlib._command.doctor").show_versions
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module("maxlib.weights"), name)
-    raise no_attribute(__name__, name, _SUBPACKAGES + _FUNCTIONS)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_SUBPACKAGES, *_FUNCTIONS])
+__getattr__, __dir__ = lazy(__name__, __file__)

@@ -1,30 +1,37 @@
-"""Facades whose names are imported on first use."""
+"""Packages whose names are imported on first use."""
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from maxlib._names import no_attribute
 
 
-def lazy(package: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__getattr__` and `__dir__` of a package that imports its names when they are first used.
 
+    The names are those that the package imports under `if TYPE_CHECKING:`, where editors and type checkers read them.
+
+        __getattr__, __dir__ = lazy(__name__, __file__)
+
     Args:
-      package: the package's `__name__`.
-      modules: the names that each module below `package` defines. The empty name stands for submodules themselves.
+        package: The package's `__name__`.
+        file: Its `__file__`.
     """
-    home = {name: f"{package}.{module}" for module, names in modules.items() if module for name in names}
-    submodules = modules.get("", ())
+    blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
-        if name in submodules:
-            return importlib.import_module(f"{package}.{name}")
-        if name not in home:
+        if name not in homes:
             raise no_attribute(package, name, listed())
-        return getattr(importlib.import_module(home[name]), name)
+        if homes[name] == package:
+            return importlib.import_module(f"{package}.{name}")
+        return getattr(importlib.import_module(homes[name]), name)
 
     def listed() -> list[str]:
-        return sorted([*home, *submodules])
+        return sorted(homes)
 
     return get, listed

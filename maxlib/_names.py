@@ -30,5 +30,5 @@ def _closest(name: Any, known: Collection[str]) -> str | None:
     """Returns the closest of the `known` names, whatever their case; None if none is close."""
     import difflib  # only when there is an error: importing maxlib stays quick
 
-    names = {one.lower(): one for one in known}
-    return next((names[one] for one in difflib.get_close_matches(str(name).lower(), names, n=1)), None)
+    names = {candidate.lower(): candidate for candidate in known}
+    return next((names[candidate] for candidate in difflib.get_close_matches(str(name).lower(), names, n=1)), None)

@@ -11,22 +11,22 @@ class Chip:
     """One jax device. Rates are per second; a link is counted in one direction.
 
     Attributes:
-      kind: name for people.
-      prefixes: prefixes of jax's `device_kind`; the chip with the longest matching prefix is used. For TPUs the first
-        is the whole name.
-      flops: dense bfloat16 FLOP/s (float32 on a CPU).
-      memory: bytes available to a program.
-      bandwidth: bytes of memory read or written.
-      links: bytes over one torus dimension, both ends together; for GPUs, over NVLink. 0 if there are none.
-      network: bytes over the slower network, between slices or hosts.
-      host: bytes over the link to the host.
-      dims: dimensions of the torus; 0 for GPUs.
-      cores: cores per chip, as counted in names such as v5p-128.
-      devices: jax devices per TPU chip.
-      group: number of GPUs connected by NVLink, or by PCIe without NVLink; unused for TPUs.
-      cache: bytes of the last cache before the memory.
-      fp8: dense FLOP/s of 8-bit floats; 0 without units for them.
-      int8: dense operations per second of 8-bit integers; 0 without units for them.
+        kind: Name for people.
+        prefixes: Prefixes of jax's `device_kind`; the chip with the longest matching prefix is used. For TPUs the first
+            is the whole name.
+        flops: Dense bfloat16 FLOP/s (float32 on a CPU).
+        memory: Bytes available to a program.
+        bandwidth: Bytes of memory read or written.
+        links: Bytes over one torus dimension, both ends together; for GPUs, over NVLink. 0 if there are none.
+        network: Bytes over the slower network, between slices or hosts.
+        host: Bytes over the link to the host.
+        dims: Dimensions of the torus; 0 for GPUs.
+        cores: Cores per chip, as counted in names such as v5p-128.
+        devices: JAX devices per TPU chip.
+        group: Number of GPUs connected by NVLink, or by PCIe without NVLink; unused for TPUs.
+        cache: Bytes of the last cache before the memory.
+        fp8: Dense FLOP/s of 8-bit floats; 0 without units for them.
+        int8: Dense operations per second of 8-bit integers; 0 without units for them.
     """
 
     kind: str
@@ -77,10 +77,10 @@ CHIPS = {
 
 def chip_of(device_kind: str) -> Chip | None:
     """Finds the chip of jax's `device_kind`; None if it is not in the table."""
-    found = [
+    matches = [
         (len(prefix), chip) for chip in CHIPS.values() for prefix in chip.prefixes if device_kind.startswith(prefix)
     ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 def is_hopper(device_kind: str) -> bool:
@@ -129,10 +129,10 @@ def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
     """Returns jax's platform and kind of a device that a caller names; the current device for None.
 
     Args:
-      device: "gpu", "tpu" or "cpu", and jax's `device_kind` or a usual short name, such as "H100" or "v6e".
+        device: "gpu", "tpu" or "cpu", and jax's `device_kind` or a usual short name, such as "H100" or "v6e".
 
     Raises:
-      ValueError: when there is no such device; the message lists the known kinds.
+        ValueError: when there is no such device; the message lists the known kinds.
     """
     if device is None:
         return current_device()
@@ -141,9 +141,10 @@ def explained_device(device: tuple[str, str] | None) -> tuple[str, str]:
         return device
     full = _full_kind(kind)
     if full is None or platform != _platform(full):
-        names = lambda of: ", ".join(
-            name for name, chip in CHIPS.items() if chip.prefixes and _platform(chip.kind) == of
-        )
+
+        def names(of):
+            return ", ".join(name for name, chip in CHIPS.items() if chip.prefixes and _platform(chip.kind) == of)
+
         raise ValueError(
             f"no device is known as {device!r}; known are gpu: {names('gpu')}; tpu: {names('tpu')}; cpu; and "
             "jax's device_kind of any of them and of other GPUs, such as 'NVIDIA GeForce RTX 4090'"

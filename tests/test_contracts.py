@@ -53,15 +53,15 @@ def test_the_callers_model_is_still_there(model, run):
 
 def test_it_saves_and_restores_in_another_layout(tmp_path, run):
     """Saved with scanned layers, continued with every layer on its own: the same run."""
-    from maxlib.checkpoint import Checkpointer, groupings
+    from maxlib.checkpoint import Checkpointer
 
     abstract = lambda unstacked: jax.eval_shape(lambda: Outside(unstacked=unstacked, rngs=nnx.Rngs(0)))
     model, other, (state, _) = abstract(False), abstract(True), run
-    with Checkpointer(tmp_path, groupings=groupings(model)) as saver:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as saver:
         saver.save(3, {"params": state.trainable, "opt": state.opt_state})
     optimizer = training.adamw(3e-2, mask=training.decay_mask(other))
     fresh = jax.eval_shape(lambda: training.make_state(Outside(unstacked=True, rngs=nnx.Rngs(0)), optimizer))
-    with Checkpointer(tmp_path, groupings=groupings(other)) as reader:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(other)) as reader:
         items = reader.restore(like={"params": fresh.trainable, "opt": fresh.opt_state})
     trainable = lambda model: [nn.partition(layer)[0] for layer in model.blocks]
     restored = trainable(nn.combine(jax.device_get(items["params"]), fresh.rest))
@@ -92,7 +92,7 @@ def test_it_trains_on_eight_devices(rules, run):
     rules = getattr(sharding, rules)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     layout = sharding.Layout(mesh, rules)
-    placed = sharding.create(lambda: Outside(rngs=nnx.Rngs(0)), layout)
+    placed = sharding.init_sharded(lambda: Outside(rngs=nnx.Rngs(0)), layout)
     with sharding.use(layout):
         state, got = trained(placed, batches(3))
     np.testing.assert_allclose(got, run[1][:3], rtol=2e-5)

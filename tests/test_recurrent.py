@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlib import inference, nn, plan, sharding
-from maxlib.checkpoint import Checkpointer, groupings
+from maxlib.checkpoint import Checkpointer
 from tests.counting import batch, trained
 from tests.nn.tiny import filled
 from tests.outside_recurrent import DIM, VOCAB, GatedRecurrence, Hybrid, hybrid
@@ -89,10 +89,10 @@ def test_it_trains_and_generates():
 def test_it_is_saved_and_restored_in_another_layout(tmp_path):
     model, other = filled(hybrid), filled(hybrid, seed=1)
     other.layers = other.layers.unstacked()
-    with Checkpointer(tmp_path, groupings=groupings(model)) as saver:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as saver:
         saver.save(2, {"params": nn.partition(model)[0]})
     fresh, rest = nn.partition(other)
-    with Checkpointer(tmp_path, groupings=groupings(other)) as reader:
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(other)) as reader:
         restored = nn.combine(reader.restore(like={"params": fresh})["params"], rest)
     ours, theirs = jax.device_get((restored, model))
     for i in range(4):
@@ -117,7 +117,7 @@ def test_eight_devices_are_one(rules, degrees):
     mesh = sharding.make_mesh(**degrees)
     want = hidden(hybrid(), tokens)
     layout = sharding.Layout(mesh, rules)
-    placed = sharding.create(hybrid, layout)
+    placed = sharding.init_sharded(hybrid, layout)
     with sharding.use(layout):
         got = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)(placed, tokens)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())

@@ -24,11 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: the words after `maxlib`; by default those of this process.
+        argv: The words after `maxlib`; by default those of this process.
 
     Returns:
-      The exit status: 0 for success, 1 for a negative result (a plan that does not fit, two checkpoints that differ), 2
-      for bad input.
+        The exit status: 0 for success, 1 for a negative result (a plan that does not fit, two checkpoints that differ),
+        2 for bad input.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:  # has its own parser, shared with `python -m maxlib.plan`
@@ -57,11 +57,11 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"maxlib {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:].removesuffix('?')}.")
+        subparser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:].removesuffix('?')}.")
         if name == command:
             module = importlib.import_module(f"maxlib._command.{name.replace('-', '_')}")
-            module.add(one)
-            one.set_defaults(run=module.run)
+            module.add(subparser)
+            subparser.set_defaults(run=module.run)
     return top
 
 

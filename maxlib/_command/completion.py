@@ -57,13 +57,13 @@ def _actions(name: str) -> list[argparse.Action]:
 
 def _bash(actions: dict[str, list[argparse.Action]]) -> str:
     options = [
-        f'            {name}) words="{" ".join(option for action in found for option in action.option_strings)}" ;;'
-        for name, found in actions.items()
+        f'            {name}) words="{" ".join(option for action in arguments for option in action.option_strings)}" ;;'
+        for name, arguments in actions.items()
     ]
     choices = [
         f'            {name}:{before}) words="{" ".join(map(str, action.choices))}" ;;'
-        for name, found in actions.items()
-        for action in found
+        for name, arguments in actions.items()
+        for action in arguments
         if action.choices
         for before in (action.option_strings or [name])
     ]
@@ -72,8 +72,8 @@ def _bash(actions: dict[str, list[argparse.Action]]) -> str:
 
 def _fish(commands: dict[str, str], actions: dict[str, list[argparse.Action]]) -> str:
     lines = [f"complete -c maxlib -n __fish_use_subcommand -a {n} -d {_quoted(text)}" for n, text in commands.items()]
-    for name, found in actions.items():
-        for action in found:
+    for name, arguments in actions.items():
+        for action in arguments:
             long = [f"-l {option[2:]}" for option in action.option_strings if option.startswith("--")]
             values = [f"-x -a {_quoted(' '.join(map(str, action.choices)))}"] if action.choices else []
             if long or values:

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import maxlib
     from maxlib import quantization, weights
-    from maxlib.weights._companions import GENERATION, first_ids
+    from maxlib.weights.export import GENERATION, first_ids
 
     shard = size(args.shard)
     source = weights.model_directory(args.model)

@@ -48,13 +48,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found: dict[str, Any] = {"versions": versions(), "extras": extras(), "devices": devices(), "kernels": kernels()}
+    sections: dict[str, Any] = {"versions": versions(), "extras": extras(), "devices": devices(), "kernels": kernels()}
     if not args.no_timing:
-        found["matmul"] = matmul()
+        sections["matmul"] = matmul()
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(sections, indent=1))
         return 0
-    for title, entries in found.items():
+    for title, entries in sections.items():
         print(f"{title}\n" + "\n".join(f"  {name:<18}{value}" for name, value in entries.items()))
     print("\n`python -m maxlib.ops check` compares and times every kernel that can run here.")
     return 0
@@ -123,14 +123,16 @@ def kernels(device: tuple[str, str] | None = None) -> dict[str, str]:
     """Names the implementations of usual calls in bfloat16, forward and backward.
 
     Args:
-      device: platform and kind, as in `ops.explain_attention`; default: the device in use.
+        device: Platform and kind, as in `ops.explain_attention`; default: the device in use.
     """
     import jax
     import jax.numpy as jnp
 
     from maxlib import ops
 
-    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
     causal = ops.StaticMask("causal", aligned=True)
     calls = {
         "causal": (2048, causal, {}),
@@ -138,24 +140,24 @@ def kernels(device: tuple[str, str] | None = None) -> dict[str, str]:
         "soft-cap": (2048, causal, {"softcap": 50.0}),
         "decoding": (1, ops.StaticMask("causal"), {}),
     }
-    found, keys = {}, shape(4, 2048, 8, 128)
+    chosen, keys = {}, shape(4, 2048, 8, 128)
     for name, (length, mask, more) in calls.items():
         bounds = shape(4, length, dtype=jnp.int32)
         more |= {"k_start": bounds, "k_end": bounds, "mask_hint": mask, "device": device}
-        found[name] = ops.explain_attention(shape(4, length, 32, 128), keys, keys, **more)
+        chosen[name] = ops.explain_attention(shape(4, length, 32, 128), keys, keys, **more)
     heads = shape(4, 2048, 8, 128)
-    found |= {
+    chosen |= {
         "grouped matmul": ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048), device=device),
         "gated delta rule": ops.explain_gated_delta_rule(heads, heads, device=device),
         "Kimi delta": ops.explain_kimi_delta_attention(heads, heads, device=device),
         "Mamba-2": ops.explain_ssd(heads, heads, device=device),
     }
-    return {name: _chosen(answer) for name, answer in found.items()}
+    return {name: _chosen(answer) for name, answer in chosen.items()}
 
 
 def _chosen(answer: Any) -> str:
     """Names what runs a call; if that is plain XLA, also the first package that has a kernel for it."""
-    lacking = (f"; {one} {why}" for one, why in answer.refused.items() if "pip install" in why)
+    lacking = (f"; {kernel} {why}" for kernel, why in answer.refused.items() if "pip install" in why)
     return str(answer.chosen) + (next(lacking, "") if answer.chosen in ("chunked", "tiled") else "")
 
 

@@ -17,10 +17,10 @@ class Array:
     """An array in a file.
 
     Attributes:
-      shape: its shape.
-      dtype: name of its dtype.
-      bytes: its size.
-      content: for comparisons: a checksum, or a function that reads the values.
+        shape: Its shape.
+        dtype: Name of its dtype.
+        bytes: Its size.
+        content: For comparisons: a checksum, or a function that reads the values.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def read(path: str) -> dict[str, Array]:
     """Finds the arrays of a checkpoint's step, a model directory or a PEFT adapter without reading values."""
     from maxlib import weights
-    from maxlib.weights._files import find_tensors, read_header
+    from maxlib.weights.files import find_tensors, read_header
 
     if _is_checkpoint(Path(path)):
         from maxlib import checkpoint
@@ -67,7 +67,10 @@ def read(path: str) -> dict[str, Array]:
     directory = Path(weights.model_directory(path))
     adapter = directory / "adapter_model.safetensors"
     tensors = read_header(adapter) if adapter.exists() else find_tensors(directory)
-    size = lambda t: math.prod(t.shape) * t.dtype.itemsize
+
+    def size(t):
+        return math.prod(t.shape) * t.dtype.itemsize
+
     return {name: Array(t.shape, str(t.dtype), size(t), t.view) for name, t in tensors.items()}
 
 
@@ -95,8 +98,14 @@ def listed(arrays: Mapping[str, Array], *, every_layer: bool) -> list[dict[str, 
         short = name if every_layer else re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         groups.setdefault((short, array.shape, array.dtype), []).append(array)
     return [
-        {"name": name, "count": len(found), "shape": list(shape), "dtype": dtype, "bytes": sum(a.bytes for a in found)}
-        for (name, shape, dtype), found in groups.items()
+        {
+            "name": name,
+            "count": len(members),
+            "shape": list(shape),
+            "dtype": dtype,
+            "bytes": sum(a.bytes for a in members),
+        }
+        for (name, shape, dtype), members in groups.items()
     ]
 
 

@@ -25,7 +25,7 @@ def example(name: str) -> Path:
     """Finds an example in the installed package, or in the repository of an editable install."""
     package = Path(__file__).parents[1]
     places = [package / "_examples" / f"{name}.py", package.parent / "examples" / f"{name}.py"]
-    found = next((place for place in places if place.exists()), None)
-    if found is None:
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
         raise FileNotFoundError(f"examples/{name}.py must be installed with maxlib, but is at none of {places}")
-    return found
+    return path

@@ -8,8 +8,8 @@ from typing import Any
 
 def cache_directory() -> Path:
     """Returns `MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`."""
-    if own := os.environ.get("MAXLIB_CACHE"):
-        return Path(own)
+    if directory := os.environ.get("MAXLIB_CACHE"):
+        return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlib"
 
 

@@ -10,9 +10,15 @@ def vary_alike(arrays: Any) -> Any:
 
     Loops require equal types of carry and body. In return JAX sums the gradients of replicated operands over devices.
     """
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+
+    def varying(x):
+        return jax.typeof(x).manual_axis_type.varying
+
     axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
-    missing = lambda x: tuple(sorted(axes - varying(x)))
+
+    def missing(x):
+        return tuple(sorted(axes - varying(x)))
+
     return jax.tree.map(lambda x: jax.lax.pcast(x, missing(x), to="varying") if missing(x) else x, arrays)
 
 

@@ -1,6 +1,10 @@
 """Low-rank adapters, added to a model from outside: training, merging, and reading and writing PEFT directories."""
 
+from maxlib.adapters._apply import LoRA as LoRA
+from maxlib.adapters._apply import Rule as Rule
+from maxlib.adapters._apply import Rules as Rules
 from maxlib.adapters._apply import add as add
+from maxlib.adapters._apply import as_rules as as_rules
 from maxlib.adapters._apply import base_model as base_model
 from maxlib.adapters._apply import freeze as freeze
 from maxlib.adapters._apply import merge as merge
@@ -9,6 +13,3 @@ from maxlib.adapters._peft_load import load as load
 from maxlib.adapters._peft_save import save as save
 from maxlib.adapters._report import Report as Report
 from maxlib.adapters._report import report as report
-from maxlib.adapters._rules import LoRA as LoRA
-from maxlib.adapters._rules import Rule as Rule
-from maxlib.adapters._rules import Rules as Rules

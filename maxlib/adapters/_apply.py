@@ -1,8 +1,9 @@
 """Adds adapters to a model, removes them, and merges them."""
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -10,13 +11,77 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn
-from maxlib.adapters._rules import LoRA, Rules, as_rules
 from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
 from maxlib.nn import sites
 from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
-from maxlib.quantization._apply import store
-from maxlib.quantization._formats import Format
+from maxlib.nn.sites import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapter `w + scale * b @ a` (arXiv:2106.09685), with `scale = alpha / rank`.
+
+    Args:
+        rank: Rank of the product.
+        alpha: Numerator of the scale.
+        rslora: True makes the scale `alpha / sqrt(rank)` (arXiv:2312.03732).
+        dora: True trains the magnitude of each output's row separately from its direction (arXiv:2402.09353).
+        dtype: Dtype of the factors. bfloat16 factors lose small updates.
+
+    Raises:
+        ValueError: when rank or alpha is not positive, or `dtype` is not floating.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dora: bool = False
+    dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(f"rank must be at least 1 and alpha positive, got rank={self.rank}, alpha={self.alpha}")
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(f"dtype must be floating, such as jnp.float32, got {self.dtype}")
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor on the product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Gives `adapter` to the layers that the other fields select.
+
+    Args:
+        adapter: The adapter; None for no adapter.
+        match: Shell pattern on pattern paths ("layers.attn.q").
+        layers: Indices of layers in each stack; negative ones count from the end. None for all.
+        kinds: Kinds of layers, by default not routers.
+    """
+
+    adapter: LoRA | None
+    match: str = "*"
+    layers: tuple[int, ...] | None = None
+    kinds: tuple[Kind, ...] = ("dense", "expert")
+
+
+Rules = LoRA | Rule | Sequence[Rule]
+
+
+def as_rules(rules: Rules) -> tuple[Rule, ...]:
+    """Returns rules; a single adapter applies to all dense and expert matrices."""
+    if isinstance(rules, LoRA):
+        return (Rule(rules),)
+    rules = (rules,) if isinstance(rules, Rule | str) else tuple(rules)
+    if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
+        raise TypeError(f"rules must be a LoRA, such as LoRA(16, alpha=32), or Rules, got {wrong[0]!r:.80}")
+    if not any(rule.adapter for rule in rules):
+        raise ValueError(f"rules must assign an adapter to something, as LoRA(16, alpha=32) alone does, got {rules}")
+    return rules
+
 
 Model = TypeVar("Model")
 
@@ -40,8 +105,13 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     """
     rules, key = as_rules(rules), draw_key(rngs)
     decide = sites.Decisions(rules, lambda rule: rule.adapter)
-    put = lambda site, lora, path, layers: _with_adapter(site, lora, path, layers, key)
-    change = lambda model: sites.change_sites(model, decide, put)
+
+    def put(site, lora, path, layers):
+        return _with_adapter(site, lora, path, layers, key)
+
+    def change(model):
+        return sites.change_sites(model, decide, put)
+
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
     new = jax.eval_shape(change, model) if is_abstract else change(model)
     decide.check()
@@ -74,8 +144,13 @@ def freeze(model: Model) -> Model:
     They belong to its base: `add` adds new adapters on top of them, and `base_model` only removes the new ones. `save`
     still writes them.
     """
-    kept = lambda v: {name: x for name, x in v.get_metadata().items() if name in ("axes", "summed", "unnamed")}
-    fixed = lambda v: nnx.Variable(jnp.copy(v[...]), **kept(v)) if isinstance(v, nnx.LoRAParam) else v
+
+    def fixed(variable: nnx.Variable) -> nnx.Variable:
+        if not isinstance(variable, nnx.LoRAParam):
+            return variable
+        metadata = {name: x for name, x in variable.get_metadata().items() if name in ("axes", "summed", "unnamed")}
+        return nnx.Variable(jnp.copy(variable[...]), **metadata)
+
     return not_trained(_with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable)))
 
 
@@ -87,10 +162,11 @@ def merge(model: Model, *, requantize: bool = False) -> Model:
         requantize: True rounds merged weights to their previous format. By default quantized weights become parameters
             in their original dtype, because rounding again loses part of the adapter.
     """
-    one = lambda site: _merged(site, requantize)
-    return as_parameters(
-        sites.map_sites(model, lambda _, site: nn.stack.map_layers(one, site) if levels(site) else site)
-    )
+
+    def merge_site(path: str, site: Any) -> Any:
+        return nn.stack.map_layers(lambda layer: _merged(layer, requantize), site) if levels(site) else site
+
+    return as_parameters(sites.map_sites(model, merge_site))
 
 
 def trainable(path: str, variable: nnx.Variable) -> bool:
@@ -105,11 +181,11 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
 
 def levels(site: Any) -> list[LowRank]:
     """Lists the adapters of a layer: the newest first, then frozen ones."""
-    found, matmul = [], getattr(site, "matmul", None)  # an embedding has no matmul
+    adapters, matmul = [], getattr(site, "matmul", None)  # an embedding has no matmul
     while isinstance(matmul, LowRank):
-        found.append(matmul)
+        adapters.append(matmul)
         matmul = matmul.inner
-    return found
+    return adapters
 
 
 def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
@@ -124,7 +200,7 @@ def make(site: Any, path: str, lora: LoRA, values: Callable[..., tuple[Any, ...]
 
 def trains(site: Any) -> bool:
     """Returns True if a layer has a trainable adapter."""
-    return bool(found := levels(site)) and isinstance(found[0].b, nnx.LoRAParam)
+    return bool(adapters := levels(site)) and isinstance(adapters[0].b, nnx.LoRAParam)
 
 
 def _with_adapter(site: Any, lora: LoRA, path: str, layers: tuple[int, ...] | None, key: jax.Array) -> Any:
@@ -146,7 +222,10 @@ def _initial(site: Any, lora: LoRA, key: jax.Array) -> tuple[jax.Array, jax.Arra
 def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> LowRank:
     """Returns the matmul of one layer with these factors."""
     names = sites.axes_of(site)
-    named = lambda dims: tuple(names[d] for d in dims)
+
+    def named(dims):
+        return tuple(names[d] for d in dims)
+
     experts, kept, summed = sites.dimensions(site)
     of_a, of_b = (*named(experts), "lora_rank", *named(summed)), (*named(experts), *named(kept), "lora_rank")
     a, b = nnx.LoRAParam(a, axes=of_a, summed=named(summed)), nnx.LoRAParam(b, axes=of_b, summed=("lora_rank",))
@@ -159,7 +238,10 @@ def _low_rank(site: Any, lora: LoRA, a: Any, b: Any, magnitude: Any = None) -> L
 
 def _with_matmul(model: Any, change: Callable[[LowRank], Any]) -> Any:
     """Changes the matmuls that have a trainable adapter."""
-    new = lambda site: sites.replace(site, matmul=change(site.matmul)) if trains(site) else site
+
+    def new(site):
+        return sites.replace(site, matmul=change(site.matmul)) if trains(site) else site
+
     return sites.map_sites(model, lambda _, site: new(site))
 
 
@@ -170,5 +252,13 @@ def _merged(site: Any, requantize: bool) -> Any:
     plain = w.restored() if quantized else w
     new = sites.replace(site, w=plain.replace(site.matmul.matrix(w).astype(plain.dtype)), matmul=inner)
     if quantized and requantize:
-        return sites.replace(store(new, Format(w.qtype, group=w.group), "the merged layer"), matmul=inner)
+        stored = nn.quantized.QuantizedWeight(
+            new.w[...],
+            qtype=w.qtype,
+            outputs=sites.outputs(site),
+            group=w.group,
+            axes=sites.axes_of(site),
+            summed=w.summed,
+        )
+        return sites.replace(new, w=stored)
     return sites.replace(new, matmul=nn.matmul.PlainMatmul()) if quantized else new

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib._utils.files import read_json_object
-from maxlib.adapters._rules import LoRA
+from maxlib.adapters._apply import LoRA
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,8 +51,8 @@ class Config:
     @property
     def version(self) -> tuple[int, ...] | None:
         """Returns the version of PEFT that wrote the file; None if unknown."""
-        found = re.match(r"(\d+)\.(\d+)\.?(\d*)", str(self.fields.get("peft_version") or ""))
-        return None if found is None else tuple(int(part or 0) for part in found.groups())
+        match = re.match(r"(\d+)\.(\d+)\.?(\d*)", str(self.fields.get("peft_version") or ""))
+        return None if match is None else tuple(int(part or 0) for part in match.groups())
 
 
 def read(directory: Path) -> Config:
@@ -66,15 +66,18 @@ def read(directory: Path) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"{path} must describe the adapter, as PEFT writes it, but does not exist")
     fields = read_json_object(path)
-    if (found := fields.get("peft_type")) != "LORA":
-        raise ValueError(f"{path}: peft_type must be 'LORA', got {found!r:.100}")
+    if (peft_type := fields.get("peft_type")) != "LORA":
+        raise ValueError(f"{path}: peft_type must be 'LORA', got {peft_type!r:.100}")
     if wrong := {name: fields.get(name) for name, is_right in _KINDS.items() if not is_right(fields.get(name))}:
         raise ValueError(
             f"{path}: r must be an integer, lora_alpha a number, patterns tables of them by regular expressions, "
             f"target_parameters and modules_to_save names; the scale of the adapter depends on them. Got {wrong!r:.200}"
         )
     known = {*_HONOURED.split(), *_WITHOUT_EFFECT.split()}
-    asks = lambda name, value: bool(value) and (name, value) != ("bias", "none")
+
+    def asks(name, value):
+        return bool(value) and (name, value) != ("bias", "none")
+
     refused = {name: value for name, value in fields.items() if name not in known and asks(name, value)}
     if not isinstance(init := fields.get("init_lora_weights"), str | bool | None) or init not in _INITS:
         refused["init_lora_weights"] = init  # such initializers change the base
@@ -83,8 +86,12 @@ def read(directory: Path) -> Config:
     return Config(fields, path)
 
 
-_is_rank = lambda x: type(x) is int and 1 <= x <= 1 << 20
-_is_alpha = lambda x: type(x) in (int, float) and abs(x) < 1e9  # a comparison with NaN is False
+def _is_rank(x):
+    return type(x) is int and 1 <= x <= 1 << 20
+
+
+def _is_alpha(x):
+    return type(x) in (int, float) and abs(x) < 1e9  # a comparison with NaN is False
 
 
 def _is_table(table: Any, of: Callable[[Any], bool]) -> bool:

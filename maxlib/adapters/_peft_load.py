@@ -13,13 +13,12 @@ import numpy as np
 
 from maxlib import nn, sharding
 from maxlib.adapters import _peft_config as peft
-from maxlib.adapters._apply import make, trainable
+from maxlib.adapters._apply import LoRA, make, trainable
 from maxlib.adapters._peft_names import Names, Part, names_of
-from maxlib.adapters._rules import LoRA
 from maxlib.adapters._saved_modules import is_tied, tied, untied, with_saved
 from maxlib.nn import sites
-from maxlib.weights import _buckets as buckets
-from maxlib.weights._files import read_header
+from maxlib.weights import buckets
+from maxlib.weights.files import read_header
 
 Model = TypeVar("Model")
 _FACTOR = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?$")
@@ -86,8 +85,11 @@ def load(
     new = _put(model, layers)
     if layout is None:
         return new
-    (factors, rest), found = nn.partition(new, trainable), nn.variables(new)
-    put = lambda path, value: jax.device_put(value, layout.sharding(path, found[path]))
+    (factors, rest), variables = nn.partition(new, trainable), nn.variables(new)
+
+    def put(path, value):
+        return jax.device_put(value, layout.sharding(path, variables[path]))
+
     return nn.combine({path: put(path, value) for path, value in factors.items()}, rest)
 
 
@@ -144,11 +146,11 @@ def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> di
     named = {*map(last, config.fields.get("target_parameters") or ())}
     for name, factors in modules.items():
         stem = name.removesuffix(".base_layer").replace("block_sparse_moe", "mlp")
-        own = {last(n) for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}
-        if own and stem.endswith("experts"):
+        parameters = {last(n) for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}
+        if parameters and stem.endswith("experts"):
             inner = name.endswith(".base_layer")
             both = inner or f"{name}.base_layer" in modules
-            wanted = {"gate_up_proj" if inner else "down_proj"} if both else named & own
+            wanted = {"gate_up_proj" if inner else "down_proj"} if both else named & parameters
             if len(wanted) != 1:
                 raise ValueError(f"{config.where}: target_parameters must say which parameter of {stem} is adapted")
             name = f"{stem}.{wanted.pop()}"
@@ -161,15 +163,15 @@ def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -
 
     For square matrices the other matrices of the file decide, or the version.
     """
-    found: dict[str, bool | None] = {}
+    swapped: dict[str, bool | None] = {}
     for name, (part, factors) in experts.items():
         sizes, got = (part.size(part.summed), part.size(part.kept)), (factors["A"].shape[-1], factors["B"].shape[0])
         if got not in (sizes, sizes[::-1]):
             raise ValueError(f"{name}: factors must be for {sizes[0]} inputs and {sizes[1]} outputs, got {got}")
-        found[name] = None if sizes[0] == sizes[1] else got != sizes
-    votes = {vote for vote in found.values() if vote is not None}
+        swapped[name] = None if sizes[0] == sizes[1] else got != sizes
+    votes = {vote for vote in swapped.values() if vote is not None}
     for name, (part, _) in experts.items():
-        if found[name] is None and len(votes) != 1:
+        if swapped[name] is None and len(votes) != 1:
             kept, summed = map(part.piece.dimension, (part.kept, part.summed))
             if config.version is None or kept > summed:
                 more = "; add peft_version to adapter_config.json" if config.version is None else ""
@@ -178,7 +180,8 @@ def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -
                     f"before 0.19.1 swapped them){more}"
                 )
             votes = {config.version < _SWAPS_FROM}
-    return {name: votes.copy().pop() if swapped is None else swapped for name, swapped in found.items()}
+    majority = next(iter(votes), False)
+    return {name: majority if vote is None else vote for name, vote in swapped.items()}
 
 
 def _collect(
@@ -219,7 +222,10 @@ def _ours(part: Part, module: str, factors: Factors, lora: LoRA, swapped: bool) 
 def _put(model: Any, layers: dict[tuple[str, int | None], _Layer]) -> Any:
     """Adds the collected adapters to the model."""
     first = {key[0]: key for key in reversed(layers)}
-    key_of = lambda path, number: first.get(path, (path, None)) if number is None else (path, number)
+
+    def key_of(path, number):
+        return first.get(path, (path, None)) if number is None else (path, number)
+
     used = set()
 
     def decide(where: sites.Where) -> LoRA | None:

@@ -10,8 +10,7 @@ import numpy as np
 from maxlib import nn, quantization, weights
 from maxlib.adapters._apply import merge
 from maxlib.nn import sites
-from maxlib.weights._family import family_of
-from maxlib.weights._resolve import Piece, Tensor, resolve
+from maxlib.weights.mapping import Piece, Tensor, resolve
 from maxlib.weights.names import with_fused_experts
 
 CURRENT = {".block_sparse_moe.": ".mlp.", ".mlp.shared_mlp.": ".mlp.shared_experts."}  # Mixtral, Hy3
@@ -91,16 +90,16 @@ def names_of(model: Any, *, fused: bool = False) -> Names:
         fused: True names experts as transformers 5 holds them, in two parameters, where files have a tensor for each.
     """
     plain = jax.eval_shape(lambda model: quantization.full_precision(merge(model)), model)
-    family = family_of(model)
+    family = weights.family_of(model)
     table = with_fused_experts(family.table(model.cfg)) if fused else family.table(model.cfg)
-    found, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
+    layers, short = dict(sites.find(plain, sites.SITES)), nn.tree.pattern_paths(plain)
     parts: dict[str, list[Part]] = {}
     tensors, tables = resolve(plain, table).tensors, set()
     for name, tensor in tensors.items():
         lengths = dict(zip([a for group in tensor.pieces[0].groups for a in group], tensor.lengths, strict=True))
         for piece in tensor.pieces:
             path = piece.place.path
-            site = found.get(path.removesuffix(".w"))
+            site = layers.get(path.removesuffix(".w"))
             # Skip modules in which heads of several layers alternate.
             if site is None or not path.endswith(".w") or piece.one_by_one:
                 continue

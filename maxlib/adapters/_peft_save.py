@@ -16,8 +16,8 @@ from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._peft_names import Names, Part, names_of
 from maxlib.adapters._report import readers
 from maxlib.adapters._saved_modules import is_saved, is_tied, untied
-from maxlib.weights._files import Header, write_file
-from maxlib.weights._saving import whole_directory, write_json
+from maxlib.weights.export import whole_directory, write_json
+from maxlib.weights.files import Header, write_file
 
 # Families whose experts transformers stores as inputs x outputs and declares so; PEFT swaps those of others.
 _TRANSPOSED = ("gpt_oss",)
@@ -84,8 +84,8 @@ def save(
     for name, factors in modules.items():
         ranks[names.in_transformers(name)], made = _written(name, factors, names, modules)
         tensors |= {peft.PREFIX + key: np.ascontiguousarray(value) for key, value in made.items()}
-    whole = {n: r for n, r in ranks.items() if modules[names.in_table(n)][0].part.fused}
-    single = {n: r for n, r in ranks.items() if n not in whole}
+    fused = {n: r for n, r in ranks.items() if modules[names.in_table(n)][0].part.fused}
+    single = {n: r for n, r in ranks.items() if n not in fused}
     each = [n for n in single if peft.fused_expert(n)]
     saved = _saved_modules(untied(model) if one_table else model, names)
     tensors |= {peft.PREFIX + name: value for name, value in saved.items()}
@@ -93,7 +93,7 @@ def save(
     parameters = [] if dora else dense
     config = peft.make(
         single,
-        experts=whole,
+        experts=fused,
         modules=_targets(names, [name for name in single if name not in parameters], single),
         parameters=[f"{name}.weight" for name in parameters],
         saved=sorted({name.rpartition(".")[0] for name in saved}),
@@ -108,7 +108,7 @@ def save(
     with whole_directory(directory, overwrite=overwrite) as part:
         write_json(part / peft.CONFIG, config)
         write_file(part / peft.TENSORS, headers, (tensors[header.name] for header in headers))
-    kinds = {"dora": dora, "experts": bool(each or whole), "fused": bool(whole), "saved": bool(saved)}
+    kinds = {"dora": dora, "experts": bool(each or fused), "fused": bool(fused), "saved": bool(saved)}
     ignored = dense if dora else []
     lines = readers(ranks.values(), **kinds, beside=ignored)
     if ignored:
@@ -179,7 +179,7 @@ def _saved_modules(model: Any, names: Names) -> dict[str, np.ndarray]:
 def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
     """Returns the factors of every adapted module."""
     sites = dict(adapted(model))
-    found: dict[str, list[_Factors]] = {}
+    factors_of: dict[str, list[_Factors]] = {}
     taken = set()
     joined = {path: _joined(path, site) for path, site in sites.items()}
     for name, parts in names.parts.items():
@@ -188,22 +188,25 @@ def _modules(model: Any, names: Names) -> dict[str, list[_Factors]]:
             arrays, scale = joined[part.site]
             index = tuple(i for i in (part.piece.place.index, part.expert) if i is not None)
             a, b, magnitude = (None if array is None else array[index] for array in arrays)
-            found.setdefault(name, []).append(_Factors(part, a, b, scale, magnitude))
+            factors_of.setdefault(name, []).append(_Factors(part, a, b, scale, magnitude))
     if lost := sorted(sites.keys() - taken):
         raise ValueError(f"{lost} have no name in transformers, so PEFT cannot express their adapters")
-    return found
+    return factors_of
 
 
 def _joined(path: str, site: Any) -> tuple[list[Any], float]:
     """Returns `a`, `b` and magnitude of a layer, on the host, and their scale; several adapters become one."""
-    found = levels(site)
-    if len(found) > 1 and any(level.magnitude is not None for level in found):
+    adapters = levels(site)
+    if len(adapters) > 1 and any(level.magnitude is not None for level in adapters):
         raise ValueError(f"{path}: PEFT cannot express DoRA on top of another adapter; merge the lower one first")
-    host = lambda v: np.asarray(jax.device_get(v.get_value()))
-    scale, experts = found[0].scale, hasattr(site, "weight_order") and len(site.w.shape) > 2
-    a = np.concatenate([host(level.a) for level in found], axis=int(nn.stack.layer_axis(site) is not None) + experts)
-    b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in found], axis=-1)
-    return [a, b, None if found[0].magnitude is None else host(found[0].magnitude)], scale
+
+    def host(v):
+        return np.asarray(jax.device_get(v.get_value()))
+
+    scale, experts = adapters[0].scale, hasattr(site, "weight_order") and len(site.w.shape) > 2
+    a = np.concatenate([host(level.a) for level in adapters], axis=int(nn.stack.layer_axis(site) is not None) + experts)
+    b = np.concatenate([host(level.b) * np.asarray(level.scale / scale, level.b.dtype) for level in adapters], axis=-1)
+    return [a, b, None if adapters[0].magnitude is None else host(adapters[0].magnitude)], scale
 
 
 def _dora(modules: dict[str, list[_Factors]]) -> bool:
@@ -245,10 +248,10 @@ def _magnitude(name: str, factors: Sequence[_Factors], names: Names) -> dict[str
     if len(factors) != len(names.parts[name]):
         raise ValueError(f"{name}: with DoRA either all parts of a fused matrix have adapters or none")
     part = factors[0].part
-    whole = np.zeros(part.size(part.kept), factors[0].magnitude.dtype)
+    magnitude = np.zeros(part.size(part.kept), factors[0].magnitude.dtype)
     for f in factors:
-        f.part.view(whole, 0, part.kept)[...] = f.magnitude
-    return {f"{names.in_transformers(name)}.lora_magnitude_vector": whole}
+        f.part.view(magnitude, 0, part.kept)[...] = f.magnitude
+    return {f"{names.in_transformers(name)}.lora_magnitude_vector": magnitude}
 
 
 def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -267,6 +270,9 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
 
 def _targets(names: Names, modules: Iterable[str], adapted: Iterable[str]) -> list[str]:
     """Returns `target_modules`: last names of `modules` if they only match adapted ones, else full names."""
-    last = lambda name: name.rpartition(".")[2]
+
+    def last(name):
+        return name.rpartition(".")[2]
+
     shared = {last(name) for name in {names.in_transformers(n) for n in names.parts} - {*adapted}}
     return sorted({name if last(name) in shared else last(name) for name in modules})

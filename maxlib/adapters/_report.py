@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.adapters._apply import adapted, levels
 from maxlib.adapters._saved_modules import is_saved
 from maxlib.nn.sites import Kind, kind_of

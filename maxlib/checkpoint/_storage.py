@@ -297,7 +297,11 @@ def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
     context = ocp.Context()
     if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it
         options = context.asynchronous.v0
-        context.asynchronous.v0 = lambda: dataclasses.replace(options(), barrier_sync_fn=barrier)
+
+        def with_barrier() -> Any:
+            return dataclasses.replace(options(), barrier_sync_fn=barrier)
+
+        context.asynchronous.v0 = with_barrier
     # Fail immediately if a directory cannot be created, instead of in five threads that wait minutes for it.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from maxlib.data._audio import AudioProcessor as AudioProcessor
     from maxlib.data._audio import WaveformProcessor as WaveformProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords
+    from maxlib.data._completions import completion_rows as completion_rows
     from maxlib.data._documents import token_ids as token_ids
     from maxlib.data._formats import HFStream as HFStream
     from maxlib.data._formats import files as files
@@ -42,21 +43,4 @@ if TYPE_CHECKING:
     from maxlib.data._tokenize import tokenize as tokenize
     from maxlib.data._tokenize import tokenize_chats as tokenize_chats
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "_audio": ("AudioProcessor", "WaveformProcessor"),
-        "_bad_records": ("SkipBadRecords",),
-        "_documents": ("token_ids",),
-        "_formats": ("HFStream", "files", "parquet", "records"),
-        "_images": ("Gemma4ImageProcessor", "ImageProcessor", "PixtralImageProcessor"),
-        "_loader": ("Loader", "host_shards"),
-        "_mixture": ("Mixture",),
-        "_packing": ("Statistics", "pack", "statistics"),
-        "_padding": ("pad", "pad_document"),
-        "_pairs": ("kto_examples", "pairs"),
-        "_pretokenize": ("read_manifest", "read_tokens", "write_tokens"),
-        "_sources": ("array_record", "chats", "in_memory", "jsonl", "python_docs", "split", "text_files"),
-        "_tokenize": ("tokenize", "tokenize_chats"),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

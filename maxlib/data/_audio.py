@@ -164,18 +164,18 @@ class AudioProcessor:
 
     def join(self, clips: Sequence["Clips"]) -> "Clips":
         """Joins the clips of a document, `C F M` and `C`; there may be none."""
-        from maxlib.nn.audio import padded_clips
+        from maxlib.nn.audio import stack_clips
 
         frames = [clip for joined in clips for clip in joined.real]
-        return padded_clips(frames, len(frames), max(map(len, frames), default=0), self.frame_dim)
+        return stack_clips(frames, len(frames), max(map(len, frames), default=0), self.frame_dim)
 
     def blank(self, clips: int, frames: int) -> "Clips":
         """Returns an empty row with room for `clips` clips of `frames` frames; `pad` and `pack` fill such rows."""
-        from maxlib.nn.audio import padded_clips
+        from maxlib.nn.audio import stack_clips
 
         if clips < 1 or frames < 1:
             raise ValueError(f"a row must have room for a clip of a frame at least, got {clips} clips of {frames}")
-        return padded_clips((), clips, frames, self.frame_dim)
+        return stack_clips((), clips, frames, self.frame_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class ImageProcessor:
 
         values = np.asarray(self._resized(image), np.float32) / 255  # [H, W, 3]
         values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
-        return vision.cut(values.transpose(2, 0, 1), self.patch_size, merge=self.merge, frames=self.frames)
+        return vision.patchify(values.transpose(2, 0, 1), self.patch_size, merge=self.merge, frames=self.frames)
 
     def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
         """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""

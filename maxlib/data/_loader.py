@@ -14,7 +14,7 @@ import grain
 import numpy as np
 from jaxtyping import Bool
 
-from maxlib._utils.ranges import ranges
+from maxlib._utils.text import ranges
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._reader import Reader, stop_readers, total
 

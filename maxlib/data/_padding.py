@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import grain
 import numpy as np
 
-from maxlib._utils.choices import check_choice
+from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ class Room:
             columns["grids"] = np.asarray(grids)
             columns["pixels"] = np.asarray(pixels)
         if self.audio is not None:
-            from maxlib.nn.audio import padded_clips
+            from maxlib.nn.audio import stack_clips
 
             clips = self._clips_of(document)
-            row = padded_clips(clips.real, len(clips.lengths), *self.audio.frames.shape[1:])
+            row = stack_clips(clips.real, len(clips.lengths), *self.audio.frames.shape[1:])
             columns["clips"] = row.lengths
             columns["frames"] = row.frames
         return columns

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from maxlib.distributed._initialize import Cluster as Cluster
     from maxlib.distributed._initialize import initialize as initialize
     from maxlib.distributed._launcher import launch as launch
-    from maxlib.distributed._preemption import Interrupt as Interrupt
     from maxlib.distributed._preemption import Interrupted as Interrupted
-    from maxlib.distributed._preemption import interrupts as interrupts
+    from maxlib.distributed._preemption import StopRequest as StopRequest
+    from maxlib.distributed._preemption import stop_on_signal as stop_on_signal
     from maxlib.distributed._processes import PeerError as PeerError
     from maxlib.distributed._processes import allgather_json as allgather_json
     from maxlib.distributed._processes import main_process_first as main_process_first
@@ -23,15 +23,4 @@ if TYPE_CHECKING:
     from maxlib.distributed._timeouts import dump_stacks as dump_stacks
     from maxlib.distributed._timeouts import hard_timeout as hard_timeout
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "": ("xla_flags",),
-        "_initialize": ("Cluster", "initialize"),
-        "_launcher": ("launch",),
-        "_preemption": ("Interrupt", "Interrupted", "interrupts"),
-        "_processes": ("PeerError", "allgather_json", "main_process_first", "raise_on_all"),
-        "_rendezvous": ("rendezvous",),
-        "_timeouts": ("dump_stacks", "hard_timeout"),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

@@ -23,14 +23,14 @@ _COUNT, _OWN = ("JAX_NUM_PROCESSES", "NNODES"), ("JAX_PROCESS_ID", "NODE_RANK", 
 class Cluster:
     """Processes of a run: how they were found, process 0's address, their number, and this process's number."""
 
-    found: str
+    source: str
     coordinator: str
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"{self.found}: process {self.process_id} of {self.num_processes}, coordinator {self.coordinator}"
+        return f"{self.source}: process {self.process_id} of {self.num_processes}, coordinator {self.coordinator}"
 
 
 def initialize(
@@ -49,24 +49,24 @@ def initialize(
     `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods.
 
     Args:
-      coordinator: address of process 0, `host` or `host:port`; pass it together with the next two arguments, or none of
-          them.
-      num_processes: number of processes of the run.
-      process_id: index of this process, from 0.
-      local_device_ids: devices of this process; None leaves the choice to the cluster and to jax.
-      timeout: seconds within which all processes must connect.
-      heartbeat: seconds without a heartbeat after which a process counts as dead, which ends all others.
-      exit_on_error: True ends a process at once, by `sys.excepthook`, when an exception ends its program. Without it
-        jax's shutdown barrier holds such a process for up to five minutes, while its peers wait for it. None is True
-        under `python -m maxlib.distributed launch`, else False.
+        coordinator: Address of process 0, `host` or `host:port`; pass it together with the next two arguments, or none
+            of them.
+        num_processes: Number of processes of the run.
+        process_id: Index of this process, from 0.
+        local_device_ids: Devices of this process; None leaves the choice to the cluster and to jax.
+        timeout: Seconds within which all processes must connect.
+        heartbeat: Seconds without a heartbeat after which a process counts as dead, which ends all others.
+        exit_on_error: True ends a process at once, by `sys.excepthook`, when an exception ends its program. Without it
+            jax's shutdown barrier holds such a process for up to five minutes, while its peers wait for it. None is
+            True under `python -m maxlib.distributed launch`, else False.
 
     Returns:
-      The cluster that was found; None for a single process.
+        The cluster that was found; None for a single process.
 
     Raises:
-      ValueError: when an address or a number is missing, or they are inconsistent.
-      OSError: when the port of process 0 is in use.
-      TimeoutError: when a process did not connect in time; the message names it.
+        ValueError: when an address or a number is missing, or they are inconsistent.
+        OSError: when the port of process 0 is in use.
+        TimeoutError: when a process did not connect in time; the message names it.
     """
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster is None:
@@ -113,34 +113,34 @@ def find(
     timeout: float = 300,
 ) -> Cluster | None:
     """Finds what `initialize` would use, without starting anything."""
-    given = (coordinator, num_processes, process_id)
-    if any(value is not None for value in given):
-        return _complete("arguments", *given)
+    arguments = (coordinator, num_processes, process_id)
+    if any(value is not None for value in arguments):
+        return _complete("arguments", *arguments)
     env = os.environ
-    found = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
-    if found is None and any(env.get(name) for name in _ADDRESSES):
+    cluster = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
+    if cluster is None and any(env.get(name) for name in _ADDRESSES):
         raise _incomplete(env)  # otherwise each process would start the same run on its own
-    return found
+    return cluster
 
 
-def _complete(found: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster:
+def _complete(source: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster:
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            f"{found}: coordinator address, number of processes and this process's index are needed together; got "
+            f"{source}: coordinator address, number of processes and this process's index are needed together; got "
             f"{coordinator!r}, {num_processes!r} and {process_id!r}"
         )
     if not 0 <= process_id < num_processes:
-        raise ValueError(f"{found}: process {process_id} of {num_processes}; processes count from 0")
-    return Cluster(found, _with_port(found, coordinator), num_processes, process_id)
+        raise ValueError(f"{source}: process {process_id} of {num_processes}; processes count from 0")
+    return Cluster(source, _with_port(source, coordinator), num_processes, process_id)
 
 
-def _with_port(found: str, coordinator: str) -> str:
+def _with_port(source: str, coordinator: str) -> str:
     if coordinator and (":" not in coordinator or coordinator.endswith("]")):
         return f"{coordinator}:{PORT}"
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(
-            f"{found}: the coordinator's address must be a host, or host:port with a port from 1 to 65535; got {coordinator!r}, "
+            f"{source}: the coordinator's address must be a host, or host:port with a port from 1 to 65535; got {coordinator!r}, "
             f"which is host {host!r} and port {port!r}"
         )
     return coordinator
@@ -153,20 +153,22 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
 
 
 def _addresses(env: Mapping[str, str]) -> Cluster | None:
-    address, count, own = _address(env), _number(env, *_COUNT), _number(env, *_OWN)
+    address, count, index = _address(env), _number(env, *_COUNT), _number(env, *_OWN)
     if address is None or count is None:
         return None  # an address alone only overrides the address of another cluster
-    if own is None:
+    if index is None:
         raise _incomplete(env)
-    return _complete("addresses in the environment", address, count, own)
+    return _complete("addresses in the environment", address, count, index)
 
 
 def _incomplete(env: Mapping[str, str]) -> ValueError:
-    found = " ".join(f"{name}={env[name]!r}" for name in ("JAX_COORDINATOR_ADDRESS", *_COUNT, *_OWN) if env.get(name))
+    variables = " ".join(
+        f"{name}={env[name]!r}" for name in ("JAX_COORDINATOR_ADDRESS", *_COUNT, *_OWN) if env.get(name)
+    )
     lacking = [] if _address(env) else ["an address in JAX_COORDINATOR_ADDRESS"]
     lacking += [f"a number in {' or '.join(names[:2])}" for names in (_COUNT, _OWN) if _number(env, *names) is None]
     return ValueError(
-        f"addresses in the environment: found {found}, which lacks {' and '.join(lacking)}; set "
+        f"addresses in the environment: found {variables}, which lacks {' and '.join(lacking)}; set "
         "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or "
         "none of them for a single one"
     )
@@ -187,9 +189,9 @@ def _job_set(env: Mapping[str, str]) -> Cluster | None:
         return None
     job_set, replicated, index = (env[name] for name in names)
     port = env.get("JAX_COORDINATOR_PORT") or PORT
-    own = (_number(env, "JOB_INDEX") or 0) * pods + int(index)
+    process = (_number(env, "JOB_INDEX") or 0) * pods + int(index)
     address = _address(env) or f"{job_set}-{replicated}-0-0.{job_set}:{port}"
-    return _complete(f"JobSet {job_set}", address, pods * jobs, own)
+    return _complete(f"JobSet {job_set}", address, pods * jobs, process)
 
 
 def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
@@ -197,14 +199,14 @@ def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
     gpus = _number(env, "SLURM_GPUS_ON_NODE")
     if gpus is None or not env.get("SLURM_NTASKS") or env["SLURM_NTASKS"] != env.get("SLURM_STEP_NUM_NODES"):
         return None
-    found = _known_to_jax(timeout=0)
-    return found and dataclasses.replace(found, local_device_ids=tuple(range(gpus)))
+    cluster = _known_to_jax(timeout=0)
+    return cluster and dataclasses.replace(cluster, local_device_ids=tuple(range(gpus)))
 
 
 def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
     """Finds Open MPI 5, which no longer sets the variable that jax reads."""
-    count, own = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
-    if count is None or own is None or "OMPI_MCA_orte_hnp_uri" in env:
+    count, rank = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
+    if count is None or rank is None or "OMPI_MCA_orte_hnp_uri" in env:
         return None
     local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
     launcher = re.match(r"pr(?:te|terun)-(.+)-(\d+)@", env.get("PMIX_NAMESPACE", ""))
@@ -215,7 +217,7 @@ def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
         raise ValueError(
             "Open MPI: no host for process 0 was found; set JAX_COORDINATOR_ADDRESS=host:port for all ranks"
         )
-    return dataclasses.replace(_complete("Open MPI", address, count, own), local_device_ids=_own_gpu(env))
+    return dataclasses.replace(_complete("Open MPI", address, count, rank), local_device_ids=_own_gpu(env))
 
 
 def _own_gpu(env: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -229,9 +231,9 @@ def _known_to_jax(timeout: float) -> Cluster | None:
     engine = next((e for e in ClusterEnv._cluster_types if not e.opt_in_only_method and e.is_env_present()), None)
     if engine is None:
         return None
-    address, count, own, ids = ClusterEnv.auto_detect_unset_distributed_params(
+    address, count, index, ids = ClusterEnv.auto_detect_unset_distributed_params(
         _address(os.environ), None, None, None, engine.name or None, int(timeout)
     )
     names = {"slurm": "SLURM", "ompi": "Open MPI", "gketpu": "TPU pod (GKE)", "gcetpu": "TPU pod", "": "Kubernetes"}
-    found = _complete(names.get(engine.name) or engine.__name__, address, count, own)
-    return dataclasses.replace(found, local_device_ids=None if ids is None else tuple(ids))
+    cluster = _complete(names.get(engine.name) or engine.__name__, address, count, index)
+    return dataclasses.replace(cluster, local_device_ids=None if ids is None else tuple(ids))

@@ -35,19 +35,19 @@ def launch(
     SIGTERM and Ctrl-C are passed on, so that the run saves and ends; a second one kills it.
 
     Args:
-      command: the command of each process.
-      directory: the run's directory, for a lock and a journal; the steps in its `metrics.jsonl` show whether it makes
-          progress.
-      processes: number of processes to start, and smaller numbers to use if one does not come back.
-      retries: consecutive restarts without progress before the next number is tried.
-      grace: seconds for the other processes to end by themselves after one has died.
+        command: The command of each process.
+        directory: The run's directory, for a lock and a journal; the steps in its `metrics.jsonl` show whether it makes
+            progress.
+        processes: Number of processes to start, and smaller numbers to use if one does not come back.
+        retries: Consecutive restarts without progress before the next number is tried.
+        grace: Seconds for the other processes to end by themselves after one has died.
 
     Returns:
-      The status to exit with.
+        The status to exit with.
 
     Raises:
-      LockedError: when another launcher, or one of its remaining processes, uses `directory`.
-      ValueError: when the numbers are not valid.
+        LockedError: when another launcher, or one of its remaining processes, uses `directory`.
+        ValueError: when the numbers are not valid.
     """
     _check(processes, retries)
     for count in processes:
@@ -114,12 +114,15 @@ class _Attempt:
         if count > 1:
             base |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
             base |= _EXIT_ON_ERROR
-        start = lambda i: subprocess.Popen(
-            command,
-            env=base | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) | _share(count, i),
-            pass_fds=[lock],  # held while any of them lives, even if the launcher is killed
-            start_new_session=True,  # Ctrl-C only reaches the launcher
-        )
+
+        def start(i):
+            return subprocess.Popen(
+                command,
+                env=base | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) | _share(count, i),
+                pass_fds=[lock],  # held while any of them lives, even if the launcher is killed
+                start_new_session=True,  # Ctrl-C only reaches the launcher
+            )
+
         self.children = [start(i) for i in range(count)]
         _note(directory, event="start", processes=count, pids=[child.pid for child in self.children])
         _log(f"{count} process{'es' if count > 1 else ''}: {' '.join(command)}")

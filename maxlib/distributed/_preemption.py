@@ -16,7 +16,7 @@ class Interrupted(SystemExit):
     """
 
 
-class Interrupt:
+class StopRequest:
     """A request to stop, made by a signal. While `waiting` it is raised immediately, because nothing is lost."""
 
     def __init__(self):
@@ -60,19 +60,19 @@ class Interrupt:
 
 
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
+def stop_on_signal() -> Iterator[StopRequest]:
     """Catches SIGINT and SIGTERM in the body. A second Ctrl-C acts immediately; repeated SIGTERMs count once.
 
     Does nothing outside the main thread. With several processes both go to jax, which tells all of them to stop after
     the same step.
     """
-    interrupt = Interrupt()
+    request = StopRequest()
     numbers = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
-    before = {number: signal.signal(number, interrupt._handle) for number in numbers}
+    before = {number: signal.signal(number, request._handle) for number in numbers}
     try:
-        yield interrupt
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

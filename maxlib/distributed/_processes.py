@@ -20,8 +20,8 @@ def main_process_first(what: str, *, timeout: float = 3600) -> Iterator[None]:
     All processes must enter in the same order.
 
     Args:
-      what: name of the first process's result, for messages.
-      timeout: seconds after which waiting processes raise an error.
+        what: Name of the first process's result, for messages.
+        timeout: Seconds after which waiting processes raise an error.
     """
     if jax.process_index() != 0:
         _wait_for_all(what, timeout)
@@ -52,10 +52,10 @@ def raise_on_all(what: str) -> Iterator[None]:
     Every process must reach the end of the body, so the body must not wait for processes that may fail inside it.
 
     Args:
-      what: name of the operation, for messages.
+        what: Name of the operation, for messages.
 
     Raises:
-      PeerError: when the body failed only in another process.
+        PeerError: when the body failed only in another process.
     """
     error = None
     try:
@@ -74,7 +74,7 @@ def allgather_json(value: Any) -> list[Any]:
     """Collects a value from every process, in order; all of them must call it.
 
     Args:
-      value: this process's value, of JSON types.
+        value: This process's value, of JSON types.
     """
     if jax.process_count() == 1:
         return [value]

@@ -14,15 +14,16 @@ def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: fl
     """Waits until all processes of a run have started; process 0 listens at `address`, and frees it afterwards.
 
     Args:
-      address: `host:port` of process 0.
-      num_processes: number of processes.
-      process_id: index of this process.
-      timeout: seconds to wait.
+        address: `host:port` of process 0.
+        num_processes: Number of processes.
+        process_id: Index of this process.
+        timeout: Seconds to wait.
 
     Raises:
-      TimeoutError: in every process that connected, with the indices of those that did not.
-      ValueError: in a process whose index another process has, or that was started for a different number of processes.
-      OSError: when process 0 cannot open the port.
+        TimeoutError: in every process that connected, with the indices of those that did not.
+        ValueError: in a process whose index another process has, or that was started for a different number of
+            processes.
+        OSError: when process 0 cannot open the port.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
@@ -84,8 +85,8 @@ def _greeting(caller: socket.socket) -> tuple[int | None, int]:
         words = caller.recv(64).decode(errors="replace")
     except OSError:
         return None, 0
-    found = re.fullmatch(rf"{_HELLO} (\d+) of (\d+)", words)
-    return (int(found[1]), int(found[2])) if found else (None, 0)
+    match = re.fullmatch(rf"{_HELLO} (\d+) of (\d+)", words)
+    return (int(match[1]), int(match[2])) if match else (None, 0)
 
 
 def _join(

@@ -35,9 +35,9 @@ def hard_timeout(seconds: float | None, what: str, *, exit: bool = True) -> Iter
     launcher may restart it.
 
     Args:
-      seconds: the limit; None means no limit, and starts no thread.
-      what: name of the operation, printed with the stacks.
-      exit: False only prints the stacks, every `seconds`, and does not end the process.
+        seconds: The limit; None means no limit, and starts no thread.
+        what: Name of the operation, printed with the stacks.
+        exit: False only prints the stacks, every `seconds`, and does not end the process.
     """
     if seconds is None:
         yield
@@ -59,8 +59,8 @@ def dump_stacks(path: str | Path | None = None, *, every: float | None = None) -
     only one periodic dump, the last one started. Not available on Windows.
 
     Args:
-      path: the file to append to; None is stderr.
-      every: seconds between periodic dumps; None only writes at the signal.
+        path: The file to append to; None is stderr.
+        every: Seconds between periodic dumps; None only writes at the signal.
     """
     with _writable(path) as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -156,8 +156,8 @@ def apply(*names: str) -> None:
     for variable in sorted({VARIABLES[each.platform] for each in chosen.values()}):
         flags = _merged({name: each for name, each in chosen.items() if VARIABLES[each.platform] == variable})
         have = os.environ.get(variable, "").split()
-        own = {word.lstrip("-").partition("=")[0] for word in have}
-        os.environ[variable] = " ".join(have + [_word(*flag) for flag in flags.items() if flag[0] not in own])
+        present = {word.lstrip("-").partition("=")[0] for word in have}
+        os.environ[variable] = " ".join(have + [_word(*flag) for flag in flags.items() if flag[0] not in present])
 
 
 def options(*names: str) -> dict[str, bool | int | str]:
@@ -191,8 +191,8 @@ def automatic(device: tuple[str, str], mesh: Mapping[str, int]) -> tuple[str, ..
     the exchange of activations by working part by part.
 
     Args:
-      device: platform and kind, as `hardware.current_device` returns them.
-      mesh: devices along each axis of the mesh.
+        device: Platform and kind, as `hardware.current_device` returns them.
+        mesh: Devices along each axis of the mesh.
     """
     platform, kind = device
     if platform == "gpu" and "NVIDIA" in kind and math.prod(mesh.values()) > 1:

@@ -22,17 +22,4 @@ if TYPE_CHECKING:
     from maxlib.inference._text import encode as encode
     from maxlib.inference._text import stream_text as stream_text
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "_chat": ("Chat", "stop_tokens"),
-        "_continuous": ("LocalEngine",),
-        "_engine": ("Completion", "Engine"),
-        "_generate": ("Generator", "generate"),
-        "_harness": ("Harness",),
-        "_sampling": ("GREEDY", "Sampler"),
-        "_server": ("ServerEngine", "ServerError"),
-        "_speculate": ("Speculated", "speculate"),
-        "_text": ("encode", "stream_text"),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

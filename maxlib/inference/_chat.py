@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from maxlib import quantization
-from maxlib._utils.deprecation import deprecated
 from maxlib._utils.files import read_json_object
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
 from maxlib.inference._text import encode, stream_text
 from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights import from_pretrained, model_directory
-from maxlib.weights._files import QUANTIZED
+from maxlib.weights.files import QUANTIZED
 
 
 def stop_tokens(directory: str | Path) -> list[int]:
@@ -138,11 +137,6 @@ class Chat:
     def complete(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
         """Yields the continuation of a text piece by piece, without the template."""
         yield from self._pieces(text, max_new_tokens, key)
-
-    @deprecated("Chat.complete", since="0.1", removed="0.3")
-    def continued(self, text: str, *, max_new_tokens: int = 512, key: Key[Array, ""] | None = None) -> Iterator[str]:
-        """Yields the pieces of `complete`."""
-        return self.complete(text, max_new_tokens=max_new_tokens, key=key)
 
     def _pieces(self, prompt: str | list[int], max_new_tokens: int, key: Any) -> Iterator[str]:
         prompt = encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt

@@ -120,8 +120,8 @@ class LocalEngine:
             prompts: Token ids of each prompt, of any length.
             max_new_tokens: Maximum number of new tokens, for all prompts or for each.
             images: For vision models: the images of each prompt in the order of their placeholders, None for a prompt
-                without. `nn.vision.patches` pads images of any size, so that similar prompts share a program.
-            audio: For models that hear: the clips of each prompt in the same way (`nn.audio.clips`).
+                without. `nn.vision.pad_patches` pads images of any size, so that similar prompts share a program.
+            audio: For models that hear: the clips of each prompt in the same way (`nn.audio.pad_clips`).
             num_samples: Number of completions of each prompt.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a completion and are its last token.

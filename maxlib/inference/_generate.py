@@ -119,9 +119,9 @@ class Generator:
             prompts: Token ids of each prompt, of any length.
             max_new_tokens: Maximum number of new tokens per prompt.
             images: For models that read images: all images of all prompts in the order of their placeholders (the
-                `pixel_values` of Hugging Face's processors; `nn.vision.patches` of them for images of any size).
+                `pixel_values` of Hugging Face's processors; `nn.vision.pad_patches` of them for images of any size).
             audio: For models that hear: all clips of all prompts in the order of their placeholders
-                (`nn.audio.clips`).
+                (`nn.audio.pad_clips`).
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
             key: Random key for sampling. Without it each call of this generator uses a new key, in the same order in
@@ -330,15 +330,12 @@ def check_inputs(
     model: Any, tokens: np.ndarray, images: Images | None, audio: Audio | None = None
 ) -> dict[str, Images | Audio]:
     """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
-    if isinstance(model, nn.vision.VisionModel):
-        model.check_images(tokens, images)
-    elif images is not None:
-        raise ValueError(f"{type(model).__name__} reads text only: call it without images")
-    if isinstance(model, nn.audio.AudioModel):
-        model.check_audio(tokens, audio)
-    elif audio is not None:
-        raise ValueError(f"{type(model).__name__} does not hear: call it without audio")
-    return {name: x for name, x in (("images", images), ("audio", audio)) if x is not None}
+    inputs = {name: x for name, x in (("images", images), ("audio", audio)) if x is not None}
+    if isinstance(model, nn.MultimodalModel):
+        model.check_inputs(tokens, **inputs)
+    elif inputs:
+        raise ValueError(f"{type(model).__name__} reads text only: call it without {' and '.join(inputs)}")
+    return inputs
 
 
 def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:

@@ -153,7 +153,7 @@ class _Made:
         """Returns an empty cache from which the drafts of a pass can be rewound."""
         cache = init(batch, self.capacity, dtype=self.cache_dtype)
         # A drafter attends to one key more than the window has.
-        return dataclasses.replace(cache, layers=nn.cache.with_spare_slots(cache.layers, self.count + 1))
+        return dataclasses.replace(cache, layers=nn.cache.make_rewindable(cache.layers, self.count + 1))
 
 
 @functools.partial(jax.jit, static_argnames="made")

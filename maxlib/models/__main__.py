@@ -50,8 +50,8 @@ def row(family: weights.Family, preset: str) -> Row:
         nn.describe.attention_kind(model),
         ", ".join(nn.describe.features(model)),
         " and ".join(nn.describe.cache_kinds(model)),
-        "yes" if nn.describe.takes_images(model) else "",
-        "yes" if nn.describe.takes_audio(model) else "",
+        "yes" if "images" in nn.describe.input_names(model) else "",
+        "yes" if "audio" in nn.describe.input_names(model) else "",
     )
     return Row(family.name, preset, nn.num_parameters(model), nn.describe.num_active_parameters(model), kind)
 

@@ -64,13 +64,22 @@ class Block(nnx.Module):
     """Layer with norms before and behind each branch, in which a patch attends to all of its image."""
 
     def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
-        heads: Any = dict(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, scale=1.0)
-        norms: Any = {f"{part}_norm": AxialNorm(cfg.head_dim, eps=cfg.norm_eps) for part in "qk"}
-        norms |= {"v_norm": nn.norm.UnitRMSNorm(cfg.norm_eps)}
         self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm = (
             nn.RMSNorm(cfg.dim, eps=cfg.norm_eps) for _ in range(4)
         )
-        self.attn = nn.Attention(cfg.dim, **heads, **norms, mask=ops.Full(), rope=cfg.rope, rngs=rngs)
+        self.attn = nn.Attention(
+            cfg.dim,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            scale=1.0,
+            q_norm=AxialNorm(cfg.head_dim, eps=cfg.norm_eps),
+            k_norm=AxialNorm(cfg.head_dim, eps=cfg.norm_eps),
+            v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps),
+            mask=ops.Full(),
+            rope=cfg.rope,
+            rngs=rngs,
+        )
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         for parent, parts in ((self.attn, "qkvo"), (self.mlp, ("gate", "up", "down"))):
             for part in parts if cfg.clipped else ():

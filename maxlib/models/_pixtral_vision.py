@@ -71,7 +71,7 @@ class Vision:
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        patches = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=1)
+        patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=1)
         return np.asarray(patches.pixels), np.asarray(patches.grids)
 
     def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
@@ -97,7 +97,7 @@ class Vision:
             )
         images = [self.cut(image[:, :height, :width]) for image, (height, width) in zip(pixels, sizes, strict=True)]
         cut, grids = zip(*images, strict=True)
-        return nn.vision.patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
+        return nn.vision.pad_patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
 
 
 class Block(nnx.Module):

@@ -69,7 +69,7 @@ class Vision:
         Returns:
             Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
         """
-        patches = nn.vision.cut(image, self.patch_size, merge=self.merge, frames=self.frames)
+        patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=self.frames)
         return np.asarray(patches.pixels), np.asarray(patches.grids)
 
 

@@ -106,7 +106,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class DeepSeek(nn.mtp.MTPDecoder):
+class DeepSeek(nn.Decoder):
     """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` multi-token prediction modules."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

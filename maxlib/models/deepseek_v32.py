@@ -116,7 +116,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class DeepSeekV32(nn.mtp.MTPDecoder):
+class DeepSeekV32(nn.Decoder):
     """DeepSeek V3.2: the cost of attention to a long text is that of its indexer, once kernels skip what is hidden."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -44,7 +44,7 @@ class Config:
     attention_out: float = 1.0
     mamba_in: float = 1.0
     mamba_out: float = 1.0
-    mamba_factors: tuple[float, ...] = (1.0,) * 5  # on gate, x, b, c and dt
+    mamba_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # on gate, x, b, c and dt
     mlp_factors: tuple[float, ...] = (1.0,) * 2  # on the gate and on the output
     norm_eps: float = 1e-5
     tied: bool = False

@@ -95,7 +95,7 @@ def _mask_and_rope(cfg: Config, kind: str) -> tuple[ops.Mask, Rope]:
     return (both_ways, cfg.rope) if kind == GLOBAL else (both_ways & ops.SlidingWindow(cfg.window), cfg.local_rope)
 
 
-class Gemma3(nn.vision.VisionDecoder):
+class Gemma3(nn.Decoder):
     """Gemma 3: only one layer of six caches the whole text; with `cfg.vision` it reads images.
 
     Local layers rotate with a base of 10k, global ones with 1M, which long texts stretch.
@@ -111,6 +111,17 @@ class Gemma3(nn.vision.VisionDecoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
         self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.ImageInput(
+                self.tower, self.projector, token=sees.image_token, num_tokens=sees.num_tokens, bidirectional=True
+            )
+        }
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""

@@ -48,7 +48,7 @@ class Block(nn.Layer):
         self.factor = nnx.Variable(jnp.ones(1), axes=("norm",))  # stored, but not trained
 
     def __call__(
-        self, x: nn.stack.WithShared, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
+        self, x: nn.stack.Carry, ctx: nn.Context, cache: Any = None, vector: Float[Array, "B T P"] | None = None
     ):
         h, cache, shared = self._attend(self.attn_norm(x.x), x, ctx, cache)
         y = nn.residual(x.x, h, "attn", norm=self.attn_post_norm)  # [B, T, D], the residual stream
@@ -63,7 +63,7 @@ class Block(nn.Layer):
         y = y * jnp.asarray(self.factor[...][0], y.dtype)  # [1] -> []
         return x.updated(constrain(y, "batch", "seq", "act_embed"), **shared), cache, aux
 
-    def _attend(self, h, x: nn.stack.WithShared, ctx: nn.Context, cache: Any):
+    def _attend(self, h, x: nn.stack.Carry, ctx: nn.Context, cache: Any):
         """Returns the result of attention, the cache, and keys and values for later layers by their type."""
         if self.role == TAKES:
             # No cache: the sharing layer's has these keys already.
@@ -117,7 +117,7 @@ def _per_layer_embed(cfg: Config, *, rngs: nnx.Rngs) -> nn.per_layer.PerLayerEmb
     )
 
 
-class Gemma4(nn.audio.AudioDecoder):
+class Gemma4(nn.Decoder):
     """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
 
     With `cfg.vision` it reads images, with `cfg.audio` sound; their tokens count as positions like any other.
@@ -147,19 +147,43 @@ class Gemma4(nn.audio.AudioDecoder):
         """Returns the ids as a keyword argument of `enter` if layers use them, else nothing."""
         return super().ids_for_layers(self._padded(tokens))
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images and the sound that the model reads, if it has encoders of them."""
+        inputs, sees, hears = {}, self.cfg.vision, self.cfg.audio
+        if sees is not None:
+            inputs["images"] = nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                bidirectional=self.cfg.both_ways,
+            )
+        if hears is not None:
+            inputs["audio"] = nn.audio.AudioInput(
+                self.audio_tower, hears.audio_token, frame_dim=hears.frame_dim, num_tokens=hears.num_tokens
+            )
+        return inputs
+
     def _padded(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Returns `tokens` with the id of padding in place of placeholders, whose own rows of tables are never used."""
         if not self.cfg.encoders:
             return tokens
-        stands = self.is_audio(tokens)
-        stands = stands if self.cfg.vision is None else stands | self.is_image(tokens)
+        # Sound has placeholders in a model that only sees, too.
+        stands = tokens == self.cfg.audio_token
+        for reader in self.inputs.values():
+            stands |= reader.is_placeholder(tokens)
         return jnp.where(stands, self.cfg.pad_token, tokens)
 
-    def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
-        """Raises ValueError as `__call__` does, and for images that are too large."""
-        super().check_images(tokens, images)
+    def check_inputs(self, tokens: Int[Any, "B T"], **inputs: Any) -> None:
+        """Raises ValueError as `nn.Decoder` does, for images that are too large, and for sound that nothing encodes."""
+        super().check_inputs(tokens, **inputs)
         if self.cfg.vision is not None:
-            self.cfg.vision.check_size(images)
+            self.cfg.vision.check_size(inputs.get("images"))
+        if self.cfg.audio is None and self.cfg.audio_token is not None:
+            nn.audio.check_no_audio(
+                tokens == self.cfg.audio_token, "this Gemma4 does not hear (its config has no audio)"
+            )
 
     def last_keys(self, cache: nn.cache.Cache) -> dict[str, nn.cache.Ordered]:
         """Returns by type the keys and values of the last layer that has its own, in the order of tokens, and what is

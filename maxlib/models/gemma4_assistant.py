@@ -129,7 +129,7 @@ class Gemma4Assistant(nnx.Module):
         ropes = tuple(rope for _, rope, _ in self.cfg.parts.values())
         ctx = nn.context(*embedded.shape[:2], positions=position[:, None], ropes=ropes)
         x = self.enter(jnp.concatenate([embedded, hidden], axis=-1))
-        x, _, _ = self.layers(nn.stack.WithShared(x, keys), ctx)
+        x, _, _ = self.layers(nn.stack.Carry(x, keys), ctx)
         x = self.norm(x.x)
         head = self.head or self.embed
         logits = head.logits(x) if self.clusters is None else self.clusters(x, head.w[...])

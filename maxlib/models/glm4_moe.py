@@ -90,7 +90,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class GLM4MoE(nn.mtp.MTPDecoder):
+class GLM4MoE(nn.Decoder):
     """GLM-4 with experts: grouped-query attention under DeepSeek V3's experts, and modules that look ahead."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

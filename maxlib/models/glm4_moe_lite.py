@@ -97,7 +97,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class GLM4MoELite(nn.mtp.MTPDecoder):
+class GLM4MoELite(nn.Decoder):
     """GLM-4.7-Flash: 30B parameters of which a token uses 3B, with a cache of 576 numbers per token and layer."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -222,8 +222,9 @@ def _table(cfg: Config) -> Table:
 
 
 def _gpt(num_layers: int, dim: int, num_heads: int, *, vocab: int = 50_257, length: int = 1024) -> Config:
-    sizes: Any = dict(vocab=vocab, num_layers=num_layers, dim=dim, mlp_dim=4 * dim, num_heads=num_heads)
-    return Config(**sizes, num_positions=length)
+    return Config(
+        vocab=vocab, num_layers=num_layers, dim=dim, mlp_dim=4 * dim, num_heads=num_heads, num_positions=length
+    )
 
 
 PRESETS = {

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.ops import Rope, YarnScaling
-from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, names
-from maxlib.weights import _mxfp4 as mxfp4
+from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, mxfp4, names
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -15,8 +15,6 @@ from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 MAMBA, FULL = "mamba", "attention"
-# transformers 5 calls them otherwise.
-SPELLINGS = {MAMBA: MAMBA, FULL: FULL, "linear_attention": MAMBA, "full_attention": FULL}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +53,7 @@ class Config:
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        if len(self.layer_types) != self.num_layers:
-            raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
-        if MAMBA in self.layer_types and self.mamba_expand * self.dim % self.mamba_heads:
-            raise ValueError(
-                f"mamba_heads must divide mamba_expand * dim = {self.mamba_expand * self.dim}, got {self.mamba_heads}"
-            )
+        _check(self)
 
 
 class Block(nn.Layer):
@@ -87,6 +80,15 @@ class Block(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or a state."""
         return (self.attn or self.mamba).init_cache(batch, capacity, dtype)
+
+
+def _check(cfg: Config) -> None:
+    if len(cfg.layer_types) != cfg.num_layers:
+        raise ValueError(f"layer_types must name {cfg.num_layers} layers, got {len(cfg.layer_types)}")
+    if MAMBA in cfg.layer_types and cfg.mamba_expand * cfg.dim % cfg.mamba_heads:
+        raise ValueError(
+            f"mamba_heads must divide mamba_expand * dim = {cfg.mamba_expand * cfg.dim}, got {cfg.mamba_heads}"
+        )
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
@@ -152,6 +154,10 @@ class Granite4(nn.Decoder):
 
 def _read_rotated(hf: HFConfig, c: Any) -> bool:
     return hf.require("position_embedding_type", "nope", "rope", None) == "rope"
+
+
+# transformers 5 calls them otherwise.
+SPELLINGS = {MAMBA: MAMBA, FULL: FULL, "linear_attention": MAMBA, "full_attention": FULL}
 
 
 def _read_types(hf: HFConfig, c: Any) -> tuple[str, ...]:

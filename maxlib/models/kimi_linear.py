@@ -52,14 +52,9 @@ class Config:
         fields.check_layer_types(self)
 
     @property
-    def types(self) -> tuple[str, ...]:
-        """LINEAR or FULL for each layer."""
-        return self.layer_types or _pattern(self.num_layers)
-
-    @property
     def kinds(self) -> list[tuple[str, bool]]:
         """The type of each layer, and whether it has a plain MLP."""
-        return [(kind, i < self.num_dense) for i, kind in enumerate(self.types)]
+        return [(kind, i < self.num_dense) for i, kind in enumerate(self.layer_types or _pattern(self.num_layers))]
 
 
 class Block(nn.Layer):

@@ -11,32 +11,10 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _llama4_vision as vision
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.weights import (
-    REQUIRED,
-    Computed,
-    Family,
-    Field,
-    Fields,
-    HFConfig,
-    Ignore,
-    Multimodal,
-    Renamed,
-    Table,
-    Weight,
-    fields,
-    names,
-)
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
 Vision = vision.Vision
 LOCAL, GLOBAL = "chunked_attention", "full_attention"
-
-
-class Kind(NamedTuple):
-    """The kind of a layer: LOCAL or GLOBAL, whether it is rotated, and whether it has experts."""
-
-    layer_type: str
-    rotated: bool
-    sparse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +40,7 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
     # None: all but every fourth are rotated, these see their chunk only, and every `moe_every`th has experts.
-    kinds: tuple[Kind, ...] | None = None
+    kinds: tuple["Kind", ...] | None = None
     losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
@@ -70,7 +48,7 @@ class Config:
         _check(self)
 
     @property
-    def layers(self) -> tuple[Kind, ...]:
+    def layers(self) -> "tuple[Kind, ...]":
         """The kind of each layer."""
         return _usual(self) if self.kinds is None else self.kinds
 
@@ -78,7 +56,7 @@ class Config:
 class Block(nn.Layer):
     """Llama's layer, rotated and local or neither, with experts or with an MLP."""
 
-    def __init__(self, cfg: Config, kind: Kind, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Config, kind: "Kind", *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         # Without a weight it can be applied before the rotation, which preserves norms.
         norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
@@ -107,6 +85,14 @@ class Block(nn.Layer):
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return nn.residual(x, h, "mlp"), cache, aux
+
+
+class Kind(NamedTuple):
+    """The kind of a layer: LOCAL or GLOBAL, whether it is rotated, and whether it has experts."""
+
+    layer_type: str
+    rotated: bool
+    sparse: bool
 
 
 def _check(cfg: Config) -> None:
@@ -143,7 +129,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     )
 
 
-class Llama4(nn.vision.VisionDecoder):
+class Llama4(nn.Decoder):
     """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
     (iRoPE).
 
@@ -159,6 +145,17 @@ class Llama4(nn.vision.VisionDecoder):
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
         self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.ImageInput(
+                self.tower, self.projector, token=sees.image_token, num_tokens=sees.num_tokens
+            )
+        }
 
 
 def _read_kinds(hf: HFConfig, c: Any) -> tuple[Kind, ...] | None:
@@ -230,11 +227,11 @@ TEXT = Fields(
             *("vocab", "num_layers", "dim", "mlp_dim", "expert_dim", "num_heads", "chunk", "num_experts", "top_k"),
             *("moe_every", "qk_norm", "norm_eps", "tied", "attention_bias"),
         ),
-        REQUIRED,
+        fields.REQUIRED,
     )
     | {"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
-FIELDS = Multimodal(
+FIELDS = fields.Multimodal(
     TEXT,
     {"vision": vision.FIELDS},
     model_types={"llama4": "Llama4ForConditionalGeneration"},

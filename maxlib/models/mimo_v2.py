@@ -48,23 +48,13 @@ class Config:
     losses: tuple[Any, ...] = ()  # router losses for training
 
     def __post_init__(self):
-        fields.check_layer_types(self)
-        if self.rope.dim != self.local_rope.dim:
-            raise ValueError(
-                f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {self.rope.dim} and "
-                f"{self.local_rope.dim} dimensions"
-            )
+        _check(self)
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
         """FULL or SLIDING, and dense or not, for each layer."""
         types = self.layer_types or _usual(self)
         return tuple((kind, i < self.num_dense) for i, kind in enumerate(types))
-
-    @property
-    def masks(self) -> dict[str, ops.Mask]:
-        """The mask of each type of layer."""
-        return {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
 
 
 class Block(nn.Layer):
@@ -80,7 +70,7 @@ class Block(nn.Layer):
             head_dim=cfg.head_dim,
             v_dim=cfg.v_dim,
             v_scale=cfg.v_scale,
-            mask=cfg.masks[kind],
+            mask=_masks(cfg)[kind],
             rope=cfg.local_rope if slides else cfg.rope,
             sinks=slides,
             bias=cfg.attention_bias,
@@ -96,6 +86,19 @@ class Block(nn.Layer):
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return nn.residual(x, h, "mlp"), cache, aux
+
+
+def _masks(cfg: Config) -> dict[str, ops.Mask]:
+    return {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(cfg.window)}
+
+
+def _check(cfg: Config) -> None:
+    fields.check_layer_types(cfg)
+    if cfg.rope.dim != cfg.local_rope.dim:
+        raise ValueError(
+            f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {cfg.rope.dim} and "
+            f"{cfg.local_rope.dim} dimensions"
+        )
 
 
 def _usual(c: Any) -> tuple[str, ...]:
@@ -137,7 +140,7 @@ class MiMoV2(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = tuple(cfg.masks.values()), (cfg.rope, cfg.local_rope)
+        self.masks, self.ropes = tuple(_masks(cfg).values()), (cfg.rope, cfg.local_rope)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

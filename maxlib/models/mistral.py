@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
@@ -81,7 +81,7 @@ class Block(nn.Layer):
         return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
-class Mistral(nn.vision.NativeVisionDecoder):
+class Mistral(nn.Decoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -98,9 +98,16 @@ class Mistral(nn.vision.NativeVisionDecoder):
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
 
-    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
-        """Returns True for placeholders of images; there are no frames of videos."""
-        return tokens == self.cfg.vision.image_token
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower, tokens=(sees.image_token,), merge=sees.merge, patch_dim=sees.patch_dim
+            )
+        }
 
 
 _ROPE = fields.rope()

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _mistral_config as shared
@@ -109,7 +109,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared_mlp, losses=cfg.losses, rngs=rngs)
 
 
-class Mistral4(nn.vision.NativeVisionDecoder):
+class Mistral4(nn.Decoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -127,9 +127,16 @@ class Mistral4(nn.vision.NativeVisionDecoder):
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
 
-    def is_image(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
-        """Returns True for placeholders of images; there are no frames of videos."""
-        return tokens == self.cfg.vision.image_token
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower, tokens=(sees.image_token,), merge=sees.merge, patch_dim=sees.patch_dim
+            )
+        }
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:

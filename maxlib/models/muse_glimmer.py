@@ -11,20 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.ops import Rope
-from maxlib.weights import (
-    Computed,
-    Family,
-    Field,
-    Fields,
-    HFConfig,
-    Ignore,
-    Multimodal,
-    Renamed,
-    Table,
-    Weight,
-    fields,
-    names,
-)
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -41,11 +28,9 @@ class Config:
     num_kv_heads: int
     head_dim: int
     rope: Rope
-    # Whether each layer is rotated; None: all but every fourth, counted from the last.
-    rotated: tuple[bool, ...] | None = None
+    rotated: tuple[bool, ...] | None = None  # each layer; None: all but every fourth, counted from the last
     window: int = 2048  # of the sliding layers
-    # FULL or SLIDING for each layer; None: every fourth, counted from the last, is FULL.
-    layer_types: tuple[str, ...] | None = None
+    layer_types: tuple[str, ...] | None = None  # FULL or SLIDING; None: every fourth, counted from the last, is FULL
     query_scale: float = 3.87  # beside head_dim ** -0.5
     logit_scale: float
     final_softcap: float = 20.0
@@ -56,13 +41,6 @@ class Config:
 
     def __post_init__(self):
         fields.check_layer_types(self)
-
-    @property
-    def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
-        """The mask and the rotation of each layer."""
-        masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
-        types, rotated = self.layer_types or _usual(self), self.rotated or _usually_rotated(self)
-        return tuple((masks[kind], self.rope if turned else None) for kind, turned in zip(types, rotated, strict=True))
 
 
 class Block(nn.Layer):
@@ -96,6 +74,13 @@ class Block(nn.Layer):
         return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm), cache, {}
 
 
+def _masks_and_ropes(cfg: Config) -> tuple[tuple[ops.Mask, Rope | None], ...]:
+    """Returns the mask and the rotation of each layer."""
+    masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(cfg.window)}
+    types, rotated = cfg.layer_types or _usual(cfg), cfg.rotated or _usually_rotated(cfg)
+    return tuple((masks[kind], cfg.rope if turned else None) for kind, turned in zip(types, rotated, strict=True))
+
+
 def _usual(c: Any) -> tuple[str, ...]:
     """Returns the types of layers: every fourth, counted from the last, is full."""
     return tuple(SLIDING if (c.num_layers - 1 - i) % 4 else FULL for i in range(c.num_layers))
@@ -115,9 +100,10 @@ class MuseGlimmer(nn.Decoder):
                 "from_pretrained(..., tower=None)"
             )
         self.cfg, self.softcap = cfg, cfg.final_softcap
-        self.masks, self.ropes = tuple(dict.fromkeys(mask for mask, _ in cfg.kinds)), (cfg.rope,)  # each mask once
+        kinds = _masks_and_ropes(cfg)
+        self.masks, self.ropes = tuple(dict.fromkeys(mask for mask, _ in kinds)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
@@ -176,7 +162,7 @@ class _Tower:
         return hf.take("vision_config", kind=dict).get("model_type", "muse_glimmer_vision")
 
 
-FIELDS = Multimodal(
+FIELDS = fields.Multimodal(
     TEXT,
     {"tower": _Tower()},
     model_types={"muse_glimmer": "MuseGlimmerForConditionalGeneration"},

@@ -52,60 +52,62 @@ class Config:
         return self.layer_types or _pattern(self.num_layers)
 
 
-class LinearBlock(nn.Layer):
-    """Llama's layer with gated DeltaNet for its attention: norms before the branches."""
+class Block(nn.Layer):
+    """Gated DeltaNet with norms before the branches, or OLMo 3's layer, whose norms follow them and span all heads."""
 
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.delta = nn.GatedDeltaNet(
-            cfg.dim,
-            num_heads=cfg.num_value_heads,
-            num_key_heads=cfg.num_key_heads,
-            key_dim=cfg.key_dim,
-            value_dim=cfg.value_dim,
-            conv_width=cfg.conv_width,
-            max_step=2.0 if cfg.turns else 1.0,
-            norm_eps=1e-5,
-            rngs=rngs,
-        )
-        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+    def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
+        self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
+        self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
+        if kind == LINEAR:
+            self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+            self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        else:
+            self.attn_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+            self.mlp_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.delta(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty state."""
-        return self.delta.init_cache(batch, capacity, dtype)
-
-
-class FullBlock(nn.Layer):
-    """OLMo 3's layer: norms behind the branches, `x + norm(branch(x))`, and over all heads of queries and of keys."""
-
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        self.attn = nn.Attention(
-            D,
-            num_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
-            rope=cfg.rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
-            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
-        self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
-        self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        if self.delta is not None:
+            h, cache = self.delta(self.attn_norm(x), ctx, cache)
+            x = nn.residual(x, h, "attn")
+            return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
         h, cache = self.attn(x, ctx, cache)
         x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
         return nn.residual(x, self.mlp(x), "mlp", norm=self.mlp_post_norm), cache, {}
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns an empty state, or keys and values."""
+        return (self.attn or self.delta).init_cache(batch, capacity, dtype)
+
+
+def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
+    N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    return nn.Attention(
+        cfg.dim,
+        num_heads=N,
+        num_kv_heads=K,
+        head_dim=H,
+        rope=cfg.rope,
+        bias=cfg.attention_bias,
+        out_bias=cfg.attention_bias,
+        q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),  # a scale for every dimension of every head
+        k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
+        rngs=rngs,
+    )
+
+
+def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
+    return nn.GatedDeltaNet(
+        cfg.dim,
+        num_heads=cfg.num_value_heads,
+        num_key_heads=cfg.num_key_heads,
+        key_dim=cfg.key_dim,
+        value_dim=cfg.value_dim,
+        conv_width=cfg.conv_width,
+        max_step=2.0 if cfg.turns else 1.0,
+        norm_eps=1e-5,  # independent of the epsilon of other norms
+        rngs=rngs,
+    )
 
 
 def _pattern(num_layers: int) -> tuple[str, ...]:
@@ -120,8 +122,7 @@ class OLMoHybrid(nn.Decoder):
         self.cfg = cfg
         self.masks, self.ropes = (ops.Causal(),), () if cfg.rope is None else (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        blocks = [FullBlock if kind == FULL else LinearBlock for kind in cfg.types]
-        self.layers = nn.Stack(lambda block, rngs: block(cfg, rngs=rngs), blocks, rngs=rngs)
+        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
@@ -169,7 +170,7 @@ FIELDS = Fields(
 )
 
 
-def _delta_net() -> list[Weight]:
+def _delta_weights() -> list[Weight]:
     """Lists the weights of gated DeltaNet; files have one convolution for each of queries, keys and values."""
     table = [Weight(f"linear_attn.{name}", f"delta.{name.lower()}") for name in ("A_log", "dt_bias")]
     for part in "qkv":
@@ -198,7 +199,7 @@ def _table(cfg: Config) -> Table:
         for i in range(cfg.num_layers)
         for hf_name, to in spellings.items()
     ]
-    return [*also, *names.decoder_table([*shared, *names.ATTENTION, *_delta_net()])]
+    return [*also, *names.decoder_table([*shared, *names.ATTENTION, *_delta_weights()])]
 
 
 # fmt: off

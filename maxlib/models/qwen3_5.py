@@ -44,8 +44,7 @@ class Config:
     key_dim: int = 128
     value_dim: int = 128
     conv_width: int = 4  # ... and of the convolution before it
-    # LINEAR or FULL for each layer; None: every fourth is FULL.
-    layer_types: tuple[str, ...] | None = None
+    layer_types: tuple[str, ...] | None = None  # LINEAR or FULL for each layer; None: every fourth is FULL
     norm_eps: float = 1e-6
     tied: bool = False
     attention_bias: bool = False
@@ -56,16 +55,6 @@ class Config:
 
     def __post_init__(self):
         _check(self)
-
-    @property
-    def rotary(self) -> Rope | ops.MRope:
-        """The rotary embedding of all layers; with three positions per token in a vision model."""
-        return self.rope if self.vision is None else ops.MRope(self.rope, self.sections)
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """LINEAR or FULL for each layer."""
-        return self.layer_types or _pattern(self.num_layers)
 
 
 class Block(nn.Layer):
@@ -97,7 +86,12 @@ def _check(cfg: Config) -> None:
         raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
     if cfg.vision is not None and cfg.vision.deepstack:
         raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {cfg.vision.deepstack}")
-    cfg.rotary  # noqa: B018  # its sections are checked
+    _rotary(cfg)  # its sections are checked
+
+
+def _rotary(cfg: Config) -> Rope | ops.MRope:
+    # With three positions per token in a vision model.
+    return cfg.rope if cfg.vision is None else ops.MRope(cfg.rope, cfg.sections)
 
 
 def _pattern(num_layers: int, period: int = 4) -> tuple[str, ...]:
@@ -111,7 +105,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
         num_heads=cfg.num_heads,
         num_kv_heads=cfg.num_kv_heads,
         head_dim=cfg.head_dim,
-        rope=cfg.rotary,
+        rope=_rotary(cfg),
         out_gate_act=jax.nn.sigmoid,
         bias=cfg.attention_bias,
         out_bias=cfg.attention_bias,
@@ -141,14 +135,16 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
-class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
+class Qwen35(nn.Decoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rotary,)
+        self.masks, self.ropes = (ops.Causal(),), (_rotary(cfg),)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
+        self.layers = nn.Stack(
+            lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layer_types or _pattern(cfg.num_layers), rngs=rngs
+        )
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
@@ -156,6 +152,21 @@ class Qwen35(nn.vision.NativeVisionDecoder, nn.mtp.MTPDecoder):
         self.mtp = nnx.List(
             [nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, plus_one=True, rngs=rngs) for block in blocks]
         )
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder of them."""
+        if (sees := self.cfg.vision) is None:
+            return {}
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                mrope=True,
+            )
+        }
 
 
 def _by_interval(hf: HFConfig, c: Any) -> tuple[str, ...]:

@@ -37,8 +37,7 @@ class Config:
     key_dim: int
     value_dim: int
     conv_width: int = 4  # ... and of the convolution before it
-    # LINEAR or FULL for each layer; None: every fourth is FULL.
-    layer_types: tuple[str, ...] | None = None
+    layer_types: tuple[str, ...] | None = None  # LINEAR or FULL for each layer; None: every fourth is FULL
     num_experts: int
     top_k: int
     renormalize: bool = True  # the weights of a token's experts sum to one
@@ -51,16 +50,12 @@ class Config:
     num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`)
 
     def __post_init__(self):
-        fields.check_layer_types(self)
-        if self.num_mtp not in (0, 1):
-            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
+        _check(self)
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
         """LINEAR or FULL for each layer, and whether it has experts."""
-        every, dense = self.sparse_step, self.dense_layers
-        sparse = ((i + 1) % every == 0 and i not in dense and self.num_experts > 0 for i in range(self.num_layers))
-        return tuple(zip(self.layer_types or _pattern(self.num_layers), sparse, strict=True))
+        return tuple(zip(self.layer_types or _pattern(self.num_layers), _sparse(self), strict=True))
 
 
 class Block(nn.Layer):
@@ -84,6 +79,17 @@ class Block(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns an empty cache: keys and values, or a state."""
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
+
+
+def _check(cfg: Config) -> None:
+    fields.check_layer_types(cfg)
+    if cfg.num_mtp not in (0, 1):
+        raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
+
+
+def _sparse(cfg: Config) -> list[bool]:
+    every, dense = cfg.sparse_step, cfg.dense_layers
+    return [(i + 1) % every == 0 and i not in dense and cfg.num_experts > 0 for i in range(cfg.num_layers)]
 
 
 def _pattern(num_layers: int, period: int = 4) -> tuple[str, ...]:
@@ -127,7 +133,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
-class Qwen3Next(nn.mtp.MTPDecoder):
+class Qwen3Next(nn.Decoder):
     """Qwen3-Next: every fourth layer caches keys and values, the others a state of fixed size."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

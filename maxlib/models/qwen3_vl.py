@@ -18,7 +18,6 @@ from maxlib.sharding import constrain
 from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
 
 Vision = vision.Vision
-DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"
 SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
 MASK = ops.Causal()
 
@@ -47,11 +46,6 @@ class Config:
 
     def __post_init__(self):
         _check(self)
-
-    @property
-    def kind(self) -> str:
-        """DENSE or SPARSE."""
-        return DENSE if self.num_experts is None else SPARSE
 
     @property
     def mrope(self) -> ops.MRope:
@@ -112,7 +106,7 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
-class Qwen3VL(nn.vision.NativeVisionDecoder):
+class Qwen3VL(nn.Decoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -125,6 +119,27 @@ class Qwen3VL(nn.vision.NativeVisionDecoder):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads."""
+        sees = self.cfg.vision
+        return {
+            "images": nn.vision.PatchInput(
+                self.tower,
+                tokens=(sees.image_token, sees.video_token),
+                merge=sees.merge,
+                patch_dim=sees.patch_dim,
+                mrope=True,
+            )
+        }
+
+
+DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"
+
+
+def _kind(cfg: Any) -> str:
+    return DENSE if cfg.num_experts is None else SPARSE
 
 
 def _is_sparse(c: Any) -> bool:
@@ -152,7 +167,7 @@ TEXT = Fields(
         fields.ATTENTION_BIAS,
     ],
     model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},
-    model_type=lambda cfg: f"{cfg.kind}_text",
+    model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
     fixed_if_present={
         # transformers renormalises weights of experts whatever the releases say of it.
@@ -169,9 +184,9 @@ FIELDS = Multimodal(
     TEXT,
     {"vision": replace(vision.FIELDS, absent={"deepstack": fields.REQUIRED})},
     model_types={DENSE: "Qwen3VLForConditionalGeneration", SPARSE: "Qwen3VLMoeForConditionalGeneration"},
-    model_type=lambda cfg: cfg.kind,
+    model_type=_kind,
     fixed={
-        "vision_config.model_type": lambda c: (f"{c.kind}_vision", c.kind),  # the second as first written
+        "vision_config.model_type": lambda c: (f"{_kind(c)}_vision", _kind(c)),  # the second as first written
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
     tied=False,  # the text's own counts for nothing

@@ -38,12 +38,7 @@ class Config:
     mlp_bias: bool = False
 
     def __post_init__(self):
-        fields.check_layer_types(self)
-        if self.rotated is not None and len(self.rotated) != self.num_layers:
-            raise ValueError(
-                f"rotated (no_rope_layers) must have {self.num_layers} entries, one for each layer, got "
-                f"{len(self.rotated)}"
-            )
+        _check(self)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -83,6 +78,14 @@ class Block(nn.Layer):
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
         x = nn.residual(x, h, "attn")
         return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
+
+
+def _check(cfg: Config) -> None:
+    fields.check_layer_types(cfg)
+    if cfg.rotated is not None and len(cfg.rotated) != cfg.num_layers:
+        raise ValueError(
+            f"rotated (no_rope_layers) must have {cfg.num_layers} entries, one for each layer, got {len(cfg.rotated)}"
+        )
 
 
 def _rotated(num_layers: int, interval: int = 4) -> tuple[bool, ...]:

@@ -43,7 +43,9 @@ from maxlib.nn.decoder._decoder import Decoder as Decoder
 from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy
 from maxlib.nn.decoder._head import token_log_probs as token_log_probs
+from maxlib.nn.decoder._model import Input as Input
 from maxlib.nn.decoder._model import Model as Model
+from maxlib.nn.decoder._model import MultimodalModel as MultimodalModel
 from maxlib.nn.decoder._model import Output as Output
 from maxlib.nn.decoder._positions import LearnedPositions as LearnedPositions
 from maxlib.nn.experts._linear import ExpertLinear as ExpertLinear

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from maxlib._utils.ranges import ranges
+from maxlib._utils.text import ranges
 from maxlib.nn._linear import Einsum
 from maxlib.nn._summary import scaled
 from maxlib.nn.experts._linear import ExpertLinear

@@ -5,7 +5,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.nn.tree import axes, own_axes, pattern_paths, variables
 from maxlib.sharding.layers import num_layer_axes
 

@@ -110,7 +110,7 @@ def can_rewind(layers: Any) -> bool:
     return all(isinstance(one, LayerCache) and one.can_rewind for one in layer_caches(layers))
 
 
-def with_spare_slots(layers: Any, slots: int) -> Any:
+def make_rewindable(layers: Any, slots: int) -> Any:
     """Returns empty caches whose rings have extra slots, so that up to `slots` tokens can be rewound.
 
     Args:
@@ -170,7 +170,7 @@ class RingCache(LayerCache):
     Attributes:
         k: Keys, `B W K Hk`.
         v: Values, `B W K Hv`.
-        spare: Slots beyond those that the mask needs: the number of tokens that can be rewound (`with_spare_slots`).
+        spare: Slots beyond those that the mask needs: the number of tokens that can be rewound (`make_rewindable`).
     """
 
     kind: ClassVar[str | None] = "ring"

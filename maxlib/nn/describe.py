@@ -1,8 +1,7 @@
 """Descriptions of models for tables. All functions also work on `jax.eval_shape` of a model."""
 
-import inspect
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -30,11 +29,6 @@ SCALINGS = {
 _POSITION_WORDS = ("partial RoPE", "layers without positions")
 _ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of the tables
 _PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # in the order of use
-
-
-@runtime_checkable
-class _PredictsAhead(Protocol):
-    def predict_ahead(self, hidden: Any, tokens: Any, **inputs: Any) -> Any: ...
 
 
 def num_active_parameters(model: Any) -> int:
@@ -74,7 +68,7 @@ def _labels(model: Any) -> Iterator[str]:
         yield "logit soft-cap"
     if _is_tied(model):
         yield "tied head"
-    if isinstance(model, _PredictsAhead):
+    if "mtp" in vars(model):
         yield "multi-token prediction"
 
 
@@ -84,21 +78,9 @@ def _is_tied(model: Any) -> bool:
     return tables - len(_all(PerLayerEmbed, model)) == 1
 
 
-def takes_images(model: Any) -> bool:
-    """Returns True if the model's call takes `images` and it has an image encoder: a `tower`, or layers in a child
-    module.
-    """
-    if "images" not in inspect.signature(type(model).__call__).parameters:
-        return False
-    children = [child for name, child in vars(model).items() if isinstance(child, nnx.Module) and name != "audio_tower"]
-    # The decoder's own layers are a stack; a child module with a stack inside is an encoder.
-    encoders = [child for child in children if not isinstance(child, Stack | nnx.List) and _all(Stack, child)]
-    return bool(encoders) or getattr(model, "tower", None) is not None
-
-
-def takes_audio(model: Any) -> bool:
-    """Returns True if the model has an encoder of sound."""
-    return getattr(model, "audio_tower", None) is not None
+def input_names(model: Any) -> tuple[str, ...]:
+    """Lists what the model reads besides tokens, such as `images` (`nn.Decoder.inputs`)."""
+    return tuple(getattr(model, "inputs", ()))
 
 
 def cache_kinds(model: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxlib._utils.ranges import runs
+from maxlib._utils.text import runs
 from maxlib.observability._metrics import Values
 
 WINDOW = 20  # logged steps before a step that tell its usual loss

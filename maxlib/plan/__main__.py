@@ -52,10 +52,10 @@ def _search(args: argparse.Namespace) -> int:
         fixed["batches"] = [job.per_device_batch_size]
     if args.compile is not None:
         fixed["compile"] = args.compile
-    found = search(job, **fixed)
-    _log(found)
+    result = search(job, **fixed)
+    _log(result)
     try:
-        _log(found.best)
+        _log(result.best)
     except ValueError as nothing_fits:
         _log(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
         return 1

@@ -14,8 +14,7 @@ from maxlib.plan._hlo import Collective, Costs
 from maxlib.plan._memory import part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._axes import mesh_axes_of
-from maxlib.sharding._sequence import by_rules, split_axes
+from maxlib.sharding.layers import mesh_axes_of
 from maxlib.sharding.pipelining import Schedule, chunks
 from maxlib.sharding.strategies import (
     DataParallel,
@@ -44,20 +43,21 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     it computes 6% more with a ring of 4, and 5% less in a pipeline (pp:8 on 4 stages).
 
     Args:
-      program: the training step.
-      model_flops: the model's FLOPs of a step on all devices.
-      offloaded: bytes of activations that the backward pass reads from the host.
+        program: The training step.
+        model_flops: The model's FLOPs of a step on all devices.
+        offloaded: Bytes of activations that the backward pass reads from the host.
     """
     step, schedule, (vocab, dim) = step_of(program), schedule_of(program.layout), program.head
     strategies = _strategies(step)
-    found: dict[tuple[str, tuple[str, ...]], float] = {}
-    for kind, axes, size in (traffic for one in strategies for traffic in one.traffic(step)):
+    sizes: dict[tuple[str, tuple[str, ...]], float] = {}
+    for kind, axes, size in (traffic for strategy in strategies for traffic in strategy.traffic(step)):
         if axes and size:
             key = kind, tuple(axis for axis in program.mesh.axis_names if axis in axes)
-            found[key] = found.get(key, 0.0) + size
-    collectives = sorted((Collective(*key, 0, 0, size) for key, size in found.items()), key=lambda one: -one.bytes)
+            sizes[key] = sizes.get(key, 0.0) + size
+    collectives = [Collective(*key, 0, 0, size) for key, size in sizes.items()]
+    collectives.sort(key=lambda collective: -collective.bytes)
     # Weights are read in both passes; gathered weights are also written.
-    weights = sum((4 if one.gathered else 2) * one.size * one.uses for one in step.weights)
+    weights = sum((4 if weight.gathered else 2) * weight.size * weight.uses for weight in step.weights)
     traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
     traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(program, step))
     traffic += _grouped(program, step, _moved)
@@ -66,7 +66,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     head = once * (3 if program.job.lora is None else 2)
     layers = model_flops - head + (step.passes - 2) * (program.forward_flops - once)
     flops = (head + layers * _share(program, schedule) * schedule.stages) / program.mesh.size
-    copies = [one.host_copies(step) for one in strategies]
+    copies = [strategy.host_copies(step) for strategy in strategies]
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
     narrow = {kind: share * flops for kind, share in program.narrow_share.items()}
     repeated = _grouped(program, step, _beyond_rows) if step.platform == "tpu" else 0.0
@@ -140,9 +140,12 @@ def _moved(of: Sizes) -> float:
 
 def _recurrent_bytes(program: Program, step: StepFacts) -> float:
     """Returns the memory traffic of what chunks of recurrences hand on."""
-    width = lambda one: one.num_heads * (one.value_dim if isinstance(one, nn.GatedDeltaNet) else one.head_dim)
-    passed = lambda one: next((times for kind, times in _VALUES.items() if isinstance(one, kind)), 0)
-    values = sum(passed(one) * width(one) * n for one, n in step.mixers if passed(one))
+    values = 0.0
+    for mixer, layers in step.mixers:
+        times = next((times for kind, times in _VALUES.items() if isinstance(mixer, kind)), 0)
+        if times:
+            head_dim = mixer.value_dim if isinstance(mixer, nn.GatedDeltaNet) else mixer.head_dim
+            values += times * mixer.num_heads * head_dim * layers
     share = _KEPT_IN_VMEM.get(parse_target(program.job.target).chip.kind, 1.0)
     return share * 4 * step.tokens * values / step.parts(step.axes("act_heads"))
 
@@ -151,9 +154,11 @@ def _strategies(step: StepFacts) -> list[Strategy]:
     """Lists the strategies that contribute costs: those of the layout, and those equivalent to its plain rules."""
     joined = step.layout.strategies
     # A default of one device along its axes costs nothing. One gives way to a strategy in its kind that states costs.
-    known = {one.kind for one in joined if type(one).traffic is not Strategy.traffic}
-    defaults = (DataParallel(), FullyShard(), TensorParallel(), ExpertParallel(), by_rules(step))
-    return [*joined, *(one for one in defaults if one.kind not in known)]
+    known = {strategy.kind for strategy in joined if type(strategy).traffic is not Strategy.traffic}
+    defaults = [DataParallel(), FullyShard(), TensorParallel(), ExpertParallel()]
+    if (sequence := step.layout.sequence) is not None:
+        defaults.append(sequence)
+    return [*joined, *(strategy for strategy in defaults if strategy.kind not in known)]
 
 
 def step_of(program: Program) -> StepFacts:
@@ -162,7 +167,7 @@ def step_of(program: Program) -> StepFacts:
     rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
     share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
     again = job.remat == "full" or program.is_1f1b
-    whole = StepFacts(
+    step = StepFacts(
         layout=layout,
         platform=parse_target(job.target).platform,
         sequence=job.sequence,
@@ -173,13 +178,13 @@ def step_of(program: Program) -> StepFacts:
         passes=3 if again else 2,
         ticks=schedule.ticks / schedule.microbatches,
         weights=tuple(_weights(program, schedule)),
-        mixers=tuple((one, _repeats(one) * share) for one in nn.mixer.mixers(program.model)),
+        mixers=tuple((mixer, _repeats(mixer) * share) for mixer in nn.mixer.mixers(program.model)),
         experts=tuple(_experts(program, share)),
         moments_on_host=bytes_on_host(program.state.opt_state),
         weights_on_host=bytes_on_host(program.state.trainable),
     )
-    tokens = whole.tokens / whole.parts(split_axes(whole))
-    return dataclasses.replace(whole, tokens=tokens, hidden=tokens * program.head[1] * width)
+    tokens = step.tokens / step.parts(step.sequence_axes)
+    return dataclasses.replace(step, tokens=tokens, hidden=tokens * program.head[1] * width)
 
 
 def _share(program: Program, schedule: Schedule) -> float:
@@ -190,7 +195,10 @@ def _share(program: Program, schedule: Schedule) -> float:
 
 def _local(program: Program) -> float:
     names = nn.tree.axes(program.state.rest)
-    spec = lambda path, x: program.layout.parameter_spec(names[path], x.shape, path=path)
+
+    def spec(path, x):
+        return program.layout.parameter_spec(names[path], x.shape, path=path)
+
     return sum(part_bytes(x.shape, 4, spec(path, x), program.mesh) for path, x in program.state.trainable.items())
 
 

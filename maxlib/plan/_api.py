@@ -26,14 +26,14 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
         print(plan.plan(job))  # memory, time and traffic of a step
 
     Args:
-      job: the training step and its target.
-      full: True also generates machine code, which takes minutes.
-      keep: an empty folder for the compiler's files, which include the optimized program.
-      timeout: time limit of the compiler in seconds.
+        job: The training step and its target.
+        full: True also generates machine code, which takes minutes.
+        keep: An empty folder for the compiler's files, which include the optimized program.
+        timeout: Time limit of the compiler in seconds.
 
     Raises:
-      ValueError: when the parts of the job are inconsistent.
-      TimeoutError: when compiling takes longer than `timeout`.
+        ValueError: when the parts of the job are inconsistent.
+        TimeoutError: when compiling takes longer than `timeout`.
     """
     if not isinstance(job, Job):
         raise TypeError(f"plan takes a plan.Job, such as plan.Job('llama3-70b', 'v5p-128'), got {job!r:.80}")
@@ -51,10 +51,10 @@ def estimated(job: Job) -> Plan:
         found.fits, found.peak, found.estimate.mfu
 
     Args:
-      job: the training step and its target.
+        job: The training step and its target.
 
     Raises:
-      ValueError: when the parts of the job do not go together.
+        ValueError: when the parts of the job do not go together.
     """
     from maxlib.plan._worker import describe
 

@@ -12,12 +12,9 @@ from typing import Any
 
 from maxlib.kernels.vector_memory import DEFAULT_VMEM
 from maxlib.ops.trip_counts import TripCounts, trips_of_loop
-from maxlib.plan._hlo_flops import custom_call_flops, estimate_of, matmul_flops, narrow_kind
-from maxlib.plan._hlo_gpu import known_trips
-from maxlib.plan._hlo_groups import axes_of_group
-from maxlib.plan._hlo_splash import splash_bytes
 from maxlib.plan._hlo_text import (
     Instruction,
+    axes_of_group,
     branches_of,
     bytes_of,
     computation_of,
@@ -28,7 +25,17 @@ from maxlib.plan._hlo_text import (
     size_of,
     types_of,
 )
-from maxlib.plan._hlo_tpu import grouped_bytes, grouped_flops, repeated_flops
+from maxlib.plan._hlo_work import (
+    custom_call_flops,
+    estimate_of,
+    grouped_bytes,
+    grouped_flops,
+    known_trips,
+    matmul_flops,
+    narrow_kind,
+    repeated_flops,
+    splash_bytes,
+)
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _COSTLIEST = 5  # number of instructions to list
@@ -59,11 +66,11 @@ class Collective:
     """All collectives of one kind over the same mesh axes.
 
     Args:
-      kind: such as "all-gather".
-      axes: the mesh axes.
-      written: instructions in the program.
-      runs: executions in a step.
-      bytes: input or output of one device, whichever is larger, summed over a step.
+        kind: Such as "all-gather".
+        axes: The mesh axes.
+        written: Instructions in the program.
+        runs: Executions in a step.
+        bytes: Input or output of one device, whichever is larger, summed over a step.
     """
 
     kind: str
@@ -78,16 +85,16 @@ class Costs:
     """The costs of one step on one device.
 
     Args:
-      flops: arithmetic.
-      bytes: traffic of the main memory.
-      collectives: communication, the most bytes first.
-      unknown_loops: loops whose trip count depends on data.
-      to_host: bytes copied to the host's memory.
-      from_host: bytes copied from the host's memory.
-      assumes: assumptions, as sentences for the report.
-      costliest: the instructions with the most arithmetic, and their FLOPs.
-      narrow: the part of `flops` whose operands have eight bits, by "fp8" and "int8".
-      repeated: further arithmetic that is not in `flops`, of tiles with rows of two experts, computed once for each.
+        flops: Arithmetic.
+        bytes: Traffic of the main memory.
+        collectives: Communication, the most bytes first.
+        unknown_loops: Loops whose trip count depends on data.
+        to_host: Bytes copied to the host's memory.
+        from_host: Bytes copied from the host's memory.
+        assumes: Assumptions, as sentences for the report.
+        costliest: The instructions with the most arithmetic, and their FLOPs.
+        narrow: The part of `flops` whose operands have eight bits, by "fp8" and "int8".
+        repeated: Further arithmetic that is not in `flops`, of tiles with rows of two experts, computed once for each.
     """
 
     flops: float
@@ -114,19 +121,19 @@ def read_costs(
     """Reads the costs of an optimized HLO module.
 
     Args:
-      text: the module.
-      mesh: from mesh axis to size, in the order of the mesh.
-      across: mesh axes that cross slices.
-      trips: trip counts of loops that depend on data, by kind, and the "room" of buffers of experts' rows.
-      cache: bytes that stay on chip between instructions.
-      vmem: bytes of vector memory that a grouped matmul may take.
+        text: The module.
+        mesh: From mesh axis to size, in the order of the mesh.
+        across: Mesh axes that cross slices.
+        trips: Trip counts of loops that depend on data, by kind, and the "room" of buffers of experts' rows.
+        cache: Bytes that stay on chip between instructions.
+        vmem: Bytes of vector memory that a grouped matmul may take.
     """
     program = _Program(text, mesh, across, trips or {}, cache, vmem)
     program.visit(program.entry, 1.0, in_fusion=False)
-    found = (
+    collectives = (
         Collective(kind, axes, int(n), runs, size) for (kind, axes), (n, runs, size) in program.collectives.items()
     )
-    ordered = tuple(sorted(found, key=lambda one: -one.bytes))
+    ordered = tuple(sorted(collectives, key=lambda collective: -collective.bytes))
     return Costs(
         program.flops,
         program.bytes,
@@ -135,7 +142,7 @@ def read_costs(
         program.to_host,
         program.from_host,
         tuple(_assumed(program.chosen, cache)),
-        tuple(sorted(program.arithmetic.items(), key=lambda one: -one[1])[:_COSTLIEST]),
+        tuple(sorted(program.arithmetic.items(), key=lambda item: -item[1])[:_COSTLIEST]),
         program.narrow,
         program.repeated,
     )
@@ -169,46 +176,48 @@ class _Program:
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
         """Adds the costs of a computation that runs `times` times; inside a fusion nothing reads or writes memory."""
         computation = self.computations[name]
-        for one in computation.values():
-            kind = one.opcode.removesuffix("-start")
-            if one.opcode == "while":
-                self.visit(computation_of(one, "body"), times * self._trips(one, computation), in_fusion=False)
+        for instruction in computation.values():
+            kind = instruction.opcode.removesuffix("-start")
+            if instruction.opcode == "while":
+                self.visit(
+                    computation_of(instruction, "body"), times * self._trips(instruction, computation), in_fusion=False
+                )
                 continue
-            if kind == "send" and (sent := _MEGASCALE.search(one.rest)):
+            if kind == "send" and (sent := _MEGASCALE.search(instruction.rest)):
                 kind = "collective-permute" if sent[1] == "ONE_TO_ONE" else sent[1].lower().replace("_", "-")
             if kind in COLLECTIVES:
-                self._collective(one, kind, computation, name, times)
+                self._collective(instruction, kind, computation, name, times)
             elif kind in ("fusion", "call", "async"):
-                for called in re.findall(r"calls=%([^\s,)]+)|to_apply=%([^\s,)]+)", one.rest):
+                for called in re.findall(r"calls=%([^\s,)]+)|to_apply=%([^\s,)]+)", instruction.rest):
                     self.visit(called[0] or called[1], times, in_fusion=in_fusion or kind == "fusion")
             elif kind == "conditional":
-                self._cheapest(branches_of(one), times, in_fusion)
+                self._cheapest(branches_of(instruction), times, in_fusion)
             elif kind in ("dot", "convolution"):
-                self._compute(one, times * matmul_flops(one, computation), computation)
+                self._compute(instruction, times * matmul_flops(instruction, computation), computation)
             elif kind == "custom-call":
-                own = grouped_flops(one, self.room) or estimate_of(one, "flops")
-                flops = own + custom_call_flops(one, computation)
-                self._compute(one, times * flops, computation)
-                self.repeated += times * repeated_flops(one, self.room, self.vmem)
-            self._copy(one, computation, times)
+                kernel_flops = grouped_flops(instruction, self.room) or estimate_of(instruction, "flops")
+                flops = kernel_flops + custom_call_flops(instruction, computation)
+                self._compute(instruction, times * flops, computation)
+                self.repeated += times * repeated_flops(instruction, self.room, self.vmem)
+            self._copy(instruction, computation, times)
             if not in_fusion:
-                self.bytes += times * self._traffic(one, computation)
+                self.bytes += times * self._traffic(instruction, computation)
 
-    def _compute(self, one: Instruction, flops: float, computation: dict[str, Instruction]) -> None:
+    def _compute(self, instruction: Instruction, flops: float, computation: dict[str, Instruction]) -> None:
         """Adds arithmetic, also to the sum of its instruction and of the kind of its operands."""
         self.flops += flops
-        if flops and (kind := narrow_kind(one, computation)):
+        if flops and (kind := narrow_kind(instruction, computation)):
             self.narrow[kind] = self.narrow.get(kind, 0.0) + flops
-        name = f"{one.name} {_SHAPES.sub('', one.type)} {_origin(one)}"
+        name = f"{instruction.name} {_SHAPES.sub('', instruction.type)} {_origin(instruction)}"
         self.arithmetic[name] = self.arithmetic.get(name, 0.0) + flops
 
-    def _copy(self, one: Instruction, computation: dict[str, Instruction], times: float) -> None:
+    def _copy(self, instruction: Instruction, computation: dict[str, Instruction], times: float) -> None:
         """Adds copies between the device and the host, of whole arrays and of slices."""
-        operands = [computation[name].type for name in one.operands if name in computation]
-        if one.opcode == "dynamic-update-slice" and len(operands) > 1:
-            source, target, size = operands[1], one.type, size_of(operands[1])
-        elif one.opcode in ("copy", "copy-start", "dynamic-slice") and operands:
-            source, target = operands[0], types_of(one.type)[0]
+        operands = [computation[name].type for name in instruction.operands if name in computation]
+        if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
+            source, target, size = operands[1], instruction.type, size_of(operands[1])
+        elif instruction.opcode in ("copy", "copy-start", "dynamic-slice") and operands:
+            source, target = operands[0], types_of(instruction.type)[0]
             size = size_of(target)
         else:
             return
@@ -238,9 +247,12 @@ class _Program:
         if (known := known_trips(loop.rest)) is not None:
             return known
         condition = self.computations[computation_of(loop, "condition")]
-        numbers = [value for one in condition.values() if (value := constant_of(one)) is not None]
+        numbers = [value for instruction in condition.values() if (value := constant_of(instruction)) is not None]
         index, *others = _compared(condition) or [None]
-        begin = lambda element: constant_of(_element(computation, loop.operands[0], element))
+
+        def begin(element):
+            return constant_of(_element(computation, loop.operands[0], element))
+
         numbers = numbers or [value for other in others if (value := begin(other)) is not None]
         if len(numbers) != 1:
             self.unknown += 1
@@ -258,70 +270,74 @@ class _Program:
         steps = [value for name in raised.operands if name in body and (value := constant_of(body[name])) is not None]
         return max(1, steps[0]) if steps else 1
 
-    def _collective(self, one: Instruction, kind: str, computation: Any, name: str, times: float) -> None:
+    def _collective(self, instruction: Instruction, kind: str, computation: Any, name: str, times: float) -> None:
         """Adds a collective that runs `times` times."""
         # To overlap a collective, the TPU compiler splits it into several fusions with the same chain id: count one.
-        if chain := _CHAIN.search(one.rest):
+        if chain := _CHAIN.search(instruction.rest):
             if chain[0] in self.chains:
                 return
             self.chains.add(chain[0])
-        size = sum(size_of(computation[operand].type) for operand in one.operands if operand in computation)
+        size = sum(size_of(computation[operand].type) for operand in instruction.operands if operand in computation)
         if kind == "ragged-all-to-all":  # in- and output are equal on average: take the smaller buffer
-            size = min(size_of(computation[operand].type) for operand in one.operands[:2])
+            size = min(size_of(computation[operand].type) for operand in instruction.operands[:2])
         if kind == "all-gather":
-            size = max(size_of(one.type) - (size if one.opcode.endswith("-start") else 0), size)
+            size = max(size_of(instruction.type) - (size if instruction.opcode.endswith("-start") else 0), size)
         if name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # how the TPU compiler writes it
         if not size:
             return
-        axes = self.network if one.opcode == "send" else axes_of_group(one.rest, self.mesh)
+        axes = self.network if instruction.opcode == "send" else axes_of_group(instruction.rest, self.mesh)
         entry = self.collectives.setdefault((kind, axes), [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += times
         entry[2] += times * size
 
-    def _traffic(self, one: Instruction, computation: dict[str, Instruction]) -> float:
+    def _traffic(self, instruction: Instruction, computation: dict[str, Instruction]) -> float:
         """Returns the bytes read from and written to main memory; slices only count their own bytes."""
-        if one.opcode in (*_FREE, *_AROUND) or one.opcode.endswith("-done"):
+        if instruction.opcode in (*_FREE, *_AROUND) or instruction.opcode.endswith("-done"):
             return 0.0
-        operands = [computation[name] for name in one.operands if name in computation]
-        if one.opcode in _SLICES:
-            return _sliced(one, operands[0]) + bytes_of(one.type) if operands else 0.0
-        if one.opcode == "dynamic-update-slice":
-            return (1 if is_on_host(one.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
-        if one.opcode.startswith("ragged-all-to-all"):
+        operands = [computation[name] for name in instruction.operands if name in computation]
+        if instruction.opcode in _SLICES:
+            return _sliced(instruction, operands[0]) + bytes_of(instruction.type) if operands else 0.0
+        if instruction.opcode == "dynamic-update-slice":
+            return (1 if is_on_host(instruction.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
+        if instruction.opcode.startswith("ragged-all-to-all"):
             # Rows that leave are read and those that arrive are written, equally many on average.
             return 2 * min((bytes_of(operand.type) for operand in operands[:2]), default=0.0)
-        if one.opcode.endswith("-start"):
-            return bytes_of(one.type)  # the type of a start names operands and results
-        if own := grouped_bytes(one, self.room, self.vmem) or splash_bytes(one) or estimate_of(one, "bytes_accessed"):
-            return own
-        if bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
+        if instruction.opcode.endswith("-start"):
+            return bytes_of(instruction.type)  # the type of a start names operands and results
+        if (
+            kernel_bytes := grouped_bytes(instruction, self.room, self.vmem)
+            or splash_bytes(instruction)
+            or estimate_of(instruction, "bytes_accessed")
+        ):
+            return kernel_bytes
+        if bytes_of(instruction.type) + sum(bytes_of(operand.type) for operand in operands) <= self.cache:
             return 0.0
-        if one.opcode != "fusion":
-            return bytes_of(one.type) + sum(bytes_of(operand.type) for operand in operands)
-        inner = self.computations[computation_of(one, "calls")]
+        if instruction.opcode != "fusion":
+            return bytes_of(instruction.type) + sum(bytes_of(operand.type) for operand in operands)
+        inner = self.computations[computation_of(instruction, "calls")]
         read = sum(
             min(bytes_of(operand.type), self._read(_parameter(i, inner), inner)) for i, operand in enumerate(operands)
         )
-        return read + self._written(_root(inner), inner, one.type)
+        return read + self._written(_root(inner), inner, instruction.type)
 
-    def _read(self, own: Instruction | None, inner: dict[str, Instruction]) -> float:
+    def _read(self, parameter: Instruction | None, inner: dict[str, Instruction]) -> float:
         """Returns the bytes that a fusion reads of an operand; fewer if it is sliced, updated or passed on."""
-        if own is None:
+        if parameter is None:
             return math.inf
-        return sum(self._used(own, user, inner) for user in inner.values() if own.name in user.operands)
+        return sum(self._used(parameter, user, inner) for user in inner.values() if parameter.name in user.operands)
 
-    def _used(self, own: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
+    def _used(self, parameter: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
         if user.opcode in _SLICES:
-            return _sliced(user, own)
-        if user.opcode == "dynamic-update-slice" and user.operands[0] == own.name:
+            return _sliced(user, parameter)
+        if user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
             return 0.0
         if user.opcode in _VIEWS:
             return self._read(user, inner)
         if user.opcode == "fusion":
             called = self.computations[computation_of(user, "calls")]
-            return self._read(_parameter(user.operands.index(own.name), called), called)
+            return self._read(_parameter(user.operands.index(parameter.name), called), called)
         return 0.0 if _hands_on(user) else math.inf
 
     def _written(self, root: Instruction, inner: dict[str, Instruction], type_: str) -> float:
@@ -340,41 +356,55 @@ class _Program:
         return bytes_of(type_)
 
 
-def _sliced(one: Instruction, operand: Instruction) -> float:
+def _sliced(instruction: Instruction, operand: Instruction) -> float:
     """Returns the bytes that a slice reads from main memory; its result may be in another memory."""
-    return size_of(one.type) if bytes_of(operand.type) else 0.0
+    return size_of(instruction.type) if bytes_of(operand.type) else 0.0
 
 
-def _origin(one: Instruction) -> str:
+def _origin(instruction: Instruction) -> str:
     """Returns the last parts of an instruction's op_name."""
-    found = re.search(r'op_name="([^"]*)"', one.rest)
-    return "/".join(found[1].split("/")[-3:]) if found else ""
+    match = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return "/".join(match[1].split("/")[-3:]) if match else ""
 
 
 def _element(computation: dict[str, Instruction], name: str, index: int | None) -> Instruction | None:
     """Returns the element of a tuple at `index`, looking through copies; None if unknown."""
-    found = computation.get(name)
-    if found is None or found.opcode != "tuple" or index is None or index >= len(found.operands):
+    instruction = computation.get(name)
+    if instruction is None or instruction.opcode != "tuple" or index is None or index >= len(instruction.operands):
         return None
-    part = computation.get(found.operands[index])
+    part = computation.get(instruction.operands[index])
     return computation.get(part.operands[0]) if part is not None and part.opcode == "copy" else part
 
 
 def _compared(condition: dict[str, Instruction]) -> list[int]:
     """Returns the indices of the loop state that the condition compares, the counter first."""
     ends = [condition[name] for name in _root(condition).operands if name in condition]
-    found = [index_of(one) for one in ends if one.opcode == "get-tuple-element"]
-    return list(dict.fromkeys(found)) or [index_of(one) for one in condition.values() if "get-tuple" in one.opcode][:1]
+    indices = [index_of(instruction) for instruction in ends if instruction.opcode == "get-tuple-element"]
+    return (
+        list(dict.fromkeys(indices))
+        or [index_of(instruction) for instruction in condition.values() if "get-tuple" in instruction.opcode][:1]
+    )
 
 
 def _parameter(index: int, inner: dict[str, Instruction]) -> Instruction | None:
-    return next((one for one in inner.values() if one.opcode == "parameter" and one.rest.startswith(f"{index})")), None)
+    return next(
+        (
+            instruction
+            for instruction in inner.values()
+            if instruction.opcode == "parameter" and instruction.rest.startswith(f"{index})")
+        ),
+        None,
+    )
 
 
 def _root(inner: dict[str, Instruction]) -> Instruction:
-    return next(one for one in inner.values() if one.root)
+    return next(instruction for instruction in inner.values() if instruction.root)
 
 
-def _hands_on(one: Instruction) -> bool:
+def _hands_on(instruction: Instruction) -> bool:
     """Returns True if an instruction only passes buffers on: a tuple, or a collective started by another fusion."""
-    return one.opcode == "tuple" or bool(_CHAIN.search(one.rest)) or "AsyncCollectiveDone" in one.rest
+    return (
+        instruction.opcode == "tuple"
+        or bool(_CHAIN.search(instruction.rest))
+        or "AsyncCollectiveDone" in instruction.rest
+    )

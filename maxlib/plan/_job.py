@@ -16,7 +16,7 @@ from flax import nnx
 from maxlib import adapters, nn, quantization, sharding, training, weights
 from maxlib.ops import attention_implementations
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._mesh import MeshShape
+from maxlib.sharding import MeshShape
 
 MARK = "maxlib-plan "
 FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
@@ -30,28 +30,30 @@ class Job:
         job = plan.Job("llama3.1-8b", "v5p-128", layout=layout, sequence=8192)
 
     Args:
-      model: the name of a preset, a `Config` of a known family, a function without arguments that builds a model or
-        returns a `Config`, or the name "module:name" of either.
-      target: the hardware, a name for `parse_target`.
-      layout: the layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`,
-        with `"dcn"` among the degrees for several slices or hosts; or the layout of a mesh of as many devices. By
-        default `FSDP` over all of them.
-      per_device_batch_size: sequences per device in one step; a fraction where several devices share a sequence.
-      sequence: tokens of a sequence.
-      remat: the `remat` argument of the model.
-      attention: the implementation of `ops.attention` in all layers; None for the best that can run.
-      optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
-        "module:name".
-      dtype: dtype of activations and of weights in matmuls.
-      loss: a `training.Loss`, or a function with the options `dtype` and `remat`, or the name "module:name" of either.
-      microbatches: parts of a batch whose gradients are computed one after the other, as in `training.make_train_step`.
-      batch: a function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
-        other than int32 `tokens` and `targets`.
-      lora: an `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
-      base: storage format of the frozen base: a dtype, by default `dtype`, or a format of `quantization.for_inference`,
-          such as "int8" or "nf4" (QLoRA).
-      quantization: rules of `quantization.for_training`, such as "fp8_block".
-      options: XLA compiler options, by name.
+        model: The name of a preset, a `Config` of a known family, a function without arguments that builds a model or
+            returns a `Config`, or the name "module:name" of either.
+        target: The hardware, a name for `parse_target`.
+        layout: The layout: degrees and a strategy, `Layout({"fsdp": -1, "tensor": 4}, FSDP_TP)`, with `"dcn"` among the
+            degrees for several slices or hosts; or the layout of a mesh of as many devices. By default `FSDP` over all
+            of them.
+        per_device_batch_size: Sequences per device in one step; a fraction where several devices share a sequence.
+        sequence: Tokens of a sequence.
+        remat: The `remat` argument of the model.
+        attention: The implementation of `ops.attention` in all layers; None for the best that can run.
+        optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
+            "module:name".
+        dtype: Dtype of activations and of weights in matmuls.
+        loss: A `training.Loss`, or a function with the options `dtype` and `remat`, or the name "module:name" of
+            either.
+        microbatches: Parts of a batch whose gradients are computed one after the other, as in
+            `training.make_train_step`.
+        batch: A function `batch(rows, sequence) -> {name: jax.ShapeDtypeStruct}`, or its name, for inputs of the loss
+            other than int32 `tokens` and `targets`.
+        lora: An `adapters.LoRA`, or `adapters.Rule`s, to train adapters of a frozen base; None trains the model itself.
+        base: Storage format of the frozen base: a dtype, by default `dtype`, or a format of
+            `quantization.for_inference`, such as "int8" or "nf4" (QLoRA).
+        quantization: Rules of `quantization.for_training`, such as "fp8_block".
+        options: XLA compiler options, by name.
     """
 
     model: Any
@@ -100,7 +102,7 @@ class Job:
         """Builds the model that is trained, with its adapters; call it under `jax.eval_shape`.
 
         Raises:
-          ValueError: for an unknown preset, `Config` or `base`, and for rules that fit nothing.
+            ValueError: for an unknown preset, `Config` or `base`, and for rules that fit nothing.
         """
         model = self.plain()
         if self.quantization is not None:
@@ -132,7 +134,7 @@ class Job:
         """Returns the training step.
 
         Raises:
-          ValueError: when the loss does not take `dtype` and `remat`, or for less than one microbatch.
+            ValueError: when the loss does not take `dtype` and `remat`, or for less than one microbatch.
         """
         try:
             return training.make_train_step(
@@ -156,7 +158,7 @@ class Job:
         """Returns True if the job offloads activations, moments or layers to host memory."""
         remat = nn.remat.POLICIES.get(self.remat) if isinstance(self.remat, str) else self.remat
         away = isinstance(remat, Mapping) and "offload" in remat.values()
-        return away or any(isinstance(one, sharding.strategies.Offload) for one in self.layout.strategies)
+        return away or any(isinstance(strategy, sharding.strategies.Offload) for strategy in self.layout.strategies)
 
     @property
     def title(self) -> str:
@@ -236,10 +238,10 @@ def _encode(value: Any) -> Any:
 def _name(thing: Any) -> str:
     name = f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '?')}"
     try:
-        found = _find(name)
+        named = _find(name)
     except (ImportError, AttributeError):
-        found = None
-    if found is not thing or name.startswith("__main__:"):
+        named = None
+    if named is not thing or name.startswith("__main__:"):
         raise ValueError(
             f"{thing!r} cannot be found by name in another process; put it into a module of its own"
             " (plan.estimated stays in this process)"
@@ -249,10 +251,10 @@ def _name(thing: Any) -> str:
 
 def _find(name: str) -> Any:
     module, _, path = name.partition(":")
-    found = importlib.import_module(module)
+    value = importlib.import_module(module)
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _decode(value: Any) -> Any:

@@ -13,7 +13,7 @@ from maxlib import nn, sharding
 from maxlib.nn.decoder._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._rules import parts, spec
+from maxlib.sharding.layers import mesh_axes_of, num_layer_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Memory:
     """The memory of a training step, in bytes on one device.
 
     Args:
-      parameters: the parameters, trained or not.
-      optimizer: the optimizer's state.
-      batch: the inputs of a step.
-      gradients: gradients of all trained parameters.
-      away: gradients that are on the host during the backward pass, like their parameters. They are copied back while
-          its last layer runs.
-      clipped: clipping's copy of the largest gradient that was on the host.
-      activations: activations that the backward pass keeps.
-      layer: temporary memory of the running layer.
-      loss: temporary memory of the loss, when there are no gradients yet.
-      offloaded: activations on the host; part of no other number.
+        parameters: The parameters, trained or not.
+        optimizer: The optimizer's state.
+        batch: The inputs of a step.
+        gradients: Gradients of all trained parameters.
+        away: Gradients that are on the host during the backward pass, like their parameters. They are copied back while
+            its last layer runs.
+        clipped: Clipping's copy of the largest gradient that was on the host.
+        activations: Activations that the backward pass keeps.
+        layer: Temporary memory of the running layer.
+        loss: Temporary memory of the loss, when there are no gradients yet.
+        offloaded: Activations on the host; part of no other number.
     """
 
     parameters: float
@@ -70,10 +70,13 @@ def estimate_memory(program: Program) -> Memory:
     parameters = bytes_on_device((state.trainable, state.rest))
     optimizer = bytes_on_device((state.opt_state, state.step, state.key))
     names = nn.tree.axes(state.rest)
-    own = {path: layout.optimizer_spec(names[path], x.shape, path=path) for path, x in state.trainable.items()}
-    size = lambda path: part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, own[path], layout.mesh)
-    gradients = sum(map(size, own))
-    away = [size(path) for path in own if sharding.memory.is_on_host(state.trainable[path])]
+    specs = {path: layout.optimizer_spec(names[path], x.shape, path=path) for path, x in state.trainable.items()}
+
+    def size(path):
+        return part_bytes((x := state.trainable[path]).shape, x.dtype.itemsize, specs[path], layout.mesh)
+
+    gradients = sum(map(size, specs))
+    away = [size(path) for path in specs if sharding.memory.is_on_host(state.trainable[path])]
     rows = max(1, program.rows // program.job.microbatches // layout.axis_size("batch"))
     at_once, held, ends = _in_pipeline(program, rows)
     kept, transient, offloaded = _residuals(program, at_once)
@@ -111,7 +114,7 @@ def _in_pipeline(program: Program, rows: int) -> tuple[int, float, float]:
 
 def part_bytes(shape: tuple[int, ...], width: int, spec: Any, mesh: Any) -> float:
     """Returns the bytes of one device's part of an array of `width` bytes per element."""
-    return math.prod(shape) * width / math.prod(parts(place, mesh) for place in spec)
+    return math.prod(shape) * width / math.prod(mesh.shape[axis] for place in spec for axis in mesh_axes_of(place))
 
 
 # Layers of a period that a compiler recomputes at once, at most, where none waits for the gradients of another. On TPUs
@@ -124,15 +127,23 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     """Returns bytes kept on the device for the backward pass, made when a layer is recomputed, and kept on the host."""
     job, plain = program.job, lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     shapes, rest = plain(program.state.trainable), plain(program.state.rest)
-    tokens = lambda rows: jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
+
+    def tokens(rows):
+        return jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
+
     weights = {x.shape for x in jax.tree.leaves((shapes, rest))}
 
     def kept(remat: nn.remat.Policy) -> list[Any]:
         backward = functools.partial(_backward, dtype=job.dtype, remat=_hashable(remat))
-        residuals = lambda rows: jax.eval_shape(backward, shapes, rest, tokens(rows))
+
+        def residuals(rows):
+            return jax.eval_shape(backward, shapes, rest, tokens(rows))
+
         return _activations(residuals, rows, job.sequence, weights)
 
-    count = lambda leaves: sum(_kept_bytes(x, program) for x in leaves)
+    def count(leaves):
+        return sum(_kept_bytes(x, program) for x in leaves)
+
     remat = job.remat if not program.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
     offloaded = count(kept(remat)) - saved
@@ -161,7 +172,10 @@ def _hashable(remat: nn.remat.Policy) -> Any:
 def _backward(params: Any, rest: Any, tokens: Any, *, dtype: str, remat: Any) -> list[Any]:
     """Returns what the backward pass of the model needs from the forward pass."""
     policy = dict(remat) if isinstance(remat, tuple) else remat
-    hidden = lambda params: nn.combine(params, rest)(tokens, dtype=jnp.dtype(dtype), remat=policy).hidden
+
+    def hidden(params):
+        return nn.combine(params, rest)(tokens, dtype=jnp.dtype(dtype), remat=policy).hidden
+
     return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
 
@@ -174,18 +188,21 @@ def _activations(
     a trace with another number of rows tells them apart.
 
     Args:
-      residuals: returns the residuals of a number of rows, always in the same order.
-      rows: number of rows.
-      sequence: tokens of a row.
-      weights: the shapes of all weights.
+        residuals: Returns the residuals of a number of rows, always in the same order.
+        rows: Number of rows.
+        sequence: Tokens of a row.
+        weights: The shapes of all weights.
     """
-    found = residuals(rows)
-    by_rows = lambda shape: rows * sequence in shape or {rows, sequence} <= set(shape)
-    ambiguous = any(x.shape in weights and by_rows(x.shape) for x in found)
-    others = residuals(rows + 1) if ambiguous else found
+    saved = residuals(rows)
+
+    def by_rows(shape):
+        return rows * sequence in shape or {rows, sequence} <= set(shape)
+
+    ambiguous = any(x.shape in weights and by_rows(x.shape) for x in saved)
+    others = residuals(rows + 1) if ambiguous else saved
     return [
         x
-        for x, other in zip(found, others, strict=True)
+        for x, other in zip(saved, others, strict=True)
         if x.shape not in weights or (ambiguous and x.shape != other.shape)
     ]
 
@@ -200,26 +217,26 @@ def _layer_weights(program: Program) -> float:
     """Returns bytes of a layer's gathered weights in the compute dtype, and of gradients before they are scattered."""
     # Experts to which tokens travel are not gathered. Between slices, a layer's gradients are exchanged while the next
     # layer runs, so all of them wait. XLA for GPUs scatters a layer's gradients together, others one at a time.
-    rules, mesh = program.layout.rules, program.mesh
     width = jnp.dtype(program.job.dtype).itemsize
-    gathered = (
-        dict(rules) | dict.fromkeys(("embed", "expert_embed", "rank", "layers")) | {"expert": rules.get("act_expert")}
-    )
+    rules = {"embed": None, "expert_embed": None, "rank": None, "expert": program.layout.rules.get("act_expert")}
+    gathered = program.layout | rules
     layers: dict[str, list[_Gathered]] = {}
     layouts = nn.tree.groupings(program.plain) | nn.tree.groupings(program.state.rest)
     for path, x in program.matrices.items():
-        if (found := nn.stack.group_at(path, layouts)) is None or found[1].repeats == 1 or len(x.axes) < 3:
+        if (place := nn.stack.group_at(path, layouts)) is None or place[1].repeats == 1 or len(x.axes) < 3:
             continue
-        size = part_bytes(x.shape, width, spec(x.axes, gathered), mesh) / x.shape[0]
-        slot = path.removeprefix(f"{found[0]}.").partition(".")[0]
-        layers.setdefault(found[0], []).append(_Gathered(size, x.trained, slot, "expert" in x.axes))
+        stacked = num_layer_axes(x.axes)
+        spec = gathered.spec(*x.axes[stacked:])
+        size = part_bytes(x.shape[1:], width, spec, program.mesh)  # of one layer
+        slot = path.removeprefix(f"{place[0]}.").partition(".")[0]
+        layers.setdefault(place[0], []).append(_Gathered(size, x.trained, slot, "expert" in x.axes))
     target = parse_target(program.job.target)
     most = _GATHERED.get(target.platform, _AT_ONCE)
     turns = 2 if target.slices > 1 else 1
     last = sum if target.platform == "cuda" else max  # of the gradients that are being scattered
     return max(
         (
-            turns * _at_once(layer, most) + last([one.size for one in layer if one.trained] or [0.0])
+            turns * _at_once(layer, most) + last([weight.size for weight in layer if weight.trained] or [0.0])
             for layer in layers.values()
         ),
         default=0,
@@ -241,8 +258,8 @@ def _at_once(weights: list[_Gathered], most: int) -> float:
     A layer gathers its experts' weights where it multiplies them; the compiler gathers the others ahead.
     """
     sums: dict[bool, dict[str, float]] = {True: {}, False: {}}
-    for one in weights:
-        sums[one.experts][one.slot] = sums[one.experts].get(one.slot, 0.0) + one.size
+    for weight in weights:
+        sums[weight.experts][weight.slot] = sums[weight.experts].get(weight.slot, 0.0) + weight.size
     return max(sums[True].values(), default=0.0) + sum(sorted(sums[False].values())[-most:])
 
 
@@ -252,9 +269,9 @@ def _whole_sequences(program: Program, rows: int) -> float:
     # gradients.
     job, mesh, seq = program.job, program.mesh, program.layout.mesh_axes("seq")
     gathered = [axis for axis in seq if axis in program.layout.mesh_axes("act_heads")]
-    own = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
-    whole = rows * job.sequence / own * program.head[1] * jnp.dtype(job.dtype).itemsize
-    return 4 * whole if gathered else 0.0
+    parts = math.prod(mesh.shape[axis] for axis in seq if axis not in gathered)
+    gathered_bytes = rows * job.sequence / parts * program.head[1] * jnp.dtype(job.dtype).itemsize
+    return 4 * gathered_bytes if gathered else 0.0
 
 
 def _travelling(program: Program, rows: int) -> float:

@@ -26,7 +26,6 @@ from maxlib.plan._targets import (
     has_tpu_compiler,
     parse_target,
 )
-from maxlib.sharding._mesh import resolve_free_degree
 from maxlib.sharding.pipelining import Schedule
 from maxlib.training.losses import check_remat_names
 
@@ -38,9 +37,9 @@ class Matrix:
     """A parameter of the model as used in arithmetic, independent of its storage format.
 
     Args:
-      shape: the shape, including the layer axis of stacked layers.
-      axes: the names of its axes.
-      trained: False if it is frozen.
+        shape: The shape, including the layer axis of stacked layers.
+        axes: The names of its axes.
+        trained: False if it is frozen.
     """
 
     shape: tuple[int, ...]
@@ -53,13 +52,13 @@ class Program:
     """A training step with shapes and shardings for its arguments.
 
     Args:
-      job: the job that it was made from.
-      layout: the layout; on an abstract mesh if the devices cannot be described.
-      model: the model as shapes.
-      state: the training state as shapes.
-      batch: the inputs as shapes.
-      optimizer: the optimizer.
-      rows: rows of the global batch.
+        job: The job that it was made from.
+        layout: The layout; on an abstract mesh if the devices cannot be described.
+        model: The model as shapes.
+        state: The training state as shapes.
+        batch: The inputs as shapes.
+        optimizer: The optimizer.
+        rows: Rows of the global batch.
     """
 
     job: Job
@@ -103,14 +102,14 @@ class Program:
     @functools.cached_property
     def matrices(self) -> dict[str, Matrix]:
         """The parameters by path: those of the model without adapters, and the factors."""
-        found, trained = {}, self.state.trainable
+        matrices, trained = {}, self.state.trainable
         for model, filter in ((self.plain, nn.tree.is_trainable), (self.model, nn.tree.default_filter(self.model))):
             names = nn.tree.axes(model)
-            found |= {
+            matrices |= {
                 path: Matrix(x.shape, names[path], path in trained)
                 for path, x in nn.partition(model, filter)[0].items()
             }
-        return found
+        return matrices
 
     @functools.cached_property
     def forward_flops(self) -> float:
@@ -136,12 +135,17 @@ class Program:
         device = AbstractDevice([*target.chip.prefixes, "cpu"][0], None, target.platform.replace("cuda", "gpu"))
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
-            step = lambda model, batch, key: jax.vjp(lambda model: loss(model, batch, key)[0], model)[1](jnp.float32(1))
-            found = flops_by_dtype(step, nn.with_attention(self.model, "chunked"), batch, key)  # cuDNN needs the device
+
+            def step(model, batch, key):
+                return jax.vjp(lambda model: loss(model, batch, key)[0], model)[1](jnp.float32(1))
+
+            by_dtype = flops_by_dtype(
+                step, nn.with_attention(self.model, "chunked"), batch, key
+            )  # cuDNN needs the device
         sums = {
-            kind: sum(n for what, n in found.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
+            kind: sum(n for what, n in by_dtype.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
         }
-        return {kind: flops / sum(found.values()) for kind, flops in sums.items() if flops}
+        return {kind: flops / sum(by_dtype.values()) for kind, flops in sums.items() if flops}
 
     def _frozen_flops(self) -> float:
         """Returns the FLOPs that gradients of the frozen matrices and the head would take."""
@@ -151,10 +155,13 @@ class Program:
             nn.tree.summed_axes(self.plain),
             max((moe.router.top_k for moe in moes(self.plain)), default=0),
         )
+
         # A token is multiplied by a whole matrix, or by the matrices of its experts.
-        experts = lambda one: one.shape[one.axes.index("expert")] if "expert" in one.axes else top_k or 1
-        frozen = [one for path, one in self.matrices.items() if path in multiply and not one.trained]
-        active = sum(math.prod(one.shape) * (top_k or 1) / experts(one) for one in frozen)
+        def experts(matrix):
+            return matrix.shape[matrix.axes.index("expert")] if "expert" in matrix.axes else top_k or 1
+
+        frozen = [matrix for path, matrix in self.matrices.items() if path in multiply and not matrix.trained]
+        active = sum(math.prod(matrix.shape) * (top_k or 1) / experts(matrix) for matrix in frozen)
         return 2.0 * self.rows * self.job.sequence * (active + math.prod(self.head))
 
 
@@ -167,10 +174,10 @@ def make_program(job: Job) -> Program:
     """Builds the training step of a job.
 
     Args:
-      job: the training step and its target.
+        job: The training step and its target.
 
     Raises:
-      ValueError: when layout, batch or remat do not fit the model or the devices.
+        ValueError: when layout, batch or remat do not fit the model or the devices.
     """
     check_names(job)
     layout = _layout(job)
@@ -211,9 +218,7 @@ def _layout(job: Job) -> sharding.Layout:
         raise ValueError(f"dcn={job.dcn} is for several slices, such as {target.name}x2; {target.name} is one")
     if target.platform != "cuda" or not refused(job):
         return _on_places(job, target)
-    across = across_hosts(job, target)
-    inside = {axis: job.degrees.get(axis, 1) for axis in sharding.MESH_AXES}
-    inside = resolve_free_degree(inside, target.devices // math.prod(across.values()), "devices")
+    inside, across = job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")
     degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
     mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
     return sharding.Layout(mesh, strategy)
@@ -233,8 +238,12 @@ def _on_places(job: Job, target: Target) -> sharding.Layout:
 
 def across_hosts(job: Job, target: Target) -> dict[str, int]:
     """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
-    hosts = math.ceil(target.devices / target.chip.group) if job.dcn else 1
-    return resolve_free_degree({axis: job.dcn.get(axis, 1) for axis in sharding.MESH_AXES}, hosts, "hosts")
+    return job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")[1]
+
+
+def _hosts(job: Job, target: Target) -> int:
+    """Returns the hosts, or racks, of GPUs among which `dcn` divides; 1 without `dcn`."""
+    return math.ceil(target.devices / target.chip.group) if job.dcn else 1
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
@@ -313,7 +322,7 @@ def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> tra
     """Returns the shapes and shardings of the state that `training.make_state` would create."""
     trainable, rest = nn.partition(model, nn.tree.default_filter(model))
     names, mesh = nn.tree.axes(rest), layout.mesh
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
 
     def put(path, leaf, born):
         kind = "pinned_host" if born.memory_space == jax.memory.Space.Host else None
@@ -321,19 +330,21 @@ def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> tra
             if name in trainable and leaf.shape == trainable[name].shape:
                 spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
                 return _at(leaf, NamedSharding(mesh, spec, memory_kind=kind))
-        return _at(leaf, whole)
+        return _at(leaf, replicated)
 
     with sharding.use(layout):
         traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
     born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     moments = jax.tree_util.tree_map_with_path(put, shapes, born)
     state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
-    own = (trainable, rest, moments, _at(state.step, whole), _at(state.key, whole))
-    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(own))
+    state_shapes = (trainable, rest, moments, _at(state.step, replicated), _at(state.key, replicated))
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state_shapes))
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:
-    place = lambda x: NamedSharding(layout.mesh, layout.spec(*training.batch_axes(x), what="batch"))
+    def place(x):
+        return NamedSharding(layout.mesh, layout.spec(*training.batch_axes(x), what="batch"))
+
     return jax.tree.map(lambda x: _at(x, place(x)), job.batch_shapes(rows))
 
 

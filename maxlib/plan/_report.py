@@ -1,6 +1,7 @@
 """The result of a plan, and its report."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich import box
@@ -8,17 +9,17 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from maxlib._utils.tables import to_text
-from maxlib.adapters._rules import as_rules
+from maxlib import adapters, sharding
+from maxlib._utils.text import to_text
+from maxlib.adapters import as_rules
 from maxlib.hardware import GIB
-from maxlib.plan._advice import remedies
 from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job
 from maxlib.plan._memory import Memory, estimate_memory
 from maxlib.plan._program import make_program, refused
 from maxlib.plan._roofline import Estimate
 from maxlib.plan._targets import Target
-from maxlib.sharding._presets import preset_name
+from maxlib.sharding import preset_name
 
 EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes stay below
 
@@ -28,26 +29,26 @@ class Plan:
     """The memory and time of a training step on a target; prints as a report. Sizes are bytes on one device.
 
     Args:
-      job: the training step.
-      target: the hardware.
-      mesh: from mesh axis to size.
-      compiled: True if the numbers come from the compiler, False if from the analytic model.
-      num_parameters: parameters of the whole model.
-      rows: rows of the global batch.
-      parameters: bytes of parameters.
-      optimizer: bytes of the optimizer's state.
-      batch: bytes of the inputs.
-      host: bytes that the host stores for the device, such as moments.
-      gradients: bytes of gradients; part of `temporaries`.
-      temporaries: bytes of arrays that only exist during the step.
-      code: bytes of machine code; None unless the compiler ran to its end.
-      peak: bytes at the worst moment.
-      analytic: the analytic memory model.
-      model_flops: the model's FLOPs of a step on all devices.
-      costs: one device's work; None if the program's text could not be read.
-      estimate: the time of a step by the roofline; None without `costs`.
-      lower_seconds: seconds of tracing and lowering.
-      compile_seconds: seconds of compiling.
+        job: The training step.
+        target: The hardware.
+        mesh: From mesh axis to size.
+        compiled: True if the numbers come from the compiler, False if from the analytic model.
+        num_parameters: Parameters of the whole model.
+        rows: Rows of the global batch.
+        parameters: Bytes of parameters.
+        optimizer: Bytes of the optimizer's state.
+        batch: Bytes of the inputs.
+        host: Bytes that the host stores for the device, such as moments.
+        gradients: Bytes of gradients; part of `temporaries`.
+        temporaries: Bytes of arrays that only exist during the step.
+        code: Bytes of machine code; None unless the compiler ran to its end.
+        peak: Bytes at the worst moment.
+        analytic: The analytic memory model.
+        model_flops: The model's FLOPs of a step on all devices.
+        costs: One device's work; None if the program's text could not be read.
+        estimate: The time of a step by the roofline; None without `costs`.
+        lower_seconds: Seconds of tracing and lowering.
+        compile_seconds: Seconds of compiling.
     """
 
     job: Job
@@ -110,8 +111,11 @@ def _adapters(job: Job) -> list[str]:
     """Returns a line about the adapters and the frozen base, if the job trains adapters."""
     if job.lora is None:
         return []
-    given = [rule.adapter for rule in as_rules(job.lora) if rule.adapter]
-    names = [f"{'DoRA' if one.dora else 'LoRA'} rank {one.rank}, alpha {one.alpha:g}" for one in dict.fromkeys(given)]
+    adapters = [rule.adapter for rule in as_rules(job.lora) if rule.adapter]
+    names = [
+        f"{'DoRA' if adapter.dora else 'LoRA'} rank {adapter.rank}, alpha {adapter.alpha:g}"
+        for adapter in dict.fromkeys(adapters)
+    ]
     return [f"adapters: {'; '.join(names)}; their base is frozen, in {job.base or job.dtype}"]
 
 
@@ -120,7 +124,10 @@ def _memory(plan: Plan) -> Table:
     table.add_column("")
     table.add_column("GiB", justify="right")
     table.add_column("")
-    show = lambda size: "-" if size is None else f"{size / GIB:.2f}"
+
+    def show(size):
+        return "-" if size is None else f"{size / GIB:.2f}"
+
     rest = max(0.0, plan.temporaries - plan.gradients)
     table.add_row("parameters", show(plan.parameters), "")
     table.add_row("optimizer", show(plan.optimizer), "")
@@ -157,8 +164,8 @@ def verdict(plan: Plan) -> str:
 
 
 def _remedies(plan: Plan) -> list[str]:
-    found = remedies(plan.job, plan.target.chip.memory, lambda job: estimate_memory(make_program(job)).total)
-    return [found] if found else []
+    suggested = remedies(plan.job, plan.target.chip.memory, lambda job: estimate_memory(make_program(job)).total)
+    return [suggested] if suggested else []
 
 
 def _advice(plan: Plan) -> list[str]:
@@ -218,9 +225,9 @@ def _collectives(costs: Costs, compiled: bool) -> Table | str:
         table.add_column(name)
     for name in ("written", "run", "GiB") if compiled else ("GiB",):
         table.add_column(name, justify="right")
-    for one in costs.collectives:
-        counts = [str(one.written), f"{one.runs:g}"] if compiled else []
-        table.add_row(one.kind, " ".join(one.axes) or "-", *counts, f"{one.bytes / GIB:.3f}")
+    for collective in costs.collectives:
+        counts = [str(collective.written), f"{collective.runs:g}"] if compiled else []
+        table.add_row(collective.kind, " ".join(collective.axes) or "-", *counts, f"{collective.bytes / GIB:.3f}")
     return table
 
 
@@ -247,3 +254,53 @@ def _times(plan: Plan) -> list[str]:
         return [f"not compiled: {escape(why)}" if why else "not compiled"]
     end = "to the end" if plan.code is not None else "memory only; --full compiles the rest"
     return [f"lowered in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s ({end})"]
+
+
+_RANK = 16
+
+
+def remedies(job: Job, capacity: float, peak_of: Callable[[Job], float]) -> str:
+    """Returns a sentence about the changes of a job that fit by an estimate; if none does, about the closest.
+
+    Args:
+        job: A step that does not fit.
+        capacity: Bytes of one device.
+        peak_of: Estimates the peak of a job in bytes on one device.
+    """
+    sizes: dict[str, float] = {}
+    for words, change in _changes(job):
+        if "lora" in words and any("lora" in remedy and size <= capacity for remedy, size in sizes.items()):
+            continue  # adapters of a bfloat16 base fit: a smaller base is not needed
+        try:
+            sizes[words] = peak_of(change)
+        except (ValueError, TypeError):  # the model or the layout does not take this change
+            continue
+    if not sizes:
+        return ""
+    fitting = {words: size for words, size in sizes.items() if size <= capacity}
+    best = min(sizes, key=sizes.__getitem__)
+    verb, listed = ("fits", fitting) if fitting else ("comes closest", {best: sizes[best]})
+    each = "; ".join(f"{words} {verb}, {size / GIB:.1f} GiB" for words, size in listed.items())
+    return f"By estimates for {capacity / GIB:.1f} GiB: {each}."
+
+
+def _changes(job: Job) -> Iterator[tuple[str, Job]]:
+    """Yields changes that save memory and what they are called, the one that changes least first."""
+    also = ""
+    if job.remat != "full":
+        job, also = dataclasses.replace(job, remat="full"), "remat='full', "
+        yield "remat='full'", job
+    if job.sequence > 1024:
+        half = job.sequence // 2
+        yield f"{also}sequence={half}", dataclasses.replace(job, sequence=half)
+    if job.lora is None and job.optimizer == "adamw" and not job.offloads and job.layout.pipeline is None:
+        strategy = job.layout.strategy | sharding.OFFLOAD_OPTIMIZER
+        layout = dataclasses.replace(job.layout, strategy=strategy)
+        name = preset_name(strategy)
+        yield f"{also}strategy={name} (moments on the host)", dataclasses.replace(job, layout=layout)
+    if job.lora is None:
+        lora = dataclasses.replace(job, lora=adapters.LoRA(_RANK, 2 * _RANK))
+        yield f"{also}lora=LoRA({_RANK}) (adapters of a frozen base)", lora
+        yield f"{also}lora=LoRA({_RANK}) base='nf4' (QLoRA)", dataclasses.replace(lora, base="nf4")
+    elif job.base != "nf4":
+        yield f"{also}base='nf4'", dataclasses.replace(job, base="nf4")

@@ -18,17 +18,17 @@ class Estimate:
     """The time of one step on each resource of a device, and the speed that follows.
 
     Args:
-      compute: seconds of arithmetic.
-      memory: seconds of memory traffic.
-      network: seconds of collectives.
-      host: seconds of copies to and from the host.
-      seconds: the step if all of these overlap perfectly: their maximum.
-      serial: the step if network and host copies do not overlap: max(compute, memory) + network + host.
-      tokens_per_second: tokens of the global batch by `seconds`.
-      mfu: model FLOPs utilization by `seconds`.
-      mfu_serial: model FLOPs utilization by `serial`.
-      bound: the slowest resource.
-      assumptions: sentences for the report.
+        compute: Seconds of arithmetic.
+        memory: Seconds of memory traffic.
+        network: Seconds of collectives.
+        host: Seconds of copies to and from the host.
+        seconds: The step if all of these overlap perfectly: their maximum.
+        serial: The step if network and host copies do not overlap: max(compute, memory) + network + host.
+        tokens_per_second: Tokens of the global batch by `seconds`.
+        mfu: Model FLOPs utilization by `seconds`.
+        mfu_serial: Model FLOPs utilization by `serial`.
+        bound: The slowest resource.
+        assumptions: Sentences for the report.
     """
 
     compute: float
@@ -59,18 +59,18 @@ def estimate(
     """Estimates the time of a step.
 
     Args:
-      costs: one device's work in a step.
-      target: the hardware.
-      mesh: from mesh axis to number of devices.
-      links: bytes per second that a device sends, and receives, over each mesh axis.
-      tokens: tokens of the global batch.
-      model_flops: the model's FLOPs of a step on all devices, without recomputation.
+        costs: One device's work in a step.
+        target: The hardware.
+        mesh: From mesh axis to number of devices.
+        links: Bytes per second that a device sends, and receives, over each mesh axis.
+        tokens: Tokens of the global batch.
+        model_flops: The model's FLOPs of a step on all devices, without recomputation.
     """
     chip = target.chip
     wide = costs.flops + costs.repeated - sum(costs.narrow.values())
     compute = wide / chip.flops + sum(flops / chip.peak(kind) for kind, flops in costs.narrow.items())
     memory = costs.bytes / chip.bandwidth
-    network = sum(_seconds(one, mesh, links) for one in costs.collectives)
+    network = sum(_seconds(collective, mesh, links) for collective in costs.collectives)
     host = max(costs.to_host, costs.from_host) / chip.host  # both ways at once
     times = {"arithmetic": compute, "memory": memory, "network": network, "host": host}
     seconds, serial = max(times.values()), max(compute, memory) + network + host
@@ -90,16 +90,16 @@ def estimate(
     )
 
 
-def _seconds(one: Collective, mesh: Mapping[str, int], links: Mapping[str, float]) -> float:
+def _seconds(collective: Collective, mesh: Mapping[str, int], links: Mapping[str, float]) -> float:
     """Returns the seconds of a collective: bytes that cross a device's links, over their speed."""
-    axes = [axis for axis in one.axes if axis in mesh]
+    axes = [axis for axis in collective.axes if axis in mesh]
     parts = math.prod(mesh[axis] for axis in axes) or 1
     if parts == 1:
         return 0.0
     # In a ring of n devices, an all-gather or reduce-scatter sends (n - 1) / n of the array through each device; an
     # all-reduce is both in sequence.
-    share = one.bytes * (parts - 1) / parts
-    moved = {"all-reduce": 2 * share, "collective-permute": one.bytes}.get(one.kind, share)
+    share = collective.bytes * (parts - 1) / parts
+    moved = {"all-reduce": 2 * share, "collective-permute": collective.bytes}.get(collective.kind, share)
     # A group over several axes uses the links of all of them, unless one of them crosses the slower network.
     speeds = [links[axis] for axis in axes]
     return moved / (min(speeds) if min(speeds) < max(speeds) / 4 else sum(speeds))
@@ -154,9 +154,9 @@ def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = No
     """Returns bytes per second of each mesh axis, over the torus of a TPU slice, NVLink, or the slower network.
 
     Args:
-      mesh: the mesh, perhaps an abstract one.
-      target: the hardware.
-      across: from mesh axis to the number of hosts that it spans, for abstract meshes of GPUs with `dcn`.
+        mesh: The mesh, perhaps an abstract one.
+        target: The hardware.
+        across: From mesh axis to the number of hosts that it spans, for abstract meshes of GPUs with `dcn`.
     """
     names = mesh.axis_names
     if across:

@@ -41,16 +41,16 @@ class Compiled:
     """The compiler's results. Sizes are bytes on one device.
 
     Args:
-      described: facts about the program, from `_worker.describe`.
-      lower_seconds: seconds of tracing and lowering.
-      compile_seconds: seconds of compiling.
-      arguments: bytes of the step's arguments.
-      temporaries: bytes of temporary buffers.
-      code: bytes of machine code; None if none was made.
-      peak: bytes at the worst moment.
-      host: bytes that the host stores for the device.
-      costs: the work of a step; None if the program's text is missing.
-      exceeded: the compiler's message if the memory was too small.
+        described: Facts about the program, from `_worker.describe`.
+        lower_seconds: Seconds of tracing and lowering.
+        compile_seconds: Seconds of compiling.
+        arguments: Bytes of the step's arguments.
+        temporaries: Bytes of temporary buffers.
+        code: Bytes of machine code; None if none was made.
+        peak: Bytes at the worst moment.
+        host: Bytes that the host stores for the device.
+        costs: The work of a step; None if the program's text is missing.
+        exceeded: The compiler's message if the memory was too small.
     """
 
     described: dict[str, Any]
@@ -69,15 +69,15 @@ def run(job: Job, *, full: bool = False, keep: str | Path | None = None, timeout
     """Compiles in another process until buffers are assigned, or to the end with `full`.
 
     Args:
-      job: the training step and its target.
-      full: True also generates machine code.
-      keep: an empty folder for the compiler's files.
-      timeout: time limit of the process in seconds.
+        job: The training step and its target.
+        full: True also generates machine code.
+        keep: An empty folder for the compiler's files.
+        timeout: Time limit of the process in seconds.
 
     Raises:
-      ValueError: when `keep` is not empty.
-      TimeoutError: after `timeout` seconds.
-      Exception: any exception of the other process.
+        ValueError: when `keep` is not empty.
+        TimeoutError: after `timeout` seconds.
+        Exception: any exception of the other process.
     """
     with tempfile.TemporaryDirectory(prefix="maxlib-plan-") as folder:
         dump = Path(keep or folder)
@@ -144,10 +144,10 @@ def _ended(code: int, stages: list[str], errors: IO[bytes]) -> str:
 def _environment(target: str) -> dict[str, str]:
     """Returns the environment of the compiler's process for a target; libtpu aborts on flags that only CPUs have."""
     flags, paths = os.environ.get("XLA_FLAGS", "").split(), os.pathsep.join(path for path in sys.path if path)
-    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     if flags and parse_target(target).platform == "tpu":
-        own["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith("--xla_cpu_"))
-    return WITHOUT_TPU | dict(os.environ) | own
+        variables["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith("--xla_cpu_"))
+    return WITHOUT_TPU | dict(os.environ) | variables
 
 
 def _collect(stream: Any, news: dict[str, dict[str, Any]]) -> None:
@@ -190,16 +190,23 @@ def _assigned(dump: Path) -> tuple[float, float, float]:
     # Allocations in other memories than the main one have a color; the host's is 5.
     text = next((path.read_text() for path in dump.glob(_BUFFERS)), "")
     kinds = re.findall(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$", text, re.MULTILINE)
-    total = lambda color, *words: float(
-        sum(int(size) for size, own, kind in kinds if own == color and any(word in kind for word in words))
-    )
+
+    def total(color, *words):
+        return float(
+            sum(
+                int(size)
+                for size, allocation, kind in kinds
+                if allocation == color and any(word in kind for word in words)
+            )
+        )
+
     return total("", "parameter "), total("", "preallocated-temp"), total(_HOST, "parameter ", "preallocated-temp")
 
 
 def _used(message: str) -> float | None:
     """Reads the bytes from a message such as "Used 107.3G of 95.74G hbm"."""
-    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
-    return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1) if found else None
+    match = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+    return float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1) if match else None
 
 
 def _costs(job: Job, dump: Path, mesh: dict[str, int], trips: TripCounts) -> Costs | None:

@@ -15,13 +15,13 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn, sharding
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.hardware import GIB
 from maxlib.plan import _api
 from maxlib.plan._job import Job
 from maxlib.plan._report import Plan
 from maxlib.plan._targets import parse_target
-from maxlib.sharding._presets import preset_name
+from maxlib.sharding import preset_name
 
 # The analytic model errs: a layout that it puts this far over the capacity may still fit.
 SLACK = 1.1
@@ -34,9 +34,9 @@ class Search:
     """The layouts that a search tried; prints as a table of the fastest that fit, and of all that were compiled.
 
     Args:
-      plans: compiled plans, the best first, then those that were only estimated.
-      refused: descriptions of layouts that could not be planned, each with the reason.
-      seconds: duration of the search.
+        plans: Compiled plans, the best first, then those that were only estimated.
+        refused: Descriptions of layouts that could not be planned, each with the reason.
+        seconds: Duration of the search.
     """
 
     plans: tuple[Plan, ...]
@@ -48,7 +48,7 @@ class Search:
         """The fastest compiled plan that fits (or estimated one, if none was compiled).
 
         Raises:
-          ValueError: when no layout fits; the message has the one that came closest.
+            ValueError: when no layout fits; the message has the one that came closest.
         """
         good = [plan for plan in self.plans if plan.compiled and plan.fits] or [
             plan for plan in self.plans if not plan.compiled and plan.fits and not any(p.compiled for p in self.plans)
@@ -74,7 +74,7 @@ class Search:
         tried = (
             f"{len(self.plans)} layouts in {self.seconds:.0f} s, {sum(plan.compiled for plan in self.plans)} compiled"
         )
-        rest = [plan for plan in self.plans if not any(plan is one for one in shown)]
+        rest = [plan for plan in self.plans if not any(plan is other for other in shown)]
         large = sum(not plan.fits for plan in rest)
         left = (
             f"not shown: {large} that do not fit, {len(rest) - large} slower ones (`.plans` has all)\n" if rest else ""
@@ -108,18 +108,18 @@ def search(
     """Estimates every combination of layout, remat and batch, and compiles the most promising that may fit.
 
     Args:
-      job: the common settings; its own layout, remat and batch are not tried.
-      layouts: the layouts to try; by default FSDP with tensor parallelism up to 16 or, for experts, expert parallelism
-        up to 128, and the job's `dcn`. If the devices do not divide a width, such as an image tower's, the parameters
-        are split over fewer of them, and `data` is greater than one.
-      remats: remat policies to try.
-      batches: sequences per device to try.
-      compile: number of estimates to compile.
-      workers: number of compilers that run at once; by default half of the processors.
-      timeout: time limit of one compiler in seconds.
+        job: The common settings; its own layout, remat and batch are not tried.
+        layouts: The layouts to try; by default FSDP with tensor parallelism up to 16 or, for experts, expert
+            parallelism up to 128, and the job's `dcn`. If the devices do not divide a width, such as an image tower's,
+            the parameters are split over fewer of them, and `data` is greater than one.
+        remats: Remat policies to try.
+        batches: Sequences per device to try.
+        compile: Number of estimates to compile.
+        workers: Number of compilers that run at once; by default half of the processors.
+        timeout: Time limit of one compiler in seconds.
 
     Raises:
-      ValueError: when no layout can be planned.
+        ValueError: when no layout can be planned.
     """
     if compile < 0:
         raise ValueError(f"compile must be at least 0, the number of layouts to compile; got {compile}")
@@ -133,22 +133,16 @@ def search(
     hopeful = [plan for plan in estimates if plan.peak <= SLACK * plan.target.chip.memory][:compile]
     workers = workers or max(1, (os.cpu_count() or 2) // 2)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        attempt = lambda plan: _attempt(functools.partial(_api.plan, timeout=timeout), plan.job)
+
+        def attempt(plan):
+            return _attempt(functools.partial(_api.plan, timeout=timeout), plan.job)
+
         compiled, failed = _sorted(pool.map(attempt, hopeful))
     done = {id(plan) for plan in hopeful}
     plans, refused = (*compiled, *(plan for plan in estimates if id(plan) not in done)), (*refused, *failed)
     if not plans:
         raise ValueError(f"none of {len(jobs)} layouts can be planned: {refused[0][0]}: {refused[0][1]}")
     return Search(plans, refused, time.monotonic() - begin)
-
-
-def pareto(plans: Iterable[Plan]) -> list[Plan]:
-    """Returns the Pareto front, the smallest first: plans that no other one beats in both memory and speed."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.peak, -_speed(plan))):
-        if not front or _speed(plan) > _speed(front[-1]):
-            front.append(plan)
-    return front
 
 
 # Experts' matrices are split over copies of the rest of the model, too.
@@ -162,7 +156,7 @@ def _default_layouts(job: Job) -> list[sharding.Layout]:
     tensor = [("tensor", n, split if n > 1 else sharding.FSDP) for n in (1, 2, 4, 8, 16)]
     expert = [("expert", n, sharding.EP) for n in (4, 8, 16, 32, 64, 128) if experts and experts % n == 0]
     layouts, across = [], dict(job.dcn).get("data", 1)
-    for axis, n, strategy in (one for one in tensor + expert if devices % one[1] == 0):
+    for axis, n, strategy in (choice for choice in tensor + expert if devices % choice[1] == 0):
         # Widths are split over all devices but those of `tensor`. What does not divide them, copies take.
         parts = devices // (n if axis == "tensor" else 1)
         copies = parts // math.gcd(parts, width)
@@ -171,16 +165,21 @@ def _default_layouts(job: Job) -> list[sharding.Layout]:
             # Experts are nearly all of a mixture: only slices may have copies of them.
             strategies = [strategy] * (copies == 1) + [strategy | _EXPERTS_OVER_DATA]
         degrees = {"data": copies, "fsdp": -1, axis: n, "dcn": job.dcn}
-        layouts += [sharding.Layout(degrees, one) for one in strategies]
+        layouts += [sharding.Layout(degrees, choice) for choice in strategies]
     return layouts
 
 
 def _divisors(job: Job) -> tuple[int, int, int]:
     """Returns the greatest divisors of all widths of a model, of its experts and of their numbers; of nothing 0."""
     model = jax.eval_shape(job.plain)
-    axes, found = nn.tree.axes(model), nn.tree.variables(model)
-    named = [(name, n) for path, x in found.items() for name, n in zip(axes[path], x.get_value().shape, strict=False)]
-    divisor = lambda wanted: math.gcd(*(n for name, n in named if name == wanted))
+    axes, variables = nn.tree.axes(model), nn.tree.variables(model)
+    named = [
+        (name, n) for path, x in variables.items() for name, n in zip(axes[path], x.get_value().shape, strict=False)
+    ]
+
+    def divisor(wanted):
+        return math.gcd(*(n for name, n in named if name == wanted))
+
     return divisor("embed"), divisor("expert_embed"), divisor("expert")
 
 
@@ -195,8 +194,8 @@ def _attempt(make: Callable[[Job], Plan], job: Job) -> Plan | tuple[str, str]:
 def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
     """Returns the plans, the best first, and the refused jobs."""
     attempts = list(attempts)
-    plans = [one for one in attempts if isinstance(one, Plan)]
-    return sorted(plans, key=_rank), tuple(one for one in attempts if not isinstance(one, Plan))
+    plans = [attempt for attempt in attempts if isinstance(attempt, Plan)]
+    return sorted(plans, key=_rank), tuple(attempt for attempt in attempts if not isinstance(attempt, Plan))
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

@@ -19,11 +19,11 @@ class Target:
     """Hardware to plan for; `parse_target` makes one from a name.
 
     Args:
-      name: the name, such as "v5e-256".
-      chip: the kind of device.
-      devices: number of devices.
-      topology: the shape of a TPU slice, such as "v5e:16x16"; None for others.
-      slices: number of TPU slices.
+        name: The name, such as "v5e-256".
+        chip: The kind of device.
+        devices: Number of devices.
+        topology: The shape of a TPU slice, such as "v5e:16x16"; None for others.
+        slices: Number of TPU slices.
     """
 
     name: str
@@ -64,28 +64,29 @@ def parse_target(name: str) -> Target:
     """Reads the name of hardware.
 
     Args:
-      name: "v4-N", "v5p-N" or "v7x-N" (N cores), "v5e-N" or "v6e-N" (N chips), with "xM" for M slices; a topology such
-        as "v5p:4x4x8", with "*M" for M slices; a GPU of `hardware.CHIPS` and a number, such as "h100x16"; or "cpu".
+        name: "v4-N", "v5p-N" or "v7x-N" (N cores), "v5e-N" or "v6e-N" (N chips), with "xM" for M slices; a topology
+            such as "v5p:4x4x8", with "*M" for M slices; a GPU of `hardware.CHIPS` and a number, such as "h100x16"; or
+            "cpu".
 
     Raises:
-      ValueError: for hardware that does not exist; the message lists the known names.
+        ValueError: for hardware that does not exist; the message lists the known names.
     """
     text = name.strip().lower().replace("tpu7x", "v7x")
     if re.search(r"[-x*:]0+(?!\d)", text):
         raise ValueError(f"{name}: there is no hardware of 0 chips or slices")
     if text == "cpu":
         return Target(text, CHIPS["cpu"], len(jax.devices("cpu")))
-    if found := re.fullmatch(rf"({'|'.join(_GPUS)})(?:[x-](\d+))?", text):
-        return _gpus(text, found[1], int(found[2] or 1))
-    if found := re.fullmatch(rf"({_TPUS}):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
-        sides = tuple(map(int, found[2].split("x")))
-        return _tpu(name, text, found[1], math.prod(sides), sides, int(found[3] or 1))
-    if found := re.fullmatch(rf"({_TPUS})-(\d+)(?:x(\d+))?", text):
-        chip, count = CHIPS[found[1]], int(found[2])
+    if match := re.fullmatch(rf"({'|'.join(_GPUS)})(?:[x-](\d+))?", text):
+        return _gpus(text, match[1], int(match[2] or 1))
+    if match := re.fullmatch(rf"({_TPUS}):(\d+(?:x\d+)+)(?:\*(\d+))?", text):
+        sides = tuple(map(int, match[2].split("x")))
+        return _tpu(name, text, match[1], math.prod(sides), sides, int(match[3] or 1))
+    if match := re.fullmatch(rf"({_TPUS})-(\d+)(?:x(\d+))?", text):
+        chip, count = CHIPS[match[1]], int(match[2])
         if count % chip.cores:
-            raise ValueError(f"{name}: {found[1]}-N counts cores, {chip.cores} a chip, so N must be a multiple of that")
+            raise ValueError(f"{name}: {match[1]}-N counts cores, {chip.cores} a chip, so N must be a multiple of that")
         chips = count // chip.cores
-        return _tpu(name, text, found[1], chips, _torus(name, chips, chip.dims), int(found[3] or 1))
+        return _tpu(name, text, match[1], chips, _torus(name, chips, chip.dims), int(match[3] or 1))
     raise ValueError(
         f"no hardware is known as {name!r}; take v4-N, v5p-N, v7x-N (N cores), v5e-N, v6e-N (N chips), such as v5e-256, "
         f"with xM for M slices, a topology such as v5p:4x4x8, GPUs such as {', '.join(f'{gpu}xN' for gpu in _GPUS)}, or cpu"
@@ -129,13 +130,13 @@ class TPUDevice:
     The names are those of jax's devices.
 
     Args:
-      id: number of the device, by rows of the topology.
-      coords: place of its chip in the torus, `(x, y, z)`.
-      core_on_chip: number of the device on its chip.
-      process_index: number of its host.
-      slice_index: number of its slice.
-      device_kind: jax's name of the chip.
-      platform: "tpu".
+        id: Number of the device, by rows of the topology.
+        coords: Place of its chip in the torus, `(x, y, z)`.
+        core_on_chip: Number of the device on its chip.
+        process_index: Number of its host.
+        slice_index: Number of its slice.
+        device_kind: JAX's name of the chip.
+        platform: "tpu".
     """
 
     id: int
@@ -154,11 +155,11 @@ def devices_of(target: Target) -> list[Any]:
     `TPUDevice`s, which serve for estimates only.
 
     Args:
-      target: the hardware.
+        target: The hardware.
 
     Raises:
-      ImportError: when the compiler for GPUs is not installed; the message has the command to install it.
-      ValueError: for a TPU topology that does not exist.
+        ImportError: when the compiler for GPUs is not installed; the message has the command to install it.
+        ValueError: for a TPU topology that does not exist.
     """
     if target.platform == "cpu":
         return list(jax.devices("cpu"))
@@ -180,10 +181,10 @@ def devices_of(target: Target) -> list[Any]:
 
 def _no_topology(target: Target) -> str:
     kind, _, sides = str(target.topology).partition(":")
-    whole = "x".join(
+    multiple = "x".join(
         str(max(least, 1 << side.bit_length() - 1)) for side, least in zip(_sides(sides), (2, 2, 1), strict=False)
     )
-    return f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example {kind}:{whole}"
+    return f"{target.name}: there is no topology {target.topology}, as hosts have 2x2 chips; take for example {kind}:{multiple}"
 
 
 def _sides(text: str) -> list[int]:
@@ -196,12 +197,12 @@ def _tpu_places(target: Target) -> list[TPUDevice]:
     if columns % 2 or rows % 2:
         raise ValueError(_no_topology(target))
     cores, hosts = range(target.chip.devices), (range(layers), range(0, rows, 2), range(0, columns, 2))
-    found = []
+    places = []
     for number, (part, (z, top, left)) in enumerate(itertools.product(range(target.slices), itertools.product(*hosts))):
         for y, x, core in itertools.product((top, top + 1), (left, left + 1), cores):
             index = (((part * layers + z) * rows + y) * columns + x) * len(cores) + core
-            found.append(TPUDevice(index, (x, y, z), core, number, part, target.chip.prefixes[0]))
-    return found
+            places.append(TPUDevice(index, (x, y, z), core, number, part, target.chip.prefixes[0]))
+    return places
 
 
 def has_tpu_compiler() -> bool:

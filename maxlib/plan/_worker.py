@@ -24,14 +24,14 @@ from maxlib.plan._memory import estimate_memory
 from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, make_program, mesh_of_places
 from maxlib.plan._roofline import link_speeds
 from maxlib.plan._targets import Target, parse_target
-from maxlib.sharding._experts import ROOM
+from maxlib.sharding import ExpertParallel
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:
     """Returns the program of a job, and the facts that are known without lowering it.
 
     Args:
-      job: the training step and its target.
+        job: The training step and its target.
     """
     target = parse_target(job.target)
     program = make_program(job)
@@ -40,7 +40,7 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
         "mesh": dict(program.mesh.shape),
         "links": link_speeds(_mesh_with_places(program, target), target),
         "rows": program.rows,
-        "parameters": sum(math.prod(one.shape) for one in program.matrices.values()),
+        "parameters": sum(math.prod(matrix.shape) for matrix in program.matrices.values()),
         "bytes": {
             "parameters": bytes_on_device((state.trainable, state.rest)),
             "optimizer": bytes_on_device((state.opt_state, state.step, state.key)),
@@ -62,9 +62,9 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
     """Compiles a job.
 
     Args:
-      job: the training step and its target.
-      dump: folder for the compiler's files, which include the optimized program.
-      tell: called with the name of each finished stage and its results.
+        job: The training step and its target.
+        dump: Folder for the compiler's files, which include the optimized program.
+        tell: Called with the name of each finished stage and its results.
     """
     program, news = describe(job)
     tell("described", **news)
@@ -91,7 +91,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
 
 
 def _trips(program: Program, text: str) -> dict[str, float]:
-    room = ROOM if program.layout.axis_size("act_expert") > 1 else 1
+    room = ExpertParallel.room if program.layout.axis_size("act_expert") > 1 else 1
     platform = parse_target(program.job.target).platform.replace("cuda", "gpu")
     return {"attention": attention_trips(text, platform), "room": room} | grouped_matmul_trips(text, room)
 

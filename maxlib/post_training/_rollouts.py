@@ -1,14 +1,12 @@
 """Sampled completions as rows of a batch, and a loader of such batches."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from maxlib import nn
-from maxlib.data import pad_document, token_ids
+from maxlib import data, nn
 from maxlib.inference import Completion, Sampler
 
 Row = dict[str, Any]
@@ -111,75 +109,15 @@ def completion_batch(
             f"advantages must be finite, got {advantages[at]} for completion {at}: give 0 to learn nothing"
         )
     texts = cast(Sequence[Sequence[int]], completions)
-    rows = _completion_rows(prompts, texts, length=length, log_probs=sampler_log_probs, images=images, blank=blank)
-    _check_ends(texts, stop_token_ids)
+    rows = data.completion_rows(
+        prompts,
+        texts,
+        length=length,
+        log_probs=sampler_log_probs,
+        stop_token_ids=stop_token_ids,
+        images=images,
+        blank=blank,
+    )
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
     batch["advantages"] = np.where(batch["targets"] >= 0, advantages[:, None], 0)
     return batch | {"sampler": samplers.pop()} if samplers else batch
-
-
-def _completion_rows(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    *,
-    length: int,
-    log_probs: Sequence[Sequence[float]] | None = None,
-    images: Sequence[Any] | None = None,
-    blank: nn.vision.Patches | None = None,
-) -> list[Row]:
-    """Returns a row of a prompt and its completion for each pair; arguments as of `post_training.completion_batch`."""
-    scores = [None] * len(completions) if log_probs is None else log_probs
-    sizes = list(map(len, completions))
-    if log_probs is not None and (numbers := list(map(np.size, log_probs))) != sizes:
-        raise ValueError(f"sampler_log_probs must be one for each token of each completion, {sizes}, got {numbers}")
-    seen = _images_of_rows(images, blank, len(prompts))
-    rows = enumerate(zip(prompts, completions, scores, seen, strict=True))
-    return [_row(i, *columns, length=length, blank=blank) for i, columns in rows]
-
-
-def _check_ends(completions: Sequence[Sequence[int]], stop_token_ids: Collection[int]) -> None:
-    """Warns about completions that are shorter than the longest one but do not end with a stop id."""
-    longest = max(map(len, completions), default=0)
-    without = sum(len(ids) < longest and not (len(ids) and ids[-1] in stop_token_ids) for ids in completions)
-    if stop_token_ids and without:
-        warnings.warn(
-            f"{without} of {len(completions)} completions are shorter than the longest one and do not end with one of "
-            f"{sorted(stop_token_ids)}: the policy does not learn to stop. Keep the token that ended a completion",
-            stacklevel=3,
-        )
-
-
-def _row(
-    i: int, prompt: Sequence[int], completion: Sequence[int], scores: Any, seen: Row, *, length: int, blank: Any
-) -> Row:
-    """Returns prompt `i` and its completion as a row; only the completion has targets and scores."""
-    if not len(prompt):
-        raise ValueError(f"prompt {i} must have a token, which predicts the first of its completion: begin it with one")
-    tokens = np.concatenate([token_ids(prompt, f"prompt {i}"), token_ids(completion, f"completion {i}")])
-    targets = np.append(np.where(np.arange(1, len(tokens)) >= len(prompt), tokens[1:], -1), -1).astype(np.int32)
-    row = pad_document({"tokens": tokens, "targets": targets} | seen, length=length, images=blank)
-    if scores is not None:
-        row["sampler_log_probs"] = np.zeros(length, np.float32)
-        row["sampler_log_probs"][len(prompt) - 1 : len(tokens) - 1] = scores
-    return row
-
-
-def _images_of_rows(images: Any, blank: nn.vision.Patches | None, count: int) -> list[Row]:
-    """Returns the images of each row as a part of its document; raises ValueError for images that cannot be rows."""
-    if images is None:
-        return [{}] * count
-    if blank is None or len(images) != count:
-        raise ValueError(
-            f"images must be those of the prompt of each of the {count} completions, together with blank=, such as "
-            f"ImageProcessor.blank(patches), got {len(images)} of them and blank={type(blank).__name__}"
-        )
-    if wrong := [x for x in images if not isinstance(x, nn.vision.Patches | None)]:
-        raise ValueError(
-            "the images of a prompt must be nn.vision.Patches, as an ImageProcessor makes them, got "
-            f"{type(wrong[0]).__name__}: pixels of one size have no rows, so a batch of them cannot be split"
-        )
-
-    def row(patches: nn.vision.Patches) -> nn.vision.Patches:
-        return jax.tree.map(lambda x: np.asarray(x[0] if x.ndim == 3 else x), patches)
-
-    return [{} if patches is None else {"images": row(patches)} for patches in images]

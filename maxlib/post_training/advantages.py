@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from maxlib._utils.choices import check_choice
+from maxlib._utils.arguments import check_choice
 
 EPSILON = 1e-4  # added to the standard deviation
 Rewards = Any  # an array or nested lists

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from maxlib import ops
-from maxlib._utils.choices import check_choice
+from maxlib._utils.arguments import check_choice
 from maxlib.inference import Sampler
 from maxlib.post_training._reference import ReferencedLoss, missing_reference
 from maxlib.post_training._segments import Segments, is_filled, segment_sums, spread, token_counts
@@ -291,7 +291,7 @@ class PolicyLoss(ReferencedLoss):
             raise ValueError("a correction needs batch['sampler_log_probs'], which the sampler reported")
         segment_ids, mask = batch.get("segment_ids"), ops.is_learned(batch["targets"])
         scored = score(model, hidden, batch["targets"], temperature=self.temperature, entropy=True)
-        losses, metrics = self._token_losses(scored.log_prob, cast(Tokens, scored.entropy), batch, mask)
+        losses, metrics = self._token_losses(scored.log_prob, cast(Array, scored.entropy), batch, mask)
         weights, count = mean_weights(mask, segment_ids, by=self.mean)
         # Metrics are means whose weights sum to the count, unlike the weights of a fixed length.
         even = mean_weights(mask, segment_ids)[0] if isinstance(self.mean, FixedLengthMean) else weights

@@ -8,11 +8,9 @@ from maxlib.quantization._files import save as save
 from maxlib.quantization._formats import INFERENCE as INFERENCE
 from maxlib.quantization._formats import TRAINING as TRAINING
 from maxlib.quantization._formats import Format as Format
+from maxlib.quantization._formats import Rule as Rule
+from maxlib.quantization._formats import Rules as Rules
 from maxlib.quantization._report import Errors as Errors
 from maxlib.quantization._report import Report as Report
 from maxlib.quantization._report import compare as compare
-from maxlib.quantization._report import matmuls as matmuls
 from maxlib.quantization._report import report as report
-from maxlib.quantization._rules import Rule as Rule
-from maxlib.quantization._rules import Rules as Rules
-from maxlib.quantization._rules import high as high

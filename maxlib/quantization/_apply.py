@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 from maxlib import nn
 from maxlib.nn import sites
 from maxlib.nn.sites import Where
-from maxlib.quantization._formats import INFERENCE, TRAINING, Format, check_backend
+from maxlib.quantization._formats import INFERENCE, TRAINING, Format, Rule, Rules, as_rules, check_backend
 from maxlib.quantization._matmul import Quantized
-from maxlib.quantization._rules import Rule, Rules, as_rules
 
 Model = TypeVar("Model")
 Change = Callable[[Any, Format, str], Any]
@@ -83,7 +82,10 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
         if rule.format is not None:
             check_backend(rule.format)
     decide = sites.Decisions(rules, lambda rule: rule.format)
-    made = lambda site, format, path, _: nn.stack.map_layers(lambda one: change(one, format, path), site)
+
+    def made(site, format, path, _):
+        return nn.stack.map_layers(lambda layer: change(layer, format, path), site)
+
     new = sites.change_sites(model, decide, made)
     _look_at_unknown(model, rules, decide)
     decide.check()
@@ -93,21 +95,20 @@ def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
 def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) -> None:
     """Warns about matrices in unknown layers that no rule excludes; raises ValueError if a rule quantizes one."""
     short = nn.tree.pattern_paths(model)
-    found = [Where(path, "unknown") for path in dict.fromkeys(short[path] for path in sites.unknown(model))]
-    if wrong := [where.path for where in found if decide(where) is not None]:
+    matrices = [Where(path, "unknown") for path in dict.fromkeys(short[path] for path in sites.unknown(model))]
+    if wrong := [where.path for where in matrices if decide(where) is not None]:
         raise ValueError(f"{wrong} do not belong to layers that can be quantized; use nn.Einsum or nn.ExpertLinear")
-    if left := [where.path for where in found if sites.decide(rules, where) is None]:
+    if left := [where.path for where in matrices if sites.decide(rules, where) is None]:
         warnings.warn(
             f"these matrices stay in full precision, because their layer types are unknown: {left}. Use nn.Einsum or "
-            "nn.ExpertLinear, or "
-            'exclude them by a rule, high(match="...", kinds=("unknown",))',
+            'nn.ExpertLinear, or exclude them by a rule, Rule(None, match="...", kinds=("unknown",))',
             stacklevel=4,
         )
 
 
 def _look_at_undivided(divided: Mapping[str, bool], format: Format) -> None:
     """Warns about matrices that groups do not divide; raises ValueError if they divide none."""
-    left = [path for path, whole in divided.items() if not whole]
+    left = [path for path, is_divided in divided.items() if not is_divided]
     if left and not any(divided.values()):
         raise ValueError(
             f"the last dimension of a matrix must be a multiple of the group; got {format}, which fits none of "

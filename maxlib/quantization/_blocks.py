@@ -170,10 +170,10 @@ def _suits_lanes(spec: str, a: Blocks, b: Blocks) -> bool:
     """Returns True if both operands have 8-bit floats and blocks of whole lanes along the summed dimension."""
     of_a, of_b, out = spec.replace("->", ",").split(",")
     last = _last(of_a, out)
-    if not last or not all(jnp.issubdtype(one.kind, jnp.floating) for one in (a, b)):
+    if not last or not all(jnp.issubdtype(operand.kind, jnp.floating) for operand in (a, b)):
         return False
     dims = (a, of_a.index(last)), (b, of_b.index(last))
-    return all(one.values.shape[d] % LANE == 0 and one.sides[d] % LANE == 0 for one, d in dims)
+    return all(operand.values.shape[d] % LANE == 0 and operand.sides[d] % LANE == 0 for operand, d in dims)
 
 
 def scaled_einsum(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "..."]:
@@ -201,8 +201,13 @@ def scaled_einsum(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "
 def _matrices(x: Blocks, letters: str, batch: str, kept: str, summed: str) -> tuple[Array, Array]:
     """Returns values `batch kept summed` and a scale for every lane of them, each as three dimensions."""
     order = [letters.index(letter) for letter in batch + kept + summed]
-    size = lambda names: math.prod(x.values.shape[letters.index(letter)] for letter in names)
-    flat = lambda y: y.transpose(order).reshape(size(batch), size(kept), -1)
+
+    def size(names):
+        return math.prod(x.values.shape[letters.index(letter)] for letter in names)
+
+    def flat(y):
+        return y.transpose(order).reshape(size(batch), size(kept), -1)
+
     return flat(x.values.astype(x.kind)), flat(x.lanes(letters.index(summed[-1]))).astype(jnp.float8_e8m0fnu)
 
 

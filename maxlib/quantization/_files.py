@@ -18,12 +18,9 @@ from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
 from maxlib.quantization._matmul import Quantized
-from maxlib.weights import _buckets as buckets
-from maxlib.weights._companions import add_end_of_turn, write_companions
-from maxlib.weights._files import QUANTIZED, Header, find_tensors, shard, write_file, write_index
-from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json
+from maxlib.weights import buckets, export, files
 
-MANIFEST = QUANTIZED
+MANIFEST = files.QUANTIZED
 _VERSION = 2
 
 
@@ -57,19 +54,21 @@ def save(
     """
     fields = (family or weights.family_of(model)).fields
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
-    headers = [Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
+    headers = [files.Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
     source = None if like is None else weights.model_directory(like)
-    with whole_directory(directory, overwrite=overwrite) as part:
-        ids = write_companions(part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation)
-        write_json(part / "config.json", fields.write(model.cfg) | ids)
+    with export.whole_directory(directory, overwrite=overwrite) as part:
+        ids = export.write_companions(
+            part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation
+        )
+        export.write_json(part / "config.json", fields.write(model.cfg) | ids)
         if "eos_token_id" not in (generation or {}):
-            add_end_of_turn(part)
-        write_json(part / MANIFEST, _manifest(model))
-        files = shard(headers, MAX_SHARD_BYTES)
-        for name, members in files.items():
-            write_file(part / name, members, (np.asarray(values[header.name]) for header in members))
-        if len(files) > 1:
-            write_index(part, files)
+            export.add_end_of_turn(part)
+        export.write_json(part / MANIFEST, _manifest(model))
+        shards = files.shard(headers, files.MAX_SHARD_BYTES)
+        for name, members in shards.items():
+            files.write_file(part / name, members, (np.asarray(values[header.name]) for header in members))
+        if len(shards) > 1:
+            files.write_index(part, shards)
 
 
 def load(
@@ -100,7 +99,7 @@ def load(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{directory / MANIFEST} does not fit the model of its config.json: {error}") from error
     wanted = nn.variables(abstract)
-    stored = find_tensors(directory)
+    stored = files.find_tensors(directory)
     if wrong := _differences(stored, wanted):
         raise ValueError(
             f"{directory} does not contain the model that its {MANIFEST} describes: {'; '.join(wrong[:10])}"
@@ -153,9 +152,9 @@ _DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def _is_layout(layout: Any) -> bool:
-    is_group = lambda group: (
-        isinstance(group, list) and len(group) == 2 and all(type(n) is int and n > 0 for n in group)
-    )
+    def is_group(group):
+        return isinstance(group, list) and len(group) == 2 and all(type(n) is int and n > 0 for n in group)
+
     return isinstance(layout, list) and all(map(is_group, layout))
 
 
@@ -176,7 +175,10 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
         format, dtype = manifest["formats"][name], np.dtype(manifest["dtypes"][name])
-        make = lambda site: store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+
+        def make(site):
+            return store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+
         return nn.stack.map_layers(make, site)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))

@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+
+from maxlib.nn.sites import Kind
 
 WEIGHTS = ("int8", "int4", "nf4", "float8_e4m3fn", "float8_e5m2")
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -97,9 +100,44 @@ def check_backend(format: Format) -> None:
 @functools.cache
 def _problem(a: str, b: str, backend: str) -> str | None:
     """Returns the compiler's error for such a product, None if it compiles."""
-    dot = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def dot(x, y):
+        return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
     try:
         jax.jit(dot).lower(jax.ShapeDtypeStruct((32, 32), a), jax.ShapeDtypeStruct((32, 32), b)).compile()
     except Exception as error:  # compilers raise various errors
         return str(error).splitlines()[0]
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Gives `format` to the layers that the other fields select.
+
+    Args:
+        format: The format; None for full precision: `Rule(None, layers=(0, -1))` keeps the first and the last layer.
+        match: Shell pattern on pattern paths ("layers.attn.q").
+        layers: Indices of layers in each stack; negative ones count from the end. None for all.
+        kinds: Kinds of layers, by default neither routers nor embeddings (the head is one). "unknown" are matrices in
+            layers of other libraries; they can only be left in full precision, by a rule with `format=None`.
+    """
+
+    format: Format | None
+    match: str = "*"
+    layers: tuple[int, ...] | None = None
+    kinds: tuple[Kind, ...] = ("dense", "expert")
+
+
+Rules = str | Format | Sequence[Rule]
+
+
+def as_rules(rules: Rules, presets: Mapping[str, Format]) -> tuple[Rule, ...]:
+    """Returns rules; a preset's name or a format applies to all layers except embeddings, head and routers."""
+    if isinstance(rules, str):
+        if rules not in presets:
+            raise ValueError(
+                f"there is no preset {rules!r}; pass one of {sorted(presets)}, a Format or a list of Rules"
+            )
+        rules = presets[rules]
+    return (Rule(rules),) if isinstance(rules, Format) else tuple(rules)

@@ -135,8 +135,8 @@ def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
     """Rounds `x` to `kind`, with a float32 scale for each index that is in the result."""
     if isinstance(x, qwix.QArray) or kind is None:
         return x
-    own = [d for d, letter in enumerate(letters) if letter in kept]
-    return qwix.quantize(x.astype(jnp.float32), jnp.dtype(kind), channelwise_axes=own)
+    remaining = [d for d, letter in enumerate(letters) if letter in kept]
+    return qwix.quantize(x.astype(jnp.float32), jnp.dtype(kind), channelwise_axes=remaining)
 
 
 def _spelled_out(spec: str, ndim: int) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +12,8 @@ from rich import box
 from rich.table import Table
 
 from maxlib import nn
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.nn.sites import SITES, Kind, find, kind_of, unknown
-from maxlib.observability import flops_by_dtype
 from maxlib.quantization._matmul import Quantized
 
 
@@ -44,7 +42,8 @@ class Row:
 class Report:
     """Report of every matrix of a model; print it.
 
-    Attention's own products have no weights and stay in full precision; `matmuls` counts those too.
+    Attention's own products have no weights and stay in full precision; `observability.flops_by_dtype` counts
+    those, too.
 
     Attributes:
         rows: One row per matmul.
@@ -171,7 +170,10 @@ def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any
     sums = jax.device_get(_sums(model, quantized, tokens, dtype))
     count = tokens.shape[0] * tokens.shape[1]
     targets = tokens.shape[0] * (tokens.shape[1] - 1)
-    perplexity = lambda nll: float(np.exp(nll / targets))
+
+    def perplexity(nll):
+        return float(np.exp(nll / targets))
+
     return Errors(
         perplexity(sums["nll"]),
         perplexity(sums["quantized_nll"]),
@@ -185,33 +187,20 @@ def _sums(model, quantized, tokens, dtype):
     """Sums the errors of both models over all tokens."""
 
     def row(models, tokens):
-        one, other = (m.logits(m(tokens[None], dtype=dtype).hidden)[0].astype(jnp.float32) for m in models)
-        p, q = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
-        nll = lambda logp: -jnp.take_along_axis(logp[:-1], tokens[1:, None], axis=-1).sum()
+        full, low = (m.logits(m(tokens[None], dtype=dtype).hidden)[0].astype(jnp.float32) for m in models)
+        p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(low)
+
+        def nll(logp):
+            return -jnp.take_along_axis(logp[:-1], tokens[1:, None], axis=-1).sum()
+
         return {
             "nll": nll(p),
             "quantized_nll": nll(q),
-            "difference": jnp.sum((one - other) ** 2),
-            "spread": jnp.sum((one - one.mean(axis=-1, keepdims=True)) ** 2),
+            "difference": jnp.sum((full - low) ** 2),
+            "spread": jnp.sum((full - full.mean(axis=-1, keepdims=True)) ** 2),
             "divergence": jnp.sum(jnp.exp(p) * (p - q)),
-            "agreement": jnp.sum(one.argmax(axis=-1) == other.argmax(axis=-1)),
+            "agreement": jnp.sum(full.argmax(axis=-1) == low.argmax(axis=-1)),
         }
 
     run = jax.jit(lambda models, tokens: jax.tree.map(jnp.sum, jax.lax.map(lambda t: row(models, t), tokens)))
     return run((model, quantized), tokens)
-
-
-def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """Counts the FLOPs of the matmuls in `fn(*args)`, without computing them.
-
-    A scan's body is counted as often as it runs. Ops of `maxlib.ops` are counted under their own name ("grouped_matmul
-    int8 x int8"). Attention, whose FLOPs depend on its masks, is counted as if every query attended to every key.
-
-    Args:
-        fn: Any function that JAX can trace.
-        args: Its arguments; `jax.ShapeDtypeStruct` is enough for arrays.
-
-    Returns:
-        FLOPs by the dtypes of the operands, such as "int8 x int8".
-    """
-    return flops_by_dtype(fn, *args)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 # Axis name -> meaning. Parameters and activations have separate names, so that a rule can split a weight without
 # splitting the activation of the same width.
@@ -56,7 +57,7 @@ class IfFree:
     the other axes.
 
     Args:
-      axes: one or several mesh axes, or the name of an array's axis.
+        axes: One or several mesh axes, or the name of an array's axis.
     """
 
     axes: str | tuple[str, ...]
@@ -74,10 +75,10 @@ def declare_axes(*names: str) -> None:
     are already traced stay valid, and they are not part of `jit`'s cache key.
 
     Args:
-      names: the new names, such as "state".
+        names: The new names, such as "state".
 
     Raises:
-      ValueError: when a name is not an identifier.
+        ValueError: when a name is not an identifier.
     """
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
@@ -89,11 +90,11 @@ def check_axes(names: Iterable[Name], what: str) -> None:
     """Checks that names are declared.
 
     Args:
-      names: axis names of one array; None is an axis without a name.
-      what: description of the array, for the message.
+        names: Axis names of one array; None is an axis without a name.
+        what: Description of the array, for the message.
 
     Raises:
-      ValueError: for a name that is not declared; the message suggests the closest one.
+        ValueError: for a name that is not declared; the message suggests the closest one.
     """
     for name in names:
         name = name.axes if isinstance(name, IfFree) else name
@@ -113,3 +114,36 @@ def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+LAYERS = "layers"  # scanned layers, which a `Pipeline` splits into stages
+UNSTAGED_LAYERS = "unstaged_layers"  # other scanned layers, which run before or after the stages
+_LAYER_AXES = (LAYERS, UNSTAGED_LAYERS)
+
+
+def is_stacked(axes: Sequence[str | None]) -> bool:
+    """Returns True if an array stores several layers, judged by its axis names.
+
+    Args:
+        axes: A name (or None) for each dimension.
+    """
+    return len(axes) > 0 and axes[0] in _LAYER_AXES
+
+
+def num_layer_axes(axes: Sequence[Any]) -> int:
+    """Counts the leading layer axes: 0 for a single layer, 2 for a stack inside a scanned layer.
+
+    Args:
+        axes: A name (or None) for each dimension.
+    """
+    return next((d for d, name in enumerate(axes) if name not in _LAYER_AXES), len(axes))
+
+
+def own_axes(axes: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Returns the names of one layer's own dimensions, `()` if none has a name.
+
+    Args:
+        axes: A name (or None) for each dimension, starting with layer axes.
+    """
+    names = tuple(axes[num_layer_axes(axes) :])
+    return names if any(names) else ()

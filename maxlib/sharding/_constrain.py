@@ -15,10 +15,10 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     """Returns the mesh axes of size above 1 that split an axis; none without a layout.
 
     Args:
-      name: the axis of an array, such as "batch".
+        name: The axis of an array, such as "batch".
 
     Raises:
-      ValueError: for a name that is not declared.
+        ValueError: for a name that is not declared.
     """
     check_axes((name,), "mesh_axes")
     return () if (layout := current()) is None else layout.mesh_axes(name)
@@ -28,10 +28,10 @@ def axis_size(name: str) -> int:
     """Returns the number of parts into which the active layout splits an axis; 1 without a layout.
 
     Args:
-      name: the axis of an array, such as "batch".
+        name: The axis of an array, such as "batch".
 
     Raises:
-      ValueError: for a name that is not declared.
+        ValueError: for a name that is not declared.
     """
     check_axes((name,), "axis_size")
     return 1 if (layout := current()) is None else layout.axis_size(name)
@@ -41,10 +41,10 @@ def axis_of(name: str) -> str | None:
     """Returns the single mesh axis that splits an axis, for kernels that communicate over it; None if it is not split.
 
     Args:
-      name: the axis of an array, such as "kv_seq".
+        name: The axis of an array, such as "kv_seq".
 
     Raises:
-      ValueError: when several mesh axes split it, or for a name that is not declared.
+        ValueError: when several mesh axes split it, or for a name that is not declared.
     """
     if len(split := mesh_axes(name)) > 1:
         raise ValueError(f"{name!r} can be split over one mesh axis only, but its rule names {split}")
@@ -57,12 +57,13 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
     A dimension only uses the leading mesh axes that divide it: a batch of one, as in decoding, is not split.
 
     Args:
-      x: the activation.
-      names: one for each dimension, None for a dimension that is not split; for example `"batch", "seq", "act_embed"`.
+        x: The activation.
+        names: One for each dimension, None for a dimension that is not split; for example `"batch", "seq",
+            "act_embed"`.
 
     Raises:
-      ValueError: when the number of names is not the rank of x, or for a name that is not declared, with or without a
-        layout.
+        ValueError: when the number of names is not the rank of x, or for a name that is not declared, with or without a
+            layout.
     """
     if len(names) != x.ndim:
         raise ValueError(
@@ -71,19 +72,19 @@ def constrain(x: jax.Array, *names: Name) -> jax.Array:
     check_axes(names, "constrain")
     if (layout := current()) is None:
         return x
-    own, _ = drop_uneven(layout.spec(*names, what=f"activation {x.shape}"), x.shape, layout.mesh)
-    return jax.lax.with_sharding_constraint(x, own)
+    spec, _ = drop_uneven(layout.spec(*names, what=f"activation {x.shape}"), x.shape, layout.mesh)
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
     """All-gathers a weight over the mesh axes that split the batch (FSDP), once for all its uses.
 
     Args:
-      weight: the weight, in the dtype in which to communicate it.
-      names: its axis names, one for each dimension.
+        weight: The weight, in the dtype in which to communicate it.
+        names: Its axis names, one for each dimension.
 
     Raises:
-      ValueError: for a name that is not declared.
+        ValueError: for a name that is not declared.
     """
     # By default the partitioner gathers a weight again for each distant use in the program, such as the backward pass
     # of its layer. Only gather over the batch's axes; splits by tensor parallelism remain.
@@ -91,9 +92,9 @@ def gather_once(weight: jax.Array, *names: Name) -> jax.Array:
         check_axes(names, "gather_once")
         return weight
     batch = mesh_axes_of(layout.rules.get("batch"))
-    own, _ = drop_uneven(layout.spec(*names, what=f"weight {weight.shape}"), weight.shape, layout.mesh)
-    kept = partition([tuple(axis for axis in mesh_axes_of(place) if axis not in batch) or None for place in own])
-    return weight if kept == partition([*own]) else _moved(weight, kept)
+    spec, _ = drop_uneven(layout.spec(*names, what=f"weight {weight.shape}"), weight.shape, layout.mesh)
+    kept = partition([tuple(axis for axis in mesh_axes_of(place) if axis not in batch) or None for place in spec])
+    return weight if kept == partition([*spec]) else _moved(weight, kept)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -37,12 +37,12 @@ def shardings(model: Model, layout: Layout) -> Model:
     Variables without axis names are replicated.
 
     Args:
-      model: a module, or its `jax.eval_shape`.
-      layout: the mesh and the strategy.
+        model: A module, or its `jax.eval_shape`.
+        layout: The mesh and the strategy.
 
     Raises:
-      ValueError: when an axis is not declared, when a mesh axis does not divide a dimension, or when two names of a
-        parameter use the same mesh axis; the message names the parameter.
+        ValueError: when an axis is not declared, when a mesh axis does not divide a dimension, or when two names of a
+            parameter use the same mesh axis; the message names the parameter.
     """
     check_layout(layout)
 
@@ -54,7 +54,7 @@ def shardings(model: Model, layout: Layout) -> Model:
     return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def shapes_of(build: Callable[[], Model]) -> Model:
+def eval_shape(build: Callable[[], Model]) -> Model:
     """Returns `jax.eval_shape(build)`; raises ValueError if a parameter occurs twice in the model."""
 
     def checked() -> Model:
@@ -65,30 +65,30 @@ def shapes_of(build: Callable[[], Model]) -> Model:
     return jax.eval_shape(checked)
 
 
-def create(build: Callable[[], Model], layout: Layout) -> Model:
+def init_sharded(build: Callable[[], Model], layout: Layout) -> Model:
     """Builds a model whose parameters are created as shards: no device ever holds a whole parameter.
 
         layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
-        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
+        model = sharding.init_sharded(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
 
     Args:
-      build: builds the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
-      layout: the mesh and the strategy.
+        build: Builds the model, such as `lambda: Llama(cfg, rngs=nnx.Rngs(0))`.
+        layout: The mesh and the strategy.
 
     Returns:
-      The model, with the same values as `build` gives on one device.
+        The model, with the same values as `build` gives on one device.
 
     Raises:
-      TypeError: when `build` is a model.
-      ValueError: as for `shardings`, and when a parameter occurs twice (`self.head = self.embed`).
+        TypeError: when `build` is a model.
+        ValueError: as for `shardings`, and when a parameter occurs twice (`self.head = self.embed`).
     """
     if isinstance(build, nnx.Module):
         raise TypeError(
-            f"create takes a function that builds the model, lambda: {type(build).__name__}(...), got a model; "
+            f"init_sharded takes a function that builds the model, lambda: {type(build).__name__}(...), got a model; "
             "jax.device_put(model, sharding.shardings(model, layout)) splits one that exists"
         )
     check_layout(layout)
     # With out_shardings, XLA also splits the random number generation: each device computes its own shard.
-    places = shardings(shapes_of(build), layout)
+    places = shardings(eval_shape(build), layout)
     with use(layout):
         return jax.jit(build, out_shardings=places)()

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.paths import dotted
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
 from maxlib.sharding._mesh import MeshShape
@@ -25,14 +25,14 @@ class Parameter:
     """One parameter in a `Description`.
 
     Args:
-      path: its dotted path in the model.
-      shape: its whole shape.
-      dtype: name of its dtype.
-      axes: its axis names, "-" for a dimension without one.
-      place: its partition spec as text.
-      bytes: size of the whole parameter.
-      bytes_per_device: size of one shard.
-      devices: number of devices that hold a part of it.
+        path: Its dotted path in the model.
+        shape: Its whole shape.
+        dtype: Name of its dtype.
+        axes: Its axis names, "-" for a dimension without one.
+        place: Its partition spec as text.
+        bytes: Size of the whole parameter.
+        bytes_per_device: Size of one shard.
+        devices: Number of devices that hold a part of it.
     """
 
     path: str
@@ -65,7 +65,7 @@ class Description:
     @property
     def bytes_per_device(self) -> int:
         """Sums the bytes of all parameters on one device."""
-        return sum(one.bytes_per_device for one in self.parameters)
+        return sum(parameter.bytes_per_device for parameter in self.parameters)
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE, show_footer=True)
@@ -74,10 +74,12 @@ class Description:
             table.add_column(name, overflow="fold")
         table.add_column("copies", justify="right")
         table.add_column("per device", justify="right", footer=size(self.bytes_per_device))
-        for one in self.parameters:
-            shape = " ".join(map(str, one.shape)) or "scalar"
-            copies, held = str(one.copies), size(one.bytes_per_device)
-            table.add_row(one.path, shape, " ".join(one.axes), one.dtype, one.place, copies, held)
+        for parameter in self.parameters:
+            shape = " ".join(map(str, parameter.shape)) or "scalar"
+            copies, held = str(parameter.copies), size(parameter.bytes_per_device)
+            table.add_row(
+                parameter.path, shape, " ".join(parameter.axes), parameter.dtype, parameter.place, copies, held
+            )
         return to_text(table, width=140)
 
     __repr__ = __str__
@@ -93,25 +95,28 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
     along the mesh axis `data` are plain data parallelism and cause no warning.
 
     Args:
-      model: a module with arrays, or with `layout` its `jax.eval_shape`.
-      layout: the layout to describe, with a mesh or axis sizes; None describes the arrays' current placement.
-      large: size in bytes from which to warn about a parameter (default 16 MiB).
+        model: A module with arrays, or with `layout` its `jax.eval_shape`.
+        layout: The layout to describe, with a mesh or axis sizes; None describes the arrays' current placement.
+        large: Size in bytes from which to warn about a parameter (default 16 MiB).
 
     Raises:
-      ValueError: when a degree of the layout is -1, which needs devices, or as for `shardings`.
+        ValueError: when a degree of the layout is -1, which needs devices, or as for `shardings`.
     """
     if layout is not None and isinstance(layout.mesh, MeshShape):
         layout = Layout(layout.mesh.abstract(), layout.strategy)
     places = jax.tree.map(_sharding, model) if layout is None else shardings(model, layout)
-    is_variable = lambda x: isinstance(x, nnx.Variable)
+
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
-    found = [
+    parameters = [
         _parameter(dotted(path), leaf, place)
         for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
         if is_variable(leaf)
     ]
-    _warn_of_copies([one for one in found if one.devices > 1], large, _data_parallel(places))
-    return Description(tuple(found))
+    _warn_of_copies([parameter for parameter in parameters if parameter.devices > 1], large, _data_parallel(places))
+    return Description(tuple(parameters))
 
 
 def _data_parallel(places: Any) -> int:
@@ -120,19 +125,33 @@ def _data_parallel(places: Any) -> int:
     return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
 
 
-def _warn_of_copies(found: list[Parameter], large: int, meant: int) -> None:
+def _warn_of_copies(parameters: list[Parameter], large: int, meant: int) -> None:
     """Warns about large parameters with more copies than the least replicated one, apart from `meant` copies."""
     # Copies of every parameter are a choice of the layout; additional copies are probably due to a missing axis name.
-    fewest = min((one.copies for one in found), default=1)
-    whole = [one for one in found if one.bytes >= large and one.replicated and one.copies > min(meant, fewest)]
-    more = [one for one in found if one.bytes >= large and not one.replicated and one.copies > fewest]
-    listed = lambda those: ", ".join(f"{one.path} ({size(one.bytes)}, {one.copies} copies)" for one in those)
+    fewest = min((parameter.copies for parameter in parameters), default=1)
+    everywhere = [
+        parameter
+        for parameter in parameters
+        if parameter.bytes >= large and parameter.replicated and parameter.copies > min(meant, fewest)
+    ]
+    elsewhere = [
+        parameter
+        for parameter in parameters
+        if parameter.bytes >= large and not parameter.replicated and parameter.copies > fewest
+    ]
+
+    def listed(those):
+        return ", ".join(
+            f"{parameter.path} ({size(parameter.bytes)}, {parameter.copies} copies)" for parameter in those
+        )
+
     wanted = "name their axes in the rules if that is not intended"
-    if whole:
-        warnings.warn(f"every device holds all of {listed(whole)}: {wanted}", stacklevel=3)
-    if more:
+    if everywhere:
+        warnings.warn(f"every device holds all of {listed(everywhere)}: {wanted}", stacklevel=3)
+    if elsewhere:
         warnings.warn(
-            f"replicated more often than other parameters ({fewest} copies): {listed(more)}; {wanted}", stacklevel=3
+            f"replicated more often than other parameters ({fewest} copies): {listed(elsewhere)}; {wanted}",
+            stacklevel=3,
         )
 
 
@@ -142,13 +161,13 @@ def _sharding(x: Any) -> Any:
 
 def _parameter(path: str, variable: nnx.Variable, place: Any) -> Parameter:
     value, sharding = variable.get_value(), place.get_value() if isinstance(place, nnx.Variable) else place
-    shape, whole = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
-    part = whole if sharding is None else prod(sharding.shard_shape(shape)) * value.dtype.itemsize
+    shape, total = tuple(value.shape), prod(value.shape) * value.dtype.itemsize
+    part = total if sharding is None else prod(sharding.shard_shape(shape)) * value.dtype.itemsize
     spec = getattr(sharding, "spec", None)
     words = "one device" if spec is None else " ".join(map(_word, spec)) or "whole"
     devices = 1 if sharding is None else _num_devices(sharding)
     axes = tuple(name or "-" for name in variable.get_metadata().get("axes", ()))
-    return Parameter(path, shape, str(value.dtype), axes, words, whole, part, devices)
+    return Parameter(path, shape, str(value.dtype), axes, words, total, part, devices)
 
 
 def _num_devices(sharding: Any) -> int:

@@ -31,10 +31,10 @@ class PipelineSpec(NamedTuple):
     """A pipeline for one stack and batch.
 
     Args:
-      axis: the mesh axis of the stages.
-      schedule: the schedule.
-      chunks: the layers of each stage.
-      parts: data axes over which each device computes its own part of a microbatch, with gradients summed at the end.
+        axis: The mesh axis of the stages.
+        schedule: The schedule.
+        chunks: The layers of each stage.
+        parts: Data axes over which each device computes its own part of a microbatch, with gradients summed at the end.
     """
 
     axis: str
@@ -47,9 +47,9 @@ class _Flow(NamedTuple):
     """Carry of the loop over ticks; the leading axis is that of the stages.
 
     Attributes:
-      passed: outputs of the last tick, `[stages, rows, ...]`.
-      out: the last output for each microbatch, valid on the last stage, `[stages, microbatches, rows, ...]`.
-      aux: sums of the layers' reports, `[stages, repeats, size, ...]`.
+        passed: Outputs of the last tick, `[stages, rows, ...]`.
+        out: The last output for each microbatch, valid on the last stage, `[stages, microbatches, rows, ...]`.
+        aux: Sums of the layers' reports, `[stages, repeats, size, ...]`.
     """
 
     passed: Tree
@@ -71,38 +71,47 @@ def pipelined(
     Differentiable: the backward pass runs through the stages in the opposite order.
 
     Args:
-      stage: `(layers, active, x, ctx) -> (x, aux)`. It gets some of the layers; `active` marks those that are not idle
-        (None if all are active). An idle layer must return x unchanged.
-      layers: arrays with a leading axis of equal layers, `[periods, ...]`.
-      x: arrays with a leading batch axis, `[rows, ...]`.
-      ctx: other inputs of the layers. Arrays with a leading axis of `rows` are split like x; the others are shared by
-          all rows.
-      remat: the `jax.checkpoint` policy that `stage` applies to its layers, if any; `stage` must name their inputs
-          `LAYER_INPUT`.
+        stage: `(layers, active, x, ctx) -> (x, aux)`. It gets some of the layers; `active` marks those that are not
+            idle (None if all are active). An idle layer must return x unchanged.
+        layers: Arrays with a leading axis of equal layers, `[periods, ...]`.
+        x: Arrays with a leading batch axis, `[rows, ...]`.
+        ctx: Other inputs of the layers. Arrays with a leading axis of `rows` are split like x; the others are shared by
+            all rows.
+        remat: The `jax.checkpoint` policy that `stage` applies to its layers, if any; `stage` must name their inputs
+            `LAYER_INPUT`.
 
     Returns:
-      x after all layers, and `aux` with a leading axis of layers, averaged over microbatches.
+        x after all layers, and `aux` with a leading axis of layers, averaged over microbatches.
 
     Raises:
-      ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
+        ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
     """
     plan, rows = planned(layers, x), jax.tree.leaves(x)[0].shape[0]
     # Layers report on all rows of a microbatch (for example, router balance), so with aux a microbatch is not split.
     if jax.tree.leaves(jax.eval_shape(lambda *args: stage(layers, None, *args)[1], x, ctx)):
         plan = plan._replace(parts=())
-    is_row = lambda a: a.ndim > 0 and a.shape[0] == rows
+
+    def is_row(a):
+        return a.ndim > 0 and a.shape[0] == rows
+
     common = jax.tree.map(lambda a: 0 if is_row(a) else None, ctx)
     # [rows, ...] -> [microbatches, rows of one, ...]; arrays shared by all rows get a leading axis of size 1.
     ctx = jax.tree.map(lambda a: split_microbatches(a, plan) if is_row(a) else jnp.expand_dims(a, 0), ctx)
+
     # [microbatches, ...] -> [stages, microbatches, ...]: only stage 0 reads x, but with a copy on each stage its
     # gradient is summed over stages once instead of in every tick.
-    copies = lambda a: jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
+    def copies(a):
+        return jnp.broadcast_to(a[None], (plan.schedule.stages, *a.shape))
+
     x = placed(jax.tree.map(lambda a: copies(split_microbatches(a, plan)), x), plan)
     # [periods, ...] -> [stages, repeats, (parts,) size, ...]
     stage_params = _in_parts(in_stages(layers, plan), plan), idle(plan)
     on_parts = each_part(stage, plan, (0, None, 0, common))
     on_stages = each_stage(lambda stage_params, x, ctx: on_parts(*stage_params, x, ctx), plan)
-    run = lambda stage_params, now, x, ctx: on_stages(stage_params, now.repeat, x, _rows_of(ctx, now.microbatch))
+
+    def run(stage_params, now, x, ctx):
+        return on_stages(stage_params, now.repeat, x, _rows_of(ctx, now.microbatch))
+
     if plan.schedule.repeats > 1:
         # `_chunk` selects different weights in each tick; without this policy autodiff would save each selection.
         run = jax.checkpoint(run, policy=_kept(remat), prevent_cse=False)
@@ -137,7 +146,10 @@ def _empty(run, stage_params, x, ctx, plan) -> _Flow:
     passed = placed(jax.tree.map(lambda a: jnp.zeros_like(a[:, 0]), x), plan)
     out = placed(jax.tree.map(jnp.zeros_like, x), plan)
     _, aux = jax.eval_shape(run, stage_params, now, passed, ctx)
-    total = lambda a: jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
+
+    def total(a):
+        return jnp.zeros((number, plan.schedule.repeats, *a.shape[1:]), a.dtype)
+
     return _Flow(passed, out, jax.tree.map(total, aux))
 
 
@@ -145,12 +157,12 @@ def planned(layers: Tree, x: Tree) -> PipelineSpec:
     """Fits the pipeline of the active layout to these layers and this batch.
 
     Args:
-      layers: arrays with a leading axis of layers.
-      x: arrays with a leading batch axis.
+        layers: Arrays with a leading axis of layers.
+        x: Arrays with a leading batch axis.
 
     Raises:
-      ValueError: when there is no pipeline, when stages, microbatches and repeats do not divide layers and rows, or
-        when a microbatch has fewer rows than devices that share it.
+        ValueError: when there is no pipeline, when stages, microbatches and repeats do not divide layers and rows, or
+            when a microbatch has fewer rows than devices that share it.
     """
     if (layout := current()) is None or (pipeline := layout.pipeline) is None:
         raise ValueError(
@@ -210,10 +222,13 @@ def in_stages(tree: Tree, plan: PipelineSpec) -> Tree:
 
 def in_order(tree: Tree, plan: PipelineSpec) -> Tree:
     """Undoes `in_stages`, `[stages, repeats, size, ...] -> [periods, ...]`, for gradients and aux."""
-    whole = lambda a: a.reshape(-1, *a.shape[3:])
+
+    def flat(a):
+        return a.reshape(-1, *a.shape[3:])
+
     if plan.chunks.in_order:
-        return jax.tree.map(whole, tree)
-    return jax.tree.map(lambda a: whole(_whole(a, 3))[plan.chunks.slots], tree)
+        return jax.tree.map(flat, tree)
+    return jax.tree.map(lambda a: flat(_whole(a, 3))[plan.chunks.slots], tree)
 
 
 def _whole(a: jax.Array, dims: int) -> jax.Array:
@@ -231,8 +246,8 @@ def each_stage(run: Callable[..., Tree], plan: PipelineSpec) -> Callable[..., Tr
     """Returns a function `(stage_params, repeat, *args)` that calls `run(chunk, *args)` on every stage at once.
 
     Args:
-      run: the work of one stage; its arrays have no axis of stages.
-      plan: the pipeline. `vmap` maps over the stages and binds their axis to the mesh axis, for constraints inside.
+        run: The work of one stage; its arrays have no axis of stages.
+        plan: The pipeline. `vmap` maps over the stages and binds their axis to the mesh axis, for constraints inside.
     """
 
     def one(stage_params, repeat, *args):
@@ -247,9 +262,9 @@ def each_part(run: Callable[..., Tree], plan: PipelineSpec, in_axes: tuple[Any, 
     parts.
 
     Args:
-      run: the work on one part.
-      plan: the pipeline; if it has no parts, `run` is returned unchanged.
-      in_axes: as in `jax.vmap`.
+        run: The work on one part.
+        plan: The pipeline; if it has no parts, `run` is returned unchanged.
+        in_axes: As in `jax.vmap`.
     """
     if not plan.parts:
         return run
@@ -296,14 +311,17 @@ def stage_inputs(passed: Tree, new: Tree, now: Tick) -> Tree:
     """Gives each stage the output of the previous stage.
 
     Args:
-      passed: outputs of the last tick, `[stages, rows, ...]`.
-      new: the next microbatch, `[stages, rows, ...]` or `[1, rows, ...]`. Stage 0 reads it in the first round, and the
-          output of the last stage in later rounds.
-      now: the work of each stage.
+        passed: Outputs of the last tick, `[stages, rows, ...]`.
+        new: The next microbatch, `[stages, rows, ...]` or `[1, rows, ...]`. Stage 0 reads it in the first round, and
+            the output of the last stage in later rounds.
+        now: The work of each stage.
     """
     # [stages] -> [stages, 1, ...] in `along`, to broadcast over rows
     fresh = (jnp.arange(len(now.repeat)) == 0) & (now.repeat == 0)
-    along = lambda a: fresh.reshape(-1, *[1] * (a.ndim - 1))
+
+    def along(a):
+        return fresh.reshape(-1, *[1] * (a.ndim - 1))
+
     # The stage axis is split over devices, so XLA turns a roll by one into a collective-permute to the neighbour.
     return jax.tree.map(lambda a, b: jnp.where(along(a), b, jnp.roll(a, 1, axis=0)), passed, new)
 
@@ -359,5 +377,8 @@ def merge_microbatches(a: jax.Array, plan: PipelineSpec) -> jax.Array:
 def placed(tree: Tree, plan: PipelineSpec) -> Tree:
     """Splits the leading stage axis over the mesh axis; the compiler chooses the other dimensions."""
     rest = P.UNCONSTRAINED
-    put = lambda a: lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
+
+    def put(a):
+        return lax.with_sharding_constraint(a, P(plan.axis, *[rest] * (a.ndim - 1)))
+
     return jax.tree.map(put, tree)

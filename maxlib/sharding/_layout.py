@@ -14,13 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding import _rules
-from maxlib.sharding._axes import AxisRules, Name, check_axes, mesh_axes_of
-from maxlib.sharding._experts import ExpertParallel
-from maxlib.sharding._layer_axes import is_stacked, own_axes
+from maxlib.sharding._axes import AxisRules, Name, check_axes, is_stacked, mesh_axes_of, own_axes
 from maxlib.sharding._mesh import MeshShape, check_mesh_axes
-from maxlib.sharding._offload import HOST, Offload
+from maxlib.sharding._parallelism import HOST, ExpertParallel, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
+from maxlib.sharding._sequence import ContextParallel, by_rules
 from maxlib.sharding._strategy import Strategy, join, parts_of, rules_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -37,14 +36,14 @@ class Layout:
         planned = sharding.Layout({"fsdp": -1, "context": 4}, sharding.FSDP | sharding.CP_RING)
 
     Args:
-      mesh: a mesh of devices; programs can be traced with an abstract mesh, but not run. Or axis sizes such as
-          `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
-      strategy: strategies combined with `|`, or a table of plain rules; stored as a `Strategy`. By default `FSDP_TP`.
+        mesh: A mesh of devices; programs can be traced with an abstract mesh, but not run. Or axis sizes such as
+            `{"fsdp": -1, "tensor": 4}`, bound to devices later by `layout.on(devices)`; plans accept this form.
+        strategy: Strategies combined with `|`, or a table of plain rules; stored as a `Strategy`. By default `FSDP_TP`.
 
     Raises:
-      TypeError: when `mesh` is not a mesh, or `strategy` neither a strategy nor a table.
-      ValueError: when a rule names an axis that is not declared or that the mesh does not have, or if strategies
-        conflict with each other or with the mesh.
+        TypeError: when `mesh` is not a mesh, or `strategy` neither a strategy nor a table.
+        ValueError: when a rule names an axis that is not declared or that the mesh does not have, or if strategies
+            conflict with each other or with the mesh.
     """
 
     mesh: Any  # AnyMesh | MeshShape, or a mapping that becomes one
@@ -86,10 +85,10 @@ class Layout:
         """Returns this layout of axis sizes with a mesh over devices.
 
         Args:
-          devices: such as `jax.devices()`, or those of a described topology.
+            devices: Such as `jax.devices()`, or those of a described topology.
 
         Raises:
-          ValueError: when the sizes do not fit the devices, or the layout already has a mesh.
+            ValueError: when the sizes do not fit the devices, or the layout already has a mesh.
         """
         if not isinstance(self.mesh, MeshShape):
             raise ValueError(f"this layout already has a mesh: {self.mesh}")
@@ -119,13 +118,18 @@ class Layout:
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline, if the mesh has more than one stage."""
-        found = self._find(Pipeline)
-        return found if found is not None and self.mesh.shape[found.axis] > 1 else None
+        pipeline = self._find(Pipeline)
+        return pipeline if pipeline is not None and self.mesh.shape[pipeline.axis] > 1 else None
 
     @property
     def experts(self) -> ExpertParallel | None:
         """The expert parallelism, if there is one."""
         return self._find(ExpertParallel)
+
+    @property
+    def sequence(self) -> ContextParallel | None:
+        """How attention gets the keys of other devices if they split its sequences; plain rules count, too."""
+        return by_rules(self.mesh_axes)
 
     @property
     def offload(self) -> Offload:
@@ -147,11 +151,11 @@ class Layout:
         """Returns the partition spec of an array whose dimensions have these names.
 
         Args:
-          names: one for each dimension, None for a dimension that is not split.
-          what: description of the array, for error messages.
+            names: One for each dimension, None for a dimension that is not split.
+            what: Description of the array, for error messages.
 
         Raises:
-          ValueError: for a name that is not declared, or when two names use the same mesh axis.
+            ValueError: for a name that is not declared, or when two names use the same mesh axis.
         """
         return _rules.spec(names, self.rules, what=what)
 
@@ -159,12 +163,12 @@ class Layout:
         """Returns the partition spec of a parameter: the spec of the rules, changed by strategies such as `Pipeline`.
 
         Args:
-          names: one for each dimension, None for one that is not split; `()` for a parameter without names.
-          shape: its shape.
-          path: its dotted path in the model.
+            names: One for each dimension, None for one that is not split; `()` for a parameter without names.
+            shape: Its shape.
+            path: Its dotted path in the model.
 
         Raises:
-          ValueError: when the number of names is neither 0 nor the rank; and as for `spec`.
+            ValueError: when the number of names is neither 0 nor the rank; and as for `spec`.
         """
         if names and len(names) != len(shape):
             raise ValueError(
@@ -181,9 +185,9 @@ class Layout:
         This is the parameter's own spec, unless a strategy (`ShardOptimizer`) splits it further.
 
         Args:
-          names: the parameter's axis names.
-          shape: its shape.
-          path: its dotted path in the model.
+            names: The parameter's axis names.
+            shape: Its shape.
+            path: Its dotted path in the model.
         """
         spec = self.parameter_spec(names, shape, path=path)
         for strategy in self.strategies:
@@ -194,11 +198,11 @@ class Layout:
         """Returns the sharding of a parameter by its axis names; in host memory if the layout offloads it.
 
         Args:
-          path: its dotted path in the model.
-          variable: the parameter, with `axes` in its metadata.
+            path: Its dotted path in the model.
+            variable: The parameter, with `axes` in its metadata.
 
         Raises:
-          ValueError: when a mesh axis does not divide a dimension; the message names the parameter.
+            ValueError: when a mesh axis does not divide a dimension; the message names the parameter.
         """
         names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
         spec = self.parameter_spec(names, shape, path=path)
@@ -219,7 +223,7 @@ def check_layout(layout: Any) -> None:
     """Raises TypeError unless `layout` is a `Layout`, or None.
 
     Args:
-      layout: what was passed where a layout belongs, such as a mesh or a strategy alone.
+        layout: What was passed where a layout belongs, such as a mesh or a strategy alone.
     """
     if layout is None or isinstance(layout, Layout):
         return
@@ -245,12 +249,12 @@ def use(layout: Layout) -> Iterator[None]:
     axis.
 
         layout = sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP)
-        model = sharding.create(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
+        model = sharding.init_sharded(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), layout)
         with sharding.use(layout):
             hidden = jax.jit(lambda model, tokens: model(tokens).hidden)(model, tokens)
 
     Args:
-      layout: the layout. With an abstract mesh, programs can be traced but not run.
+        layout: The layout. With an abstract mesh, programs can be traced but not run.
     """
     check_layout(layout)
     mesh = layout.mesh

@@ -31,23 +31,23 @@ def make_mesh(
     """Makes a mesh over devices. One of the degrees may be -1, which uses all remaining devices.
 
     Args:
-      data: replicas, which split the batch.
-      fsdp: number of parameter shards (FSDP); also splits the batch.
-      tensor: number of parts of heads, inner widths and the vocabulary.
-      context: number of parts of a sequence.
-      expert: number of parts of the experts.
-      stage: number of pipeline stages.
-      dcn: degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as `{"data": -1}`.
-          The other degrees are then those within one slice, and the size of an axis is the product of both.
-      devices: the devices to use (default: all); they may belong to an abstract topology.
-      **unknown: catches misspelt axis names for the error message.
+        data: Replicas, which split the batch.
+        fsdp: Number of parameter shards (FSDP); also splits the batch.
+        tensor: Number of parts of heads, inner widths and the vocabulary.
+        context: Number of parts of a sequence.
+        expert: Number of parts of the experts.
+        stage: Number of pipeline stages.
+        dcn: Degrees across slices (TPU) or hosts (GPU), which are connected by a slower network, such as `{"data":
+            -1}`. The other degrees are then those within one slice, and the size of an axis is the product of both.
+        devices: The devices to use (default: all); they may belong to an abstract topology.
+        **unknown: Catches misspelt axis names for the error message.
 
     Raises:
-      ValueError: for an unknown axis (the message suggests the closest one), when the product of the degrees is not the
-          number of devices, or when devices of several TPU slices are used without `dcn`.
+        ValueError: for an unknown axis (the message suggests the closest one), when the product of the degrees is not
+            the number of devices, or when devices of several TPU slices are used without `dcn`.
     """
     check_mesh_axes(unknown, "make_mesh")
-    asked = dict(data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, stage=stage)
+    asked = {"data": data, "fsdp": fsdp, "tensor": tensor, "context": context, "expert": expert, "stage": stage}
     check_mesh_axes(dcn or {}, "dcn")
     if devices is None and dcn is None:
         _check_enough_devices(asked)
@@ -55,8 +55,7 @@ def make_mesh(
     _check_slices(devices, dcn)
     groups = _count_groups(devices) if dcn else 1
     what = "hosts" if len(_slices(devices)) == 1 else "slices"
-    across = resolve_free_degree({axis: (dcn or {}).get(axis, 1) for axis in MESH_AXES}, groups, what)
-    inside = resolve_free_degree({axis: asked[axis] for axis in MESH_AXES}, len(devices) // groups, "devices")
+    inside, across = MeshShape.of({**asked, "dcn": dcn}).sizes(len(devices), groups, what)
     if dcn:
         placed = mesh_utils.create_hybrid_device_mesh(
             tuple(inside.values()),
@@ -75,11 +74,11 @@ class MeshShape:
     """Degrees of a mesh whose devices are not known yet; `Layout.on` makes the mesh.
 
     Args:
-      degrees: pairs of a mesh axis and its degree; one of the degrees may be -1.
-      dcn: pairs for the slower network between slices or hosts.
+        degrees: Pairs of a mesh axis and its degree; one of the degrees may be -1.
+        dcn: Pairs for the slower network between slices or hosts.
 
     Raises:
-      ValueError: for an unknown axis; the message suggests the closest one.
+        ValueError: for an unknown axis; the message suggests the closest one.
     """
 
     axis_names: ClassVar[tuple[str, ...]] = MESH_AXES
@@ -93,6 +92,22 @@ class MeshShape:
         for axis, degree in (*self.degrees, *self.dcn):
             if isinstance(degree, bool) or not hasattr(degree, "__index__"):
                 raise TypeError(f"the degree of mesh axis {axis!r} must be an integer, got {degree!r}")
+
+    def sizes(self, devices: int, groups: int = 1, what: str = "slices") -> tuple[dict[str, int], dict[str, int]]:
+        """Returns the degrees of all axes within a group of devices, and those across groups, without -1.
+
+        Args:
+            devices: The number of devices.
+            groups: The number of slices or hosts that the slower network connects.
+            what: "slices" or "hosts", for the message.
+
+        Raises:
+            ValueError: when the degrees do not fit these numbers.
+        """
+        inside, across = self._by_axis
+        across = _resolve_free_degree({axis: across.get(axis, 1) for axis in MESH_AXES}, groups, what)
+        inside = _resolve_free_degree({axis: inside.get(axis, 1) for axis in MESH_AXES}, devices // groups, "devices")
+        return inside, across
 
     @property
     def _by_axis(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -114,7 +129,7 @@ class MeshShape:
         """Makes an abstract mesh without devices, for descriptions.
 
         Raises:
-          ValueError: when a degree is -1: resolving -1 needs the device count.
+            ValueError: when a degree is -1: resolving -1 needs the device count.
         """
         inside, across = self._by_axis
         if -1 in (*inside.values(), *across.values()):
@@ -148,10 +163,10 @@ def parse_degrees(*words: str) -> dict[str, int]:
     """Reads the degrees of a mesh from a command line, such as `fsdp=-1,tensor=4`.
 
     Args:
-      words: texts with one or several `axis=number`, separated by commas.
+        words: Texts with one or several `axis=number`, separated by commas.
 
     Raises:
-      ValueError: for another form, an unknown axis, or an axis that is named twice.
+        ValueError: for another form, an unknown axis, or an axis that is named twice.
     """
     parts = [part for word in words for part in word.split(",") if part]
     if wrong := [part for part in parts if not re.fullmatch(r"\w+=-?\d+", part)]:
@@ -195,16 +210,16 @@ def _check_enough_devices(asked: dict[str, int]) -> None:
         )
 
 
-def resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
+def _resolve_free_degree(degrees: dict[str, int], count: int, what: str) -> dict[str, int]:
     """Replaces -1 so that the product of the degrees is `count`.
 
     Args:
-      degrees: from mesh axis to degree, at most one of them -1.
-      count: the number of devices.
-      what: "devices", "slices" or "hosts", for the message.
+        degrees: From mesh axis to degree, at most one of them -1.
+        count: The number of devices.
+        what: "devices", "slices" or "hosts", for the message.
 
     Raises:
-      ValueError: when no such number exists.
+        ValueError: when no such number exists.
     """
     free = [name for name, degree in degrees.items() if degree == -1]
     shown = {name: degree for name, degree in degrees.items() if degree != 1}

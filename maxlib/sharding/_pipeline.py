@@ -6,13 +6,11 @@ from typing import Any, ClassVar, Literal
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib._utils.choices import check_choice
-from maxlib.sharding._axes import AxisRules, mesh_axes_of
-from maxlib.sharding._costs import StepFacts, Traffic
-from maxlib.sharding._layer_axes import LAYERS
+from maxlib._utils.arguments import check_choice
+from maxlib.sharding._axes import LAYERS, AxisRules, mesh_axes_of
 from maxlib.sharding._pipeline_chunks import chunks
 from maxlib.sharding._rules import partition, split_further
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import StepFacts, Strategy, Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +21,17 @@ class Pipeline(Strategy):
     bubble). More microbatches or more repeats reduce this share.
 
     Args:
-      axis: the mesh axis whose devices are the stages.
-      microbatches: number of parts into which each batch is split.
-      repeats: number of times that a microbatch passes through all stages, each time through another chunk of their
-          layers. If it is more than 1, microbatches must be a multiple of the stages.
-      schedule: how a training step orders its passes: "gpipe" runs all microbatches forward, then all backward, and
-          takes any loss; "1f1b" (arXiv:1806.03377) starts the backward pass of a microbatch as soon as its forward pass
-          has ended, keeps the inputs of at most `2 stages repeats - 1` chunks of layers however many microbatches there
-          are, and needs a `training.Loss`.
+        axis: The mesh axis whose devices are the stages.
+        microbatches: Number of parts into which each batch is split.
+        repeats: Number of times that a microbatch passes through all stages, each time through another chunk of their
+            layers. If it is more than 1, microbatches must be a multiple of the stages.
+        schedule: How a training step orders its passes: "gpipe" runs all microbatches forward, then all backward, and
+            takes any loss; "1f1b" (arXiv:1806.03377) starts the backward pass of a microbatch as soon as its forward
+            pass has ended, keeps the inputs of at most `2 stages repeats - 1` chunks of layers however many
+            microbatches there are, and needs a `training.Loss`.
 
     Raises:
-      ValueError: for less than one microbatch or repeat, and an unknown schedule.
+        ValueError: for less than one microbatch or repeat, and an unknown schedule.
     """
 
     kind: ClassVar[str] = "pipeline"
@@ -70,10 +68,10 @@ class Pipeline(Strategy):
         # stack's `lead` belongs to no stage, so its axis has another name.
         if names[:1] != (LAYERS,):
             return spec
-        stages, whole = mesh.shape[self.axis], partition([None, *spec[1:]])
+        stages, unsplit = mesh.shape[self.axis], partition([None, *spec[1:]])
         if stages == 1 or chunks(shape[0], stages, self.repeats).in_order:
             return spec
-        return split_further(whole, shape, (self.axis,), mesh)
+        return split_further(unsplit, shape, (self.axis,), mesh)
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields one permute per tick of a microbatch to the next stage, and one of its gradient back."""

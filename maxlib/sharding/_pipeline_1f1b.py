@@ -52,14 +52,14 @@ class _Flow(NamedTuple):
     If a microbatch is split into parts (`PipelineSpec.parts`), an axis of parts comes before `rows` or `repeats`.
 
     Attributes:
-      passed: outputs of the last tick, `[stages, rows, ...]`.
-      kept: inputs of layers, a ring buffer over ticks, `[stages, kept, size, rows, ...]`.
-      returned: gradients of the chunk inputs of the last tick, `[stages, rows, ...]`.
-      grad_in: gradients of `x` by microbatch, valid on stage 0, `[stages, microbatches, rows, ...]`.
-      layers: sums of the layers' gradients, at least float32, `[stages, repeats, size, ...]`.
-      aux: sums of the layers' reports, `[stages, repeats, size, ...]`.
-      head: sums of the head's gradients, at least float32.
-      loss: sums of the loss and of its statistics.
+        passed: Outputs of the last tick, `[stages, rows, ...]`.
+        kept: Inputs of layers, a ring buffer over ticks, `[stages, kept, size, rows, ...]`.
+        returned: Gradients of the chunk inputs of the last tick, `[stages, rows, ...]`.
+        grad_in: Gradients of `x` by microbatch, valid on stage 0, `[stages, microbatches, rows, ...]`.
+        layers: Sums of the layers' gradients, at least float32, `[stages, repeats, size, ...]`.
+        aux: Sums of the layers' reports, `[stages, repeats, size, ...]`.
+        head: Sums of the head's gradients, at least float32.
+        loss: Sums of the loss and of its statistics.
     """
 
     passed: Tree
@@ -76,16 +76,16 @@ class _Work(NamedTuple):
     """Inputs and functions shared by all ticks; `d` is the gradient of an `x`.
 
     Attributes:
-      through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, the forward pass of a chunk.
-      back: `(stage_params, total, kept, ctx, d, repeat, active) -> (total plus layer gradients, d)`, the backward pass
-          of a chunk.
-      loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
-      stage_params: layers, other arrays of the stage, and the mask of active slots, each `[stages, repeats, size,
-          ...]`.
-      head: parameters of the loss.
-      x: inputs by microbatch, `[microbatches, rows, ...]`.
-      ctx: other inputs of layers and loss, `[microbatches, rows, ...]`.
-      plan: the pipeline.
+        through: `(stage_params, x, ctx) -> (x, more, aux, kept)`, the forward pass of a chunk.
+        back: `(stage_params, total, kept, ctx, d, repeat, active) -> (total plus layer gradients, d)`, the backward
+            pass of a chunk.
+        loss: `(head, x, ctx) -> (loss and stats, gradients of the head, d)`.
+        stage_params: Layers, other arrays of the stage, and the mask of active slots, each `[stages, repeats, size,
+            ...]`.
+        head: Parameters of the loss.
+        x: Inputs by microbatch, `[microbatches, rows, ...]`.
+        ctx: Other inputs of layers and loss, `[microbatches, rows, ...]`.
+        plan: The pipeline.
     """
 
     through: Callable[..., Tree]
@@ -112,23 +112,23 @@ def one_f_one_b(
     """Computes the loss of a batch and its gradients with the 1F1B schedule, in the pipeline of the active layout.
 
     Args:
-      stage: `(layers, fixed, active, x, ctx) -> (x, more, aux)`; the scalar `more` is added to the loss. `active` marks
-        the layers that are not idle, as in `pipelined`.
-      loss: `(head, x, ctx) -> (sum, stats)` of a microbatch that has left the last stage.
-      layers: arrays with a leading axis of equal layers, `[periods, ...]`.
-      fixed: other arrays of the layers, with the same leading axis; they get no gradient.
-      head: parameters of the loss.
-      x: arrays with a leading batch axis, `[rows, ...]`.
-      ctx: other inputs of layers and loss, all with a leading batch axis.
-      sums_over_rows: promises that `stage` and `loss` treat rows independently and sum over them. Gradients are then
-          summed over the data axes once per step instead of once per tick.
+        stage: `(layers, fixed, active, x, ctx) -> (x, more, aux)`; the scalar `more` is added to the loss. `active`
+            marks the layers that are not idle, as in `pipelined`.
+        loss: `(head, x, ctx) -> (sum, stats)` of a microbatch that has left the last stage.
+        layers: Arrays with a leading axis of equal layers, `[periods, ...]`.
+        fixed: Other arrays of the layers, with the same leading axis; they get no gradient.
+        head: Parameters of the loss.
+        x: Arrays with a leading batch axis, `[rows, ...]`.
+        ctx: Other inputs of layers and loss, all with a leading batch axis.
+        sums_over_rows: Promises that `stage` and `loss` treat rows independently and sum over them. Gradients are then
+            summed over the data axes once per step instead of once per tick.
 
     Returns:
-      `(loss, stats, aux)` and the gradients of `(layers, head, x)`. Loss and stats are sums over microbatches, `aux`
-      is the mean.
+        `(loss, stats, aux)` and the gradients of `(layers, head, x)`. Loss and stats are sums over microbatches, `aux`
+        is the mean.
 
     Raises:
-      ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
+        ValueError: when layers, rows or microbatches do not fit the stages, or when the layout has no pipeline.
     """
     plan = planned(layers, x)
     plan = plan if sums_over_rows else plan._replace(parts=())
@@ -188,8 +188,11 @@ def _back(stage, plan):
             # Recompute this layer's forward pass from its saved input. `more` is added to the loss: dL/d(more) = 1.
             (_, more), pull = jax.vjp(lambda weights, x: stage(*_one((weights, *others)), x, ctx)[:2], weights, x)
             new, d = pull((d, jnp.ones_like(more)))
+
             # total is [repeats, size, ...]. In the bubble `active` is False and the values belong to no microbatch.
-            add = lambda s, a: s.at[at, i].add(jnp.where(active, a, 0))
+            def add(s, a):
+                return s.at[at, i].add(jnp.where(active, a, 0))
+
             return (jax.tree.map(add, total, new), d), None
 
         number = jnp.arange(plan.chunks.size)
@@ -228,7 +231,10 @@ def _placed_parts(tree: Tree, axis: int, plan: PipelineSpec) -> Tree:
     if not plan.parts:
         return tree
     rest = P.UNCONSTRAINED
-    put = lambda a: lax.with_sharding_constraint(a, P(*[rest] * axis, plan.parts, *[rest] * (a.ndim - axis - 1)))
+
+    def put(a):
+        return lax.with_sharding_constraint(a, P(*[rest] * axis, plan.parts, *[rest] * (a.ndim - axis - 1)))
+
     return jax.tree.map(put, tree)
 
 
@@ -267,13 +273,22 @@ def _loss(work, flow, t):
     now = schedule.forward(t, schedule.stages - 1)
     left = of_stage(flow.passed, schedule.stages - 1)
     ctx = jax.tree.map(lambda a: a[now.microbatch], work.ctx)
-    run = lambda left: work.loss(work.head, left, ctx)
+
+    def run(left):
+        return work.loss(work.head, left, ctx)
+
     if schedule.repeats == 1:
         new, head, grad_in = run(left)
     else:  # in V - 1 of V ticks the microbatch starts another round, and the head need not run
-        none = lambda left: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, left))
+
+        def none(left):
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, left))
+
         new, head, grad_in = lax.cond(now.repeat == schedule.repeats - 1, run, none, left)
-    add = lambda a, b: jax.tree.map(jnp.add, a, b)
+
+    def add(a, b):
+        return jax.tree.map(jnp.add, a, b)
+
     return flow._replace(head=add(flow.head, head), loss=add(flow.loss, new)), grad_in
 
 
@@ -298,19 +313,31 @@ def _arriving(returned: Tree, of_loss: Tree, is_last: jax.Array) -> Tree:
     """Returns the gradient with which each stage runs backward, `[stages, rows, ...]`: that of its successor's input,
     or of the loss for the last chunk.
     """
-    along = lambda a: is_last.reshape(-1, *[1] * (a.ndim - 1))
+
+    def along(a):
+        return is_last.reshape(-1, *[1] * (a.ndim - 1))
+
     # A roll by -1 sends gradients to the previous stage (from stage 0 to the last one if V > 1).
-    join = lambda a, b: jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
+    def join(a, b):
+        return jnp.where(along(a), b[None], jnp.roll(a, -1, axis=0))
+
     return jax.tree.map(join, returned, of_loss)
 
 
 def _empty(work) -> _Flow:
     """Returns the zeros with which the loops begin, each array on the devices where it stays."""
     plan, schedule = work.plan, work.plan.schedule
-    zeros = lambda tree, *lead: jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
+
+    def zeros(tree, *lead):
+        return jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), tree)
+
     # float32, because sums over microbatches in bfloat16 would lose the later ones.
-    sums = lambda shape, a: jnp.zeros(shape, jnp.promote_types(a.dtype, jnp.float32))
-    first = lambda tree: jax.tree.map(lambda a: a[0], tree)
+    def sums(shape, a):
+        return jnp.zeros(shape, jnp.promote_types(a.dtype, jnp.float32))
+
+    def first(tree):
+        return jax.tree.map(lambda a: a[0], tree)
+
     stages = schedule.stages
     # Shapes of one chunk's weights (of [stages, repeats, ...]), and of one microbatch: x and its context.
     chunk, *ready = jax.eval_shape(

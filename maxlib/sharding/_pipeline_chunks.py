@@ -17,9 +17,9 @@ class Chunks(NamedTuple):
     ones may have one less and then an idle slot.
 
     Args:
-      periods: number of times that the stack repeats its layers.
-      stages: devices along the pipeline axis (S).
-      repeats: chunks of each stage (V).
+        periods: Number of times that the stack repeats its layers.
+        stages: Devices along the pipeline axis (S).
+        repeats: Chunks of each stage (V).
     """
 
     # Seven periods on S = 2 stages with V = 2 repeats, so four chunks of size 2 ("-" is idle):
@@ -72,12 +72,12 @@ def chunks(periods: int, stages: int, repeats: int) -> Chunks:
     """Splits a stack into chunks for the stages.
 
     Args:
-      periods: how many times the stack repeats its layers.
-      stages: devices along the pipeline axis.
-      repeats: chunks of each stage.
+        periods: How many times the stack repeats its layers.
+        stages: Devices along the pipeline axis.
+        repeats: Chunks of each stage.
 
     Raises:
-      ValueError: when a stage would be left empty, or when `repeats` does not divide the most periods of a stage.
+        ValueError: when a stage would be left empty, or when `repeats` does not divide the most periods of a stage.
     """
     if periods < stages:
         raise ValueError(
@@ -96,10 +96,10 @@ class Tick(NamedTuple):
     """The work of each stage in one tick; every field is an array `[stages]`.
 
     Attributes:
-      microbatch: index of the microbatch.
-      repeat: index of the stage's own chunk, `0 .. repeats - 1`.
-      active: False in the bubble, when the stage has nothing to do and its result is masked.
-      entered: the tick in which this chunk read this microbatch in the forward pass.
+        microbatch: Index of the microbatch.
+        repeat: Index of the stage's own chunk, `0 .. repeats - 1`.
+        active: False in the bubble, when the stage has nothing to do and its result is masked.
+        entered: The tick in which this chunk read this microbatch in the forward pass.
     """
 
     microbatch: jax.Array
@@ -116,9 +116,9 @@ class Schedule(NamedTuple):
     time of one chunk.
 
     Args:
-      stages: devices along the pipeline axis (S).
-      microbatches: parts of the batch (M); a multiple of the stages if `repeats` is more than 1.
-      repeats: rounds of a microbatch through the stages (V); 1 is GPipe's schedule (arXiv:1811.06965).
+        stages: Devices along the pipeline axis (S).
+        microbatches: Parts of the batch (M); a multiple of the stages if `repeats` is more than 1.
+        repeats: Rounds of a microbatch through the stages (V); 1 is GPipe's schedule (arXiv:1811.06965).
     """
 
     # S = 3, M = 4, V = 1; a number is a microbatch, "." is the bubble. ticks = 4 * 1 + 3 - 1 = 6:
@@ -176,8 +176,8 @@ class Schedule(NamedTuple):
         microbatch, repeat = self._microbatch_and_repeat(step)
         repeat = self.repeats - 1 - repeat  # the last chunk first
         # `forward` solved for t: step = (group * V + repeat) * S + one, and t = step + stage.
-        group, one = jnp.divmod(microbatch, self.stages)
-        entered = (group * self.repeats + repeat) * self.stages + one + stage
+        group, position = jnp.divmod(microbatch, self.stages)
+        entered = (group * self.repeats + repeat) * self.stages + position + stage
         return Tick(microbatch, repeat, self._is_active(step), entered)
 
     def _is_active(self, step: jax.Array) -> jax.Array:
@@ -187,6 +187,6 @@ class Schedule(NamedTuple):
     def _microbatch_and_repeat(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the microbatch of a stage's local step, and its number of completed rounds."""
         # step = (group * V + repeat) * S + one: a group of S microbatches makes V rounds, then the next group does.
-        rounds, one = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
+        rounds, position = jnp.divmod(jnp.clip(step, 0, self.microbatches * self.repeats - 1), self.stages)
         group, repeat = jnp.divmod(rounds, self.repeats)
-        return group * self.stages + one, repeat
+        return group * self.stages + position, repeat

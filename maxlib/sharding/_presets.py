@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 
 from maxlib.sharding._axes import AxisRules
-from maxlib.sharding._experts import ExpertParallel
-from maxlib.sharding._fsdp import DataParallel, FullyShard, ShardOptimizer
-from maxlib.sharding._offload import Offload
+from maxlib.sharding._parallelism import (
+    DataParallel,
+    ExpertParallel,
+    FullyShard,
+    Offload,
+    SequenceParallel,
+    ShardOptimizer,
+    TensorParallel,
+)
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._sequence import AllGatherAttention, RingAttention, UlyssesAttention
 from maxlib.sharding._strategy import Strategy, join, parts_of
-from maxlib.sharding._tensor import SequenceParallel, TensorParallel
 
 DP: Strategy = DataParallel()
 FSDP: Strategy = FullyShard()
@@ -55,22 +60,22 @@ def preset(name: str) -> Strategy:
     """Returns the strategy of `PRESETS` with this name, or several combined.
 
     Args:
-      name: one name or several combined with "+", such as "fsdp", "fsdp_tp+cp_ring" or "fsdp+pp:16x2". The numbers
-        after "pp" and "pp_1f1b" are microbatches (default 8) and repeats (default 1).
+        name: One name or several combined with "+", such as "fsdp", "fsdp_tp+cp_ring" or "fsdp+pp:16x2". The numbers
+            after "pp" and "pp_1f1b" are microbatches (default 8) and repeats (default 1).
 
     Raises:
-      ValueError: for an unknown name.
+        ValueError: for an unknown name.
     """
-    return join(*(_one(part.strip(), name) for part in name.split("+")))
+    return join(*(_preset(part.strip(), name) for part in name.split("+")))
 
 
 def preset_name(strategy: Strategy | AxisRules) -> str:
     """Returns the name of a strategy as read by `preset`; parts without a name are given by their class."""
     left, names = list(parts_of(strategy)), []
-    for name, one in sorted(PRESETS.items(), key=lambda item: -len(parts_of(item[1]))):
-        if all(part in left for part in parts_of(one)):
+    for name, candidate in sorted(PRESETS.items(), key=lambda item: -len(parts_of(item[1]))):
+        if all(part in left for part in parts_of(candidate)):
             names.append(name)
-            left = [part for part in left if part not in parts_of(one)]
+            left = [part for part in left if part not in parts_of(candidate)]
     return "+".join(names + [_name_of(part) for part in left])
 
 
@@ -83,14 +88,14 @@ def _name_of(part: Strategy) -> str:
     return type(part).__name__
 
 
-def _one(part: str, whole: str) -> Strategy:
-    """Returns one preset; `whole` is the name that the user gave."""
+def _preset(part: str, text: str) -> Strategy:
+    """Returns one preset; `text` is the name that the user gave."""
     part, _, numbers = part.partition(":")
     counts = numbers.split("x") if numbers else []
     known = part in PRESETS and all(count.isdecimal() for count in counts)
     if not known or len(counts) > (2 if part in ("pp", "pp_1f1b") else 0):
         raise ValueError(
-            f"a strategy must be one of {', '.join(PRESETS)}, or several such as fsdp+cp_ring+pp:16x2; got {whole!r}"
+            f"a strategy must be one of {', '.join(PRESETS)}, or several such as fsdp+cp_ring+pp:16x2; got {text!r}"
         )
     if not counts:
         return PRESETS[part]

@@ -10,26 +10,28 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from maxlib.sharding._axes import AxisRules, IfFree, MeshAxes, Name, check_axes, mesh_axes_of
-from maxlib.sharding._layer_axes import num_layer_axes
+from maxlib.sharding._axes import AxisRules, IfFree, MeshAxes, Name, check_axes, mesh_axes_of, num_layer_axes
 
 
 def resolve(names: Iterable[Name], rules: AxisRules) -> dict[Any, Any]:
     """Returns the rule of each name when all of them are used together.
 
     Args:
-      names: axes of one array, or of all arrays of a call.
-      rules: from axis name to mesh axes.
+        names: Axes of one array, or of all arrays of a call.
+        rules: From axis name to mesh axes.
 
     Returns:
-      A dict from name to mesh axes. An `IfFree` is replaced by those of its mesh axes that no other name uses.
+        A dict from name to mesh axes. An `IfFree` is replaced by those of its mesh axes that no other name uses.
     """
     # rules {"mlp": "tensor", "seq": IfFree("tensor")}: ("batch", "seq", "embed") splits seq over tensor, ("seq", "mlp")
     # leaves it to mlp.
-    found = {name: _rule(name, rules) for name in names if name is not None}
-    taken = {axis for place in found.values() if not isinstance(place, IfFree) for axis in mesh_axes_of(place)}
-    spare = lambda place: tuple(axis for axis in mesh_axes_of(place) if axis not in taken) or None
-    return {name: spare(place) if isinstance(place, IfFree) else place for name, place in found.items()}
+    places = {name: _rule(name, rules) for name in names if name is not None}
+    taken = {axis for place in places.values() if not isinstance(place, IfFree) for axis in mesh_axes_of(place)}
+
+    def spare(place):
+        return tuple(axis for axis in mesh_axes_of(place) if axis not in taken) or None
+
+    return {name: spare(place) if isinstance(place, IfFree) else place for name, place in places.items()}
 
 
 def _rule(name: Name, rules: AxisRules) -> MeshAxes:
@@ -43,19 +45,19 @@ def spec(names: tuple[Name, ...], rules: AxisRules, *, what: str = "array") -> P
     """Returns the partition spec of an array whose dimensions have these names.
 
     Args:
-      names: one for each dimension, None for a dimension that is not split.
-      rules: from axis name to mesh axes.
-      what: description of the array, for error messages.
+        names: One for each dimension, None for a dimension that is not split.
+        rules: From axis name to mesh axes.
+        what: Description of the array, for error messages.
 
     Raises:
-      ValueError: for a name that is not declared, or when two names use the same mesh axis.
+        ValueError: for a name that is not declared, or when two names use the same mesh axis.
     """
     check_axes(names, what)
     # A stack inside a scanned layer has two leading axes of layers; only the first one is split.
     inner = num_layer_axes(names) - 1
     names = (*names[:1], *[None] * inner, *names[1 + inner :]) if inner > 0 else names
-    found = resolve(names, rules)
-    places = [found[name] if name is not None else None for name in names]
+    axes_of = resolve(names, rules)
+    places = [axes_of[name] if name is not None else None for name in names]
     used: dict[str, Name] = {}
     for name, place in zip(names, places, strict=True):
         for axis in mesh_axes_of(place):
@@ -76,44 +78,44 @@ def partition(places: list[Any]) -> P:
     return P(*places)
 
 
-def split_further(own: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Any) -> P:
+def split_further(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Any) -> P:
     """Adds mesh axes to the longest dimension that they divide.
 
     Args:
-      own: the spec of the array.
-      shape: the shape of the array.
-      axes: mesh axes to add, except those that `own` already uses or of size 1.
-      mesh: the mesh.
+        spec: The spec of the array.
+        shape: The shape of the array.
+        axes: Mesh axes to add, except those that `spec` already uses or of size 1.
+        mesh: The mesh.
 
     Returns:
-      The new spec, or `own` (without trailing None) if no dimension can be divided.
+        The new spec, or `spec` (without trailing None) if no dimension can be divided.
     """
-    used = {axis for place in own for axis in mesh_axes_of(place)}
-    more = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
-    places = [*own] + [None] * (len(shape) - len(own))
+    used = {axis for place in spec for axis in mesh_axes_of(place)}
+    free = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
+    places = [*spec] + [None] * (len(shape) - len(spec))
     part = [size // parts(place, mesh) for size, place in zip(shape, places, strict=True)]
-    fitting = [d for d in range(len(shape)) if part[d] % prod(mesh.shape[axis] for axis in more) == 0]
-    if more and fitting:
+    fitting = [d for d in range(len(shape)) if part[d] % prod(mesh.shape[axis] for axis in free) == 0]
+    if free and fitting:
         longest = max(fitting, key=lambda d: part[d])
-        places[longest] = (*mesh_axes_of(places[longest]), *more)
+        places[longest] = (*mesh_axes_of(places[longest]), *free)
     return partition(places)
 
 
-def drop_uneven(own: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]]:
+def drop_uneven(spec: P, shape: tuple[int, ...], mesh: Any) -> tuple[P, list[int]]:
     """Drops mesh axes that do not divide their dimension.
 
     Args:
-      own: the spec of an array.
-      shape: the shape of the array.
-      mesh: the mesh.
+        spec: The spec of an array.
+        shape: The shape of the array.
+        mesh: The mesh.
 
     Returns:
-      The spec, and the indices of the dimensions that lost an axis.
+        The spec, and the indices of the dimensions that lost an axis.
     """
     # Drop axes from the right: 4 rows over ("data", "fsdp") of 2 x 4 devices stay split over "data".
-    places = [_dividing(mesh_axes_of(place), size, mesh) for place, size in zip(own, shape, strict=False)]
-    uneven = [d for d, place in enumerate(own) if places[d] != mesh_axes_of(place)]
-    return P(*[places[d] or None if d in uneven else place for d, place in enumerate(own)]), uneven
+    places = [_dividing(mesh_axes_of(place), size, mesh) for place, size in zip(spec, shape, strict=False)]
+    uneven = [d for d, place in enumerate(spec) if places[d] != mesh_axes_of(place)]
+    return P(*[places[d] or None if d in uneven else place for d, place in enumerate(spec)]), uneven
 
 
 def _dividing(axes: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:

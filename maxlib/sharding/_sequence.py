@@ -5,12 +5,11 @@ other devices.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 from maxlib.sharding._axes import AxisRules, mesh_axes_of
-from maxlib.sharding._costs import StepFacts, Traffic
-from maxlib.sharding._strategy import Strategy
+from maxlib.sharding._strategy import StepFacts, Strategy, Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,14 +17,14 @@ class SplitSequence:
     """A split sequence, the argument of `SequenceMixer.traffic`.
 
     Args:
-      strategy: the strategy that splits it.
-      mesh: from mesh axis to number of devices.
-      parts: devices that share a sequence.
-      heads: devices that share the heads (tensor parallelism).
-      rows: sequences on a device.
-      tokens: tokens on a device.
-      width: bytes of a number in the compute dtype.
-      passes: 2 for forward and backward, 3 if the forward pass is computed again.
+        strategy: The strategy that splits it.
+        mesh: From mesh axis to number of devices.
+        parts: Devices that share a sequence.
+        heads: Devices that share the heads (tensor parallelism).
+        rows: Sequences on a device.
+        tokens: Tokens on a device.
+        width: Bytes of a number in the compute dtype.
+        passes: 2 for forward and backward, 3 if the forward pass is computed again.
     """
 
     strategy: "ContextParallel"
@@ -41,8 +40,8 @@ class SplitSequence:
         """Returns the bytes that attention sends in a training step, by kind of collective.
 
         Args:
-          queries: numbers in a token's queries and outputs.
-          keys: numbers in a token's keys and values.
+            queries: Numbers in a token's queries and outputs.
+            keys: Numbers in a token's keys and values.
         """
         return self.strategy.attention(self, queries=queries, keys=keys)
 
@@ -56,15 +55,15 @@ class ContextParallel(Strategy):
         """Returns the bytes that attention sends in a training step, by kind of collective.
 
         Args:
-          split: the split sequence.
-          queries: numbers in a token's queries and outputs.
-          keys: numbers in a token's keys and values.
+            split: The split sequence.
+            queries: Numbers in a token's queries and outputs.
+            keys: Numbers in a token's keys and values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define attention(split, queries, keys) for plans")
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the traffic of every layer that mixes tokens, because sequences are split."""
-        if not (context := split_axes(step)):
+        if not (context := step.sequence_axes):
             return
         parts = step.parts(context)
         split = SplitSequence(
@@ -82,25 +81,12 @@ class ContextParallel(Strategy):
                 yield kind, context, size * layers
 
 
-def split_axes(step: StepFacts) -> tuple[str, ...]:
-    """Returns the mesh axes over which a sequence remains split in attention."""
-    return tuple(axis for axis in step.axes("seq") if axis not in step.axes("act_heads"))
-
-
-def by_rules(step: StepFacts) -> ContextParallel:
-    """Returns the equivalent strategy of plain rules that none of these strategies wrote."""
-    context = set(split_axes(step))
-    if not context & set(step.axes("q_seq")):
-        return UlyssesAttention()
-    return RingAttention() if context & set(step.axes("kv_seq")) else AllGatherAttention()
-
-
 @dataclasses.dataclass(frozen=True)
 class AllGatherAttention(ContextParallel):
     """All-gather attention: every device gathers all keys and values, for its own queries (Llama 3, arXiv:2407.21783).
 
     Args:
-      axis: the mesh axis that splits the sequence.
+        axis: The mesh axis that splits the sequence.
     """
 
     axis: str = "context"
@@ -111,8 +97,8 @@ class AllGatherAttention(ContextParallel):
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Forward: all-gather of keys and values. Backward: reduce-scatter of their gradients.
-        whole = split.tokens * split.width / split.heads * keys * split.parts
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        gathered = split.tokens * split.width / split.heads * keys * split.parts
+        return {"all-gather": (split.passes - 1) * gathered, "reduce-scatter": gathered}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +106,7 @@ class RingAttention(ContextParallel):
     """Ring attention: keys and values are passed around the devices, while queries stay (arXiv:2310.01889).
 
     Args:
-      axis: the mesh axis that splits the sequence.
+        axis: The mesh axis that splits the sequence.
     """
 
     axis: str = "context"
@@ -131,8 +117,8 @@ class RingAttention(ContextParallel):
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Every pass sends all keys and values; the backward pass also sends the sums of their gradients, in float32.
-        one = split.tokens * split.width / split.heads
-        return {"collective-permute": (split.passes + 4 / split.width) * one * keys * split.parts}
+        number = split.tokens * split.width / split.heads
+        return {"collective-permute": (split.passes + 4 / split.width) * number * keys * split.parts}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +128,7 @@ class UlyssesAttention(ContextParallel):
     The mesh axis splits the heads that a device has under tensor parallelism.
 
     Args:
-      axis: the mesh axis that splits the sequence.
+        axis: The mesh axis that splits the sequence.
     """
 
     axis: str = "context"
@@ -154,3 +140,23 @@ class UlyssesAttention(ContextParallel):
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Queries, keys, values and outputs are exchanged in every pass.
         return {"all-to-all": split.passes * (split.tokens * split.width / split.heads) * (queries + keys)}
+
+
+def by_rules(axes: Callable[[str], tuple[str, ...]]) -> ContextParallel | None:
+    """Returns the strategy by which rules split the sequence of attention; None if they do not split it.
+
+    Args:
+        axes: Returns the mesh axes of size above 1 that split an axis, such as "seq".
+
+    Raises:
+        ValueError: when keys are split over several mesh axes, around which no ring goes.
+    """
+    queries, keys = axes("q_seq"), axes("kv_seq")
+    if len(keys) > 1:
+        raise ValueError(f"'kv_seq' can be split over one mesh axis only, but its rule names {keys}")
+    if keys:
+        return RingAttention(keys[0])
+    if queries:
+        return AllGatherAttention(queries[0])
+    exchanged = [axis for axis in axes("seq") if axis in axes("attn_heads") and axis not in axes("act_heads")]
+    return UlyssesAttention(exchanged[0]) if exchanged else None

@@ -26,8 +26,8 @@ class AllGatherArg:
     and no device has the whole sum.
 
     Args:
-      kept: axis names of the stored argument.
-      wanted: axis names of the argument inside the op.
+        kept: Axis names of the stored argument.
+        wanted: Axis names of the argument inside the op.
     """
 
     kept: Names
@@ -38,14 +38,17 @@ def gathers_odd_parts(names: AllGatherArg, shape: Sequence[int]) -> bool:
     """Returns True if the last dimension is gathered in parts that are not whole TPU registers.
 
     Args:
-      names: the axis names of the argument.
-      shape: its whole shape.
+        names: The axis names of the argument.
+        shape: Its whole shape.
     """
     # Parts of whole registers (128 entries) are stored next to each other as they arrive; others need another copy.
     if (layout := current()) is None:
         return False
-    kept, wanted = _places(names, lambda own: spec(own, layout.rules))
-    size = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
+    kept, wanted = _places(names, lambda axes: spec(axes, layout.rules))
+
+    def size(axes):
+        return math.prod(layout.mesh.shape[axis] for axis in axes)
+
     last = len(shape) - 1
     lacking = _axes(kept, last)[len(_axes(wanted, last)) :]  # those over which it is gathered
     return size(lacking) > 1 and shape[last] // size(_axes(kept, last)) % LANES != 0
@@ -64,16 +67,16 @@ def shard_map_by_name(
     call uses. A name only keeps the mesh axes that divide it in every argument, so that all parts match.
 
     Args:
-      op: the function to run on each device's parts.
-      in_names: a tuple of axis names or `AllGatherArg` for each argument; None for an argument that is None.
-      out_names: a pytree of name tuples, one for each result.
-      changes: rules that replace the active ones for this call.
+        op: The function to run on each device's parts.
+        in_names: A tuple of axis names or `AllGatherArg` for each argument; None for an argument that is None.
+        out_names: A pytree of name tuples, one for each result.
+        changes: Rules that replace the active ones for this call.
 
     Returns:
-      A function of the whole arrays.
+        A function of the whole arrays.
 
     Raises:
-      ValueError: when the function is called, for a name that is not declared.
+        ValueError: when the function is called, for a name that is not declared.
     """
 
     def run(*args):
@@ -85,7 +88,10 @@ def shard_map_by_name(
         # One decision per name for the whole call: for example, queries and keys must be split by heads in the same
         # way.
         rules = _dividing(args, in_names, mesh, resolve(names, {**layout.rules, **(changes or {})}))
-        place = lambda names: spec(names, rules)
+
+        def place(names):
+            return spec(names, rules)
+
         pairs = enumerate(zip(args, in_names, strict=True))
         # shard_map only takes arrays: insert arguments that are None again inside.
         present = [(i, a, _places(n, place)) for i, (a, n) in pairs if a is not None and n is not None]
@@ -145,7 +151,7 @@ def _each(names: Names | AllGatherArg | None) -> list[Names]:
 
 def _flat(in_names, out_names) -> list[Any]:
     """Lists all names of arguments and results."""
-    groups = [one for names in in_names for one in _each(names)] + jax.tree.leaves(out_names, is_leaf=_is_names)
+    groups = [axes for names in in_names for axes in _each(names)] + jax.tree.leaves(out_names, is_leaf=_is_names)
     return [name for names in groups for name in names]
 
 
@@ -158,7 +164,7 @@ def _dividing(args, in_names, mesh, rules):
     rules = dict(rules)
     for arg, names in zip(args, in_names, strict=True):
         if arg is not None:
-            for one in _each(names):
-                fitting, uneven = drop_uneven(spec(one, rules), arg.shape, mesh)
-                rules.update({one[d]: fitting[d] for d in uneven})
+            for axes in _each(names):
+                fitting, uneven = drop_uneven(spec(axes, rules), arg.shape, mesh)
+                rules.update({axes[d]: fitting[d] for d in uneven})
     return rules

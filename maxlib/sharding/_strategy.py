@@ -2,13 +2,100 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec as P
 
 from maxlib.sharding._axes import AxisRules, IfFree, check_axes
-from maxlib.sharding._costs import StepFacts, Traffic
+
+Traffic = tuple[str, Collection[str], float]  # kind of collective, mesh axes, bytes on one device
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedWeight:
+    """A parameter in a training step.
+
+    Args:
+        split: Mesh axes that split it.
+        gathered: Those of them that also split the batch, over which it is gathered for use.
+        size: Bytes in the compute dtype, once gathered.
+        uses: Number of gathers in a pass: one for each tick of a pipeline and for each microbatch.
+        trained: False if it is frozen and has no gradient.
+    """
+
+    split: Collection[str]
+    gathered: Collection[str]
+    size: float
+    uses: float
+    trained: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayer:
+    """A mixture of experts.
+
+    Args:
+        top_k: Number of experts per token.
+        capacity_factor: Capacity of an expert relative to an even share; None if no token is dropped.
+        layers: Number of layers that it represents, including idle ticks of a pipeline.
+    """
+
+    top_k: int
+    capacity_factor: float | None
+    layers: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """One device's part of a training step; the argument of `Strategy.traffic` and `Strategy.host_copies`.
+
+    Args:
+        layout: The layout.
+        platform: "tpu", "cuda" or "cpu".
+        sequence: Tokens of a sequence.
+        tokens: Tokens of the batch on this device.
+        width: Bytes of a number in the compute dtype.
+        hidden: Bytes of the residual stream of these tokens.
+        layers: Number of layers computed for these tokens, including idle ticks of a pipeline.
+        passes: 2 for forward and backward, 3 if layers are recomputed.
+        ticks: Ticks of a pipeline divided by its microbatches; 1 without one.
+        weights: The parameters.
+        mixers: The layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it represents.
+        experts: The mixtures of experts.
+        moments_on_host: Bytes of the optimizer's state that are stored on the host.
+        weights_on_host: Bytes of trained parameters that are stored on the host.
+    """
+
+    layout: Any
+    platform: str
+    sequence: int
+    tokens: float
+    width: int
+    hidden: float
+    layers: float
+    passes: int
+    ticks: float
+    weights: tuple[ShardedWeight, ...]
+    mixers: tuple[tuple[Any, float], ...]
+    experts: tuple[ExpertLayer, ...]
+    moments_on_host: float
+    weights_on_host: float
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes of size above 1 that split the axis `name`."""
+        return self.layout.mesh_axes(name)
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes over which a sequence remains split in attention."""
+        return tuple(axis for axis in self.axes("seq") if axis not in self.axes("act_heads"))
+
+    def parts(self, axes: Collection[str]) -> int:
+        """Returns the number of devices along mesh axes."""
+        return math.prod(self.layout.mesh.shape[axis] for axis in axes)
+
 
 # Strategies apply in this order, no matter how they were combined, because some read the rules of earlier ones (experts
 # extend the batch). Other kinds come after these, plain rules last.
@@ -29,7 +116,7 @@ class Strategy:
         """Returns the rules with the changes of this strategy.
 
         Args:
-          rules: from axis name to mesh axes, after earlier strategies.
+            rules: From axis name to mesh axes, after earlier strategies.
         """
         return rules
 
@@ -37,7 +124,7 @@ class Strategy:
         """Returns the rules for activations of a running program, if they differ from the rules of its arguments.
 
         Args:
-          rules: from axis name to mesh axes.
+            rules: From axis name to mesh axes.
         """
         return rules
 
@@ -45,7 +132,7 @@ class Strategy:
         """Combines with an earlier strategy of the same kind; by default this one replaces it.
 
         Args:
-          earlier: the earlier strategy.
+            earlier: The earlier strategy.
         """
         return self
 
@@ -53,22 +140,22 @@ class Strategy:
         """Checks the strategy against a mesh and the other strategies of a layout.
 
         Args:
-          mesh: the layout's mesh.
-          others: all strategies of the layout.
+            mesh: The layout's mesh.
+            others: All strategies of the layout.
 
         Raises:
-          ValueError: if they conflict.
+            ValueError: if they conflict.
         """
 
     def parameter_spec(self, spec: P, names: tuple[str | None, ...], shape: tuple[int, ...], path: str, mesh: Any) -> P:
         """Returns the partition spec of a parameter; by default the spec of the rules.
 
         Args:
-          spec: the spec of the rules and earlier strategies.
-          names: its axis names.
-          shape: its shape.
-          path: its dotted path in the model.
-          mesh: the mesh.
+            spec: The spec of the rules and earlier strategies.
+            names: Its axis names.
+            shape: Its shape.
+            path: Its dotted path in the model.
+            mesh: The mesh.
         """
         return spec
 
@@ -76,9 +163,9 @@ class Strategy:
         """Returns the spec of the optimizer's moments of a parameter.
 
         Args:
-          spec: the spec of the parameter.
-          shape: its shape.
-          mesh: the mesh.
+            spec: The spec of the parameter.
+            shape: Its shape.
+            mesh: The mesh.
         """
         return spec
 
@@ -86,7 +173,7 @@ class Strategy:
         """Yields the communication of a training step due to this strategy, for plans without compilation.
 
         Args:
-          step: one device's part of the step.
+            step: One device's part of the step.
         """
         yield from ()
 
@@ -95,7 +182,7 @@ class Strategy:
         strategy.
 
         Args:
-          step: one device's part of the step.
+            step: One device's part of the step.
         """
         return 0.0, 0.0
 
@@ -111,11 +198,11 @@ class Rules(Strategy):
     """Plain rules: a table from the axes of arrays to mesh axes.
 
     Args:
-      table: from axis name to one or several mesh axes, `IfFree`, or None (not split).
+        table: From axis name to one or several mesh axes, `IfFree`, or None (not split).
 
     Raises:
-      ValueError: for a name that is not declared, a value that is not a mesh axis, or the axis "layers", which only a
-          `Pipeline` splits.
+        ValueError: for a name that is not declared, a value that is not a mesh axis, or the axis "layers", which only a
+            `Pipeline` splits.
     """
 
     kind: ClassVar[str] = "rules"
@@ -165,10 +252,10 @@ def parts_of(strategy: Any) -> tuple[Strategy, ...]:
     """Returns the combined strategies.
 
     Args:
-      strategy: a strategy, or a mapping of plain rules.
+        strategy: A strategy, or a mapping of plain rules.
 
     Raises:
-      TypeError: for anything else.
+        TypeError: for anything else.
     """
     if isinstance(strategy, Joined):
         return strategy.parts
@@ -185,16 +272,17 @@ def join(*strategies: Any) -> Strategy:
     """Combines strategies into one, as `|` does.
 
     Args:
-      strategies: strategies, or mappings of plain rules. Those of the same kind are merged, by default to the last one.
+        strategies: Strategies, or mappings of plain rules. Those of the same kind are merged, by default to the last
+            one.
 
     Raises:
-      TypeError: for anything else.
+        TypeError: for anything else.
     """
-    found: dict[str, Strategy] = {}
+    by_kind: dict[str, Strategy] = {}
     for part in (part for strategy in strategies for part in parts_of(strategy)):
         kind = part.kind or type(part).__qualname__
-        found[kind] = part.merge(found[kind]) if kind in found else part
-    ordered = tuple(found[kind] for kind in sorted(found, key=_order))
+        by_kind[kind] = part.merge(by_kind[kind]) if kind in by_kind else part
+    ordered = tuple(by_kind[kind] for kind in sorted(by_kind, key=_order))
     return ordered[0] if len(ordered) == 1 else Joined(ordered)
 
 

@@ -24,7 +24,7 @@ def can_zigzag(length: int) -> bool:
     """Returns True if the active layout splits queries by sequence, and `length` divides into two chunks per device.
 
     Args:
-      length: tokens of a row.
+        length: Tokens of a row.
     """
     axis, layout = axis_of("q_seq"), current()
     return axis is not None and layout is not None and length % (2 * layout.mesh.shape[axis]) == 0
@@ -34,8 +34,8 @@ def zigzag(x: jax.Array, *names: str | None) -> jax.Array:
     """Reorders the axis "seq" from natural to zigzag order; every chunk is sent once.
 
     Args:
-      x: an array in natural order.
-      names: one axis name (or None) for each dimension, "seq" among them.
+        x: An array in natural order.
+        names: One axis name (or None) for each dimension, "seq" among them.
     """
     return _exchange(x, names, _to_zigzag)
 
@@ -44,8 +44,8 @@ def unzigzag(x: jax.Array, *names: str | None) -> jax.Array:
     """Reorders the axis "seq" from zigzag back to natural order.
 
     Args:
-      x: an array in zigzag order.
-      names: one axis name (or None) for each dimension, "seq" among them.
+        x: An array in zigzag order.
+        names: One axis name (or None) for each dimension, "seq" among them.
     """
     return _exchange(x, names, _from_zigzag)
 
@@ -54,9 +54,9 @@ def natural_order(x: jax.Array, parts: int, axis: int = 1) -> jax.Array:
     """Reorders an array with the whole sequence from zigzag to natural order, without communication.
 
     Args:
-      x: an array in zigzag order.
-      parts: the number of devices whose chunks were concatenated.
-      axis: the dimension of the sequence.
+        x: An array in zigzag order.
+        parts: The number of devices whose chunks were concatenated.
+        axis: The dimension of the sequence.
     """
     order = [c for i in range(parts) for c in (i, 2 * parts - 1 - i)]  # 3 devices: 0 5 | 1 4 | 2 3
     chunks = jnp.split(x, 2 * parts, axis=axis)
@@ -67,11 +67,13 @@ def _exchange(x: jax.Array, names: tuple[str | None, ...], local: Callable[..., 
     """Runs `local` on each device's part of x, whose axis "seq" is split over the context axis."""
     layout, axis = current(), axis_of("q_seq")
     assert layout is not None and axis is not None  # `can_zigzag` was checked before
-    own = spec(names, {**layout.rules, "seq": axis}, what=f"activation {x.shape}")
-    mesh = layout.mesh
-    place, _ = drop_uneven(own, x.shape, mesh)
-    run = lambda x: local(x, names.index("seq"), axis)
-    return jax.shard_map(run, mesh=mesh, in_specs=(place,), out_specs=place, check_vma=False)(x)
+    wanted = spec(names, {**layout.rules, "seq": axis}, what=f"activation {x.shape}")
+    place, _ = drop_uneven(wanted, x.shape, layout.mesh)
+
+    def exchange(x):
+        return local(x, names.index("seq"), axis)
+
+    return jax.shard_map(exchange, mesh=layout.mesh, in_specs=(place,), out_specs=place, check_vma=False)(x)
 
 
 def _holder(chunk: int, parts: int) -> int:

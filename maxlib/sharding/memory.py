@@ -12,7 +12,7 @@ def is_on_host(x: Any) -> bool:
     """Returns True if an array is in host memory.
 
     Args:
-      x: an array, its `jax.ShapeDtypeStruct`, or a tracer inside `jit`; anything else is not on the host.
+        x: An array, its `jax.ShapeDtypeStruct`, or a tracer inside `jit`; anything else is not on the host.
     """
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jax.typeof(x).memory_space == HOST
 
@@ -21,7 +21,7 @@ def to_device(tree: Tree) -> Tree:
     """Copies arrays in host memory to the device and returns the others unchanged. For use inside `jit`.
 
     Args:
-      tree: a pytree of arrays.
+        tree: A pytree of arrays.
     """
     return jax.tree.map(lambda x: jax.device_put(x, DEVICE) if is_on_host(x) else x, tree)
 
@@ -30,7 +30,7 @@ def to_host(tree: Tree) -> Tree:
     """Copies arrays to host memory with the same sharding. For use inside `jit`.
 
     Args:
-      tree: a pytree of arrays.
+        tree: A pytree of arrays.
     """
     return jax.tree.map(lambda x: jax.device_put(x, HOST), tree)
 
@@ -39,7 +39,7 @@ def to_host_like(old: Any, new: Tree) -> Tree:
     """Copies arrays to host memory if their counterparts in another tree are there. For use inside `jit`.
 
     Args:
-      old: a pytree of arrays, some of them on the host.
-      new: arrays to copy, with the same structure.
+        old: A pytree of arrays, some of them on the host.
+        new: Arrays to copy, with the same structure.
     """
     return jax.tree.map(lambda was, x: jax.device_put(x, HOST) if is_on_host(was) else x, old, new)

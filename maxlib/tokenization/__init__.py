@@ -14,11 +14,4 @@ if TYPE_CHECKING:
     from maxlib.tokenization._tokenizer import save_tokenizer as save_tokenizer
     from maxlib.tokenization._tokenizer import train_bpe as train_bpe
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "_chat_template": ("ChatTemplate",),
-        "_special_tokens": ("special_tokens",),
-        "_tokenizer": ("load_tokenizer", "save_tokenizer", "train_bpe"),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

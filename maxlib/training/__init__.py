@@ -50,28 +50,4 @@ if TYPE_CHECKING:
     from maxlib.training.losses import Quotient as Quotient
     from maxlib.training.losses import Stats as Stats
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "": ("losses", "probes"),
-        "_evaluation": ("Evaluation", "evaluate"),
-        "_export": ("Export", "HuggingFaceExport", "ParameterExport"),
-        "_offload": ("offload_by_layer",),
-        "_optimizers": ("adamw", "clip_by_global_norm", "decay_mask", "muon", "mup_lr_factors", "mup_init"),
-        "_placement": ("batch_axes", "copy_model", "shard_batch"),
-        "_prefetch": ("Prefetch", "StatefulLoader"),
-        "_schedules": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
-        "_state": ("TrainState", "make_state"),
-        "_step": ("jit_step", "make_eval_step", "make_train_step"),
-        "_trainer": ("DivergedError", "Trainer"),
-        "losses": ("DFT", "MTP", "Loss", "NextToken", "Quotient", "Stats"),
-        "_optimizer_wrappers": (
-            "ema",
-            "ema_model",
-            "bfloat16_moments",
-            "scale_by_path",
-            "skip_spikes",
-            "trainable_only",
-        ),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

@@ -112,10 +112,8 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         # On the host: eager operations on devices would be compiled one by one.
         arrays = {name: np.asarray(inner[name]) for name in read if inner.get(name) is not None}
         _check_padding(arrays)
-        if isinstance(model, nn.vision.VisionModel) and "tokens" in arrays:
-            model.check_images(arrays["tokens"], inner.get("images"))
-        if isinstance(model, nn.audio.AudioModel) and "tokens" in arrays:
-            model.check_audio(arrays["tokens"], inner.get("audio"))
+        if isinstance(model, nn.MultimodalModel) and "tokens" in arrays:
+            model.check_inputs(arrays["tokens"], images=inner.get("images"), audio=inner.get("audio"))
         _check_positions(arrays, getattr(model, "max_length", None))
         warn_of_copies(arrays)
         _warn_of_restarts(arrays)

@@ -14,7 +14,7 @@ from maxlib.checkpoint import Checkpointer, SaveError
 from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._restore import config_text, items_of
 from maxlib.training._state import TrainState
-from maxlib.weights import _buckets as buckets
+from maxlib.weights import buckets
 
 
 @runtime_checkable

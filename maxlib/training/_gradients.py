@@ -40,13 +40,15 @@ def bind_options(
 
     def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
         if neftune_alpha:
+            if key is None:
+                raise ValueError("NEFTune's noise needs a key: call the loss with one, loss(model, batch, key)")
             model = with_embedding_noise(model, key, neftune_alpha)
         return loss(model, batch, key, **options)
 
     return bound
 
 
-def with_embedding_noise(model: Any, key: Array | None, alpha: float) -> Any:
+def with_embedding_noise(model: Any, key: Array, alpha: float) -> Any:
     """Returns a model with the same arrays whose token vectors are noisy (NEFTune): uniform in ±alpha / √(L D).
 
     L is the number of real tokens of a document: of its segment in rows with `segment_ids`, of the row in rows with

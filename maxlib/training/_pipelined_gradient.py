@@ -174,7 +174,7 @@ def _split(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Any], dict[s
 
 def _activations(x: Any) -> Float[Array, "B T D"]:
     """Returns the residual stream among what passes from layer to layer."""
-    return x.x if isinstance(x, nn.stack.WithShared) else x
+    return x.x if isinstance(x, nn.stack.Carry) else x
 
 
 def _without_inputs(batch: Batch) -> Batch:

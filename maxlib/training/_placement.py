@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import distributed, nn, sharding
-from maxlib.sharding._create import check_no_aliases
 from maxlib.training._batch_checks import check_batch
 from maxlib.training.losses import Batch
 
@@ -172,7 +171,7 @@ def copy_model(model: Any, layout: sharding.Layout | None = None) -> Any:
     Raises:
         ValueError: when a parameter occurs twice in the model (`self.head = self.embed`).
     """
-    check_no_aliases(model)
+    sharding.check_no_aliases(model)
     if layout is None:
         return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None), may_alias=False), model)
     shardings = sharding.shardings(model, layout)

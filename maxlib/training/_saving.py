@@ -10,7 +10,7 @@ import numpy as np
 
 from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError, Tiers
-from maxlib.distributed._timeouts import hard_timeout
+from maxlib.distributed import hard_timeout
 from maxlib.observability import GoodputRecorder
 from maxlib.training._export import Export
 from maxlib.training._restore import record_of, save

@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
-from maxlib.sharding._create import check_no_aliases, shapes_of
 from maxlib.training._offload import check_offloaded
 from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
 from maxlib.training._placement import place_beside, place_like_parameters
@@ -81,7 +80,7 @@ def make_state(
         )
     if is_builder(model):
         model = _built(model, sharding.current())
-    check_no_aliases(model)
+    sharding.check_no_aliases(model)
     trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
     if not trainable:
         raise ValueError(_nothing_to_train(model, filter))
@@ -110,8 +109,8 @@ def is_builder(model: Any) -> bool:
 def _built(build: Callable[[], Any], layout: sharding.Layout | None) -> Any:
     """Runs a function that builds a model under jit, so that parameters are created already sharded."""
     if layout is not None:
-        return sharding.create(build, layout)
-    shapes_of(build)  # for its check; jit compiles the same function only once
+        return sharding.init_sharded(build, layout)
+    sharding.eval_shape(build)  # for its check; jit compiles the same function only once
     model = jax.jit(build)()
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), model)
 

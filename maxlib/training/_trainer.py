@@ -14,8 +14,7 @@ import optax
 from maxlib import nn, sharding
 from maxlib._utils.garbage import collection_paused
 from maxlib.checkpoint import Checkpointer, Tiers
-from maxlib.distributed._preemption import Interrupt, Interrupted, interrupts
-from maxlib.distributed._timeouts import hard_timeout
+from maxlib.distributed import Interrupted, StopRequest, hard_timeout, stop_on_signal
 from maxlib.observability import (
     Console,
     GoodputRecorder,
@@ -145,7 +144,7 @@ class Trainer:
         exports = [callback for callback in callbacks if isinstance(callback, Export)]
         self.callbacks = [callback for callback in callbacks if not isinstance(callback, Export)]
         self._saving = SaveManager(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
-        self._interrupt = Interrupt()
+        self._interrupt = StopRequest()
         self.console = Console()
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
             here = f"one of {jax.device_count()} devices"
@@ -275,7 +274,7 @@ class Trainer:
             self.console.start(self.step, steps)
         failed_alone = False
         try:
-            with interrupts() as self._interrupt:
+            with stop_on_signal() as self._interrupt:
                 yield
         except (Exception, KeyboardInterrupt):
             failed_alone = jax.process_count() > 1

@@ -1,10 +1,11 @@
 """Reading and writing of Hugging Face models, in directories or on the hub, by a table that each model file declares.
 
 How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models/FAMILY.py` lists names and paths (with
-`weights.names`), `_resolve.py` expands it for the layers and experts of a model, `_loading.py` reads the arrays.
+`weights.names`), `mapping.py` expands it for the layers and experts of a model, `_loading.py` reads the arrays.
 """
 
 from maxlib.weights import fields as fields
+from maxlib.weights import files as files
 from maxlib.weights import names as names
 from maxlib.weights._card import ModelCard as ModelCard
 from maxlib.weights._family import Family as Family

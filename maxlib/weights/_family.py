@@ -22,14 +22,14 @@ from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights._card import ModelCard, write_card
-from maxlib.weights._companions import add_end_of_turn, write_companions
-from maxlib.weights._files import QUANTIZED
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import model_directory
 from maxlib.weights._loading import load
 from maxlib.weights._readback import check_reads_back
-from maxlib.weights._saving import MAX_SHARD_BYTES, whole_directory, write_json, write_weights
+from maxlib.weights._saving import write_weights
 from maxlib.weights._table import Table
+from maxlib.weights.export import add_end_of_turn, whole_directory, write_companions, write_json
+from maxlib.weights.files import MAX_SHARD_BYTES, QUANTIZED
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from maxlib.weights._files import Stored
+from maxlib.weights.files import Stored
 
 BLOCK = 128
 SUFFIX = "_scale_inv"

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from maxlib.weights import _buckets as buckets
-from maxlib.weights._files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
+from maxlib.weights import buckets
+from maxlib.weights.files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
 
 # All files of a model except its weights. Code (*.py) and pickles (*.bin) are never fetched.
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, INDEX)

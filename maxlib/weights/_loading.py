@@ -11,10 +11,10 @@ import numpy as np
 
 from maxlib import nn, sharding
 from maxlib._utils.arguments import check_dtype
-from maxlib.weights._files import Stored, find_tensors, is_float
 from maxlib.weights._fp8 import with_scales
-from maxlib.weights._resolve import Conversion, Cut, Piece, Tensor, WeightMapping, resolve
 from maxlib.weights._table import Copy, Ignore, Renamed, Table
+from maxlib.weights.files import Stored, find_tensors, is_float
+from maxlib.weights.mapping import Conversion, Cut, Piece, Tensor, WeightMapping, resolve
 
 Model = TypeVar("Model")
 _ALIGNMENT = 64  # of a buffer that a CPU device can use without copying

@@ -10,10 +10,10 @@ import jax
 from flax import nnx
 
 from maxlib import nn
-from maxlib._utils.ranges import ranges
+from maxlib._utils.text import ranges
 from maxlib.ops import Mask, Rope
-from maxlib.weights._resolve import resolve
 from maxlib.weights._table import Table
+from maxlib.weights.mapping import resolve
 
 # Settings of layers that choose an implementation, or that only training uses; files do not store them.
 _FREE = ("implementation", "matmul", "capacity_factor", "gather_once")

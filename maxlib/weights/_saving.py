@@ -2,11 +2,6 @@
 
 import functools
 import itertools
-import json
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +12,11 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from maxlib import nn, sharding
-from maxlib.weights._buckets import is_bucket, whole_in_bucket
-from maxlib.weights._files import OWN_FILES, Header, is_float, shard, write_file, write_index
 from maxlib.weights._loading import assign, uncovered
-from maxlib.weights._resolve import Conversion, Tensor, WeightMapping, resolve
 from maxlib.weights._table import Table
+from maxlib.weights.files import MAX_SHARD_BYTES, Header, is_float, shard, write_file, write_index
+from maxlib.weights.mapping import Conversion, Tensor, WeightMapping, resolve
 
-MAX_SHARD_BYTES = 5 * 10**9
 _CACHED = 4  # parameters; several of the files' tensors may be sliced from each
 
 
@@ -128,59 +121,3 @@ def _save(conversion: Conversion, value: np.ndarray) -> tuple[np.ndarray, ...]:
             f"{conversion.hf_names}: `save` must give {len(conversion.hf_names)} tensors, gave {len(parts)}"
         )
     return parts
-
-
-@contextmanager
-def whole_directory(directory: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `directory` at the end, or is removed after an error.
-
-    In a bucket, the configuration is written last, so that nothing reads an incomplete directory.
-
-    Raises FileExistsError if the directory is not empty, unless it is an export and `overwrite` is given.
-    """
-    if is_bucket(directory):
-        check = functools.partial(_check_names, str(directory), overwrite=overwrite)
-        with whole_in_bucket(str(directory), check) as part:
-            yield part
-        return
-    directory = Path(directory).absolute()
-    _check_free(directory, overwrite)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
-    part, old = (directory.with_name(f".{directory.name}.{what}-{mark}") for what in ("part", "old"))
-    try:
-        part.mkdir()
-        yield part
-        if directory.exists():
-            directory.rename(old)
-        part.rename(directory)
-    except BaseException as error:
-        if old.exists():
-            old.rename(directory)
-        error.add_note(f"Nothing was saved in {directory}; its previous contents are unchanged.")
-        raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _check_free(directory: Path, overwrite: bool) -> None:
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise FileExistsError(f"{directory} must be a directory or absent, but it is a file or a link.")
-    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
-    _check_names(str(directory), names, overwrite)
-
-
-def _check_names(directory: str, names: list[str], overwrite: bool) -> None:
-    foreign = [path.name for path in map(Path, names) if not any(path.match(pattern) for pattern in OWN_FILES)]
-    if foreign:
-        raise FileExistsError(
-            f"{directory} has files that do not belong to an export ({', '.join(foreign[:5])}), and saving replaces "
-            "the whole directory. Save elsewhere, or move them away."
-        )
-    if names and not overwrite:
-        raise FileExistsError(f"{directory} already has an export. Save elsewhere, or pass overwrite=True.")
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -229,7 +229,7 @@ def decoder_table(
 
 
 def mtp_table(layer: Sequence[Weight], *, first: int, used: int, stored: int, tied: bool) -> list[Entry]:
-    """Makes the table of an `nn.mtp.MTPDecoder`'s modules, which are numbered as further layers and duplicate shared
+    """Makes the table of the modules of a decoder's `mtp`, which are numbered as further layers and duplicate shared
     tensors.
 
     Args:

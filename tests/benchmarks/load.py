@@ -25,7 +25,7 @@ from flax import nnx
 import maxlib
 from maxlib import ops
 from maxlib.models import llama, llama4
-from maxlib.weights._files import find_tensors
+from maxlib.weights.files import find_tensors
 
 READ = """
 import pathlib, sys, time

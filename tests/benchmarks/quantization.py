@@ -25,7 +25,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from maxlib import data, nn, ops, quantization, tokenization, training
+from maxlib import data, nn, observability, ops, quantization, tokenization, training
 from maxlib.models import llama
 
 
@@ -114,7 +114,7 @@ def covered_by(build, preset, step, state, batch):
     ):  # on a CPU these are multiplied in bfloat16: count without blocks
         model = jax.eval_shape(lambda: quantization.for_training(build(), dataclasses.replace(format, block=None)))
         state = dataclasses.replace(state, rest=nn.partition(model, nn.tree.is_trainable)[1])
-    matmuls = quantization.matmuls(step, state, jax.tree.map(jnp.asarray, batch))
+    matmuls = observability.flops_by_dtype(step, state, jax.tree.map(jnp.asarray, batch))
     low = sum(flops for name, flops in matmuls.items() if "int8" in name or "float8" in name)
     return low / sum(matmuls.values())
 

@@ -66,7 +66,7 @@ import jax, numpy as np, optax
 import fsspec, maxlib
 from flax import nnx
 from maxlib import adapters, nn, ops, quantization, training
-from maxlib.weights import _buckets as buckets
+from maxlib.weights import buckets
 from tests.nn.tiny import filled_llama
 
 root = sys.argv[-1]

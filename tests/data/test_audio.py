@@ -54,7 +54,7 @@ def test_frames_are_those_of_transformers():
     size = clips.frames.shape[1]
     np.testing.assert_allclose(clips.frames, want["input_features"][:, :size], rtol=0, atol=1e-5)
     assert not want["input_features_mask"][:, size:].any()
-    got = nn.audio.clips(want["input_features"], want["input_features_mask"])
+    got = nn.audio.pad_clips(want["input_features"], want["input_features_mask"])
     np.testing.assert_array_equal(got.lengths[:6], clips.lengths)
     np.testing.assert_allclose(got.frames[:6, :size], clips.frames, rtol=0, atol=1e-5)
 

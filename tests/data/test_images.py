@@ -162,7 +162,7 @@ def test_gemma4_is_transformers_own(tmp_path, kind):
         image = rgb(*size, seed=i)
         want = module.Gemma4ImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")
         got = ours(image)
-        cut = nn.vision.patches_by_position(want["pixel_values"], want["image_position_ids"], merge=3)
+        cut = nn.vision.pad_patches_by_position(want["pixel_values"], want["image_position_ids"], merge=3)
         pixels, grid = np.asarray(cut.pixels)[: cut.grids[0].prod()], cut.grids
         if unified:  # squares of patches, their pixels row by row
             _, rows, columns = grid[0] // [1, 3, 3]

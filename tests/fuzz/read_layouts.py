@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from maxlib.distributed import xla_flags
-from maxlib.sharding import Layout, parse_degrees, preset
-from maxlib.sharding._presets import preset_name
+from maxlib.sharding import Layout, parse_degrees, preset, preset_name
 from tests.fuzz.run import Target
 
 LINES = ["fsdp=-1,tensor=4 fsdp_tp", "data=2 dp+zero1", "stage=4 fsdp=2 pp:16x2", "expert=8 ep_tp", "context=4 cp_ring"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlib.weights import _files as files
+from maxlib.weights import files
 from tests.fuzz.run import Target
 
 DTYPES = (np.float32, np.int8, np.float64)

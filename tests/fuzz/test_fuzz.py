@@ -13,7 +13,7 @@ from maxlib.inference import stop_tokens
 from maxlib.plan import __main__ as plan
 from maxlib.quantization import _files as quantized
 from maxlib.tokenization import ChatTemplate, load_tokenizer
-from maxlib.weights import _family, _files
+from maxlib.weights import _family, files
 from tests.fuzz import (
     read_array_record,
     read_config,
@@ -73,9 +73,9 @@ def test_layer_types_that_are_none(types, tmp_path):
 
 @pytest.mark.parametrize("name", ["\ud800", "a\0b", "../model.safetensors", "", "a" * 300, "a/" * 3000])
 def test_names_in_an_index_that_no_file_has(name, tmp_path):
-    (tmp_path / _files.INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises((ValueError, FileNotFoundError), match=str(tmp_path)):
-        _files.find_tensors(tmp_path)
+        files.find_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["[" * 9000, '{"text": ' + "9" * 9000 + "}"])

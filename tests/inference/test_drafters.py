@@ -105,7 +105,7 @@ def test_a_guess_sees_the_last_keys_alone(generator, drafter):
     @jax.jit
     def drafts(tokens, refused):
         cache = model.init_cache(1, 32, dtype=jnp.float32)
-        cache = dataclasses.replace(cache, layers=nn.cache.with_spare_slots(cache.layers, 4))
+        cache = dataclasses.replace(cache, layers=nn.cache.make_rewindable(cache.layers, 4))
         out = model(tokens, cache=cache, dtype=jnp.float32)
         after = model(refused, cache=out.cache, dtype=jnp.float32)
         rewound = dataclasses.replace(after.cache, length=out.cache.length)
@@ -237,7 +237,7 @@ def test_scores_and_texts_are_those_of_transformers(tmp_path, transformers, gene
         want = draft(inputs_embeds=inputs, position_ids=at, shared_kv_states=keys)
 
     model, cache = generator.model, generator.model.init_cache(1, 32, dtype=jnp.float32)
-    cache = dataclasses.replace(cache, layers=nn.cache.with_spare_slots(cache.layers, 4))
+    cache = dataclasses.replace(cache, layers=nn.cache.make_rewindable(cache.layers, 4))
     out = model(jnp.asarray(tokens), cache=cache, dtype=jnp.float32)
     keys = drafter.target_keys(model, out.cache, jnp.float32)
     embedded = model.embed_tokens(jnp.asarray(token.numpy(), jnp.int32), jnp.float32)

@@ -122,7 +122,7 @@ class ImageConformance(Conformance):
         own = [range(first[row], first[row + 1]) for row in rows]
         pixels = [found.pixels[ends[i] : ends[i + 1]] for images in own for i in images]
         grids = [found.grids[i] for images in own for i in images]
-        return nn.vision.patches(np.concatenate(pixels), np.stack(grids), counts=[len(images) for images in own])
+        return nn.vision.pad_patches(np.concatenate(pixels), np.stack(grids), counts=[len(images) for images in own])
 
     def test_rows_of_patches_and_padding_change_nothing(self, made):
         case, _, model = made(next(iter(self.cases)))
@@ -224,7 +224,7 @@ class ImageConformance(Conformance):
         with pytest.raises(ValueError, match=f"patches of {self.patch_dim} numbers"):
             model(rows, images=changed(pixels=images.pixels[:, :-6]))
         with pytest.raises(ValueError, match="must be nn.vision.Patches"):
-            model.check_images(rows, images.pixels)
+            model.check_inputs(rows, images=images.pixels)
         if self.offset:
             with pytest.raises(ValueError, match="three rows, time, row and column"):
                 model(rows, images=images, positions=jnp.zeros(rows.shape, jnp.int32))

@@ -136,7 +136,9 @@ def check_prediction(path: Path, config: dict[str, Any], own: dict[str, np.ndarr
     logits -= logits.max(-1, keepdims=True)
     right = np.take_along_axis(logits, np.asarray(tokens)[:, 2:, None], axis=2)[..., 0]
     nll = np.log(np.exp(logits).sum(-1)) - right
-    sums = {name: float(value) for name, value in means(jax.tree.map(jnp.asarray, stats)).items() if np.ndim(value) == 0}
+    sums = {
+        name: float(value) for name, value in means(jax.tree.map(jnp.asarray, stats)).items() if np.ndim(value) == 0
+    }
     assert sums["mtp1/nll"] == pytest.approx(nll.mean(), rel=1e-4)
     assert float(loss) == pytest.approx(sums["nll"] * float(stats.num_targets) + 0.25 * nll.sum(), rel=1e-4)
 

@@ -1,6 +1,6 @@
-"""This year's families under what a run may combine them with: packed rows, remat, meshes, pipelines, adapters, int8.
+"""This year's families on several devices, with packed rows: each is compared with itself on one device.
 
-Everything is compared with the same model on one device; the families' own tests compare that with transformers.
+Kinds of layers with remat, adapters, int8 and caches are in `test_layer_combinations`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import adapters, nn, quantization, sharding, training
+from maxlib import nn, sharding, training
 from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.weights import HFConfig
 from tests.models import parity
@@ -92,13 +92,6 @@ def assert_same(got, want) -> None:
         )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
-def test_remat_changes_nothing(family):
-    model = model_of(family)
-    assert_same(gradients(*nn.partition(model), packed(model.cfg.vocab), remat="full"), on_one_device(family))
-
-
 # Each family on two of the meshes, which are other ones for the next family.
 PAIRS = [(family, [*MESHES][(2 * i + n) % len(MESHES)]) for i, family in enumerate(HYBRIDS + OTHERS) for n in (0, 1)]
 PAIRS = [*dict.fromkeys([*PAIRS, *REFUSED])]
@@ -128,42 +121,6 @@ def test_devices_change_nothing(family, kind):
 
 
 @functools.partial(jax.jit, compiler_options=QUICKLY)
-def logits(model, tokens):
-    return model.logits(model(tokens, dtype=jnp.float32).hidden)
-
-
-@functools.partial(jax.jit, compiler_options=QUICKLY)
 def step(model, tokens, cache, valid=None):
     out = model(tokens, cache=cache, valid=valid, dtype=jnp.float32)
     return model.logits(out.hidden), out.cache
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
-def test_int8_weights_decode_what_they_compute_at_once(family):
-    model = model_of(family)
-    stored = quantization.for_inference(model, "int8")
-    tokens = packed(model.cfg.vocab)["tokens"][:2]
-    want, plain = np.asarray(logits(stored, tokens)), np.asarray(logits(model, tokens))
-    # The median over tokens: where rounding changes the choice of an expert, a token's result is another one.
-    error = np.median(np.linalg.norm(want - plain, axis=-1) / np.linalg.norm(plain, axis=-1))
-    assert 1e-3 < error < 0.25
-    cache, got = stored.init_cache(2, T, dtype=jnp.float32), []
-    for new in (tokens[:, : T - 3], *(tokens[:, i : i + 1] for i in range(T - 3, T))):
-        found, cache = step(stored, new, cache)
-        got.append(np.asarray(found))
-    np.testing.assert_allclose(np.concatenate(got, axis=1), want, rtol=0, atol=1e-4 * want.std())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", HYBRIDS + OTHERS)
-def test_merged_adapters_compute_what_they_did_beside(family):
-    model = model_of(family)
-    adapted, rng = adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(1)), np.random.default_rng(2)
-    for path, variable in nn.variables(adapted).items():
-        if adapters.trainable(path, variable):
-            variable.set_value(jnp.asarray(0.2 * rng.normal(size=variable.get_value().shape), jnp.float32))
-    tokens = packed(model.cfg.vocab)["tokens"][:2]
-    want = np.asarray(logits(adapted, tokens))
-    assert np.abs(want - np.asarray(logits(model, tokens))).max() > 1e-2 * want.std()
-    np.testing.assert_allclose(logits(adapters.merge(adapted), tokens), want, rtol=0, atol=1e-4 * want.std())

@@ -15,7 +15,7 @@ from flax import nnx
 import maxlib
 from maxlib import inference, nn, sharding, training
 from maxlib.models import gemma4
-from maxlib.models.gemma4 import GLOBAL, LOCAL, OWN, SHARES, TAKES
+from maxlib.models._gemma4_config import GLOBAL, LOCAL, OWN, SHARES, TAKES
 from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.weights import HFConfig
 from tests.models import parity

@@ -129,12 +129,12 @@ class TestGemma4Audio(Conformance):
         found = [audio.frames[i, : audio.lengths[i]] for clips in own for i in clips]
         found = found or [np.zeros((0, width))]  # no clip at all: one of no frames
         counts = [len(clips) for clips in own] if sum(map(len, own)) else [1, *[0] * (len(rows) - 1)]
-        inputs = {"audio": nn.audio.clips(found, counts=counts)}
+        inputs = {"audio": nn.audio.pad_clips(found, counts=counts)}
         if images is None:
             return inputs
         pixels = np.concatenate([images.pixels if row == 1 else images.pixels[:0] for row in rows])
         grids = np.concatenate([images.grids if row == 1 else images.grids[:0] for row in rows])
-        return inputs | {"images": nn.vision.patches(pixels, grids, counts=[int(row == 1) for row in rows])}
+        return inputs | {"images": nn.vision.pad_patches(pixels, grids, counts=[int(row == 1) for row in rows])}
 
     def test_every_field_is_perturbed_somewhere(self):
         fields = HFConfig(parity.golden(self.family)[next(iter(self.cases))]["config"])
@@ -312,7 +312,7 @@ class TestGemma4Audio(Conformance):
     def test_sound_that_does_not_fit_is_refused(self, made):
         case, _, model = made(next(iter(self.cases)))
         rows, (images, audio) = case["tokens"], parity.given(case)
-        call = lambda **changes: model.check_audio(rows, dataclasses.replace(audio, **changes))
+        call = lambda **changes: model.check_inputs(rows, images=images, audio=dataclasses.replace(audio, **changes))
         with pytest.raises(ValueError, match=r"hold \[17\] audio placeholders .* make \[16\] vectors"):
             call(lengths=np.array([29, 9, 17], np.int32))
         with pytest.raises(ValueError, match="between 0 and the 32 frames given"):
@@ -320,9 +320,10 @@ class TestGemma4Audio(Conformance):
         with pytest.raises(ValueError, match=r"frames of 8 numbers .* shapes \(3, 32, 6\) and \(3,\)"):
             call(frames=audio.frames[..., :6])
         with pytest.raises(ValueError, match="for each of the 3 rows of tokens"):
-            model.check_audio(rows, Clips(np.zeros((2, 2, 32, 8), np.float32), np.zeros((2, 2), np.int32)))
+            other = Clips(np.zeros((2, 2, 32, 8), np.float32), np.zeros((2, 2), np.int32))
+            model.check_inputs(rows, images=images, audio=other)
         with pytest.raises(ValueError, match="must be nn.audio.Clips .*, got ndarray"):
-            model.check_audio(rows, audio.frames)
+            model.check_inputs(rows, images=images, audio=audio.frames)
         with pytest.raises(ValueError, match="have 17 audio placeholders, but no audio was given"):
             inference.generate(model, case["tokens"].tolist(), images=images, max_new_tokens=2)
 
@@ -352,8 +353,8 @@ class TestGemma4Audio(Conformance):
             maxlib.save_pretrained(part, tmp_path / "-".join(encoders))
             again = maxlib.from_pretrained(tmp_path / "-".join(encoders))
             assert again.cfg.encoders == part.cfg.encoders
-        with pytest.raises(ValueError, match="does not hear"):
-            part.check_audio(rows, parity.audio(case))
+        with pytest.raises(ValueError, match="reads text only"):
+            part.check_inputs(rows, audio=parity.audio(case))
 
 
 @pytest.mark.full

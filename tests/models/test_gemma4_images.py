@@ -16,7 +16,6 @@ from maxlib.models import _gemma4_towers as towers
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
 from maxlib.nn.decoder._context import bidirectional_blocks
-from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models import test_gemma4 as text
 from tests.models.conformance import CLOSE, assert_close
@@ -125,15 +124,15 @@ class TestGemma4Images(ImageConformance):
 
     def test_sound_and_images_beyond_the_positions_are_refused(self, made):
         case, _, model = made("images_shared_clipped")
-        rows = case["tokens"].copy()
+        rows, images = case["tokens"].copy(), parity.images(case)
         rows[1, 20] = AUDIO
         with pytest.raises(ValueError, match="1 audio placeholders, but this Gemma4 does not hear"):
-            model.check_audio(rows, None)
-        with pytest.raises(ValueError, match="does not hear .*: call it without audio"):
-            model.check_audio(rows, nn.audio.clips([np.zeros((4, 8))]))
+            model.check_inputs(rows, images=images)
+        with pytest.raises(ValueError, match="reads text and images only: call it without audio"):
+            model.check_inputs(rows, images=images, audio=nn.audio.pad_clips([np.zeros((4, 8))]))
         wide = nn.vision.Patches(np.zeros((16, 48), np.float32), np.array([[1, 2, 8]]))
         with pytest.raises(ValueError, match="at most 7 rows and columns of patches"):
-            model.check_images(np.array([[IMAGE] * 4]), wide)
+            model.check_inputs(np.array([[IMAGE] * 4]), images=wide)
 
     @pytest.mark.full
     def test_text_of_a_seeing_checkpoint_is_read_alone(self, made, tmp_path):
@@ -143,7 +142,7 @@ class TestGemma4Images(ImageConformance):
         assert blind.tower is None
         assert_close(parity.logits(blind, rows), parity.logits(model, rows), CLOSE)
         with pytest.raises(ValueError, match="reads text only"):
-            blind.check_images(rows, parity.images(case))
+            blind.check_inputs(rows, images=parity.images(case))
 
     @pytest.mark.full
     def test_greedy_text_is_that_of_transformers(self, name, made, tmp_path):
@@ -237,14 +236,14 @@ def test_patches_of_a_processor_are_put_in_squares():
     pixels, grid = SEE.cut(image)
     given = parity.by_position(nn.vision.Patches(pixels, grid), SEE.merge)
     shuffled = np.random.RandomState(4).permutation(given[0].shape[1])
-    got = nn.vision.patches_by_position(given[0][:, shuffled], given[1][:, shuffled], merge=3)
+    got = nn.vision.pad_patches_by_position(given[0][:, shuffled], given[1][:, shuffled], merge=3)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_array_equal(got.pixels[: len(pixels)], pixels)
     with pytest.raises(ValueError, match="must be multiples of 12, got 24 x 34"):
         SEE.cut(image[:, :, :34])
     for bad in (given[1] + (given[1] == 2), given[1][:, :, :1], given[1] - 1):
         with pytest.raises(ValueError, match=r"must fill a grid whose sides are multiples of 3|`images patches 2`"):
-            nn.vision.patches_by_position(given[0], bad, merge=3)
+            nn.vision.pad_patches_by_position(given[0], bad, merge=3)
 
 
 def test_patches_are_those_of_the_processors():
@@ -255,7 +254,7 @@ def test_patches_are_those_of_the_processors():
     make = module.Gemma4ImageProcessorPil(do_resize=False)
     found = make(images=[image], return_tensors="np")
     sees = gemma4.PRESETS["gemma4-31b"].vision
-    got = nn.vision.patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
+    got = nn.vision.pad_patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
     pixels, grid = sees.cut(image.astype(np.float32) / 255)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)
@@ -269,7 +268,7 @@ def test_joined_patches_are_those_of_the_processor():
     image = np.random.RandomState(4).randint(0, 256, (3, 96, 144)).astype(np.uint8)
     found = module.Gemma4UnifiedImageProcessor(do_resize=False)(images=[torch.from_numpy(image)], return_tensors="np")
     sees = gemma4.PRESETS["gemma4-12b"].vision
-    got = nn.vision.patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
+    got = nn.vision.pad_patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
     pixels, grid = sees.cut(image.astype(np.float32) / 255)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)
@@ -293,89 +292,8 @@ def test_frames_of_a_video_are_images(tmp_path):
             num_frames_per_video=torch.tensor([2]),
             mm_token_type_ids=2 * (torch.from_numpy(ids) == VIDEO).int(),
         ).logits.numpy()
-    got = parity.logits(maxlib.from_pretrained(path), ids, nn.vision.patches(frames.pixels, frames.grids))
+    got = parity.logits(maxlib.from_pretrained(path), ids, nn.vision.pad_patches(frames.pixels, frames.grids))
     assert_close(got, want, 1e-4)
-
-
-def test_presets_are_what_the_releases_say():
-    """What config.json of the releases has about images and sound, as first written."""
-    tower = {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "chunk_size_feed_forward": 0,
-        "default_output_length": 280,
-        "global_head_dim": 72,
-        "head_dim": 72,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "is_encoder_decoder": False,
-        "max_position_embeddings": 131_072,
-        "model_type": "gemma4_vision",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
-        "num_key_value_heads": 16,
-        "patch_size": 16,
-        "pooling_kernel_size": 3,
-        "position_embedding_size": 10_240,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
-        "standardize": True,
-        "use_clipped_linears": False,
-    }
-    sound = {
-        "attention_chunk_size": 12,
-        "attention_context_left": 13,
-        "attention_context_right": 0,
-        "attention_invalid_logits_value": -1e9,
-        "attention_logit_cap": 50.0,
-        "chunk_size_feed_forward": 0,
-        "conv_kernel_size": 5,
-        "gradient_clipping": 1e10,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "is_encoder_decoder": False,
-        "model_type": "gemma4_audio",
-        "num_attention_heads": 8,
-        "num_hidden_layers": 12,
-        "output_proj_dims": 1536,
-        "residual_weight": 0.5,
-        "rms_norm_eps": 1e-06,
-        "subsampling_conv_channels": [128, 32],
-        "use_clipped_linears": True,
-    }
-    samples = {"audio_embed_dim": 640, "model_type": "gemma4_unified_audio", "rms_norm_eps": 1e-06}
-    samples |= {"audio_samples_per_token": 640, "hidden_size": 640, "output_proj_dims": 640}
-    small = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 768, "intermediate_size": 3072}
-    small |= {"num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 16}
-    small |= {"standardize": False, "use_clipped_linears": True}
-    unified = {
-        "mm_embed_dim": 3840,
-        "mm_posemb_size": 1120,
-        "model_patch_size": 48,
-        "model_type": "gemma4_unified_vision",
-        "num_soft_tokens": 280,
-        "output_proj_dims": 3840,
-        "patch_size": 16,
-        "pooling_kernel_size": 3,
-        "rms_norm_eps": 1e-06,
-    }
-    rest = {"audio_token_id": 258_881, "boa_token_id": 256_000, "boi_token_id": 255_999, "eoa_token_id": 258_883}
-    rest |= {"eoa_token_index": 258_883, "eoi_token_id": 258_882, "image_token_id": 258_880, "video_token_id": 258_884}
-    rest |= {"vision_soft_tokens_per_image": 280, "tie_word_embeddings": True}
-    hears = {"e2b": sound, "e4b": sound, "12b": samples}
-    kinds = {"e2b": tower | small, "e4b": tower | small, "26b-a4b": tower, "31b": tower, "12b": unified}
-    for name, vision in kinds.items():
-        cfg = gemma4.PRESETS[f"gemma4-{name}"]
-        written = gemma4.FIELDS.write(cfg)
-        assert cfg.both_ways == (name in ("31b", "26b-a4b", "12b"))
-        fields = HFConfig(
-            {key: written[key] for key in ("model_type", "text_config")}
-            | rest
-            | {"vision_config": vision, "audio_config": hears.get(name)}
-        )
-        assert gemma4.FIELDS.read(fields) == cfg, name
-        fields.done()
 
 
 def test_bounds_clip_what_goes_in_and_out():

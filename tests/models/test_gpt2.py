@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 import maxlib
 from maxlib import inference, sharding
 from maxlib.models import gpt2
-from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import Conformance, assert_close
 from tests.nn.tiny import filled
@@ -75,38 +74,6 @@ class TestGPT2(Conformance):
 
 
 transformers_cases = TestGPT2.transformers_cases
-
-
-# config.json of the releases, but for token ids and dropout.
-RELEASED = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-5,
-    "n_ctx": 1024,
-    "n_positions": 1024,
-    "summary_activation": None,
-    "summary_first_dropout": 0.1,
-    "summary_proj_to_labels": True,
-    "summary_type": "cls_index",
-    "summary_use_proj": True,
-    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-    "vocab_size": 50257,
-}
-SIZES = {
-    "gpt2": {"n_embd": 768, "n_head": 12, "n_layer": 12},
-    "gpt2-medium": {"n_embd": 1024, "n_head": 16, "n_layer": 24, "n_special": 0, "predict_special_tokens": True},
-    "gpt2-large": {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0, "predict_special_tokens": True},
-    "gpt2-xl": {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
-}
-
-
-@pytest.mark.parametrize("preset", SIZES)
-def test_presets_are_what_the_releases_say(preset):
-    fields = HFConfig(RELEASED | SIZES[preset])
-    assert gpt2.FIELDS.read(fields) == gpt2.PRESETS[preset]
-    fields.done()
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ class TestKimiLinear(Conformance):
     }
     # What decides which weights there are, what is of no effect with one group, and the length.
     elsewhere = {
-        *kimi_linear.Config.ignored,
+        *kimi_linear.FIELDS.ignored,
         "layer_types", "mlp_layer_types", "topk_group", "model_max_length", "linear_num_heads", "linear_head_dim",
         "num_shared_experts",
     }  # fmt: skip

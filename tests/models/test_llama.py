@@ -237,29 +237,6 @@ def test_presets(name):
     fields.done()
 
 
-def test_configs_as_published():
-    """Fields of released config.json files, in the spelling of transformers 4."""
-    common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "use_cache": True}
-    common |= {
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.43",
-        "initializer_range": 0.02,
-        "pretraining_tp": 1,
-    }
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
-    sizes |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "vocab_size": 128256, "tie_word_embeddings": False}
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
-    scaling |= {"original_max_position_embeddings": 8192}
-    three = common | sizes | {"max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 500000.0}
-    newer = three | {"max_position_embeddings": 131072, "rope_scaling": scaling, "bos_token_id": 128000}
-    two = common | {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32}
-    two |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32000, "tie_word_embeddings": False}
-    for name, config in {"llama2-7b": two, "llama3-8b": three, "llama3.1-8b": newer}.items():
-        fields = weights.HFConfig(config)
-        assert llama.FIELDS.read(fields) == llama.PRESETS[name]
-        fields.done()
-
-
 def test_ropes_that_hugging_face_does_not_have_are_refused():
     cfg = llama.PRESETS["llama3.2-1b"]
     for rope in (ops.Rope(64, interleaved=True, max_length=8), ops.Rope(32, max_length=8)):

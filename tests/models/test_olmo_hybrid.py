@@ -52,7 +52,7 @@ class TestOLMoHybrid(Conformance):
     }
     refused = {"hidden_act": "gelu", "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
     # The first decides which weights there are; the others how rates are drawn.
-    elsewhere = {"layer_types", *olmo_hybrid.Config.ignored}
+    elsewhere = {"layer_types", *olmo_hybrid.FIELDS.ignored}
     presets = {"olmo-hybrid-7b": 7.431}
     depths = (4, 8)
     windows = {"in_turn": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states

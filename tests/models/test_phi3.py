@@ -10,7 +10,6 @@ import pytest
 
 import maxlib
 from maxlib.models import phi3
-from maxlib.ops import LongRopeScaling
 from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, assert_close
@@ -89,54 +88,6 @@ def test_factors_are_those_of_the_text_so_far_or_of_a_fixed_length(tmp_path):
     assert np.abs(short - want[:, :ORIGINAL]).max() > 0.1 * want.std()
     first, _ = step(model, tokens[:, :ORIGINAL], model.init_cache(1, 2 * ORIGINAL, dtype=jnp.float32))
     assert_close(first, short, 1e-4)
-
-
-# What the config.json of three releases says, in the spelling of their time.
-RELEASED = {
-    "phi-3-mini-128k": {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064},
-    "phi-3.5-mini": {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064},
-    "phi-4-mini": {
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "vocab_size": 200064,
-        "tie_word_embeddings": True,
-        "partial_rotary_factor": 0.75,
-        "full_attn_mod": 1,
-        "interpolate_factor": 1,
-        "lm_head_bias": False,
-        "mlp_bias": False,
-    },
-}
-COMMON = {
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "embd_pdrop": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "model_type": "phi3",
-    "num_hidden_layers": 32,
-    "original_max_position_embeddings": 4096,
-    "resid_pdrop": 0.0,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "tie_word_embeddings": False,
-}
-
-
-@pytest.mark.parametrize("preset", RELEASED)
-@pytest.mark.parametrize("kind", ["longrope", "su"])  # the latter in the first releases
-def test_presets_are_what_the_releases_say(preset, kind):
-    scaling = phi3.PRESETS[preset].rope.scaling
-    assert isinstance(scaling, LongRopeScaling)
-    factors = {"long_factor": list(scaling.long_factor), "short_factor": list(scaling.short_factor)}
-    fields = HFConfig(COMMON | RELEASED[preset] | {"rope_scaling": {"type": kind, **factors}})
-    assert phi3.FIELDS.read(fields) == phi3.PRESETS[preset]
-    fields.done()
-    assert scaling.magnitude == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers():

@@ -78,36 +78,3 @@ def test_layers_slide_where_they_do_in_transformers(fields):
     ours = qwen2.FIELDS.read(HFConfig({"model_type": "qwen2"} | BASE | fields))
     assert list(ours.layer_types or [FULL] * 3) == theirs.layer_types
     assert ours.window == (theirs.sliding_window if SLIDING in theirs.layer_types else None)
-
-
-def test_the_published_config_is_read():
-    """Qwen2.5-7B's, as it ships."""
-    published = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "hidden_act": "silu",
-        "hidden_size": 3584,
-        "initializer_range": 0.02,
-        "intermediate_size": 18944,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 28,
-        "model_type": "qwen2",
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 131072,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.1",
-        "use_cache": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 152064,
-    }
-    fields = HFConfig(published)
-    assert qwen2.FIELDS.read(fields) == qwen2.PRESETS["qwen2.5-7b"]
-    fields.done()

@@ -159,32 +159,6 @@ def transformers_cases():
     return text | TestQwen35Images.transformers_cases() | TestQwen35MoEImages.transformers_cases()
 
 
-# What config.json of the releases has of images, in the spelling of transformers 4.
-SEES = {
-    "deepstack_visual_indexes": [],
-    "depth": 27,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "in_channels": 3,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "num_position_embeddings": 2304,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-SMALL_VISION = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
-IDS = {"image_token_id": 248056, "video_token_id": 248057}
-IDS |= {"vision_start_token_id": 248053, "vision_end_token_id": 248054}
-
-
-def seeing(text: dict, **vision) -> dict:
-    kind = text["model_type"].removesuffix("_text")
-    sees = SEES | {"model_type": kind, "out_hidden_size": text["hidden_size"]} | vision
-    tied = text["tie_word_embeddings"]
-    return {"model_type": kind, "text_config": text, "vision_config": sees, "tie_word_embeddings": tied} | IDS
-
-
 def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
     """Its text lies deeper, beside an encoder and a module that looks ahead."""
     case = parity.golden("qwen3_5")["images"]
@@ -194,7 +168,7 @@ def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
     blind = maxlib.from_pretrained(tmp_path / "text")
     assert blind.tower is None and whole.tower is not None
     with pytest.raises(ValueError, match="reads text only"):
-        blind.check_images(case["tokens"], parity.images(case))
+        blind.check_inputs(case["tokens"], images=parity.images(case))
     for name, value in maxlib.nn.variables(blind).items():
         np.testing.assert_array_equal(maxlib.nn.variables(whole)[name].get_value(), value.get_value())
 
@@ -276,61 +250,3 @@ def test_what_a_config_leaves_out_is_as_in_transformers(config):
     cfg = qwen3_5.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
     assert cfg == qwen3_5.FIELDS.read(HFConfig(theirs.to_dict()))
     assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
-
-
-# What the config.json of the releases has in `text_config`.
-COMMON = {
-    "attention_bias": False,
-    "attn_output_gate": True,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_value_head_dim": 128,
-    "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": ROPE | {"rope_theta": 10000000},
-    "vocab_size": 248320,
-}
-RELEASED = {
-    "qwen3.5-0.8b": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "linear_num_value_heads": 16,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "qwen3.5-397b-a17b": {
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 4096,
-        "linear_num_value_heads": 64,
-        "moe_intermediate_size": 1024,
-        "num_attention_heads": 32,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "num_hidden_layers": 60,
-        "num_key_value_heads": 2,
-        "shared_expert_intermediate_size": 1024,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-@pytest.mark.parametrize("preset", RELEASED)
-def test_presets_are_what_the_releases_say(preset):
-    text = COMMON | RELEASED[preset]
-    text["layer_types"] = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(text["num_hidden_layers"])]
-    fields = HFConfig(seeing(text, **SMALL_VISION if preset == "qwen3.5-0.8b" else {}))
-    cfg = qwen3_5.FIELDS.read(fields)
-    assert cfg == qwen3_5.PRESETS[preset] and cfg.stored_mtp == 1
-    fields.done()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn, ops
-from maxlib.nn.cache import LatentCache, QuantizedCache, SharedKV, kv_cache, put_rows, with_spare_slots
+from maxlib.nn.cache import LatentCache, QuantizedCache, SharedKV, kv_cache, make_rewindable, put_rows
 from maxlib.ops._attention import splash
 from maxlib.ops._attention.reference import reference
 
@@ -149,7 +149,7 @@ def with_cache(mask, tokens, dtype="float32", spare=0):
     """
     ring = mask.ring if mask.ring and mask.ring < 12 else None
     cache = kv_cache(3, 12, num_kv_heads=1, k_dim=8, v_dim=8, ring=ring, dtype=jnp.dtype(dtype))
-    cache = with_spare_slots(cache, spare)
+    cache = make_rewindable(cache, spare)
     before = jnp.asarray(np.arange(7) < np.array([[0], [2], [7]]))
     ctx = nn.context(3, 7, cache=nn.cache.Cache(None, jnp.zeros(3, jnp.int32)), valid=before)
     new = lambda seed, size: jnp.asarray(np.random.default_rng(seed).normal(size=(3, size, 1, 8)), jnp.float32)

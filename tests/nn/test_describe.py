@@ -64,7 +64,7 @@ def test_a_model_from_outside():
         "tied head",
     )
     assert nn.describe.attention_kind(model) == "MHA" and nn.describe.cache_kinds(model) == ("full", "ring")
-    assert nn.describe.num_active_parameters(model) == nn.num_parameters(model) and not nn.describe.takes_images(model)
+    assert nn.describe.num_active_parameters(model) == nn.num_parameters(model) and nn.describe.input_names(model) == ()
 
 
 def test_experts_and_latents():
@@ -83,7 +83,7 @@ def test_positions_and_biases():
 
 def test_images_and_windows():
     seeing, reading = shape(gemma3.Gemma3, GEMMA3), shape(gemma3.Gemma3, dataclasses.replace(GEMMA3, vision=None))
-    assert nn.describe.takes_images(seeing) and not nn.describe.takes_images(reading)
+    assert nn.describe.input_names(seeing) == ("images",) and nn.describe.input_names(reading) == ()
     assert (
         nn.describe.features(seeing)
         == nn.describe.features(reading)

@@ -119,7 +119,7 @@ def test_stages_split_layers_and_nothing_else():
 def test_quantization_changes_what_it_knows_in_its_own_place():
     model = Own()
     assert unknown(model).keys() == {UNNAMED}
-    rules = [quantization.high(kinds=("unknown",)), quantization.Rule(quantization.INFERENCE["int8"])]
+    rules = [quantization.Rule(None, kinds=("unknown",)), quantization.Rule(quantization.INFERENCE["int8"])]
     new = quantization.for_inference(model, rules)
     assert nn.tree.axes(new)["layers.groups.0.0.w.values"] == ("layers", "mlp", "embed")
     assert nn.tree.axes(new)["groups.0.w.values"] == ("mlp", "embed")

@@ -74,7 +74,7 @@ def test_squares_of_patches_stand_together():
 
 def test_buckets_hold_everything_in_order():
     pixels = np.arange(96 * 5, dtype=np.float32).reshape(96, 5)
-    flat, rows = vision.patches(pixels, GRIDS), vision.patches(pixels, GRIDS, counts=[2, 0, 2])
+    flat, rows = vision.pad_patches(pixels, GRIDS), vision.pad_patches(pixels, GRIDS, counts=[2, 0, 2])
     assert flat.pixels.shape == (128, 5) and rows.pixels.shape == (3, 128, 5) and rows.grids.shape == (3, 2, 3)
     np.testing.assert_array_equal(flat.pixels[:96], pixels)
     np.testing.assert_array_equal(np.concatenate([rows.pixels[0, :28], rows.pixels[2, :68]]), pixels)
@@ -82,14 +82,14 @@ def test_buckets_hold_everything_in_order():
 
 
 def test_frames_become_images():
-    found = vision.patches(np.zeros((24, 5), np.float32), [[3, 2, 4]])
+    found = vision.pad_patches(np.zeros((24, 5), np.float32), [[3, 2, 4]])
     np.testing.assert_array_equal(found.grids, [[1, 2, 4]] * 3 + [[0, 0, 0]])
 
 
 @pytest.mark.parametrize("counts", [None, [1, 2]])
 def test_what_does_not_fit_is_refused(counts):
     with pytest.raises(ValueError, match="whose grids have 96 patches" if counts is None else "each of the 4 images"):
-        vision.patches(np.zeros((95 if counts is None else 96, 5)), GRIDS, counts=counts)
+        vision.pad_patches(np.zeros((95 if counts is None else 96, 5)), GRIDS, counts=counts)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
     mesh = sharding.make_mesh(fsdp=4, data=2)
     layout = sharding.Layout(mesh, sharding.FSDP)
     with sharding.use(layout):
-        stack, x = sharding.create(lambda: build(groups="abcbcbc"), layout), jnp.ones((8, 3, 4))
+        stack, x = sharding.init_sharded(lambda: build(groups="abcbcbc"), layout), jnp.ones((8, 3, 4))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
         monkeypatch.setattr("maxlib.nn.stack._run.current_device", lambda: ("gpu", "NVIDIA H100"))
@@ -301,7 +301,7 @@ def test_what_a_layer_shares_reaches_all_later_ones_and_their_gradients_reach_it
         kinds = ["first", "first", "makes", "other", *["takes"] * 4]
         stack = nn.Stack(lambda kind, rngs: Shares(kind), kinds, rngs=nnx.Rngs(0))
         stack = stack.unstacked() if unstacked else stack
-        out = stack(nn.stack.WithShared(x, {}), remat=remat)[0]
+        out = stack(nn.stack.Carry(x, {}), remat=remat)[0]
         return (out.x + out.shared["twice"]).sum()
 
     x = jnp.linspace(0.1, 1, 3)
@@ -315,7 +315,7 @@ def test_what_layers_share_is_stored_once_for_the_backward_pass():
     """Scanned layers read it as a constant: no residual has it once for each layer."""
     kinds = ["first", "makes", "other", "another", *["takes"] * 8]
     stack = nn.Stack(lambda kind, rngs: Shares(kind), kinds, rngs=nnx.Rngs(0))
-    loss = lambda x, remat: stack(nn.stack.WithShared(x, {}), remat=remat)[0].x.sum()
+    loss = lambda x, remat: stack(nn.stack.Carry(x, {}), remat=remat)[0].x.sum()
     for remat, rows in ((None, 3), ("full", 1)):  # per layer: x and what sin and the product need; x alone
         _, pull = jax.vjp(lambda x, remat=remat: loss(x, remat), jnp.linspace(0.1, 1, 3))
         stacked = [a for a in jax.tree.leaves(pull) if getattr(a, "shape", ()) == (8, 3)]
@@ -325,7 +325,7 @@ def test_what_layers_share_is_stored_once_for_the_backward_pass():
 def test_a_scanned_layer_may_not_share():
     stack = nn.Stack(lambda kind, rngs: Shares("makes"), 3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="scanned layer shares twice"):
-        stack(nn.stack.WithShared(jnp.ones(3), {}))
+        stack(nn.stack.Carry(jnp.ones(3), {}))
 
 
 def test_a_layer_taken_out_of_a_scan_refuses_changes():

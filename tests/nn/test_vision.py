@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn
+from maxlib.nn.vision._inputs import check_placeholders, place_features
 
 INSIDE = jnp.asarray([[0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]], bool)
 BLOCKS = jax.jit(nn.vision.bidirectional_blocks)
@@ -17,16 +18,16 @@ def test_features_go_to_placeholders_in_order():
     x, features = jnp.zeros((2, 6, 3)), jnp.arange(1.0, 22.0).reshape(7, 1, 3)
     want = np.zeros((2, 6, 3))
     want[np.asarray(INSIDE)] = np.asarray(features).reshape(7, 3)
-    np.testing.assert_array_equal(jax.jit(nn.vision.place_features)(x, INSIDE, features), want)
+    np.testing.assert_array_equal(jax.jit(place_features)(x, INSIDE, features), want)
 
 
 @pytest.mark.parametrize("count", [6, 8])
 def test_too_few_or_too_many_features_show(count):
-    placed = jax.jit(nn.vision.place_features)(jnp.zeros((2, 6, 3)), INSIDE, jnp.ones((count, 1, 3)))
+    placed = jax.jit(place_features)(jnp.zeros((2, 6, 3)), INSIDE, jnp.ones((count, 1, 3)))
     np.testing.assert_array_equal(jnp.isnan(placed[..., 0]), INSIDE)
-    nn.vision.check_placeholders(INSIDE, 7)
+    check_placeholders(INSIDE, 7)
     with pytest.raises(ValueError, match=f"have 7 image placeholders, but the given images make {count} vectors"):
-        nn.vision.check_placeholders(INSIDE, count)
+        check_placeholders(INSIDE, count)
 
 
 def test_spans_are_runs_within_documents():

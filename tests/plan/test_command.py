@@ -13,7 +13,7 @@ from maxlib.hardware import GIB
 from maxlib.plan import __main__ as command
 from maxlib.plan import _run as run
 from maxlib.plan import _targets as targets
-from maxlib.plan._advice import remedies
+from maxlib.plan._report import remedies
 from tests.nn.tiny import LLAMA
 from tests.plan import jobs
 from tests.plan.jobs import layout

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from maxlib import plan, sharding
-from maxlib.nn.experts._parallel import ROOM
 from maxlib.plan import _program as programs
 from maxlib.plan._memory import _at_once, _Gathered
+from maxlib.sharding import ExpertParallel
 from tests.benchmarks import sweep
 from tests.plan.jobs import CONFIG, MIXTRAL, layout, moved
 
@@ -70,7 +70,10 @@ def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
 
 @pytest.mark.parametrize(
     ("how", "kind", "room"),
-    [("", "all-to-all", ROOM), pytest.param("+exchange_ragged", "ragged-all-to-all", 1, marks=pytest.mark.full)],
+    [
+        ("", "all-to-all", ExpertParallel.room),
+        pytest.param("+exchange_ragged", "ragged-all-to-all", 1, marks=pytest.mark.full),
+    ],
 )
 def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moved 12 GiB ragged before results travelled once."""

@@ -4,7 +4,7 @@ import pytest
 
 from maxlib.ops.trip_counts import grouped_matmul_trips, trips_of_loop
 from maxlib.plan._hlo import read_costs
-from maxlib.plan._hlo_gpu import custom_flops
+from maxlib.plan._hlo_work import custom_flops
 
 # As XLA for CUDA writes it. A layer of 7 gathers its weight and multiplies in a kernel of Triton's; after the loop
 # cuBLAS multiplies once more, and gradients are scattered. The small sum in the loop stays in the cache.

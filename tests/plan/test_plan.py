@@ -15,7 +15,7 @@ from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
 from maxlib.plan._program import make_program
 from maxlib.plan._roofline import link_speeds
-from maxlib.sharding._presets import preset_name
+from maxlib.sharding import preset_name
 from tests.plan.jobs import CONFIG, layout, moved
 from tests.training import tiny
 
@@ -32,7 +32,7 @@ def compiled():
 def test_a_compiled_plan_counts_what_training_holds():
     got = compiled()
     ours = sharding.Layout(sharding.make_mesh(data=2, fsdp=4), sharding.FSDP)
-    model = sharding.create(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), ours)
+    model = sharding.init_sharded(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), ours)
     with sharding.use(ours):
         state = training.make_state(model, training.adamw(1e-4, mask=training.decay_mask(model)))
     local = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))

@@ -7,7 +7,6 @@ import re
 from maxlib import plan
 from maxlib.models import llama
 from maxlib.plan import __main__ as command
-from maxlib.plan._search import pareto
 from tests.plan.jobs import CONFIG, MIXTRAL, layout
 
 
@@ -27,8 +26,6 @@ def test_a_search_orders_what_fits_by_speed():
     assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
     speeds = [p.tokens / p.estimate.serial for p in found.plans if p.fits and p.estimate]
     assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
-    front = pareto(found.plans)
-    assert [p.peak for p in front] == sorted(p.peak for p in front)
     assert "4 layouts in" in str(found) and "not shown: 2 that do not fit, 0 slower ones" in str(found)
 
 

@@ -197,5 +197,5 @@ def test_placeholders_without_images_are_an_error_of_the_first_batch(documents, 
         check_first_batch(batch | {"images": jax.tree.map(np.zeros_like, batch["images"])}, model)
     hidden = jax.jit(lambda model, tokens: model.embed_inputs(tokens, dtype=jnp.float32)[0])
     seen = np.isfinite(hidden(model, jnp.asarray(blind["tokens"]))).all(axis=2)
-    np.testing.assert_array_equal(seen, ~np.asarray(model.is_image(blind["tokens"])))
+    np.testing.assert_array_equal(seen, ~np.asarray(model.inputs["images"].is_placeholder(blind["tokens"])))
     assert not seen.all() and seen.any()

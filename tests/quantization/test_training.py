@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from maxlib import nn, ops, sharding, training
+from maxlib import nn, observability, ops, sharding, training
 from maxlib import quantization as quant
 from maxlib.quantization._matmul import Quantized
 from tests.quantization.tiny import loss, model
@@ -46,7 +46,7 @@ def test_every_matmul_with_a_weight_is_quantized(name, rules, operands):
     """What is left: attention's own products, a router's scores, the weighted sum of experts' results."""
     forward = lambda m: m(BATCH["tokens"], dtype=jnp.float32).hidden
     low = quant.for_training(model(name), rules)
-    exact, found = (quant.matmuls(forward, m) for m in (model(name), low))
+    exact, found = (observability.flops_by_dtype(forward, m) for m in (model(name), low))
     quantized = sum(flops for what, flops in found.items() if f"{operands} x {operands}" in what)
     assert sum(found.values()) == sum(exact.values())
     assert quantized == 2 * BATCH["tokens"].size * weights(low) * (
@@ -62,14 +62,14 @@ def weights(m) -> int:
 def test_gradients_are_quantized_where_the_format_says():
     backward = jax.grad(lambda m: loss(m, BATCH)[0])
     experts, dense = (quant.for_training(model(name), "fp8") for name in ("moe", "llama"))
-    found = quant.matmuls(backward, experts)
+    found = observability.flops_by_dtype(backward, experts)
     assert {what for what in found if "grouped" in what} == {
         "grouped_matmul float8_e4m3fn x float8_e4m3fn",
         "grouped_matmul float8_e5m2 x float8_e4m3fn",
         "grouped_outer float8_e5m2 x float8_e4m3fn",
     }
     # An einsum may take its operands in either order.
-    found = sum(flops for what, flops in quant.matmuls(backward, dense).items() if "float8_e5m2" in what)
+    found = sum(flops for what, flops in observability.flops_by_dtype(backward, dense).items() if "float8_e5m2" in what)
     assert found == 2 * 2 * BATCH["tokens"].size * weights(dense)
 
 
@@ -149,11 +149,15 @@ def test_parameters_keep_their_paths_and_full_precision_comes_back():
 
 def test_first_and_last_layers_stay_high_and_the_others_are_scanned():
     m = jax.eval_shape(lambda: tiny.llama(num_layers=8))
-    q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, -1), quant.Rule(quant.TRAINING["int8"])]), m)
+    q = jax.eval_shape(
+        lambda m: quant.for_training(m, [quant.Rule(None, layers=(0, -1)), quant.Rule(quant.TRAINING["int8"])]), m
+    )
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == [False] + 6 * [True] + [False]
     assert q.layers.grouping == ((1, 1), (1, 6), (1, 1))
-    q = jax.eval_shape(lambda m: quant.for_training(m, [quant.high(0, 1, 2), quant.Rule(quant.TRAINING["int8"])]), m)
+    q = jax.eval_shape(
+        lambda m: quant.for_training(m, [quant.Rule(None, layers=(0, 1, 2)), quant.Rule(quant.TRAINING["int8"])]), m
+    )
     assert q.layers.grouping == ((1, 3), (1, 5)) and q.layers.staged == 1
     is_low = [isinstance(layer.attn.q.matmul, Quantized) for layer in jax.eval_shape(list, q.layers)]
     assert is_low == 3 * [False] + 5 * [True]
@@ -177,8 +181,8 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
             [quant.Rule(FP8, "layers.mlp.*"), quant.Rule(FP8, "layers.mpl.*")],
             r"match no matmul, .*: Rule\(match='layers.mpl.*layers.attn.q",
         ),
-        ([quant.Rule(FP8), quant.high(0)], "or only matmuls of earlier rules"),
-        ([quant.high(0, 1, 7)], r"names the layers \[7\], but the largest stack has 2"),
+        ([quant.Rule(FP8), quant.Rule(None, layers=(0,))], "or only matmuls of earlier rules"),
+        ([quant.Rule(None, layers=(0, 1, 7))], r"names the layers \[7\], but the largest stack has 2"),
         (quant.Format("int4", group=32), "training rounds activations too"),
         ([quant.Rule(FP8, kinds=("embedding",))], "embed: embeddings and heads"),
     ],
@@ -216,7 +220,9 @@ def test_matrices_of_unknown_layers_are_never_left_silently():
     with pytest.warns(UserWarning, match=r"layer types are unknown: \['other.kernel'\]"):
         found = low("int8")
     assert found.unquantized == ("other.kernel",) and "in full precision: other.kernel" in found.summary
-    assert low([quant.high(match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).unquantized == ("other.kernel",)
+    assert low([quant.Rule(None, match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).unquantized == (
+        "other.kernel",
+    )
     with pytest.raises(ValueError, match="other.kernel.* do not belong to layers that can be quantized"):
         low([quant.Rule(FP8, kinds=("dense", "unknown"))])
 

@@ -185,9 +185,9 @@ def test_what_does_not_fit_is_said():
     mesh = sharding.make_mesh(stage=4, data=2)
     layout = sharding.Layout(mesh, PP)
     with pytest.raises(ValueError, match="3 repeats of layers cannot be split into 4 stages"):
-        sharding.create(lambda: llama(3), layout)
+        sharding.init_sharded(lambda: llama(3), layout)
     with pytest.raises(ValueError, match=r"up to 3 of 9 repeats .* repeats=2 .* use one of \[1, 3\]"):
-        sharding.create(lambda: llama(9), sharding.Layout(mesh, AROUND))
+        sharding.init_sharded(lambda: llama(9), sharding.Layout(mesh, AROUND))
     trace = lambda num_layers, rows: jax.eval_shape(lambda: llama(num_layers)(jnp.zeros((rows, 8), jnp.int32)))
     with sharding.use(layout), pytest.raises(ValueError, match="6 rows cannot be split into 4 microbatches"):
         trace(4, 6)

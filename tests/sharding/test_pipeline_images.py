@@ -41,10 +41,10 @@ def model_and_batch(name: str):
     found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
     order = [0, 1, 2] * 2
     pixels = np.concatenate([found.pixels[ends[i] : ends[i + 1]] for i in order])
-    images = nn.vision.patches(pixels, found.grids[order], counts=[2, 1, 2, 1])
+    images = nn.vision.pad_patches(pixels, found.grids[order], counts=[2, 1, 2, 1])
     tokens = np.tile(case["tokens"], (2, 1)).astype(np.int32)
     targets = np.roll(tokens, -1, axis=1)
-    targets = np.where(np.asarray(model.is_image(targets)), -1, targets).astype(np.int32)
+    targets = np.where(np.asarray(model.inputs["images"].is_placeholder(targets)), -1, targets).astype(np.int32)
     return model, {"tokens": tokens, "targets": targets, "images": images}
 
 

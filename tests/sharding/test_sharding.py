@@ -31,7 +31,7 @@ def on_eight() -> sharding.Layout:
 
 
 def test_created_values_equal_one_device():
-    model, alone = sharding.create(build, on_eight()), jax.jit(build)()
+    model, alone = sharding.init_sharded(build, on_eight()), jax.jit(build)()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), jax.device_get(model))
 
 
@@ -65,13 +65,13 @@ class Tied(nnx.Module):
 
 def test_one_parameter_at_two_places_is_refused_before_it_becomes_two():
     with pytest.raises(ValueError, match=r"embed\.w and head\.w are the same parameter.*embed\.logits"):
-        sharding.create(Tied, on_eight())
+        sharding.init_sharded(Tied, on_eight())
     # Equal values are no alias, nor are other variables (the streams of random numbers that dropout layers share).
     copied, shared = Tied(), nnx.RngKey(jax.random.key(0))
     copied.head = nn.Embed(8, 4, rngs=nnx.Rngs(1))
     copied.head.w.set_value(copied.embed.w[...])
     copied.one, copied.other = shared, shared
-    assert len(jax.tree.leaves(sharding.create(lambda: copied, on_eight()))) == 4
+    assert len(jax.tree.leaves(sharding.init_sharded(lambda: copied, on_eight()))) == 4
 
 
 @pytest.mark.filterwarnings("ignore:nothing is split over")
@@ -175,7 +175,7 @@ def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
     parameter = lambda: {"w": nnx.Param(x, axes=("vocab", name))}
     for wrong in (
         lambda: sharding.shardings(parameter(), layout),
-        lambda: sharding.create(parameter, layout),
+        lambda: sharding.init_sharded(parameter, layout),
         lambda: sharding.Layout(layout.mesh, {name: "fsdp"}),
         lambda: sharding.FSDP | {name: None},
         lambda: layout.spec("vocab", name),
@@ -252,11 +252,11 @@ def test_mistakes_name_the_culprit():
         ValueError,
         match=r"layers.groups.0.0.attn.k.w: dimension 'kv_heads' \(size 2\) is not divisible by mesh axis 'tensor' \(size 4\)",
     ):
-        sharding.create(build, sharding.Layout(mesh, {"kv_heads": "tensor"}))
+        sharding.init_sharded(build, sharding.Layout(mesh, {"kv_heads": "tensor"}))
     with pytest.raises(ValueError, match=r"embed.w: its axes .* put 'vocab' and 'embed' both on the mesh axis 'data'"):
-        sharding.create(build, sharding.Layout(mesh, {"vocab": "data", "embed": "data"}))
+        sharding.init_sharded(build, sharding.Layout(mesh, {"vocab": "data", "embed": "data"}))
     with pytest.raises(ValueError, match=r"no mesh axis is named 'model'"):
-        sharding.create(build, sharding.Layout(mesh, {"embed": "model"}))
+        sharding.init_sharded(build, sharding.Layout(mesh, {"embed": "model"}))
     for given, words in {
         (mesh, "fsdp"): r"sharding.preset\('fsdp'\) makes one",
         ("fsdp", "tp"): "must be a mesh",

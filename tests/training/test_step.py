@@ -145,7 +145,7 @@ def test_accumulation_is_the_big_batch(microbatches):
 
 def test_a_split_model_outside_of_its_layout_is_a_warning():
     layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)
-    model = sharding.create(tiny.model, layout)
+    model = sharding.init_sharded(tiny.model, layout)
     with pytest.warns(
         UserWarning, match=r"such as .*, are split over devices, but no layout .*with sharding.use\(layout\)"
     ):

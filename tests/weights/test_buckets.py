@@ -6,7 +6,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from maxlib.weights import _buckets as buckets
+from maxlib.weights import buckets
 
 
 class Busy:

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from maxlib.weights._files import INDEX, SINGLE, Header, find_tensors, shard, write_file, write_index
+from maxlib.weights.files import INDEX, SINGLE, Header, find_tensors, shard, write_file, write_index
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

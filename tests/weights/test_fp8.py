@@ -16,8 +16,8 @@ import maxlib
 from maxlib import nn, ops, sharding
 from maxlib.models import deepseek
 from maxlib.weights import HFConfig
-from maxlib.weights._files import Header, find_tensors, write_file
 from maxlib.weights._fp8 import with_scales
+from maxlib.weights.files import Header, find_tensors, write_file
 
 QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -112,7 +112,7 @@ def test_on_eight_devices(directories):
 
 
 def test_factors_that_do_not_fit_are_refused(directories, tmp_path):
-    tensors = {n: t.view() for n, t in maxlib.weights._files.find_tensors(directories / "fp8").items()}
+    tensors = {n: t.view() for n, t in maxlib.weights.files.find_tensors(directories / "fp8").items()}
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors[name + "_scale_inv"] = np.ones((3, 1), np.float32)
     write(tmp_path / "bad", tensors, json.loads((directories / "fp8" / "config.json").read_text()))
@@ -123,7 +123,7 @@ def test_factors_that_do_not_fit_are_refused(directories, tmp_path):
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_factor_for_a_matrix(shape, directories, tmp_path):
     """As Ministral 3 and Devstral Small 2 ship it, with factors of activations that count for nothing here."""
-    tensors = {n: t.view() for n, t in maxlib.weights._files.find_tensors(directories / "plain").items()}
+    tensors = {n: t.view() for n, t in maxlib.weights.files.find_tensors(directories / "plain").items()}
     random, plain = np.random.default_rng(1), dict(tensors)
     for name in filter(quantized, list(tensors)):
         factor = np.float32(2.0 ** random.uniform(-9, 9))

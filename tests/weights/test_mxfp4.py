@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 import maxlib
 from maxlib import nn, ops, sharding
 from maxlib.models import gpt_oss
-from maxlib.weights import HFConfig
-from maxlib.weights import _mxfp4 as mxfp4
+from maxlib.weights import HFConfig, mxfp4
 from tests.models import parity
 
 QUANTIZATION = {

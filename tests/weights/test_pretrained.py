@@ -25,8 +25,8 @@ from maxlib import inference, nn, ops, quantization, sharding, training, weights
 from maxlib.models import llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
-from maxlib.weights import _files as files_module
 from maxlib.weights import _readback
+from maxlib.weights import files as files_module
 from tests.nn.tiny import LLAMA
 from tests.weights import zoo
 

@@ -103,9 +103,9 @@ def test_quantized_tensors_are_read_in_place_of_plain_ones(exported, tmp_path):
         w, scale = zoo.quantize(np.stack(plain))
         files |= {f"model.layers.{i}.experts.down_f8": w, f"model.layers.{i}.experts.down_scale": scale}
         downs[i] = zoo.dequantize(w, scale)
-    maxlib.weights._files.write_file(
+    maxlib.weights.files.write_file(
         tmp_path / "model.safetensors",
-        [maxlib.weights._files.Header(n, t.dtype, t.shape) for n, t in files.items()],
+        [maxlib.weights.files.Header(n, t.dtype, t.shape) for n, t in files.items()],
         iter(files.values()),
     )
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())

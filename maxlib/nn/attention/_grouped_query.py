@@ -19,8 +19,9 @@ from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_o
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import Causal, Mask, MaskHint, SlidingWindow, StaticMask, apply_rope
-from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import axis_of, axis_size, mesh_axes, natural_order
+from maxlib.sharding import constrain, current, shard_map_by_name
+from maxlib.sharding.layers import axis_size, mesh_axes, natural_order
+from maxlib.sharding.strategies import ContextParallel, RingAttention, UlyssesAttention
 
 CANNOT_TRAVEL = "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
 
@@ -388,7 +389,13 @@ def check_no_ring(keys: int) -> None:
 
 def _ring_of(keys: int) -> str | None:
     """Returns the mesh axis around which keys travel. A ring needs equal pieces; others are gathered instead."""
-    return axis_of("kv_seq") if keys % axis_size("kv_seq") == 0 else None
+    sequence = _sequence()
+    return sequence.axis if isinstance(sequence, RingAttention) and keys % axis_size("kv_seq") == 0 else None
+
+
+def _sequence() -> ContextParallel | None:
+    layout = current()
+    return None if layout is None else layout.sequence
 
 
 def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[str, Any], *, zigzag: bool):
@@ -417,9 +424,9 @@ def _check_exchange(q: Array, k: Array) -> None:
 
     Decoding a single token splits nothing, so it passes.
     """
-    exchanged = {*mesh_axes("seq")} & {*mesh_axes("attn_heads")} - {*mesh_axes("act_heads")}  # `SP` exchanges nothing
     parts, heads = axis_size("attn_heads"), (q.shape[2], k.shape[2])
-    if exchanged and q.shape[1] % axis_size("seq") == 0 and any(count % parts for count in heads):
+    exchanges = isinstance(_sequence(), UlyssesAttention) and q.shape[1] % axis_size("seq") == 0
+    if exchanges and any(count % parts for count in heads):
         raise ValueError(
             f"Ulysses attention over mesh axes {mesh_axes('attn_heads')} ({parts} devices) needs query heads divisible by "
             f"{parts}, and key heads that {parts} divides or that divide {parts}; got {heads[0]} and {heads[1]}. Use fewer "

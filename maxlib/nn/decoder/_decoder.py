@@ -1,6 +1,7 @@
-"""Base classes of decoder-only models: embedding, stack of layers, final norm, head."""
+"""Base class of decoder-only models: embedding, stack of layers, final norm, head."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from maxlib._utils.arguments import check_array, check_dtype
 from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
 from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
-from maxlib.nn.decoder._model import Output
+from maxlib.nn.decoder._model import Input, Output
+from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
-from maxlib.nn.stack import Stack, WithShared
+from maxlib.nn.stack import Carry, Stack
 from maxlib.ops import Mask
 from maxlib.sharding import constrain
 
@@ -33,9 +35,9 @@ def check_tokens(tokens: Any) -> None:
 class Decoder(nnx.Module):
     """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions.md).
 
-    A model family subclasses it and sets the attributes in its constructor; it may override `embed_tokens`, `enter`,
-    `layer_inputs` and `leave`. A model with another structure need not subclass it: trainers and generators only need
-    the methods of `nn.Model`.
+    A model family subclasses it and sets the attributes in its constructor; it may override `inputs`, `embed_tokens`,
+    `enter`, `layer_inputs` and `leave`. A model with another structure need not subclass it: trainers and generators
+    only need the methods of `nn.Model`.
 
     Attributes:
         cfg: The model's config.
@@ -43,13 +45,14 @@ class Decoder(nnx.Module):
         layers: The stack of layers.
         norm: The norm after the last layer.
         head: Table of output vectors; None if it is tied to `embed`.
+        mtp: Modules for multi-token prediction, which predict 2, 3, ... tokens ahead; the first one can draft.
         masks: Masks of the layers, whose key intervals are computed once per forward pass.
         ropes: Rotary embeddings of the layers, whose tables are computed once per forward pass.
         recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
             (LongRoPE in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
-        layers_share: True if layers share values with later ones. Their `x` is then a `stack.WithShared`.
+        layers_share: True if layers share values with later ones. Their `x` is then a `stack.Carry`.
     """
 
     cfg: Any
@@ -57,6 +60,7 @@ class Decoder(nnx.Module):
     layers: Stack
     norm: nnx.Module
     head: Embed | None = None
+    mtp: Sequence[MTP] = ()
     masks: tuple[Mask, ...] = ()
     ropes: tuple[AnyRope, ...] = ()
     recompute_cache_at: int | None = None
@@ -64,41 +68,85 @@ class Decoder(nnx.Module):
     layers_take_tokens: bool = False
     layers_share: bool = False
 
+    @property
+    def inputs(self) -> dict[str, Input]:
+        """Returns what the model reads besides tokens, by the name of its argument, such as `images`."""
+        return {}
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         *,
-        positions: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T *R"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         valid: Bool[Array, "B T"] | None = None,
         cache: Cache | None = None,
         dtype: Any = jnp.bfloat16,
         remat: Policy = None,
+        **inputs: Any,
     ) -> Output:
         """Computes the hidden states of rows of tokens.
 
         Args:
-            tokens: Ids, `B T`.
-            positions: Positions for rotary tables, by default each token's index in its document.
+            tokens: Ids, `B T`, with placeholders for images and sound.
+            positions: Positions for rotary tables, by default each token's index in its document; `B T 3` by time, row
+                and column for a model with M-RoPE, which computes them from tokens and images.
             segment_ids: Packed document of each token, 0 for padding; None for one document per row.
             valid: False for padding; None if every token is real.
-            cache: Cache of earlier tokens, or None.
+            cache: Cache of earlier tokens, or None. All placeholders of an image or clip must be in one call.
             dtype: Dtype of the computation.
             remat: What layers keep for the backward pass, see `nn.remat`.
+            **inputs: What the model reads besides tokens (`inputs`), in the order of their placeholders: `images` as
+                `nn.vision.Patches`, or `pixel_values` if all are of one size; `audio` as `nn.audio.Clips`.
 
         Returns:
             The hidden states after the final norm, the new cache, and the layers' losses and metrics.
 
         Raises:
             TypeError: when `tokens` or another input is a list or another library's array, or `dtype` no dtype.
-            ValueError: when `tokens` is not an integer array of shape `B T`.
+            ValueError: when `tokens` is not an integer array of shape `B T`, and as `check_inputs` does; inside jit,
+                where ids are hidden, placeholders that do not fit become NaN instead.
         """
-        inputs = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
-        x, inputs = self.embed_inputs(tokens, dtype=dtype, cache=cache, remat=remat, **inputs)
-        return self.run(x, **inputs, cache=cache, remat=remat)
+        x, arguments = self.embed_inputs(
+            tokens,
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            cache=cache,
+            dtype=dtype,
+            remat=remat,
+            **inputs,
+        )
+        return self.run(x, **arguments, cache=cache, remat=remat)
+
+    def check_inputs(self, tokens: Int[Any, "B T"], **inputs: Any) -> None:
+        """Raises ValueError for an input that the model does not read, or that does not fit its placeholders.
+
+        `__call__` does this too; call it before a jitted function of your own, in which ids are hidden.
+
+        Args:
+            tokens: Ids, with placeholders for the inputs.
+            **inputs: Inputs by name, such as `images`; None for none.
+        """
+        readers = self.inputs
+        if unread := [name for name, value in inputs.items() if value is not None and name not in readers]:
+            raise ValueError(
+                f"this {type(self).__name__} reads {' and '.join(['text', *readers])} only: call it without {unread[0]}"
+            )
+        for name, reader in readers.items():
+            reader.check(tokens, inputs.get(name))
 
     def embed_inputs(
-        self, tokens: Int[Array, "B T"], *, dtype: Any, cache: Cache | None = None, remat: Policy = None, **inputs: Any
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T *R"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        dtype: Any,
+        remat: Policy = None,
+        **inputs: Any,
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Returns the vectors of what a model reads, and the arguments of `enter`; it takes those of `__call__`.
 
@@ -107,10 +155,21 @@ class Decoder(nnx.Module):
         """
         check_tokens(tokens)
         check_dtype(dtype)
-        for name in ("positions", "segment_ids", "valid"):
-            if inputs.get(name) is not None:
-                check_array(inputs[name], name)
-        return self.embed_tokens(tokens, dtype), inputs | self.ids_for_layers(tokens)
+        rows = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
+        for name, value in rows.items():
+            if value is not None:
+                check_array(value, name)
+        x = self.embed_tokens(tokens, dtype)
+        self.check_inputs(tokens, **inputs)
+        arguments = rows | self.ids_for_layers(tokens)
+        for name, reader in self.inputs.items():
+            if (value := inputs.get(name)) is not None:
+                x, more = reader.embed(x, tokens, value, **rows, cache=cache, dtype=dtype, remat=remat)
+                arguments |= more
+            elif cache is None:
+                # Inside jit no error can be raised: NaN, so that a loss does not learn from them.
+                x = jnp.where(reader.is_placeholder(tokens)[:, :, None], jnp.nan, x)
+        return x, arguments
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of token ids, `B T D`, in `dtype`."""
@@ -124,7 +183,7 @@ class Decoder(nnx.Module):
         """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
-        inputs = self.layer_inputs(x.x if isinstance(x, WithShared) else x, ctx)
+        inputs = self.layer_inputs(x.x if isinstance(x, Carry) else x, ctx)
         ctx = dataclasses.replace(ctx, features=None)  # layers get theirs as inputs
         x, layers, aux = self.layers(x, ctx, cache and cache.layers, remat=remat, layer_inputs=inputs)
         # `cache and ...`: None without a cache.
@@ -140,20 +199,23 @@ class Decoder(nnx.Module):
         x = constrain(x, "batch", "seq", "act_embed")
         # A cache stores tokens by index, so decoding keeps the natural order.
         x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
-        return (WithShared(x, {}) if self.layers_share else x), ctx
+        return (Carry(x, {}) if self.layers_share else x), ctx
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Any:
         """Returns per-layer inputs, arrays with a leading axis of layers; None if there are none.
+
+        By default they are `ctx.features`, which images add to their tokens after each of the first layers.
 
         Args:
             x: The input of the first layer.
             ctx: The context, whose tokens are in the order of `x`.
         """
-        return None
+        # [B, T, n, D] -> [n, B, T, D]
+        return None if ctx.features is None else jnp.moveaxis(ctx.features, 2, 0)
 
     def leave(self, x: Any, ctx: Context) -> Float[Array, "B T D"]:
         """Returns the input of the head: the last layer's `x`, `B T D`, normed and in natural order."""
-        return zigzag_unshard(self.norm(x.x if isinstance(x, WithShared) else x), ctx)
+        return zigzag_unshard(self.norm(x.x if isinstance(x, Carry) else x), ctx)
 
     def head_weight(self) -> Float[Array, "V D"]:
         """Returns the head's matrix, `V D`: the embedding if they are tied."""
@@ -177,7 +239,44 @@ class Decoder(nnx.Module):
             rope_length: See `Cache`.
         """
         layers = self.layers.init_cache(batch, capacity, dtype)
-        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length)
+        moves = any(reader.moves_positions for reader in self.inputs.values())
+        offset = jnp.zeros(batch, jnp.int32) if moves else None
+        return Cache(layers, jnp.zeros(batch, jnp.int32), rope_length, offset)
+
+    def predict_ahead(self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any) -> list[MTPOutput]:
+        """Predicts further ahead from the final `hidden`.
+
+        Args:
+            hidden: The model's output, `B T D`.
+            tokens: Ids, `B T`.
+            **inputs: `positions`, `segment_ids`, `valid`, `remat`.
+
+        Returns:
+            One output per module of `mtp` (`nn.mtp.predict_ahead`).
+        """
+        # The modules share the model's embedding.
+        return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
+
+    def draft(
+        self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Drafts with the first module while decoding (`nn.mtp.draft`); `inputs` are `cache` and `valid`."""
+        return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
+
+    def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
+        """Makes an empty cache of the first module."""
+        layers = self._drafter.init_cache(batch, capacity, dtype)
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def _drafter(self) -> MTP:
+        """Returns the first module; raises ValueError if there is none."""
+        if not len(self.mtp):
+            raise ValueError(
+                f"this {type(self).__name__} has no MTP module to draft with: load it with num_mtp=1 if its family has "
+                "them, or pass a drafter"
+            )
+        return self.mtp[0]
 
     @property
     def max_length(self) -> int | None:

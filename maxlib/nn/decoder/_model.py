@@ -65,11 +65,65 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class VisionModel(Protocol):
-    """Protocol of models whose `__call__` takes images, in addition to `Model`."""
+class MultimodalModel(Protocol):
+    """Protocol of models whose `__call__` may take more than tokens, such as `images=` or `audio=`, besides `Model`."""
 
-    def check_images(self, tokens: Int[Any, "B T"], images: Any) -> None:
-        """Raises ValueError when placeholders among `tokens` and `images` do not match, or the model reads text
-        only.
+    def check_inputs(self, tokens: Int[Any, "B T"], **inputs: Any) -> None:
+        """Raises ValueError for an input that the model does not read, or that does not fit its placeholders.
+
+        Args:
+            tokens: Ids, with placeholders for the inputs.
+            **inputs: Inputs by name; None for none.
+        """
+        ...
+
+
+@runtime_checkable
+class Input(Protocol):
+    """Protocol of what a `Decoder` reads besides tokens: vectors that take the places of placeholders among them.
+
+    Attributes:
+        moves_positions: True if positions of tokens after such an input do not count tokens.
+    """
+
+    @property
+    def moves_positions(self) -> bool: ...
+
+    def is_placeholder(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
+        """Returns True for tokens that the input replaces."""
+        ...
+
+    def check(self, tokens: Int[Any, "B T"], value: Any) -> None:
+        """Raises ValueError if a value, or None, does not fit the placeholders; inside jit, only for wrong shapes."""
+        ...
+
+    def embed(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        value: Any,
+        *,
+        positions: Int[Array, "B T *R"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+        valid: Bool[Array, "B T"] | None,
+        cache: Cache | None,
+        dtype: Any,
+        remat: Policy,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Puts the vectors of a value in place of its placeholders.
+
+        Args:
+            x: Token vectors.
+            tokens: Ids.
+            value: The argument of the model's call.
+            positions: Positions for rotary tables, or None.
+            segment_ids: Packed document of each token, or None.
+            valid: False for padding, or None.
+            cache: Cache of earlier tokens, or None.
+            dtype: Dtype of the computation.
+            remat: What layers of an encoder keep for the backward pass.
+
+        Returns:
+            The vectors, and arguments of `nn.context` that the input sets.
         """
         ...

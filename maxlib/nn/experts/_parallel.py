@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.hardware import current_device
 from maxlib.nn._pytree import pytree
 from maxlib.nn.experts import _dispatch as dispatch
-from maxlib.sharding import current
-from maxlib.sharding._experts import BEST_RAGGED, ROOM
+from maxlib.sharding import ExpertParallel, current
 from maxlib.sharding.pipelining import stages
 
 # Platforms on which XLA has `ragged_all_to_all`.
@@ -44,9 +43,9 @@ def dropless(
     """Applies the experts of all devices to this device's tokens; no choice is dropped.
 
     Buffers have a static size, but any number of tokens may choose a device's experts. If tokens are spread about
-    evenly, two rounds run, each with half the tokens and buffers of `ROOM` times an even share. If some device would
-    get more, there are as many rounds as devices, each with buffers for all choices of its tokens. Either way a buffer
-    is at most as large as all choices of a device's own tokens. The backward pass recomputes each round.
+    evenly, two rounds run, each with half the tokens and buffers of `ExpertParallel.room` times an even share. If some
+    device would get more, there are as many rounds as devices, each with buffers for all choices of its tokens. Either
+    way a buffer is at most as large as all choices of a device's own tokens. The backward pass recomputes each round.
 
     `is_ragged` chooses the exchange. A ragged exchange sends only rows that exist, if they are many for each expert in
     whole tiles, and a buffer has room for all rows that a device receives; a dense exchange sends pieces of equal size
@@ -75,7 +74,7 @@ def dropless(
     each = devices if ragged else 1  # the capacity counts rows from all devices, or from each device
     # Room for the choices of a round, and for the empty rows of tiles: half a tile for each expert on average.
     choices, empty = (lambda turns: experts.size * each // turns), num_experts * (tile - 1)
-    share = -(-ROOM * choices(few) // devices) + ROOM * empty // 2
+    share = -(-ExpertParallel.room * choices(few) // devices) + ExpertParallel.room * empty // 2
     length = LENGTH if tile > 1 and share >= LENGTH else tile
     even = round(min(share, choices(few) + empty) / length) * length
     usual = functools.partial(_turns, one, few, even)
@@ -95,15 +94,14 @@ def is_ragged() -> bool:
         ValueError: when the layout asks for it and XLA does not support it on this platform.
     """
     layout, (platform, _) = current(), current_device()
-    exchange = layout.experts.exchange if layout is not None and layout.experts is not None else None
-    if exchange is None:  # ragged exchanges are untested under the vmap over pipeline stages
-        return platform in BEST_RAGGED and stages() == 1
-    if exchange == "ragged" and platform not in CAN_RAGGED:
+    experts = ExpertParallel() if layout is None or layout.experts is None else layout.experts
+    ragged = experts.is_ragged(platform, pipelined=stages() > 1)
+    if ragged and platform not in CAN_RAGGED:
         raise ValueError(
             f"tokens can travel ragged on {' and '.join(CAN_RAGGED)}, not on {platform}: leave exchange='ragged' out of "
             "sharding.ExpertParallel"
         )
-    return exchange == "ragged"
+    return ragged
 
 
 def _tile(choices: int, num_experts: int) -> int:

@@ -22,14 +22,19 @@ from maxlib.nn.cache import LayerCache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
-from maxlib.nn.recurrent._common import rates, sequence_axis, taps
+from maxlib.nn.recurrent._common import (
+    HEADS,
+    STATE,
+    TAIL,
+    gather_traffic,
+    gathered_weight,
+    over_sequence,
+    rates,
+    taps,
+    wide,
+)
 from maxlib.nn.remat import mark_heads
-from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import AllGatherArg
-
-_HEADS = ("batch", "seq", "act_heads", None)
-_TAIL = ("batch", None, "act_heads", None)
-_STATE = ("batch", "act_heads", None, None)
+from maxlib.sharding import constrain
 
 
 @pytree
@@ -49,6 +54,18 @@ class DeltaCache(LayerCache):
     k: Float[Array, "B U K Hk"]
     v: Float[Array, "B U N Hv"]
     state: Float[Array, "B N Hk Hv"]
+
+    @classmethod
+    def empty(cls, keys: tuple[int, ...], values: tuple[int, ...], dtype: Any) -> "DeltaCache":
+        """Makes an empty cache, whose state is float32, or wider if `dtype` is.
+
+        Args:
+            keys: Shape of the convolution's inputs of keys, `B W-1 K Hk`.
+            values: That of values, `B W-1 N Hv`.
+            dtype: Dtype of the convolution's inputs.
+        """
+        state = jnp.zeros((keys[0], values[2], keys[3], values[3]), jnp.promote_types(dtype, jnp.float32))
+        return cls(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
 
 
 class GatedDeltaNet(SequenceMixer):
@@ -113,12 +130,8 @@ class GatedDeltaNet(SequenceMixer):
         self.norm = RMSNorm(Hv, eps=norm_eps)
         self.o = Einsum("...NH,DNH->...D", (D, N, Hv), ("embed", "heads", "head_dim"), rngs=rngs)
         self.num_heads, self.num_key_heads, self.key_dim, self.value_dim = N, K, Hk, Hv
-        self.conv_width, self.out_gate_act, self.max_step, self.implementation = (
-            W,
-            out_gate_act,
-            max_step,
-            implementation,
-        )
+        self.conv_width, self.out_gate_act, self.max_step = W, out_gate_act, max_step
+        self.implementation = implementation
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
@@ -135,44 +148,23 @@ class GatedDeltaNet(SequenceMixer):
         """
         ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, heads, width]
-        own = lambda y: constrain(y, *_HEADS[: y.ndim])
-        q, k, v, gate, a, b = map(own, of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b))
-        q, k, v = (mark_heads(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
-        out, cache = self._mix(q, k, v, *self._rates(a, b), ctx, cache)
+        projections = of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b)
+        q, k, v, gate, a, b = (constrain(y, *HEADS[: y.ndim]) for y in projections)
+        out, cache = delta_rule(ops.gated_delta_rule, self, (q, k, v), *self._rates(a, b), ctx, cache)
         # Cheap to compute again; kept for the backward pass, it would take several times the memory of its inputs.
-        leave = jax.checkpoint(lambda out, gate: self.o(self._gated_norm(out, gate)), prevent_cse=False)
-        return leave(checkpoint_name(out, "attention_out"), gate), cache
+        return jax.checkpoint(self._leave, prevent_cse=False)(checkpoint_name(out, "attention_out"), gate), cache
 
-    def _gated_norm(self, out: Array, gate: Array) -> Array:
-        """Norms the output and gates it, `B T N Hv`."""
+    def _leave(self, out: Array, gate: Array) -> Array:
+        """Norms the output, gates it and projects it, `B T N Hv` to `B T D`."""
         # The norm and the gate are in float32, so multiply in float32, too.
-        wide = jnp.promote_types(out.dtype, jnp.float32)
-        return (self.norm(out).astype(wide) * self.out_gate_act(gate.astype(wide))).astype(out.dtype)
+        return self.o((wide(self.norm(out)) * self.out_gate_act(wide(gate))).astype(out.dtype))
 
     def _rates(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Returns log decays and steps, `B T N` each, in float32 or wider."""
-        wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         a, b = wide(a), wide(b)
         # [N] -> [B, T, N]
         a_log, dt_bias = (for_each_token(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
         return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
-
-    def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
-        """Applies the convolution and the delta rule to each device's rows, heads and tokens."""
-        axis, seq = sequence_axis(q.shape[1])
-        here = lambda names: tuple(seq if name == "seq" else name for name in names)
-        filters = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
-        split = [AllGatherArg(w.get_metadata()["axes"], ("act_heads", None, None)) for w in (self.q_conv, self.v_conv)]
-        # Without packing and without a cache, the state needs no resets.
-        starts = ctx.is_start if ctx.packed or cache is not None else None
-        states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
-        names = [here(_HEADS)] * 3 + [here(_HEADS[:3])] * 2 + [split[0], split[0], split[1]]
-        names += [None] * 4 if cache is None else [_TAIL] * 3 + [_STATE]
-        names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
-        op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
-        mapped = shard_map_by_name(op, names, (here(_HEADS), _TAIL, _TAIL, _TAIL, _STATE))
-        out, *new = mapped(q, k, v, log_decay, beta, *filters, *states, starts, ctx.valid)
-        return constrain(out, *_HEADS), None if cache is None else DeltaCache(*new)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
         """Makes an empty cache; its size does not depend on `capacity`.
@@ -182,10 +174,9 @@ class GatedDeltaNet(SequenceMixer):
             capacity: Maximum number of tokens in a row.
             dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
         """
-        N, K, Hk, Hv, U = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim, self.conv_width - 1
-        keys, values = (batch, U, K, Hk), (batch, U, N, Hv)
-        state = jnp.zeros((batch, N, Hk, Hv), jnp.promote_types(dtype, jnp.float32))
-        return DeltaCache(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
+        taps = self.conv_width - 1
+        keys = (batch, taps, self.num_key_heads, self.key_dim)
+        return DeltaCache.empty(keys, (batch, taps, self.num_heads, self.value_dim), dtype)
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
@@ -194,8 +185,7 @@ class GatedDeltaNet(SequenceMixer):
         N, K, Hk, Hv = self.num_heads, self.num_key_heads, self.key_dim, self.value_dim
         effect = 4 * N * Hk * (Hk + Hv)  # float32
         tail = (self.conv_width - 1) * (2 * K * Hk + N * Hv) * split.width
-        whole = split.rows * split.parts * (effect + tail) / split.heads
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        return gather_traffic(split, (effect + tail) / split.heads)
 
     @property
     def kind(self) -> str:
@@ -207,16 +197,48 @@ class GatedDeltaNet(SequenceMixer):
         yield "short convolution"
 
 
-def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
-    """Applies the convolution and the delta rule to one device's part; returns the output and the new cache's
-    arrays.
+def delta_rule(
+    rule: Callable[..., tuple[Array, Array]],
+    layer: Any,
+    qkv: tuple[Array, Array, Array],
+    log_decay: Array,
+    beta: Array,
+    ctx: Context,
+    cache: DeltaCache | None,
+) -> tuple[Array, DeltaCache | None]:
+    """Applies the convolutions and a delta rule to each device's rows, heads and tokens.
+
+    Args:
+        rule: `ops.gated_delta_rule` or `ops.kimi_delta_attention`.
+        layer: The layer, with `q_conv`, `k_conv`, `v_conv` and `implementation`.
+        qkv: Projected queries, keys and values, `B T N H` each.
+        log_decay: Log decays, `B T N`, or `B T N H` of each channel.
+        beta: Steps, `B T N`.
+        ctx: Documents and padding.
+        cache: Convolution inputs and state of earlier tokens, or None.
+
+    Returns:
+        The output, `B T N Hv`, and the new cache.
     """
+    rows = [(mark_heads(y, name), HEADS) for y, name in zip(qkv, "qkv", strict=True)]
+    rows += [(log_decay, HEADS[: log_decay.ndim]), (beta, HEADS[:3])]
+    filters = [gathered_weight(w) for w in (layer.q_conv, layer.k_conv, layer.v_conv)]
+    states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
+    op = functools.partial(_on_one_device, rule, layer.implementation)
+    named_states = list(zip(states, (TAIL, TAIL, TAIL, STATE), strict=True))
+    out, new = over_sequence(op, [*rows, *filters], named_states, ctx)
+    return out, None if new is None else DeltaCache(*new)
+
+
+def _on_one_device(rule, implementation, q, k, v, log_decay, beta, *rest, axis_name):
+    """Applies the convolutions and the rule to one device's part; returns the output and the new cache's arrays."""
     filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
     # Each channel becomes a weighted sum over the last W tokens of its document.
-    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
-    parts = zip((q, k, v), filters, tails, strict=True)
-    (q, k, v), tails = zip(*(convolve(x, w, tail=tail) for x, w, tail in parts), strict=True)
-    how = {"initial_state": state, "implementation": implementation}
-    out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, **masks, **how)
+    convolved = [
+        ops.short_convolution(x, w, act=jax.nn.silu, tail=tail, **masks)
+        for x, w, tail in zip((q, k, v), filters, tails, strict=True)
+    ]
+    (q, k, v), tails = zip(*convolved, strict=True)
+    out, state = rule(q, k, v, log_decay, beta, **masks, initial_state=state, implementation=implementation)
     return out, *tails, state

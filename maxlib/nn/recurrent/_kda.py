@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D width, N heads of width H, R rank of the gates, W taps of the convolution.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -18,15 +17,9 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
-from maxlib.nn.recurrent._common import rates, sequence_axis, taps
-from maxlib.nn.recurrent._delta_net import DeltaCache
-from maxlib.nn.remat import mark_heads
-from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import AllGatherArg
-
-_HEADS = ("batch", "seq", "act_heads", None)
-_TAIL = ("batch", None, "act_heads", None)
-_STATE = ("batch", "act_heads", None, None)
+from maxlib.nn.recurrent._common import HEADS, gather_traffic, rates, taps, wide
+from maxlib.nn.recurrent._delta_net import DeltaCache, delta_rule
+from maxlib.sharding import constrain
 
 
 class KimiDeltaAttention(SequenceMixer):
@@ -67,9 +60,16 @@ class KimiDeltaAttention(SequenceMixer):
         D, N, H, R, W = dim, num_heads, head_dim, head_dim, conv_width
         if W < 2:
             raise ValueError(f"conv_width must be at least 2, got {W}")
-        project = lambda: Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), rngs=rngs)
-        down = lambda: Einsum("...D,RD->...R", (R, D), ("rank", "embed"), gather_once=True, rngs=rngs)
-        up = lambda: Einsum("...R,NHR->...NH", (N, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+
+        def project() -> Einsum:
+            return Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), rngs=rngs)
+
+        def down() -> Einsum:
+            return Einsum("...D,RD->...R", (R, D), ("rank", "embed"), gather_once=True, rngs=rngs)
+
+        def up() -> Einsum:
+            return Einsum("...R,NHR->...NH", (N, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+
         self.q, self.k, self.v = project(), project(), project()
         # What the decay depends on, and the output's gate: x -> R numbers -> H numbers for each head.
         self.f_down, self.f_up, self.gate_down, self.gate_up = down(), up(), down(), up()
@@ -96,40 +96,21 @@ class KimiDeltaAttention(SequenceMixer):
         """
         ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, N, H]
-        own = lambda y: constrain(y, *_HEADS[: y.ndim])
-        q, k, v = (mark_heads(own(part(x)), name) for part, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
-        log_decay, beta = map(own, self._rates(x))
-        out, cache = self._mix(q, k, v, log_decay, beta, ctx, cache)
+        projected = (self.q(x), self.k(x), self.v(x), *self._rates(x))
+        q, k, v, log_decay, beta = (constrain(y, *HEADS[: y.ndim]) for y in projected)
+        out, cache = delta_rule(ops.kimi_delta_attention, self, (q, k, v), log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, H]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         # [B, T, D] -> [B, T, R] -> [B, T, N, H]
-        gate = own(self.gate_up(self.gate_down(x))).astype(out.dtype)
+        gate = constrain(self.gate_up(self.gate_down(x)), *HEADS).astype(out.dtype)
         return self.o((out * jax.nn.sigmoid(gate)).astype(x.dtype)), cache
 
     def _rates(self, x: Array) -> tuple[Array, Array]:
         """Returns log decays, `B T N H`, and steps, `B T N`, in float32 or wider."""
-        wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
         f, b = wide(self.f_up(self.f_down(x))), wide(self.b(x))
         # [N] -> [1, 1, N, 1] and [N * H] -> [1, 1, N, H]
         a_log, dt_bias = wide(self.a_log[...])[None, None, :, None], wide(self.dt_bias[...]).reshape(1, 1, *f.shape[2:])
         return -jnp.exp(a_log) * jax.nn.softplus(f + dt_bias), jax.nn.sigmoid(b)
-
-    def _mix(self, q, k, v, log_decay, beta, ctx: Context, cache: DeltaCache | None):
-        """Convolves and applies the recurrence, on each device's own rows, heads and tokens."""
-        axis, seq = sequence_axis(q.shape[1])
-        here = lambda names: tuple(seq if name == "seq" else name for name in names)
-        filters = [jnp.asarray(w[...]) for w in (self.q_conv, self.k_conv, self.v_conv)]
-        split = AllGatherArg(self.q_conv.get_metadata()["axes"], ("act_heads", None, None))
-        # Rows without a cache that hold one document each need no resets.
-        starts = ctx.is_start if ctx.packed or cache is not None else None
-        states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
-        names = [here(_HEADS)] * 4 + [here(_HEADS[:3])] + [split] * 3
-        names += [None] * 4 if cache is None else [_TAIL] * 3 + [_STATE]
-        names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
-        op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
-        mapped = shard_map_by_name(op, names, (here(_HEADS), _TAIL, _TAIL, _TAIL, _STATE))
-        out, *new = mapped(q, k, v, log_decay, beta, *filters, *states, starts, ctx.valid)
-        return constrain(out, *_HEADS), None if cache is None else DeltaCache(*new)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
         """Makes an empty cache; its size does not depend on `capacity`.
@@ -139,16 +120,14 @@ class KimiDeltaAttention(SequenceMixer):
             capacity: Maximum number of tokens in a row.
             dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
         """
-        N, H, tail = self.num_heads, self.head_dim, (batch, self.conv_width - 1, self.num_heads, self.head_dim)
-        state = jnp.zeros((batch, N, H, H), jnp.promote_types(dtype, jnp.float32))
-        return DeltaCache(jnp.zeros(tail, dtype), jnp.zeros(tail, dtype), jnp.zeros(tail, dtype), state)
+        tail = (batch, self.conv_width - 1, self.num_heads, self.head_dim)
+        return DeltaCache.empty(tail, tail, dtype)
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of transitions, states and convolution inputs that devices gather in a training step."""
         N, H = self.num_heads, self.head_dim
         effect, tail = 4 * N * H * 2 * H, (self.conv_width - 1) * 3 * N * H * split.width  # the effect is float32
-        whole = split.rows * split.parts * (effect + tail) / split.heads
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        return gather_traffic(split, (effect + tail) / split.heads)
 
     @property
     def kind(self) -> str:
@@ -158,16 +137,3 @@ class KimiDeltaAttention(SequenceMixer):
     def features(self) -> Iterator[str]:
         """Yields the labels of its options for tables."""
         yield "short convolution"
-
-
-def _op(q, k, v, log_decay, beta, *rest, axis_name, implementation):
-    """Convolves and applies the recurrence on one device's part; returns the output and the new cache's arrays."""
-    filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
-    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    # Each channel becomes a weighted sum over the last W tokens of its document.
-    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
-    parts = zip((q, k, v), filters, tails, strict=True)
-    (q, k, v), tails = zip(*(convolve(x, w, tail=tail) for x, w, tail in parts), strict=True)
-    how = {"initial_state": state, "implementation": implementation}
-    out, state = ops.kimi_delta_attention(q, k, v, log_decay, beta, **masks, **how)
-    return out, *tails, state

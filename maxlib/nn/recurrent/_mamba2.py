@@ -22,13 +22,10 @@ from maxlib.nn.cache import LayerCache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import GroupRMSNorm
-from maxlib.nn.recurrent._common import rates, sequence_axis, taps
+from maxlib.nn.recurrent._common import HEADS, STATE, TAIL, gather_traffic, over_sequence, rates, taps, wide
 from maxlib.nn.remat import mark_heads
-from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding import constrain
 
-_HEADS = ("batch", "seq", "act_heads", None)
-_TAIL = ("batch", None, "act_heads", None)
-_STATE = ("batch", "act_heads", None, None)
 Factors = tuple[float, float, float, float, float]
 
 
@@ -108,17 +105,22 @@ class Mamba2(SequenceMixer):
             raise ValueError(f"conv_width must be at least 2, got {W}")
         # Heads and their width are one axis of the weights, as in published files. A single group is replicated on all
         # devices; several groups are split as heads are.
-        C, E, of_groups = N * P, G * S, "kv_heads" if G > 1 else "state"
-        heads = lambda: Einsum("...D,FD->...F", (C, D), ("heads", "embed"), bias=bias, rngs=rngs)
-        groups = lambda: Einsum("...D,FD->...F", (E, D), (of_groups, "embed"), bias=bias, rngs=rngs)
-        self.gate, self.x, self.b, self.c = heads(), heads(), groups(), groups()
+        C, E, groups = N * P, G * S, "kv_heads" if G > 1 else "state"
+
+        def of_heads() -> Einsum:
+            return Einsum("...D,FD->...F", (C, D), ("heads", "embed"), bias=bias, rngs=rngs)
+
+        def of_groups() -> Einsum:
+            return Einsum("...D,FD->...F", (E, D), (groups, "embed"), bias=bias, rngs=rngs)
+
+        self.gate, self.x, self.b, self.c = of_heads(), of_heads(), of_groups(), of_groups()
         # One number per head: the length of a step.
         self.dt = Einsum("...D,ND->...N", (N, D), ("heads", "embed"), bias=bias, rngs=rngs)
         self.x_conv = taps((C, W), ("heads",), rngs)
-        self.b_conv, self.c_conv = (taps((E, W), (of_groups,), rngs) for _ in "bc")
-        zeros = lambda size, axis: nnx.Param(jnp.zeros(size), axes=(axis,)) if conv_bias else None
-        self.x_conv_bias = zeros(C, "heads")
-        self.b_conv_bias, self.c_conv_bias = (zeros(E, of_groups) for _ in "bc")
+        self.b_conv, self.c_conv = taps((E, W), (groups,), rngs), taps((E, W), (groups,), rngs)
+        self.x_conv_bias = nnx.Param(jnp.zeros(C), axes=("heads",)) if conv_bias else None
+        self.b_conv_bias = nnx.Param(jnp.zeros(E), axes=(groups,)) if conv_bias else None
+        self.c_conv_bias = nnx.Param(jnp.zeros(E), axes=(groups,)) if conv_bias else None
         self.a_log, self.dt_bias = rates(N, rngs)
         self.d = nnx.Param(jnp.ones(N), axes=("heads",))
         self.norm = None if norm is None else GroupRMSNorm(C, groups=G, eps=norm_eps)
@@ -155,61 +157,50 @@ class Mamba2(SequenceMixer):
             parts = [factor * part for factor, part in zip(self.factors, parts, strict=True)]
         gate, inner, b, c, dt = parts
         # [B, T, heads * width] -> [B, T, heads, width]
-        by_head = lambda y, heads: y.reshape(*y.shape[:2], heads, -1)
-        inner = mark_heads(constrain(by_head(inner, self.num_heads), *_HEADS), "v")
-        b, c = (mark_heads(by_head(y, self.num_groups), name) for y, name in ((b, "k"), (c, "q")))
-        return constrain(gate, *_HEADS[:3]), inner, b, c, constrain(dt, *_HEADS[:3])
+        inner = constrain(inner.reshape(*inner.shape[:2], self.num_heads, -1), *HEADS)
+        b, c = (y.reshape(*y.shape[:2], self.num_groups, -1) for y in (b, c))
+        inner, b, c = mark_heads(inner, "v"), mark_heads(b, "k"), mark_heads(c, "q")
+        return constrain(gate, *HEADS[:3]), inner, b, c, constrain(dt, *HEADS[:3])
 
     def _step(self, dt: Array) -> Array:
         """Returns the lengths of the steps, `B T N`, in float32 or wider."""
         # The step is in the exponent of the decay: rounding it to bfloat16 would be an error of about a percent.
-        wide = jnp.promote_types(dt.dtype, jnp.float32)
+        dt = wide(dt)
         # [N] -> [B, T, N]
-        bias = for_each_token(self.dt_bias[...].astype(wide), dt.shape)
-        return jnp.clip(jax.nn.softplus(dt.astype(wide) + bias), *self.dt_limit)
+        bias = for_each_token(self.dt_bias[...].astype(dt.dtype), dt.shape)
+        return jnp.clip(jax.nn.softplus(dt + bias), *self.dt_limit)
 
     def _gated_norm(self, y: Array, gate: Array) -> Array:
         """Gates and norms the output, `B T N*P`, in float32 or wider."""
-        wide = jnp.promote_types(y.dtype, jnp.float32)
         # The norm and the gate are in float32, so multiply in float32, too.
-        y, gate = y.astype(wide), jax.nn.silu(gate.astype(wide))
+        y, gate = wide(y), jax.nn.silu(wide(gate))
         if self.norm is None:
             return y * gate
         return self.norm(y * gate) if self.norm_order == "gate_first" else self.norm(y) * gate
 
     def _mix(self, x, b, c, dt, ctx: Context, cache: MambaCache | None):
         """Applies the convolution and the recurrence to each device's rows, heads and tokens."""
-        axis, seq = sequence_axis(x.shape[1])
         # b and c of a single group are replicated; those of several groups are split as the heads are.
-        shared = lambda names: tuple(None if n == "act_heads" else n for n in names) if self.num_groups == 1 else names
-        here = lambda names: tuple(seq if name == "seq" else name for name in names)
-        rows, tails = (here(_HEADS), shared(here(_HEADS))), (_TAIL, shared(_TAIL), shared(_TAIL))
-        # Without packing and without a cache, the state needs no resets.
-        starts = ctx.is_start if ctx.packed or cache is not None else None
+        of_groups = None if self.num_groups == 1 else "act_heads"
+        group_rows, group_tail = ("batch", "seq", of_groups, None), ("batch", None, of_groups, None)
+        rows = [(x, HEADS), (b, group_rows), (c, group_rows), (dt, HEADS[:3])]
         states = (None,) * 4 if cache is None else (cache.x, cache.b, cache.c, cache.state)
-        weights, gathered = self._weights(shared)
-        names = [rows[0], rows[1], rows[1], here(_HEADS[:3]), *gathered]
-        names += [None] * 4 if cache is None else [*tails, _STATE]
-        names += [None if mask is None else here(_HEADS[:2]) for mask in (starts, ctx.valid)]
-        op = functools.partial(_op, axis_name=axis, implementation=self.implementation)
-        mapped = shard_map_by_name(op, names, (rows[0], *tails, _STATE))
-        out, *new = mapped(x, b, c, dt, *weights, *states, starts, ctx.valid)
-        return constrain(out, *_HEADS), None if cache is None else MambaCache(*new)
+        named_states = list(zip(states, (TAIL, group_tail, group_tail, STATE), strict=True))
+        op = functools.partial(_on_one_device, self.implementation)
+        out, new = over_sequence(op, [*rows, *self._weights(of_groups)], named_states, ctx)
+        return out, None if new is None else MambaCache(*new)
 
-    def _weights(self, shared) -> tuple[list[Array | None], list[tuple[str | None, ...] | None]]:
-        """Returns decay rates, input factors, filters and biases for the op, by head or group, and their shardings."""
-        of_heads, of_groups = ("act_heads", None, None), shared(("act_heads", None, None))
-        sizes = {"x": (self.num_heads, self.head_dim), "b": (self.num_groups, self.state_dim)}
-        found: list[Any] = [(self.a_log[...], of_heads[:1]), (self.d[...], of_heads[:1])]
+    def _weights(self, of_groups: str | None) -> list[tuple[Array | None, tuple[str | None, ...]]]:
+        """Returns decay rates, input factors, filters and biases for the op, by head or group, and their axis names."""
+        heads, groups = (self.num_heads, self.head_dim), (self.num_groups, self.state_dim)
+        weights: list[Any] = [(self.a_log[...], ("act_heads",)), (self.d[...], ("act_heads",))]
         for name in ("conv", "conv_bias"):
-            for part in "xbc":
+            for part, sizes, axis in (("x", heads, "act_heads"), ("b", groups, of_groups), ("c", groups, of_groups)):
                 w = getattr(self, f"{part}_{name}")
                 # [N * P, W] -> [N, P, W], [G * S, W] -> [G, S, W]
-                array = None if w is None else w[...].reshape(*sizes.get(part, sizes["b"]), *w.shape[1:])
-                names = of_heads if part == "x" else of_groups
-                found.append((array, None if array is None else names[: array.ndim]))
-        arrays, names = zip(*found, strict=True)
-        return list(arrays), list(names)
+                array = None if w is None else w[...].reshape(*sizes, *w.shape[1:])
+                weights.append((array, (axis, None, None)[: 3 if name == "conv" else 2]))
+        return weights
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> MambaCache:
         """Makes an empty cache; its size does not depend on `capacity`.
@@ -221,9 +212,8 @@ class Mamba2(SequenceMixer):
         """
         N, P, G, S, U = self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_width - 1
         # Convolution inputs are rounded like activations; the state is a sum over the whole document, so it is float32.
-        zeros = lambda heads, width: jnp.zeros((batch, U, heads, width), dtype)
-        state = jnp.zeros((batch, N, P, S), jnp.promote_types(dtype, jnp.float32))
-        return MambaCache(zeros(N, P), zeros(G, S), zeros(G, S), state)
+        heads, groups = jnp.zeros((batch, U, N, P), dtype), jnp.zeros((batch, U, G, S), dtype)
+        return MambaCache(heads, groups, groups, jnp.zeros((batch, N, P, S), jnp.promote_types(dtype, jnp.float32)))
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
@@ -232,8 +222,7 @@ class Mamba2(SequenceMixer):
         N, P, G, S = self.num_heads, self.head_dim, self.num_groups, self.state_dim
         effect = 4 * N * (P * S + 1)  # float32; the transition is one number per head
         tail = (self.conv_width - 1) * (N * P + 2 * G * S) * split.width
-        whole = split.rows * split.parts * (effect + tail) / split.heads
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        return gather_traffic(split, (effect + tail) / split.heads)
 
     @property
     def kind(self) -> str:
@@ -245,16 +234,18 @@ class Mamba2(SequenceMixer):
         yield "short convolution"
 
 
-def _op(x, b, c, dt, a_log, d, *rest, axis_name, implementation):
+def _on_one_device(implementation, x, b, c, dt, a_log, d, *rest, axis_name):
     """Applies the convolution and the recurrence to one device's part; returns the output and the new cache's
     arrays.
     """
     filters, biases, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:9], rest[9:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
     # Each channel becomes a weighted sum over the last W tokens of its document.
-    convolve = functools.partial(ops.short_convolution, act=jax.nn.silu, **masks)
-    parts = zip((x, b, c), filters, biases, tails, strict=True)
-    (x, b, c), tails = zip(*(convolve(y, w, bias=bias, tail=tail) for y, w, bias, tail in parts), strict=True)
+    convolved = [
+        ops.short_convolution(y, w, bias=bias, act=jax.nn.silu, tail=tail, **masks)
+        for y, w, bias, tail in zip((x, b, c), filters, biases, tails, strict=True)
+    ]
+    (x, b, c), tails = zip(*convolved, strict=True)
     # Negative for every a_log, so that states decay. [N]
     a = -jnp.exp(a_log.astype(dt.dtype))
     out, state = ops.ssd(x, dt, a, b, c, d=d, **masks, initial_state=state, implementation=implementation)

@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D width, W taps of the convolution.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -18,8 +17,8 @@ from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import LayerCache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
-from maxlib.nn.recurrent._common import sequence_axis, taps
-from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.nn.recurrent._common import gather_traffic, over_sequence, taps
+from maxlib.sharding import constrain
 from maxlib.sharding.layers import AllGatherArg
 
 _CHANNELS = ("batch", "seq", "act_mlp")
@@ -60,8 +59,9 @@ class ShortConvolution(SequenceMixer):
         D, W = dim, conv_width
         if W < 2:
             raise ValueError(f"conv_width must be at least 2, got {W}")
-        into = lambda: Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
-        self.in_gate, self.out_gate, self.value = into(), into(), into()
+        self.in_gate = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
+        self.out_gate = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
+        self.value = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.conv = taps((D, W), ("mlp",), rngs)
         self.conv_bias = nnx.Param(jnp.zeros(D), axes=("mlp",)) if bias else None
         self.o = Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), bias=bias, rngs=rngs)
@@ -81,27 +81,22 @@ class ShortConvolution(SequenceMixer):
             The output, `B T D`, and the cache after the new tokens (None without one).
         """
         ctx = context_of(x, ctx)
-        own = lambda y: constrain(y, *_CHANNELS)
         # [B, T, D] -> [B, T, D], three times; channels are split like the hidden width of an MLP.
-        gated = own(self.in_gate(x)) * own(self.value(x))
+        gated = constrain(self.in_gate(x), *_CHANNELS) * constrain(self.value(x), *_CHANNELS)
         mixed, cache = self._convolve(checkpoint_name(gated, "v"), ctx, cache)
-        return self.o(own(self.out_gate(x)) * mixed), cache
+        return self.o(constrain(self.out_gate(x), *_CHANNELS) * mixed), cache
 
     def _convolve(self, x, ctx: Context, cache: ConvCache | None):
         """Applies the filters to each device's rows, channels and tokens."""
-        axis, seq = sequence_axis(x.shape[1], "act_mlp")
-        here = lambda names: tuple(seq if name == "seq" else name for name in names)
-        # Without packing and without a cache, the state needs no resets.
-        starts = ctx.is_start if ctx.packed or cache is not None else None
-        weights = [jnp.asarray(self.conv[...]), None if self.conv_bias is None else jnp.asarray(self.conv_bias[...])]
-        names = [here(_CHANNELS), AllGatherArg(("mlp", "tap"), ("act_mlp", None))]
-        names += [None if self.conv_bias is None else AllGatherArg(("mlp",), ("act_mlp",))]
-        names += [None if mask is None else here(_CHANNELS[:2]) for mask in (starts, ctx.valid)]
-        names += [None if cache is None else _TAIL]
+        bias = None if self.conv_bias is None else jnp.asarray(self.conv_bias[...])
+        weights = [
+            (jnp.asarray(self.conv[...]), AllGatherArg(("mlp", "tap"), ("act_mlp", None))),
+            (bias, AllGatherArg(("mlp",), ("act_mlp",))),
+        ]
         # Channels are independent: only devices that share a sequence communicate, W - 1 tokens each.
-        mapped = shard_map_by_name(functools.partial(_op, axis_name=axis), names, (here(_CHANNELS), _TAIL))
-        out, tail = mapped(x, *weights, starts, ctx.valid, None if cache is None else cache.tail)
-        return constrain(out, *_CHANNELS), None if cache is None else ConvCache(tail)
+        states = [(None if cache is None else cache.tail, _TAIL)]
+        out, new = over_sequence(_on_one_device, [(x, _CHANNELS), *weights], states, ctx, out=_CHANNELS)
+        return out, None if new is None else ConvCache(*new)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> ConvCache:
         """Makes an empty cache; its size does not depend on `capacity`.
@@ -115,8 +110,7 @@ class ShortConvolution(SequenceMixer):
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of convolution inputs that devices gather in a training step."""
-        whole = split.rows * split.parts * (self.conv_width - 1) * self.dim * split.width
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        return gather_traffic(split, (self.conv_width - 1) * self.dim * split.width)
 
     @property
     def kind(self) -> str:
@@ -128,7 +122,6 @@ class ShortConvolution(SequenceMixer):
         yield from ()
 
 
-def _op(x, weight, bias, starts, valid, tail, *, axis_name):
+def _on_one_device(x, weight, bias, tail, starts, valid, *, axis_name):
     """Convolves one device's part; returns the output and the next tail."""
-    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    return ops.short_convolution(x, weight, bias=bias, tail=tail, **masks)
+    return ops.short_convolution(x, weight, bias=bias, tail=tail, is_start=starts, valid=valid, axis_name=axis_name)

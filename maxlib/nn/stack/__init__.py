@@ -1,6 +1,6 @@
 """Stacks of layers; layers of equal kind are scanned."""
 
-from maxlib.nn.stack._run import WithShared as WithShared
+from maxlib.nn.stack._run import Carry as Carry
 from maxlib.nn.stack._run import scan_group as scan_group
 from maxlib.nn.stack._stack import Stack as Stack
 from maxlib.nn.stack._stack import SupportsPipelining as SupportsPipelining

@@ -24,7 +24,7 @@ Aux = dict[str, jax.Array]
 
 
 @pytree
-class WithShared:
+class Carry:
     """Activations together with values that earlier layers share with later ones (keys and values, chosen tokens).
 
     A layer that is stored alone may add entries to `shared`; no layer may change or remove them. Scanned layers only
@@ -38,9 +38,9 @@ class WithShared:
     x: Any
     shared: Mapping[str, Any]
 
-    def updated(self, x: Any, **shared: Any) -> "WithShared":
+    def updated(self, x: Any, **shared: Any) -> "Carry":
         """Returns a copy with a new `x` and with entries added to `shared`."""
-        return WithShared(x, {**self.shared, **shared})
+        return Carry(x, {**self.shared, **shared})
 
 
 def scan_group(
@@ -74,8 +74,8 @@ def scan_group(
     _check_leading_axis(layers)
     # The values shared by earlier layers are closed over, not carried: a scan saves closed-over values once, but the
     # carry for every iteration.
-    shared = x.shared if isinstance(x, WithShared) else None
-    join = lambda carry: carry if shared is None else WithShared(carry, shared)
+    shared = x.shared if isinstance(x, Carry) else None
+    join = lambda carry: carry if shared is None else Carry(carry, shared)
 
     def step(carry, period):
         # One period: lax.scan has indexed every leading axis, but the layers' metadata still name it.
@@ -121,7 +121,7 @@ def _apply_layers(layers, x, ctx, caches, policy, inputs, scanned: bool) -> tupl
             if in_turn:
                 layer, x = gradients_first(layer, x)
         y, new_cache, aux = apply(layer, x, None if caches is None else caches[i], *layer_input)
-        x = x.updated(y.x, **y.shared) if isinstance(y, WithShared) else y
+        x = x.updated(y.x, **y.shared) if isinstance(y, Carry) else y
         new_caches.append(new_cache)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes
@@ -136,17 +136,17 @@ def _apply(layer, x, cache, *layer_input, ctx, in_remat: bool):
         layer = pin_row_major(jax.tree.map(keep_float32, layer))
     y, cache, aux = layer(x, ctx, cache, *layer_input)
     # jax.checkpoint keeps its outputs, so values that only pass through would be kept once per layer.
-    if isinstance(y, WithShared):
-        y = WithShared(y.x, {name: value for name, value in y.shared.items() if name not in x.shared})
+    if isinstance(y, Carry):
+        y = Carry(y.x, {name: value for name, value in y.shared.items() if name not in x.shared})
     return y, cache, aux
 
 
 def _map_activations(fn: Callable[[jax.Array], jax.Array], x: Any) -> Any:
     """Applies `fn` to the activations, and not to the values shared by earlier layers."""
-    return WithShared(jax.tree.map(fn, x.x), x.shared) if isinstance(x, WithShared) else jax.tree.map(fn, x)
+    return Carry(jax.tree.map(fn, x.x), x.shared) if isinstance(x, Carry) else jax.tree.map(fn, x)
 
 
-def _carry(x: WithShared, shared: Mapping[str, Any]) -> Any:
+def _carry(x: Carry, shared: Mapping[str, Any]) -> Any:
     """Returns the activations that a scan carries. Raises ValueError if a scanned layer shares anything."""
     if added := sorted(x.shared.keys() - shared.keys()):
         raise ValueError(

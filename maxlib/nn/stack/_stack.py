@@ -197,7 +197,7 @@ class Stack(StackedLayers):
         """Applies all layers.
 
         Args:
-            x: Value that passes from layer to layer: an array, or a pytree with more values (`WithShared`).
+            x: Value that passes from layer to layer: an array, or a pytree with more values (`Carry`).
             ctx: Values shared by all layers, from `nn.context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.

@@ -1,17 +1,14 @@
-"""Parts of image encoders, and the function that inserts their vectors among those of text.
+"""Parts of image encoders.
 
 The encoder of a family is next to its model, in `maxlib/models/_gemma3_vision.py` and so on. Shapes: I images, C color
 channels, H rows and W columns of pixels, P patches, S vectors per image, D width.
 """
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from maxlib.nn._linear import Einsum
 from maxlib.nn._mlp import MLP
@@ -99,37 +96,3 @@ def in_patches(images: Float[Array, "I C H W"], size: int, patch: int) -> Float[
         raise ValueError(f"images must have the shape (number, 3, {size}, {size}), got {images.shape}; resize them")
     # [I, C, H, W] -> [I, C, H / patch, patch, W / patch, patch]
     return images.reshape(-1, 3, size // patch, patch, size // patch, patch)
-
-
-def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
-    """Raises ValueError unless `count` tokens are placeholders; does nothing inside jit, where tokens are not known."""
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        if (found := int(is_placeholder.sum())) != count:
-            raise ValueError(
-                f"the tokens have {found} image placeholders, but the given images make {count} vectors: the numbers "
-                "must be equal; take prompt and images from one call of the processor"
-            )
-
-
-def unseen(x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns `x` with NaN at placeholders that have no image, so that a loss inside jit does not learn from them."""
-    return jnp.where(is_placeholder[:, :, None], jnp.nan, x)
-
-
-def place_features(
-    x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"], features: Float[Array, "I S D"]
-) -> Float[Array, "B T D"]:
-    """Replaces the placeholders in `x`, row after row, by the vectors of `features`, image after image.
-
-    If there are more or fewer placeholders than vectors, all of them become NaN: call `check_placeholders` first.
-
-    Args:
-        x: Token vectors, `B T D`.
-        is_placeholder: True for tokens that an image replaces.
-        features: S vectors of each image.
-    """
-    # [I, S, D] -> [I * S, D]; the n-th placeholder of the batch takes the n-th vector.
-    flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)
-    flat = jnp.where(is_placeholder.sum() == len(flat), flat, jnp.nan)
-    index = jnp.cumsum(is_placeholder.reshape(-1)).reshape(is_placeholder.shape) - 1
-    return jnp.where(is_placeholder[:, :, None], jnp.take(flat, index, axis=0, mode="clip"), x)

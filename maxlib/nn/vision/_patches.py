@@ -26,7 +26,8 @@ class Patches:
 
     Rows belong to rows of tokens: row `r` of `R` holds the images of the `r`-th of `R` equal parts of the batch, in the
     order of their placeholders. Without a row axis there is one row, with the images of the whole batch. To split a
-    batch over devices or microbatches, use one row per row of tokens. `patches` makes this from a processor's arrays.
+    batch over devices or microbatches, use one row per row of tokens. `pad_patches` makes this from a
+    processor's arrays.
 
     Args:
         pixels: `R P C` or `P C`, patches image after image; within an image, one square of `m` x `m` neighbours after
@@ -43,7 +44,7 @@ class Patches:
         return self if self.pixels.ndim == 3 else Patches(self.pixels[None], self.grids[None])
 
 
-def patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
+def pad_patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     """Converts a processor's arrays to `Patches`, padded so that similar batches use the same compiled program.
 
     The number of patches is rounded up by less than a quarter, the number of images to a power of two. Each frame of a
@@ -84,7 +85,7 @@ def _padded(x: np.ndarray, rows: int) -> np.ndarray:
     return np.pad(x, ((0, rows - len(x)), (0, 0)))
 
 
-def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, frames: int = 2) -> Patches:
+def patchify(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, frames: int = 2) -> Patches:
     """Cuts an image into patches, `n C`, as Hugging Face's Qwen processors do after resizing it.
 
     Args:
@@ -105,14 +106,14 @@ def cut(image: Float[np.ndarray, "3 H W"], patch_size: int, *, merge: int = 2, f
     return Patches(shown.reshape(-1, 3 * frames * p * p), np.array([[1, H // p, W // p]], np.int32))
 
 
-def patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any = None) -> Patches:
+def pad_patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any = None) -> Patches:
     """Converts padded patches with positions, as Gemma 4's processors make them, to `Patches`.
 
     Args:
         pixels: `images n C`, patches of each image (or frame) in any order, with padding.
         positions: `images n 2`, column and row of each patch; -1 for padding.
         merge: Side of the squares of patches that become one vector (`model.cfg.vision.merge`).
-        counts: Number of images in each row of tokens, as for `patches`.
+        counts: Number of images in each row of tokens, as for `pad_patches`.
 
     Raises:
         ValueError: when the arrays do not match each other, the patches of an image do not fill a grid of such squares,
@@ -127,7 +128,7 @@ def patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: Any 
     found = [_in_squares(own, at, merge) for own, at in zip(pixels, positions, strict=True)]
     none = np.zeros((0, pixels.shape[2]), pixels.dtype), np.zeros((0, 3), np.int32)
     rows, grids = zip(none, *found, strict=True)
-    return patches(np.concatenate(rows), np.concatenate(grids), counts=counts)
+    return pad_patches(np.concatenate(rows), np.concatenate(grids), counts=counts)
 
 
 def _in_squares(pixels: np.ndarray, positions: np.ndarray, merge: int) -> tuple[np.ndarray, np.ndarray]:
@@ -320,7 +321,7 @@ def check_patches(is_image: Bool[Any, "B T"], images: Patches, merge: int, size:
         if (used[:, 0] != 1).any() or (used < 1).any() or (used[:, 1:] % merge).any():
             raise ValueError(
                 f"the grid of an image must be 1 frame and rows and columns that are multiples of {merge}, got "
-                f"{used.tolist()}; `nn.vision.patches` turns each frame into an image"
+                f"{used.tolist()}; `nn.vision.pad_patches` turns each frame into an image"
             )
         if (found := grids.prod(axis=2).sum(axis=1)).max(initial=0) > shapes[0][-2]:
             raise ValueError(

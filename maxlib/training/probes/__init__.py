@@ -20,12 +20,4 @@ if TYPE_CHECKING:
     from maxlib.training.probes._layers import observe as observe
     from maxlib.training.probes._nonfinite import find_nonfinite as find_nonfinite
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "_coordinates": ("CoordinateCheck", "mup_coord_check"),
-        "_corruption": ("Recompute", "gradient_digests", "replicas_that_differ"),
-        "_layers": ("LayerStatistics", "Observation", "norms_by_layer", "observe"),
-        "_nonfinite": ("find_nonfinite",),
-    },
-)
+__getattr__, __dir__ = lazy(__name__, __file__)

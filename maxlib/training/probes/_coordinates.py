@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from rich import box
 from rich.table import Table
 
-from maxlib._utils.tables import to_text
+from maxlib._utils.text import to_text
 from maxlib.training._state import make_state
 from maxlib.training._step import jit_step, make_train_step
 from maxlib.training.losses import Batch, LossFunction

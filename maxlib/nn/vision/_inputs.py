@@ -1,0 +1,200 @@
+"""Images as inputs of a decoder: their vectors take the places of placeholder tokens (`nn.Decoder.inputs`).
+
+Shapes: I images, C color channels, H rows and W columns of pixels, S vectors per image or row of patches, D width, B
+rows of T tokens, R rows of patches.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxlib.nn.cache import Cache
+from maxlib.nn.decoder._context import bidirectional_blocks
+from maxlib.nn.remat import Policy
+from maxlib.nn.vision._patches import Patches, check_patches, mrope_positions, take_features
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """Images of one size, `pixel_values` of Hugging Face's processors (tiles, for Llama 4): `I C H W`.
+
+    Args:
+        tower: Image encoder, `tower(images, dtype=, remat=)`.
+        projector: Maps the encoder's output to vectors of the text model's width, `I S D`.
+        token: Id of the placeholder.
+        num_tokens: Number S of vectors, and of placeholders, per image.
+        bidirectional: True if the tokens of an image attend to each other, in layers whose mask has
+            `ops.BidirectionalBlocks`.
+    """
+
+    tower: Any
+    projector: Any
+    token: int
+    num_tokens: int
+    bidirectional: bool = False
+    moves_positions: bool = dataclasses.field(default=False, init=False)
+
+    def is_placeholder(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
+        """Returns True for placeholders of images."""
+        return tokens == self.token
+
+    def check(self, tokens: Int[Any, "B T"], value: Any) -> None:
+        """Raises ValueError unless there are `num_tokens` placeholders per image; does nothing inside jit."""
+        check_placeholders(self.is_placeholder(tokens), 0 if value is None else len(value) * self.num_tokens)
+
+    def embed(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        value: Any,
+        *,
+        segment_ids: Int[Array, "B T"] | None,
+        cache: Cache | None,
+        dtype: Any,
+        remat: Policy,
+        **_: Any,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Puts the vectors of images in place of their placeholders (`nn.Decoder`)."""
+        is_image = self.is_placeholder(tokens)
+        # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
+        x = place_features(x, is_image, self.projector(self.tower(value, dtype=dtype, remat=remat)))
+        if not self.bidirectional:
+            return x, {}
+        return x, {"bidirectional_blocks": bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchInput:
+    """Images of any size, as `Patches`; frames of videos are images.
+
+    Args:
+        tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
+            placeholder, and the vectors added to it after each of the first n layers.
+        tokens: Ids of the placeholders, of images and perhaps of frames.
+        merge: Side of the squares of patches that have one placeholder.
+        patch_dim: Number of values in a patch.
+        mrope: True for positions by time, row and column (`mrope_positions`). A cache then stores the difference
+            between positions and the number of tokens, so that decoding continues correctly after an image.
+        bidirectional: True if the tokens of an image attend to each other, in layers whose mask has
+            `ops.BidirectionalBlocks`.
+    """
+
+    tower: Any
+    tokens: tuple[int, ...]
+    merge: int
+    patch_dim: int
+    mrope: bool = False
+    bidirectional: bool = False
+
+    @property
+    def moves_positions(self) -> bool:
+        """Returns True if positions do not count tokens."""
+        return self.mrope
+
+    def is_placeholder(self, tokens: Int[Any, "B T"]) -> Bool[Any, "B T"]:
+        """Returns True for placeholders of images and frames."""
+        is_image = tokens == self.tokens[0]
+        for token in self.tokens[1:]:
+            is_image |= tokens == token
+        return is_image
+
+    def check(self, tokens: Int[Any, "B T"], value: Any) -> None:
+        """Raises ValueError unless patches, grids and placeholders match; inside jit only shapes are checked."""
+        if value is None:
+            check_placeholders(self.is_placeholder(tokens), 0)
+        elif not isinstance(value, Patches):
+            raise ValueError(
+                f"images must be nn.vision.Patches (patches and grids), got {type(value).__name__}; make them with "
+                "nn.vision.pad_patches(pixel_values, image_grid_thw); cfg.vision.patches(pixel_values, image_sizes) for "
+                "Pixtral's processors, nn.vision.pad_patches_by_position(pixel_values, image_position_ids, merge=) for "
+                "Gemma 4's"
+            )
+        else:
+            check_patches(self.is_placeholder(tokens), value, self.merge, self.patch_dim)
+
+    def embed(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        value: Any,
+        *,
+        positions: Int[Array, "B T *R"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+        valid: Bool[Array, "B T"] | None,
+        cache: Cache | None,
+        dtype: Any,
+        remat: Policy,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Puts the vectors of images in place of their placeholders (`nn.Decoder`)."""
+        images, is_image, arguments = value.in_rows, self.is_placeholder(tokens), {}
+        # Padding may have any id, also that of a placeholder.
+        is_image = is_image if valid is None else is_image & valid
+        if self.mrope and positions is None:
+            start = None if cache is None else cache.length + _offset(cache)
+            arguments["positions"] = mrope_positions(
+                is_image, jnp.asarray(images.grids), self.merge, segment_ids=segment_ids, valid=valid, start=start
+            )
+        elif self.mrope:
+            _check_positions(positions)
+        if self.bidirectional:
+            arguments["bidirectional_blocks"] = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
+        vectors, later = self.tower(images, dtype=dtype, remat=remat)
+        # merge x merge patches become one vector.
+        counts = jnp.asarray(images.grids).prod(axis=2).sum(axis=1) // self.merge**2
+        x = jnp.where(is_image[:, :, None], take_features(is_image, vectors.astype(x.dtype), counts), x)
+        if later is not None:
+            arguments["features"] = take_features(is_image, later.astype(x.dtype), counts)
+        return x, arguments
+
+
+def _check_positions(positions: Any) -> None:
+    """Raises ValueError for positions without a row and a column."""
+    if positions.ndim != 3 or positions.shape[2] != 3:
+        raise ValueError(
+            "with images, positions must have three rows, time, row and column (`B T 3`), got the shape "
+            f"{positions.shape}: omit them to compute them from tokens and grids (packed batches too), or make "
+            "them with nn.vision.mrope_positions"
+        )
+
+
+def _offset(cache: Cache) -> Int[Array, " B"]:
+    """Returns the `position_offset` of a cache; raises ValueError if it has none."""
+    if cache.position_offset is None:
+        raise ValueError(
+            "the cache must have a position_offset, because positions of images do not count tokens: make it with the "
+            "model's init_cache"
+        )
+    return cache.position_offset
+
+
+def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
+    """Raises ValueError unless `count` tokens are placeholders; does nothing inside jit, where tokens are not known."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        if (placeholders := int(is_placeholder.sum())) != count:
+            raise ValueError(
+                f"the tokens have {placeholders} image placeholders, but the given images make {count} vectors: the "
+                "numbers must be equal; take prompt and images from one call of the processor"
+            )
+
+
+def place_features(
+    x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"], features: Float[Array, "I S D"]
+) -> Float[Array, "B T D"]:
+    """Replaces the placeholders in `x`, row after row, by the vectors of `features`, image after image.
+
+    If there are more or fewer placeholders than vectors, all of them become NaN: call `check_placeholders` first.
+
+    Args:
+        x: Token vectors, `B T D`.
+        is_placeholder: True for tokens that an image replaces.
+        features: S vectors of each image.
+    """
+    # [I, S, D] -> [I * S, D]; the n-th placeholder of the batch takes the n-th vector.
+    flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)
+    flat = jnp.where(is_placeholder.sum() == len(flat), flat, jnp.nan)
+    index = jnp.cumsum(is_placeholder.reshape(-1)).reshape(is_placeholder.shape) - 1
+    return jnp.where(is_placeholder[:, :, None], jnp.take(flat, index, axis=0, mode="clip"), x)

@@ -1,0 +1,246 @@
+"""Model directories in object stores: `s3://bucket/model` and `gs://bucket/model`, through fsspec.
+
+They are read through a copy in the cache directory, like models of the hub, and written through a temporary directory.
+A bucket cannot rename a directory, so the configuration is written last; without it nothing is read.
+"""
+
+import contextlib
+import fcntl
+import fnmatch
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from maxlib._utils.files import cache_directory
+from maxlib.weights.files import INDEX, OWN_FILES, TEMPLATES, read_index
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of maxlib that has the scheme's client
+# Files without which a directory is not read: written last and removed first.
+LAST = ("config.json", "adapter_config.json")
+# Retries after errors such as 503 "slow down": five attempts, after 1, 2, 4, 8 and 16 s (times a random factor of 0.5
+# to 1).
+WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
+_URL = re.compile(r"(s3|gs)://([A-Za-z0-9][\w.-]*)/(.+?)/*")
+
+
+def is_bucket(directory: Any) -> bool:
+    """Returns whether a directory is in an object store: its name begins with `s3://` or `gs://`."""
+    return str(directory).startswith(tuple(f"{scheme}://" for scheme in EXTRAS))
+
+
+def local(directory: str | Path) -> Path:
+    """Returns a local directory unchanged; copies a bucket's directory into the cache, unless it is already there.
+
+    Only files of a model are copied, without subdirectories.
+
+    Args:
+        directory: A directory, or its name in a bucket, such as "s3://bucket/model".
+
+    Returns:
+        The directory; a copy must not be written to.
+
+    Raises:
+        FileNotFoundError: If there is no such directory in the bucket.
+        PermissionError: If the store refuses, or there are no credentials.
+        ConnectionError: If the store keeps failing.
+        ImportError: If the client of the store is not installed.
+    """
+    if not is_bucket(directory):
+        return Path(directory)
+    store = _Store(str(directory))
+    listed = {name: mark for name, mark in store.files().items() if any(fnmatch.fnmatch(name, p) for p in OWN_FILES)}
+    if not listed:
+        raise FileNotFoundError(f"{store.url} has no files of a model.")
+    # Each version of the directory has its own copy.
+    key = hashlib.blake2b(json.dumps([store.url, sorted(listed.items())]).encode(), digest_size=16).hexdigest()
+    home = cache_directory() / "buckets" / key
+    with _locked(home):  # only one process per host copies
+        if not home.exists():
+            part = Path(tempfile.mkdtemp(dir=home.parent, prefix=".part-"))
+            try:
+                _copy(store, listed, part)
+                part.rename(home)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return home
+
+
+def _copy(store: "_Store", listed: dict[str, Any], part: Path) -> None:
+    names = sorted(listed)
+    if INDEX in listed:  # a bucket may also have the same weights in other files
+        store.get(INDEX, part, listed[INDEX][0])
+        needed = {*read_index(part / INDEX).values()}
+        names = [name for name in names if name != INDEX and (name in needed or not name.endswith(".safetensors"))]
+    for name in names:
+        store.get(name, part, listed[name][0])
+
+
+@contextmanager
+def whole_in_bucket(url: str, check: Callable[[list[str]], None]) -> Iterator[Path]:
+    """Yields a temporary directory, whose files are uploaded at the end, the configuration last.
+
+    Args:
+        url: The directory in the bucket.
+        check: Called with the existing names; raises an error if they must not be replaced.
+    """
+    store = _Store(url)
+    check(sorted(store.files(missing_ok=True)))
+    with tempfile.TemporaryDirectory(prefix="maxlib-export-") as part:
+        yield Path(part)
+        new = sorted(path.relative_to(part).as_posix() for path in Path(part).rglob("*") if path.is_file())
+        old = store.files(missing_ok=True)
+        for name in [name for name in old if name in LAST] + [name for name in old if name not in (*new, *LAST)]:
+            store.remove(name)
+        for name in sorted(new, key=lambda name: name in LAST):
+            store.put(Path(part), name)
+
+
+def child(directory: str | Path, name: str) -> Any:
+    """Returns the path or URL of an entry in a directory."""
+    return f"{str(directory).rstrip('/')}/{name}" if is_bucket(directory) else Path(directory) / name
+
+
+def exists(directory: str | Path) -> bool:
+    """Returns whether an export exists; in a bucket, whether it is complete."""
+    if not is_bucket(directory):
+        return Path(directory).exists()
+    return bool({*LAST} & {*_Store(str(directory)).files(missing_ok=True)})
+
+
+def children(directory: str | Path) -> list[str]:
+    """Returns the names of the directories in a directory."""
+    if is_bucket(directory):
+        return _Store(str(directory)).directories()
+    return [path.name for path in Path(directory).iterdir()]
+
+
+def remove(directory: str | Path) -> None:
+    """Removes a directory and its contents."""
+    if is_bucket(directory):
+        _Store(str(directory)).remove_all()
+    else:
+        shutil.rmtree(directory)
+
+
+class _Store:
+    """One directory of a bucket. Calls are retried with growing pauses while the store throttles or fails."""
+
+    def __init__(self, url: str):
+        if (match := _URL.fullmatch(url)) is None:
+            # Do not print the URL: it may contain a password.
+            raise ValueError("a directory in a bucket must be named s3://bucket/path or gs://bucket/path, without more")
+        scheme, bucket, path = match.groups()
+        self.url, self.root = url, f"{bucket}/{path}"
+        self._fs = _client(scheme)
+
+    def files(self, missing_ok: bool = False) -> dict[str, tuple[int, str]]:
+        """Returns size and version of the files in the directory, by name; raises FileNotFoundError for none."""
+        entries = self._entries()
+        files = {
+            name: (int(entry["size"]), str(next((entry[k] for k in _VERSIONS if entry.get(k)), "")))
+            for name, entry in entries
+            if entry["type"] == "file"
+        }
+        if any(name == TEMPLATES and entry["type"] == "directory" for name, entry in entries):
+            nested = _Store(child(self.url, TEMPLATES)).files(missing_ok=True)
+            files |= {f"{TEMPLATES}/{name}": entry for name, entry in nested.items()}
+        if not files and not missing_ok:
+            raise FileNotFoundError(f"{self.url} does not exist, or has no files.")
+        return files
+
+    def directories(self) -> list[str]:
+        return [name for name, entry in self._entries() if entry["type"] == "directory"]
+
+    def get(self, name: str, to: Path, size: int) -> None:
+        self._try(f"reading {name}", lambda: self._get(name, to / name, size))
+
+    def _get(self, name: str, to: Path, size: int) -> None:
+        to.parent.mkdir(exist_ok=True)
+        self._fs.get_file(f"{self.root}/{name}", str(to))
+        if to.stat().st_size != size:
+            raise ConnectionError(f"{to.stat().st_size} of {size} bytes came")
+
+    def put(self, directory: Path, name: str) -> None:
+        self._try(f"writing {name}", lambda: self._put(directory / name, f"{self.root}/{name}"))
+
+    def _put(self, path: Path, name: str) -> None:
+        self._fs.put_file(str(path), name)
+        self._fs.invalidate_cache()
+        if (there := self._fs.info(name)["size"]) != path.stat().st_size:
+            raise ConnectionError(f"{there} of {path.stat().st_size} bytes are there")
+
+    def remove(self, name: str) -> None:
+        self._try(f"removing {name}", lambda: self._fs.rm_file(f"{self.root}/{name}"))
+
+    def remove_all(self) -> None:
+        for name in sorted(self.files(missing_ok=True), key=lambda name: name not in LAST):
+            self.remove(name)
+        for name in self.directories():
+            _Store(child(self.url, name)).remove_all()
+
+    def _entries(self) -> list[tuple[str, dict[str, Any]]]:
+        def ask() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()  # others may have written there
+            with contextlib.suppress(FileNotFoundError):
+                return self._fs.ls(self.root, detail=True)
+            return []
+
+        entries = self._try("listing it", ask)
+        named = [(PurePosixPath(str(entry["name"])), entry) for entry in entries]
+        return [(path.name, entry) for path, entry in named if str(path.parent) == self.root]
+
+    def _try(self, what: str, call: Callable[[], Result]) -> Result:
+        for wait in (*WAITS, None):
+            try:
+                return call()
+            except (FileNotFoundError, PermissionError) as error:
+                raise type(error)(f"{self.url}: {what} failed: {error}") from error
+            except Exception as error:  # each client has its own exception classes
+                if type(error).__name__ in _NO_CREDENTIALS:
+                    raise PermissionError(f"{self.url}: {what} failed, there are no credentials: {error}") from error
+                if wait is None:
+                    raise ConnectionError(f"{self.url}: {what} failed {len(WAITS) + 1} times: {error}") from error
+                pause = wait * random.uniform(0.5, 1.0)
+                logger.warning("%s: %s failed (%s), again in %.1f s", self.url, what, type(error).__name__, pause)
+                time.sleep(pause)
+        raise AssertionError("unreachable")
+
+
+def _client(scheme: str) -> Any:
+    try:
+        import fsspec
+
+        return fsspec.filesystem(scheme)
+    except ImportError as error:
+        raise ImportError(
+            f"{scheme}:// needs the client of its store: pip install 'maxlib[{EXTRAS[scheme]}]'"
+        ) from error
+
+
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError")
+
+
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """Holds a lock file next to `home`, which the operating system releases when the process ends."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(home.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
