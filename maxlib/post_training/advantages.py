@@ -79,7 +79,7 @@ def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = Non
         ValueError: when groups have a single completion.
     """
     rewards = np.asarray(rewards, np.float64)
-    scaled = [_normalized(_checked(one)) for one in np.moveaxis(rewards, -1, 0)]
+    scaled = [_normalized(_checked(reward)) for reward in np.moveaxis(rewards, -1, 0)]
     total = combine_rewards(np.stack(scaled, axis=-1), weights)
     return _finished(_normalized(total, over_batch=True), combine_rewards(rewards, weights))
 

@@ -18,14 +18,14 @@ class Evaluation:
     """Evaluation of a training run on held-out data: which batches, and how often.
 
     Args:
-      loader: this host's rows of the held-out batches, read from the start each time: a loader or a list. It must
-          not be the training loader.
-      every: steps between evaluations; 0 evaluates only at the end of the run.
-      batches: number of batches to read; None reads to the end.
+        loader: This host's rows of the held-out batches, read from the start each time: a loader or a list. It must not
+            be the training loader.
+        every: Steps between evaluations; 0 evaluates only at the end of the run.
+        batches: Number of batches to read; None reads to the end.
 
     Raises:
-      TypeError: for what is neither, such as a generator, which can be read only once.
-      ValueError: for a negative `every`, or less than one batch.
+        TypeError: for what is neither, such as a generator, which can be read only once.
+        ValueError: for a negative `every`, or less than one batch.
     """
 
     loader: Any  # StatefulLoader, or an iterable that becomes one
@@ -54,12 +54,12 @@ def evaluate(
     Every target has the same weight, no matter how targets are divided into batches.
 
     Args:
-      eval_step: `jax.jit(make_eval_step(loss))`.
-      state: the state with the parameters to evaluate.
-      batches: the batches to evaluate.
+        eval_step: `jax.jit(make_eval_step(loss))`.
+        state: The state with the parameters to evaluate.
+        batches: The batches to evaluate.
 
     Raises:
-      ValueError: when there is no target at all.
+        ValueError: when there is no target at all.
     """
     total = None
     for batch in batches:

@@ -21,11 +21,11 @@ def with_moved_biases(
     Routers of frozen layers, or of the base of an adapter, keep their biases, as they keep their weights.
 
     Args:
-      rest: the parts of the model that are not trained, including the biases.
-      trainable: trained parameters by path.
-      counts: how often each expert of each layer was chosen, `L E`; None if the loss does not report it.
-      rate: step size of the biases.
-      skipped: True if the step is skipped; None if steps are never skipped.
+        rest: The parts of the model that are not trained, including the biases.
+        trainable: Trained parameters by path.
+        counts: How often each expert of each layer was chosen, `L E`; None if the loss does not report it.
+        rate: Step size of the biases.
+        skipped: True if the step is skipped; None if steps are never skipped.
     """
     paths = _bias_paths(rest, counts)
     trained = [bias for bias in dict.fromkeys(paths) if _trains(bias, rest, trainable)]

@@ -34,16 +34,16 @@ class HuggingFaceExport:
     returns, because all hosts have to cooperate.
 
     Args:
-      directory: directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
-      every: number of steps between exports.
-      keep: number of newest exports to keep; None keeps all.
-      ema: True writes the averages of `training.ema` instead of the parameters.
-      options: options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
-          from which the tokenizer, the chat template and the end-of-text ids are copied, and `chat_template`, the
-          one that the model is trained on.
+        directory: Directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
+        every: Number of steps between exports.
+        keep: Number of newest exports to keep; None keeps all.
+        ema: True writes the averages of `training.ema` instead of the parameters.
+        options: Options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
+            from which the tokenizer, the chat template and the end-of-text ids are copied, and `chat_template`, the one
+            that the model is trained on.
 
     Raises:
-      ValueError: when `every` or `keep` is below 1.
+        ValueError: when `every` or `keep` is below 1.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class ParameterExport:
     `checkpoint.load` read the newest one. If a run goes back to an earlier step, its next export replaces later ones.
 
     Args:
-      directory: directory of the exports.
-      every: number of steps between exports.
-      keep: number of newest exports to keep; None keeps all.
+        directory: Directory of the exports.
+        every: Number of steps between exports.
+        keep: Number of newest exports to keep; None keeps all.
     """
 
     def __init__(self, directory: Any, *, every: int, keep: int | None = None):

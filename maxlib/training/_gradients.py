@@ -1,7 +1,7 @@
 """The gradient of a loss by autodiff: of a batch at once, or of one microbatch after the other."""
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def with_embedding_noise(model: Any, key: Array, alpha: float) -> Any:
         bounds = nn.context(*tokens.shape, **documents)
         length = jnp.maximum(bounds.stop - bounds.start, 1)[..., None]  # B T 1; padding has none
         size = (alpha / jnp.sqrt(length * x.shape[2])).astype(x.dtype)
-        return x + size * jax.random.uniform(key, x.shape, x.dtype, -1, 1)
+        return x + size * jax.random.uniform(cast(Array, key), x.shape, x.dtype, -1, 1)
 
     noisy.embed_inputs, noisy.embed_tokens = noting_documents, with_noise
     return noisy

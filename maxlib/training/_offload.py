@@ -25,8 +25,8 @@ def offload_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientT
     arrays are copied whole. Without offloading, nothing changes.
 
     Args:
-      optimizer: an optimizer that treats each layer of a parameter separately, such as Adam, but not clipping by the
-          global norm.
+        optimizer: An optimizer that treats each layer of a parameter separately, such as Adam, but not clipping by the
+            global norm.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -68,13 +68,16 @@ def update(
 def apply_updates(params: Any, updates: Any) -> Any:
     """Applies updates as optax does, but in place and layer by layer for parameters on the host."""
 
-    def one(p: Array, u: Array) -> Any:
+    def apply(p: Array, u: Array) -> Any:
         if not memory.is_on_host(p):
             return optax.apply_updates(p, u)
-        layer = lambda i, p: _put(p, memory.to_host(optax.apply_updates(memory.to_device(_at(p, i)), _at(u, i))), i)
+
+        def layer(i: Array, p: Array) -> Array:
+            return _put(p, memory.to_host(optax.apply_updates(memory.to_device(_at(p, i)), _at(u, i))), i)
+
         return lax.fori_loop(0, p.shape[0], layer, p)
 
-    return jax.tree.map(one, params, updates)
+    return jax.tree.map(apply, params, updates)
 
 
 def check_offloaded(state: Any, params: dict[str, Any]) -> None:
@@ -95,8 +98,8 @@ def _on_host_if_asked(state: Any, params: dict[str, Any]) -> Any:
     """Puts moments, which are dicts by path, into the layout's memory kind."""
     if (layout := sharding.current()) is None or not layout.offload.optimizer:
         return state
-    put = lambda node: memory.to_host(node) if _by_path(node, params) else node
-    return jax.tree.map(put, state, is_leaf=lambda node: _by_path(node, params))
+    is_node = functools.partial(_by_path, params=params)
+    return jax.tree.map(lambda node: memory.to_host(node) if is_node(node) else node, state, is_leaf=is_node)
 
 
 def _by_path(node: Any, params: Iterable[str]) -> bool:
@@ -106,36 +109,39 @@ def _by_path(node: Any, params: Iterable[str]) -> bool:
 
 def _groups(params: dict[str, Any], stacked: Collection[str]) -> list[tuple[int | None, list[str]]]:
     """Groups paths by their number of stacked layers; None is the group of arrays outside stacks."""
-    found: dict[int | None, list[str]] = {}
+    groups: dict[int | None, list[str]] = {}
     for path, leaf in params.items():
         repeats = jax.tree.leaves(leaf)[0].shape[0] if path in stacked and jax.tree.leaves(leaf) else None
-        found.setdefault(repeats, []).append(path)
-    return list(found.items())
+        groups.setdefault(repeats, []).append(path)
+    return list(groups.items())
 
 
 def _only(tree: Any, paths: list[str], params: dict[str, Any]) -> Any:
     """Returns `tree` restricted to these parameters."""
     is_node = functools.partial(_by_path, params=params)
-    cut = lambda node: {path: node[path] for path in paths if path in node} if is_node(node) else node
+
+    def cut(node: Any) -> Any:
+        return {path: node[path] for path in paths if path in node} if is_node(node) else node
+
     return jax.tree.map(cut, tree, is_leaf=is_node)
 
 
-def _joined(whole: Any, part: Any, params: dict[str, Any]) -> Any:
-    """Returns `whole` with its entries replaced by those of `part`."""
+def _joined(tree: Any, part: Any, params: dict[str, Any]) -> Any:
+    """Returns `tree` with its entries replaced by those of `part`."""
     is_node = functools.partial(_by_path, params=params)
-    return jax.tree.map(lambda old, new: old | new if is_node(old) else new, whole, part, is_leaf=is_node)
+    return jax.tree.map(lambda old, new: old | new if is_node(old) else new, tree, part, is_leaf=is_node)
 
 
 def _whole(step: Update, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
     """Updates arrays outside stacks, in a loop of one iteration."""
     once, updates = run_once_later(updates)
 
-    def one(_, carry: Any) -> Any:
+    def run(_, carry: Any) -> Any:
         updates, state = carry
         changes, new = step(updates, *memory.to_device((state, params)))
         return changes, memory.to_host_like(state, new)
 
-    return lax.fori_loop(0, once, one, (_as_changes(step, updates, state, params), state))
+    return lax.fori_loop(0, once, run, (_as_changes(step, updates, state, params), state))
 
 
 def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -144,7 +150,7 @@ def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) 
     nodes, tree = jax.tree.flatten(state, is_leaf=is_node)
     held, common = [n if is_node(n) else None for n in nodes], [None if is_node(n) else n for n in nodes]
 
-    def one(i: Int[Array, ""], carry: Any) -> Any:
+    def layer(i: Int[Array, ""], carry: Any) -> Any:
         updates, held, _ = carry
         here = memory.to_device(_at(held, i))
         mixed = [common[k] if h is None else h for k, h in enumerate(here)]
@@ -158,7 +164,7 @@ def _scanned(step: Update, repeats: int, updates: Any, state: Any, params: Any) 
         )
 
     start = _as_changes(step, updates, state, params), held, common
-    changes, held, common = lax.fori_loop(0, repeats, one, start)
+    changes, held, common = lax.fori_loop(0, repeats, layer, start)
     return changes, jax.tree.unflatten(tree, [c if h is None else h for h, c in zip(held, common, strict=True)])
 
 

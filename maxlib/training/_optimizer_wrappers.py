@@ -17,12 +17,12 @@ class SpikeState(NamedTuple):
     """State of `skip_spikes`.
 
     Attributes:
-      inner: state of the wrapped optimizer.
-      norm: running mean of the gradient's norm.
-      loss: running mean of the loss.
-      deviation: running mean of the loss's distance from its mean.
-      count: steps in these means.
-      skipped: True if the last step was skipped.
+        inner: State of the wrapped optimizer.
+        norm: Running mean of the gradient's norm.
+        loss: Running mean of the loss.
+        deviation: Running mean of the loss's distance from its mean.
+        count: Steps in these means.
+        skipped: True if the last step was skipped.
     """
 
     inner: Any
@@ -46,14 +46,14 @@ def skip_spikes(
     A skipped step changes nothing and does not enter the means; `make_train_step` reports it as `skipped`.
 
     Args:
-      optimizer: the optimizer to wrap.
-      norm_factor: a step is skipped if the gradient's norm exceeds this many times its running mean.
-      loss_factor: a step is skipped if the loss exceeds its running mean by more than `loss_factor - 1` times the
-          mean's magnitude, and by more than 8 `(loss_factor - 1)` typical deviations. The loss may have any sign.
-      decay: decay of the running means per step.
-      warmup_steps: before this step, only steps whose loss or gradient is not finite are skipped. The means remember
-          the start of a run for about `1 / (1 - decay)` steps; during that time a rise after a fast fall is not
-          skipped.
+        optimizer: The optimizer to wrap.
+        norm_factor: A step is skipped if the gradient's norm exceeds this many times its running mean.
+        loss_factor: A step is skipped if the loss exceeds its running mean by more than `loss_factor - 1` times the
+            mean's magnitude, and by more than 8 `(loss_factor - 1)` typical deviations. The loss may have any sign.
+        decay: Decay of the running means per step.
+        warmup_steps: Before this step, only steps whose loss or gradient is not finite are skipped. The means remember
+            the start of a run for about `1 / (1 - decay)` steps; during that time a rise after a fast fall is not
+            skipped.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -70,7 +70,9 @@ def skip_spikes(
         high = (now > norm_factor * state.norm) | (value - state.loss > (loss_factor - 1) * usual)
         skipped = ~finite | (high & (state.count >= warmup_steps))
         share = jnp.where(state.count == 0, 0.0, decay)
-        mean = lambda old, new: jnp.where(skipped, old, share * old + (1 - share) * new)
+
+        def mean(old: Array, new: Array) -> Array:
+            return jnp.where(skipped, old, share * old + (1 - share) * new)
 
         def step(_):
             return inner.update(updates, state.inner, params, **extra)
@@ -91,8 +93,8 @@ class LowState(NamedTuple):
     """State of `bfloat16_moments`.
 
     Attributes:
-      inner: state of the wrapped optimizer, with moments in bfloat16.
-      updates: number of updates, which seeds the noise.
+        inner: State of the wrapped optimizer, with moments in bfloat16.
+        updates: Number of updates, which seeds the noise.
     """
 
     inner: Any
@@ -108,7 +110,7 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
     that scale updates belong inside.
 
     Args:
-      optimizer: the optimizer to wrap.
+        optimizer: The optimizer to wrap.
     """
     inner = in_float32(optimizer)
 
@@ -126,8 +128,8 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
         key = jax.random.fold_in(jax.random.key(0), state.updates)
         wide = map_moments(lambda x, i: x.astype(jnp.float32), state.inner, params)
         changes, wide = inner.update(updates, wide, params, **extra)
-        own = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
-        low = map_moments(lambda x, i: _round_stochastically(x, own[i]), wide, params)
+        keys = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
+        low = map_moments(lambda x, i: _round_stochastically(x, keys[i]), wide, params)
         return _rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -136,7 +138,9 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps `optimizer` to get parameters and gradients in float32 for any dtype, so that its moments are float32."""
     inner = optax.with_extra_args_support(optimizer)
-    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
     def update(updates, state, params=None, **extra):
         return inner.update(wide(updates), state, params if params is None else wide(params), **extra)
@@ -150,8 +154,8 @@ def _moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
 
     def is_moment(path: Any, leaf: Any) -> bool:
         # A moment is stored under its parameter's path and has its shape.
-        found = [shapes.get(str(getattr(part, "key", ""))) for part in path]
-        return leaf.shape in found and jnp.issubdtype(leaf.dtype, jnp.floating)
+        known = [shapes.get(str(getattr(part, "key", ""))) for part in path]
+        return leaf.shape in known and jnp.issubdtype(leaf.dtype, jnp.floating)
 
     return is_moment
 
@@ -167,22 +171,22 @@ def _round_stochastically(x: Float[Array, "..."], key: Array) -> Array:
 def _rounded_changes(params: Any, changes: Any, key: Array) -> Any:
     """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
 
-    def one(parameter: Array, change: Array, key: Array) -> Array:
+    def rounded(parameter: Array, change: Array, key: Array) -> Array:
         if parameter.dtype != jnp.bfloat16:
             return change
         exact = parameter.astype(jnp.float32)
         return _round_stochastically(exact + change, key).astype(jnp.float32) - exact
 
     leaves, tree = jax.tree.flatten(params)
-    return jax.tree.map(one, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
+    return jax.tree.map(rounded, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
 
 
 class EMAState(NamedTuple):
     """State of `ema`.
 
     Attributes:
-      inner: state of the wrapped optimizer.
-      average: moving average of the parameters.
+        inner: State of the wrapped optimizer.
+        average: Moving average of the parameters.
     """
 
     inner: Any
@@ -197,18 +201,20 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
     `optax.chain`, or last in it. `make_state` checks this.
 
     Args:
-      optimizer: the complete optimizer.
-      decay: weight of the old average at each step.
+        optimizer: The complete optimizer.
+        decay: Weight of the old average at each step.
     """
     inner = optax.with_extra_args_support(optimizer)
-    float32 = lambda tree: jax.tree.map(lambda p: jnp.array(p, jnp.float32), tree)
 
     def init(params):
-        return EMAState(inner.init(params), float32(params))
+        return EMAState(inner.init(params), jax.tree.map(lambda p: jnp.array(p, jnp.float32), params))
 
     def update(updates, state, params=None, **extra):
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        mean = lambda a, p, u: decay * a + (1 - decay) * (p + u).astype(p.dtype)
+
+        def mean(a: Array, p: Array, u: Array) -> Array:
+            return decay * a + (1 - decay) * (p + u).astype(p.dtype)
+
         average = jax.tree.map(mean, state.average, params, updates)
         return updates, EMAState(inner_state, average)
 
@@ -228,7 +234,10 @@ def check_averages(state: Any) -> None:
 
 
 def _has_average(state: Any) -> bool:
-    is_average = lambda x: isinstance(x, EMAState)
+
+    def is_average(x: Any) -> bool:
+        return isinstance(x, EMAState)
+
     return any(map(is_average, jax.tree.leaves(state, is_leaf=is_average)))
 
 
@@ -236,10 +245,10 @@ def ema_model(state: Any) -> Any:
     """Builds the model of a `TrainState` with the averages of `ema`, in the dtypes of the parameters.
 
     Args:
-      state: a state whose optimizer is wrapped in `ema`.
+        state: A state whose optimizer is wrapped in `ema`.
 
     Raises:
-      ValueError: when its optimizer has no averages.
+        ValueError: when its optimizer has no averages.
     """
     average = optax.tree.get(state.opt_state, "average")
     if average is None:

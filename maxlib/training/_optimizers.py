@@ -32,13 +32,16 @@ def decay_by_name(params: Mapping[str, Any], stacked: Collection[str] | None = N
     biases, norm scales, sinks and the magnitudes of DoRA.
 
     Args:
-      params: arrays by path.
-      stacked: paths of arrays that store several layers, as `make_train_step` passes them. Without them, norm scales
-          and other common vectors are recognized by name, and any other vector in a stack counts as a matrix.
+        params: Arrays by path.
+        stacked: Paths of arrays that store several layers, as `make_train_step` passes them. Without them, norm scales
+            and other common vectors are recognized by name, and any other vector in a stack counts as a matrix.
     """
     names, layers = (VECTORS, ()) if stacked is None else (BIASES, stacked)
-    is_vector = lambda path: _is_named(path, names, params) or path.endswith("_bias")
-    decays = lambda path, x: len(getattr(x, "shape", ())) - (path in layers) >= 2 and not is_vector(path)
+
+    def decays(path: str, x: Any) -> bool:
+        is_vector = _is_named(path, names, params) or path.endswith("_bias")
+        return len(getattr(x, "shape", ())) - (path in layers) >= 2 and not is_vector
+
     return {path: decays(path, x) for path, x in params.items()}
 
 
@@ -77,16 +80,16 @@ def adamw(
         optimizer = training.adamw(training.warmup_cosine(3e-4, steps=10_000, warmup=500))
 
     Args:
-      learning_rate: a number, or a schedule from step to number.
-      mask: selects the parameters that decay. The default takes matrices and embeddings, in a training step by the
-        shapes of single layers, elsewhere by their names; `decay_mask(model)` selects them by their axes; None decays
-        everything.
-      weight_decay: weights shrink by `learning_rate * weight_decay` at each step.
-      b1: decay of the mean gradient.
-      b2: decay of the mean squared gradient.
-      eps: added to the root of the mean squared gradient.
-      clip: maximum global norm of the gradient; None disables clipping.
-      moments: dtype of the moments for any dtype of the parameters: float32 or bfloat16 (see `bfloat16_moments`).
+        learning_rate: A number, or a schedule from step to number.
+        mask: Selects the parameters that decay. The default takes matrices and embeddings, in a training step by the
+            shapes of single layers, elsewhere by their names; `decay_mask(model)` selects them by their axes; None
+            decays everything.
+        weight_decay: Weights shrink by `learning_rate * weight_decay` at each step.
+        b1: Decay of the mean gradient.
+        b2: Decay of the mean squared gradient.
+        eps: Added to the root of the mean squared gradient.
+        clip: Maximum global norm of the gradient; None disables clipping.
+        moments: Dtype of the moments for any dtype of the parameters: float32 or bfloat16 (see `bfloat16_moments`).
     """
     if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
@@ -121,16 +124,16 @@ def muon(
         optimizer = training.muon(1e-3, model=model)
 
     Args:
-      learning_rate: a number, or a schedule from step to number.
-      model: determines the axes; `jax.eval_shape` of a model is enough.
-      adam_learning_rate: learning rate of AdamW; None means the same rate.
-      weight_decay: as in `adamw`.
-      beta: decay of Muon's momentum.
-      b1: as in `adamw`.
-      b2: as in `adamw`.
-      eps: as in `adamw`.
-      clip: as in `adamw`.
-      moments: as in `adamw`.
+        learning_rate: A number, or a schedule from step to number.
+        model: Determines the axes; `jax.eval_shape` of a model is enough.
+        adam_learning_rate: Learning rate of AdamW; None means the same rate.
+        weight_decay: As in `adamw`.
+        beta: Decay of Muon's momentum.
+        b1: As in `adamw`.
+        b2: As in `adamw`.
+        eps: As in `adamw`.
+        clip: As in `adamw`.
+        moments: As in `adamw`.
     """
     dims = muon_dimensions(model)
 
@@ -146,7 +149,10 @@ def muon(
     )
     adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     rest = adam(learning_rate if adam_learning_rate is None else adam_learning_rate, mask=decay_mask(model))
-    kinds = lambda params: {path: "matrix" if path in dims else "rest" for path in params}
+
+    def kinds(params: dict[str, Any]) -> dict[str, str]:
+        return {path: "matrix" if path in dims else "rest" for path in params}
+
     both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
     return _clipped(_held_in(moments, both), clip)
 
@@ -167,16 +173,16 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
 
 def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
     """Finds the input and output dimensions of each matrix by path; all dimensions before them are batch dimensions."""
-    found = {}
+    dimensions = {}
     for path, summed in nn.tree.summed_axes(model).items():
         variable = nn.variables(model)[path]
         names = variable.get_metadata()["axes"]
-        own = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's layer axis
-        inputs = tuple(d for d in own if names[d] in summed)
-        outputs = tuple(d for d in own if names[d] not in summed and names[d] != "expert")
+        axes = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's layer axis
+        inputs = tuple(d for d in axes if names[d] in summed)
+        outputs = tuple(d for d in axes if names[d] not in summed and names[d] != "expert")
         if inputs and outputs and ".router." not in path:
-            found[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
-    return found
+            dimensions[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return dimensions
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
@@ -186,7 +192,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     keeps a second copy of all gradients and makes AdamW 2.5 times as slow.
 
     Args:
-      limit: maximum norm.
+        limit: Maximum norm.
     """
 
     def update(updates, state, params=None):
@@ -204,11 +210,13 @@ def decay_mask(model: Any) -> Mask:
     vector.
 
     Args:
-      model: a model, or `jax.eval_shape` of one.
+        model: A model, or `jax.eval_shape` of one.
     """
     names = nn.tree.axes(model)
-    is_bias = lambda path: _is_named(path, ("b", "bias", "magnitude"), names)
-    decays = {path: len(nn.tree.own_axes(axes)) >= 2 and not is_bias(path) for path, axes in names.items()}
+    decays = {
+        path: len(nn.tree.own_axes(axes)) >= 2 and not _is_named(path, ("b", "bias", "magnitude"), names)
+        for path, axes in names.items()
+    }
     return lambda params: {path: decays[path] for path in params}
 
 
@@ -221,11 +229,11 @@ def mup_lr_factors(model: Any, base: Any) -> dict[str, float]:
     no factor, and its logits grow with the width.
 
     Args:
-      model: the wider model; `jax.eval_shape` of it is enough.
-      base: the same model in the width that was tuned.
+        model: The wider model; `jax.eval_shape` of it is enough.
+        base: The same model in the width that was tuned.
 
     Returns:
-      Factors by path, for `scale_by_path`.
+        Factors by path, for `scale_by_path`.
     """
     summed = nn.tree.summed_axes(model) | {
         path: ("embed",) for path, short in nn.tree.pattern_paths(model).items() if short == "head.w"
@@ -243,8 +251,8 @@ def mup_init(model: Model, base: Any) -> Model:
     width for embeddings. See `mup_lr_factors`.
 
     Args:
-      model: the wider model, freshly initialised.
-      base: the same model in the width that was tuned; `jax.eval_shape` of it is enough.
+        model: The wider model, freshly initialised.
+        base: The same model in the width that was tuned; `jax.eval_shape` of it is enough.
     """
     factors = mup_lr_factors(model, base)
     params, rest = nn.partition(model)

@@ -29,14 +29,14 @@ def shard_batch(batch: dict[str, Any], layout: sharding.Layout | None) -> Batch:
     the same rows. They compare the first batch of a layout, so all processes must call this.
 
     Args:
-      batch: arrays with rows first (`B T` for token arrays), in dictionaries of any depth; always whole rows, even if
-          the layout splits the tokens.
-      layout: layout of the global batch; None for the default device.
+        batch: Arrays with rows first (`B T` for token arrays), in dictionaries of any depth; always whole rows, even if
+            the layout splits the tokens.
+        layout: Layout of the global batch; None for the default device.
 
     Raises:
-      TypeError: for a batch that is no dictionary, and for lists and other libraries' arrays in it.
-      ValueError: for rows or tokens that do not divide over the mesh, or when processes pass different data for the
-          same rows.
+        TypeError: for a batch that is no dictionary, and for lists and other libraries' arrays in it.
+        ValueError: for rows or tokens that do not divide over the mesh, or when processes pass different data for the
+            same rows.
     """
     check_batch(batch)
     sharding.check_layout(layout)
@@ -85,9 +85,9 @@ def _check_shared_rows(batch: Any, layout: sharding.Layout) -> None:
     if layout in _compared or sum(map(len, held.values())) == count:
         return
     _compared.add(layout)
-    given = [np.asarray(x) for x in jax.tree.leaves(batch) if not _is_global(x) and np.ndim(x)]
+    arrays = [np.asarray(x) for x in jax.tree.leaves(batch) if not _is_global(x) and np.ndim(x)]
     mine = held.get(jax.process_index(), [])
-    parts = zip(*(np.array_split(x, len(mine)) for x in given), strict=True) if mine else ()
+    parts = zip(*(np.array_split(x, len(mine)) for x in arrays), strict=True) if mine else ()
     sums = [f"{zlib.crc32(b''.join(x.tobytes() for x in part)):08x}" for part in parts]
     seen: dict[int, tuple[int, str]] = {}
     for process, said in enumerate(distributed.allgather_json(list(zip(mine, sums, strict=False)))):
@@ -111,10 +111,10 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
     Without this XLA chooses the sharding, and may gather a gradient or reshard a donated buffer.
 
     Args:
-      tree: arrays, keyed by parameter paths at some level.
-      params: trained parameters by path.
-      rest: the rest of the model, with the axis names.
-      optimizer: True uses the sharding of the parameter's optimizer state instead.
+        tree: Arrays, keyed by parameter paths at some level.
+        params: Trained parameters by path.
+        rest: The rest of the model, with the axis names.
+        optimizer: True uses the sharding of the parameter's optimizer state instead.
     """
     if (layout := sharding.current()) is None:
         return tree
@@ -137,14 +137,18 @@ def place_beside(tree: Any, params: dict[str, Any]) -> Any:
     A program with one committed input commits all its outputs. So a step whose first state is committed in part gets
     another kind of state at the second step, and would be compiled twice.
     """
-    is_free = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.committed
     fixed = [x for x in params.values() if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed]
     devices = {device for x in fixed for device in x.sharding.device_set}
     if sharding.current() is not None or len(devices) != 1:
         return tree
     (device,) = devices
-    kept = lambda x: SingleDeviceSharding(device, memory_kind=x.sharding.memory_kind)
-    return jax.tree.map(lambda x: jax.device_put(x, kept(x)) if is_free(x) else x, tree)
+
+    def commit(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.committed:
+            return x
+        return jax.device_put(x, SingleDeviceSharding(device, memory_kind=x.sharding.memory_kind))
+
+    return jax.tree.map(commit, tree)
 
 
 def host_rows(batch: Batch) -> Batch:
@@ -155,8 +159,8 @@ def host_rows(batch: Batch) -> Batch:
             return x
         mesh, spec = x.sharding.mesh, P(*x.sharding.spec[:1])
         assert isinstance(mesh, Mesh)  # of shard_batch
-        whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
-        return multihost_utils.global_array_to_host_local_array(whole, mesh, spec)
+        all_tokens = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
+        return multihost_utils.global_array_to_host_local_array(all_tokens, mesh, spec)
 
     return jax.tree.map(rows, batch)
 

@@ -38,7 +38,7 @@ class IterableLoader:
     resumed run needs a new one, with the same batches.
 
     Args:
-      batches: this host's rows of every batch.
+        batches: This host's rows of every batch.
     """
 
     def __init__(self, batches: Iterable[Batch]):
@@ -82,8 +82,8 @@ def as_loader(loader: Any, name: str) -> StatefulLoader:
     """Returns a loader with a state, made of an iterable if needed.
 
     Raises:
-      TypeError: for anything else; `name` is the argument's name.
-      ValueError: for an empty list.
+        TypeError: for anything else; `name` is the argument's name.
+        ValueError: for an empty list.
     """
     if isinstance(loader, StatefulLoader):
         return loader
@@ -121,15 +121,15 @@ class Prefetch:
     again.
 
     Args:
-      loader: see `Trainer`; `metrics()` are those of the last returned batch.
-      layout: as in `Trainer`.
-      size: number of batches ahead.
-      in_thread: True reads batches in a thread, one at a time; contexts such as `jax.set_mesh` do not reach it.
-      before_read: called in the loop's thread before each batch is read, such as to hand weights to a sampler; what it
-        hands over must be a copy, because the next step takes the state's arrays.
+        loader: See `Trainer`; `metrics()` are those of the last returned batch.
+        layout: As in `Trainer`.
+        size: Number of batches ahead.
+        in_thread: True reads batches in a thread, one at a time; contexts such as `jax.set_mesh` do not reach it.
+        before_read: Called in the loop's thread before each batch is read, such as to hand weights to a sampler; what
+            it hands over must be a copy, because the next step takes the state's arrays.
 
     Attributes:
-      wait_seconds: total time that `next` has waited for the loader, also the metric `data/wait_seconds`.
+        wait_seconds: Total time that `next` has waited for the loader, also the metric `data/wait_seconds`.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class Prefetch:
         self._read_ahead()
         begin = time.perf_counter()
         try:
-            found = self._ahead.popleft().result() if self._ahead else None
+            entry = self._ahead.popleft().result() if self._ahead else None
         finally:
             self.wait_seconds += time.perf_counter() - begin
-        if found is None:
+        if entry is None:
             self._ended = True
             raise StopIteration
-        batch, self._state, self._metrics = found
+        batch, self._state, self._metrics = entry
         if self._thread is not None:  # the next batch is read while the caller computes with this one
             self._read_ahead()
         return batch
@@ -196,9 +196,9 @@ class Prefetch:
 
     def _drop(self) -> None:
         """Waits for the batch that is being read, so that nobody else moves the loader, and drops those ahead."""
-        for one in self._ahead:
-            if not one.cancel():
-                one.exception()
+        for future in self._ahead:
+            if not future.cancel():
+                future.exception()
         self._ahead.clear()
 
     def _read_ahead(self) -> None:

@@ -153,7 +153,10 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
     step = restored["meta"]["step"]
     _warn_of_changes(restored["meta"].get("model"), config_text(state.rest), where)
     key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
-    place = lambda new, old: jax.device_put(new, old.sharding)
+
+    def place(new: Any, old: Any) -> Any:
+        return jax.device_put(new, old.sharding)
+
     new = TrainState(
         trainable=restored["params"],
         rest=nn.combine(restored["rest"], state.rest),
@@ -177,8 +180,12 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
     """
     if saved in (None, "None", here) or here == "None":
         return
-    # One line for each field, nested ones too: "Config(vocab=61, rope=Rope(dim=12" -> "vocab=61", "rope=Rope(dim=12".
-    fields = lambda text: re.split(r", (?=\w+=)|(?<=Config)\(", re.sub(r" at 0x[0-9a-f]+", "", text))
+
+    def fields(text: str) -> list[str]:
+        # One line for each field, nested ones too:
+        # "Config(vocab=61, rope=Rope(dim=12" -> "vocab=61", "rope=Rope(dim=12"
+        return re.split(r", (?=\w+=)|(?<=Config)\(", re.sub(r" at 0x[0-9a-f]+", "", text))
+
     changed = [line for line in difflib.ndiff(fields(saved), fields(here)) if line[0] in "-+"]
     if changed:
         listed = "\n".join(["", *changed])
@@ -197,11 +204,11 @@ def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sh
     from maxlib import weights
 
     model = weights.from_pretrained(directory, layout=layout, dtype=jnp.float32)
-    found = {path: v.get_value() for path, v in nn.variables(model).items()}
+    parameters = {path: v.get_value() for path, v in nn.variables(model).items()}
     wrong = [
-        f"{path}: {want.shape} here, {found[path].shape if path in found else 'absent'} there"
+        f"{path}: {want.shape} here, {parameters[path].shape if path in parameters else 'absent'} there"
         for path, want in wanted.items()
-        if path not in found or found[path].shape != want.shape
+        if path not in parameters or parameters[path].shape != want.shape
     ]
     if wrong:
         raise ValueError(
@@ -209,7 +216,7 @@ def _model_values(state: TrainState, directory: Path, groupings: Any, layout: sh
             "Build the model of that directory (weights.read_model gives its configuration)"
         )
     _warn_of_changes(config_text(model), config_text(state.rest), str(directory))
-    return {path: found[path].astype(want.dtype) for path, want in wanted.items()}
+    return {path: parameters[path].astype(want.dtype) for path, want in wanted.items()}
 
 
 def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path, groupings: Any) -> dict[str, Any]:

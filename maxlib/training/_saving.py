@@ -98,12 +98,12 @@ class SaveManager:
         try:
             good = self.checkpointer.restore(like={"params": state.trainable})
             model = nn.combine(good["params"], state.rest)
-            found = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
+            origin = find_nonfinite(model, batch, loss, jax.random.fold_in(state.key, step - 1))
         except Exception as error:  # such as too little memory: still report what is known
             return f"Its origin could not be found: {type(error).__name__}: {error}."
         recomputed = f"With the parameters of step {good['meta']['step']} and this step's batch"
-        if found:
-            return f"{recomputed}: {found}."
+        if origin:
+            return f"{recomputed}: {origin}."
         return f"{recomputed} everything is finite: the parameters became bad since then."
 
     def _try(self, call: Callable[[], Any], what: str) -> bool:

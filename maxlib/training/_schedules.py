@@ -7,13 +7,13 @@ def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float =
     """Returns a schedule with a linear warm-up, then a half cosine down to `end_fraction * peak` at `steps`.
 
     Args:
-      peak: largest learning rate.
-      steps: number of steps of the run.
-      warmup: number of steps of the warm-up.
-      end_fraction: last learning rate, as a fraction of `peak`.
+        peak: Largest learning rate.
+        steps: Number of steps of the run.
+        warmup: Number of steps of the warm-up.
+        end_fraction: Last learning rate, as a fraction of `peak`.
 
     Raises:
-      ValueError: when the parts do not fit into `steps`.
+        ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
     return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end_fraction))
@@ -23,13 +23,13 @@ def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float =
     """Returns a schedule with a linear warm-up, then a linear decay to `end_fraction * peak` at `steps`.
 
     Args:
-      peak: largest learning rate.
-      steps: number of steps of the run.
-      warmup: number of steps of the warm-up.
-      end_fraction: last learning rate, as a fraction of `peak`.
+        peak: Largest learning rate.
+        steps: Number of steps of the run.
+        warmup: Number of steps of the warm-up.
+        end_fraction: Last learning rate, as a fraction of `peak`.
 
     Raises:
-      ValueError: when the parts do not fit into `steps`.
+        ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
     return _after_warmup(peak, warmup, optax.linear_schedule(peak, end_fraction * peak, steps - warmup))
@@ -44,14 +44,14 @@ def warmup_stable_decay(
     A run may be extended from any checkpoint of its plateau.
 
     Args:
-      peak: largest learning rate.
-      steps: number of steps of the run.
-      warmup: number of steps of the warm-up.
-      decay: number of steps of the decay at the end.
-      end_fraction: last learning rate, as a fraction of `peak`.
+        peak: Largest learning rate.
+        steps: Number of steps of the run.
+        warmup: Number of steps of the warm-up.
+        decay: Number of steps of the decay at the end.
+        end_fraction: Last learning rate, as a fraction of `peak`.
 
     Raises:
-      ValueError: when the parts do not fit into `steps`.
+        ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup, decay)
     parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end_fraction * peak, decay)]

@@ -22,11 +22,11 @@ class TrainState:
     """Everything that a training step reads and writes. A donated state is deleted; the step returns a new one.
 
     Args:
-      trainable: trained parameters by path.
-      rest: the rest of the model (`nn.partition`).
-      opt_state: state of the optimizer.
-      step: number of steps done.
-      key: random key of the whole run; each step folds in its number.
+        trainable: Trained parameters by path.
+        rest: The rest of the model (`nn.partition`).
+        opt_state: State of the optimizer.
+        step: Number of steps done.
+        key: Random key of the whole run; each step folds in its number.
     """
 
     trainable: dict[str, Any]
@@ -58,17 +58,17 @@ def make_state(
         state = training.make_state(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), optimizer)
 
     Args:
-      model: a model, or a function that builds one, which is run under jit so that parameters are created already
-          sharded.
-      optimizer: an optax optimizer of `{path: array}`.
-      filter: selects the trained parameters; the others are frozen. None trains the factors of adapters if the model
-          has any, else all parameters of a floating dtype, except the frozen model of `post_training.WithFrozen`.
-      key: random key of the whole run.
+        model: A model, or a function that builds one, which is run under jit so that parameters are created already
+            sharded.
+        optimizer: An optax optimizer of `{path: array}`.
+        filter: Selects the trained parameters; the others are frozen. None trains the factors of adapters if the model
+            has any, else all parameters of a floating dtype, except the frozen model of `post_training.WithFrozen`.
+        key: Random key of the whole run.
 
     Raises:
-      ValueError: when there is nothing to train, a pattern of `trainable_only` matches nothing, a parameter occurs
-          twice (`self.head = self.embed`), moments should be offloaded but the optimizer cannot keep them on the host,
-          or `ema` comes before another transformation in a chain.
+        ValueError: when there is nothing to train, a pattern of `trainable_only` matches nothing, a parameter occurs
+            twice (`self.head = self.embed`), moments should be offloaded but the optimizer cannot keep them on the
+            host, or `ema` comes before another transformation in a chain.
     """
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
@@ -88,8 +88,8 @@ def make_state(
     if isinstance(filter, PathFilter):
         filter.check(model)
 
-    def start(params: dict[str, Any], given: Array | None) -> Any:
-        seeded = jax.random.key(key) if isinstance(key, int) else given
+    def start(params: dict[str, Any], run_key: Array | None) -> Any:
+        seeded = jax.random.key(key) if isinstance(key, int) else run_key
         counters = place_like_parameters((jnp.zeros((), jnp.int32), seeded), trainable, rest)
         return *counters, _initial(optimizer, params, rest)
 
@@ -142,9 +142,15 @@ def _warn_without_layout(trainable: dict[str, Any]) -> None:
 
 def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
     """Warns about low-precision parameters that lose most updates, unless the optimizer rounds stochastically."""
-    is_low = lambda x: isinstance(x, LowState)
+
+    def is_low(x: Any) -> bool:
+        return isinstance(x, LowState)
+
     rounds = any(map(is_low, jax.tree.leaves(opt_state, is_leaf=is_low)))
-    coarse = lambda x: jnp.finfo(x.dtype).bits < 32 and not (rounds and x.dtype == jnp.bfloat16)
+
+    def coarse(x: Array) -> bool:
+        return jnp.finfo(x.dtype).bits < 32 and not (rounds and x.dtype == jnp.bfloat16)
+
     if lost := [path for path, x in trainable.items() if coarse(x)]:
         warnings.warn(
             f"{len(lost)} of {len(trainable)} trained parameters are {trainable[lost[0]].dtype}, such as {lost[0]}, "

@@ -180,12 +180,12 @@ class Trainer:
         begins with new values. `fit` calls it if it has not been called.
 
         Args:
-          resume_from: directory of full checkpoints.
-          params_from: directory of a checkpoint or in Hugging Face's format, of which only the model is read, both
-              trained and frozen parameters. Before the first step the optimizer state is initialized from it.
+            resume_from: Directory of full checkpoints.
+            params_from: Directory of a checkpoint or in Hugging Face's format, of which only the model is read, both
+                trained and frozen parameters. Before the first step the optimizer state is initialized from it.
 
         Raises:
-          ValueError: `params_from` after the first step, when the optimizer keeps averages of the parameters.
+            ValueError: `params_from` after the first step, when the optimizer keeps averages of the parameters.
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(

@@ -24,9 +24,9 @@ class CoordinateCheck:
     """Result of `mup_coord_check`.
 
     Args:
-      widths: the widths that were trained.
-      sizes: by layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
-        steps.
+        widths: The widths that were trained.
+        sizes: By layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
+            steps.
     """
 
     widths: tuple[int, ...]
@@ -61,22 +61,22 @@ def mup_coord_check(
     Outputs are recorded on the first batch, before each step and after the last.
 
     Args:
-      build: function from a width to a model.
-      widths: at least two widths.
-      optimizer: function from the (abstract) model to an optimizer, so that it may end with
-        `scale_by_path(mup_lr_factors(model, base), model=model)`; use the learning rate that you want to check.
-      batches: one batch per step; a few are enough.
-      loss: the training loss.
+        build: Function from a width to a model.
+        widths: At least two widths.
+        optimizer: Function from the (abstract) model to an optimizer, so that it may end with
+            `scale_by_path(mup_lr_factors(model, base), model=model)`; use the learning rate that you want to check.
+        batches: One batch per step; a few are enough.
+        loss: The training loss.
 
     Raises:
-      ValueError: when there are fewer than two widths, or the models have different layers.
+        ValueError: when there are fewer than two widths, or the models have different layers.
     """
     if len(set(widths)) < 2:
         raise ValueError(f"growth needs at least two widths, got {list(widths)}")
-    found = [_one_width(lambda width=width: build(width), optimizer, batches, loss) for width in widths]
-    if any(sizes.keys() != found[0].keys() for sizes in found):
+    by_width = [_one_width(lambda width=width: build(width), optimizer, batches, loss) for width in widths]
+    if any(sizes.keys() != by_width[0].keys() for sizes in by_width):
         raise ValueError("models of all widths must have the same layers; let build change widths only")
-    return CoordinateCheck(tuple(widths), {name: np.array([sizes[name] for sizes in found]) for name in found[0]})
+    return CoordinateCheck(tuple(widths), {name: np.array([sizes[name] for sizes in by_width]) for name in by_width[0]})
 
 
 def _one_width(build, optimizer, batches, loss) -> dict[str, list[float]]:

@@ -24,8 +24,8 @@ class Recompute:
     `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, because sums in a random order differ by themselves.
 
     Args:
-      rows: number of rows of the last batch to use, over all processes.
-      stop: True raises `Corrupted` with the names of the parameters; False only warns.
+        rows: Number of rows of the last batch to use, over all processes.
+        stop: True raises `Corrupted` with the names of the parameters; False only warns.
     """
 
     def __init__(self, *, rows: int | None = None, stop: bool = True):
@@ -57,11 +57,11 @@ def gradient_digests(
     """Computes a hash of the bits of every parameter's gradient, and of the loss; equal runs have equal hashes.
 
     Args:
-      model: the model.
-      batch: the batch.
-      loss: the training loss.
-      key: random key of the loss.
-      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
+        model: The model.
+        batch: The batch.
+        loss: The training loss.
+        key: Random key of the loss.
+        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
     """
     key = jax.random.key(0) if key is None else key
     value, grads = _gradient(loss, filter)(model, batch, key)
@@ -72,7 +72,7 @@ def replicas_that_differ(params: dict[str, Array]) -> list[str]:
     """Finds the arrays whose copies on this process's devices differ in any bit.
 
     Args:
-      params: arrays by path.
+        params: Arrays by path.
     """
     return [path for path, array in params.items() if _differ(array)]
 

@@ -42,17 +42,17 @@ def read(path: str, row: Any) -> dict[str, Any]:
 
 def in_layer_order(order: Iterable[str], groupings: Mapping[str, nn.stack.Grouping]) -> list[tuple[str, int | None]]:
     """Returns the hooks, with their row on a stack's repeat axis, in the order in which their layers finish."""
-    found: list[tuple[str, int | None]] = []
+    hooks: list[tuple[str, int | None]] = []
     for group, paths in itertools.groupby(dict.fromkeys(order), key=lambda path: _scanned(path, groupings)):
         rows = [None] if group is None else range(group[1])
-        found += [(path, row) for row, path in itertools.product(rows, list(paths))]
-    return found
+        hooks += [(path, row) for row, path in itertools.product(rows, list(paths))]
+    return hooks
 
 
 def _scanned(path: str, groupings: Mapping[str, nn.stack.Grouping]) -> tuple[str, int] | None:
     """Returns the path of the scanned group that stores this layer, and how often it repeats."""
-    found = nn.stack.group_at(path, groupings)
-    return None if found is None or found[1].repeats == 1 else (found[0], found[1].repeats)
+    group = nn.stack.group_at(path, groupings)
+    return None if group is None or group[1].repeats == 1 else (group[0], group[1].repeats)
 
 
 def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:

@@ -23,12 +23,13 @@ class Observation:
     """Statistics of one forward and backward pass, from `observe`.
 
     Args:
-      outputs: by layer (`layers.3.attn.q`), in the order of the forward pass: the root mean square (`rms`) and largest
-        magnitude (`max`) of its output, the `gradient_rms` of the output, the number of `nonfinite` values in both, and
-        for attention `max_logit` and `entropy` (nats) of the batch's first row. Only the latter two leave out padding.
-      parameters: norm of every weight, layer by layer.
-      gradients: norm of every weight's gradient.
-      loss: loss per target.
+        outputs: By layer (`layers.3.attn.q`), in the order of the forward pass: the root mean square (`rms`) and
+            largest magnitude (`max`) of its output, the `gradient_rms` of the output, the number of `nonfinite` values
+            in both, and for attention `max_logit` and `entropy` (nats) of the batch's first row. Only the latter two
+            leave out padding.
+        parameters: Norm of every weight, layer by layer.
+        gradients: Norm of every weight's gradient.
+        loss: Loss per target.
     """
 
     outputs: dict[str, dict[str, float]]
@@ -45,32 +46,34 @@ def observe(
     Call it inside `sharding.use` if the model is sharded.
 
     Args:
-      model: the model.
-      batch: the batch.
-      loss: the training loss.
-      key: random key of the loss.
-      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
+        model: The model.
+        batch: The batch.
+        loss: The training loss.
+        key: Random key of the loss.
+        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
     """
     key = jax.random.key(0) if key is None else key
-    found = _watched(loss, filter)(model, batch, key)
-    laid, seen = nn.tree.groupings(model), jax.device_get(found.seen)
+    recorded = _watched(loss, filter)(model, batch, key)
+    laid, seen = nn.tree.groupings(model), jax.device_get(recorded.seen)
     outputs = {}
-    for path, row in hooks.in_layer_order(found.order, laid):
+    for path, row in hooks.in_layer_order(recorded.order, laid):
         name = layer_paths(path, laid)[row or 0][0]
         outputs[name] = {}
         for kind in (f"{path}.tap", f"{path}.logit_tap"):
             if kind in seen:
                 values = seen[kind] if row is None else seen[kind][row]
                 outputs[name] |= {field: float(x) for field, x in hooks.read(kind, values).items()}
-    return Observation(outputs, _by_layer(found.parameters, laid), _by_layer(found.gradients, laid), float(found.loss))
+    return Observation(
+        outputs, _by_layer(recorded.parameters, laid), _by_layer(recorded.gradients, laid), float(recorded.loss)
+    )
 
 
 def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
     """Computes the norm of every array of `{path: array}`, separately for each layer of a stack.
 
     Args:
-      params: parameters, gradients or a moment.
-      model: the model they belong to.
+        params: Parameters, gradients or a moment.
+        model: The model they belong to.
     """
     return _by_layer(_norms(params, nn.tree.axes(model)), nn.tree.groupings(model))
 
@@ -84,7 +87,7 @@ class LayerStatistics:
     (`moe/load`).
 
     Args:
-      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
+        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
     """
 
     def __init__(self, *, filter: nn.tree.Filter | None = None):
@@ -93,23 +96,23 @@ class LayerStatistics:
     def __call__(self, trainer: Any) -> None:
         state: TrainState = trainer.state
         with trainer.sharded():
-            found = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
-        values = by_stack(found, {name: len(stack) for name, stack in nn.tree.stacks(state.rest).items()})
+            observation = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
+        values = by_stack(observation, {name: len(stack) for name, stack in nn.tree.stacks(state.rest).items()})
         trainer.writers.write(trainer.step, values)
 
 
-def by_stack(found: Observation, stacks: dict[str, int]) -> dict[str, np.ndarray]:
+def by_stack(observation: Observation, stacks: dict[str, int]) -> dict[str, np.ndarray]:
     """Returns `{"layers/output_rms": one number per layer, ...}`."""
     values = {}
     for stack, length in stacks.items():
         names = [f"{stack}.{i}" for i in range(length)]
         for ours, field in (("output_rms", "rms"), ("output_max", "max"), ("gradient_rms", "gradient_rms")):
-            values[f"{stack}/{ours}"] = [found.outputs.get(name, {}).get(field, np.nan) for name in names]
+            values[f"{stack}/{ours}"] = [observation.outputs.get(name, {}).get(field, np.nan) for name in names]
         for kind in ("parameters", "gradients"):
-            norms = getattr(found, kind)
+            norms = getattr(observation, kind)
             values[f"{stack}/{kind[:-1]}_norm"] = [_together(norms, f"{name}.") for name in names]
         for field in hooks.LOGITS:
-            values[f"{stack}/{field}"] = [_largest(found.outputs, f"{name}.", field) for name in names]
+            values[f"{stack}/{field}"] = [_largest(observation.outputs, f"{name}.", field) for name in names]
     return {name: np.array(v) for name, v in values.items() if not np.all(np.isnan(v))}
 
 
@@ -136,12 +139,16 @@ class _Found:
 
 @functools.lru_cache(maxsize=4)
 def _watched(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
-    is_tap = lambda path: path.endswith((".tap", ".logit_tap"))
+    def is_tap(path: str) -> bool:
+        return path.endswith((".tap", ".logit_tap"))
 
     @jax.jit
     def run(model: Any, batch: Batch, key: Array) -> _Found:
         chosen = filter or nn.tree.default_filter(model)
-        take = lambda path, variable: isinstance(variable, hooks.Tap) or chosen(path, variable)
+
+        def take(path: str, variable: Any) -> bool:
+            return isinstance(variable, hooks.Tap) or chosen(path, variable)
+
         model, order = hooks.with_hooks(model)
         watched, rest = nn.partition(model, take)
 
@@ -150,7 +157,10 @@ def _watched(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[...,
             return total / divisor(stats.num_targets)
 
         value, grads = jax.value_and_grad(mean)(watched)
-        norms = lambda tree: _norms({path: x for path, x in tree.items() if not is_tap(path)}, nn.tree.axes(model))
+
+        def norms(tree: Any) -> Any:
+            return _norms({path: x for path, x in tree.items() if not is_tap(path)}, nn.tree.axes(model))
+
         seen = {path: g for path, g in grads.items() if is_tap(path)}
         return _Found(value, norms(grads), norms(watched), seen, tuple(order))
 
@@ -171,8 +181,8 @@ def _norm(x: Array, rank: int) -> Array:
 
 
 def _by_layer(norms: dict[str, Array], laid: Mapping[str, nn.stack.Grouping]) -> dict[str, float]:
-    found = {}
+    by_layer = {}
     for path, norm in jax.device_get(norms).items():
         for name, row in layer_paths(path, laid):
-            found[name] = float(norm if row is None else norm[row])
-    return found
+            by_layer[name] = float(norm if row is None else norm[row])
+    return by_layer

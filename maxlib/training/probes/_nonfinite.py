@@ -19,42 +19,48 @@ def find_nonfinite(
     Call it inside `sharding.use` if the model is sharded.
 
     Args:
-      model: the model before the bad step.
-      batch: the batch of the bad step.
-      loss: the training loss.
-      key: random key of the step.
-      filter: the parameters to differentiate; None takes what a `Trainer` trains by default.
+        model: The model before the bad step.
+        batch: The batch of the bad step.
+        loss: The training loss.
+        key: Random key of the step.
+        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
 
     Returns:
-      A description, or None if everything is finite.
+        A description, or None if everything is finite.
     """
-    found = observe(model, batch, loss, key, filter=filter)
-    lines = [line for line in (_parameters(found), _forward(found), _backward(found), _gradients(found)) if line]
+    observation = observe(model, batch, loss, key, filter=filter)
+    lines = [
+        line
+        for line in (_parameters(observation), _forward(observation), _backward(observation), _gradients(observation))
+        if line
+    ]
     return "\n".join(lines) or None
 
 
-def _parameters(found: Observation) -> str | None:
-    bad = [name for name, norm in found.parameters.items() if not math.isfinite(norm)]
+def _parameters(observation: Observation) -> str | None:
+    bad = [name for name, norm in observation.parameters.items() if not math.isfinite(norm)]
     return f"parameters: {_some(bad)} not finite before the pass" if bad else None
 
 
-def _forward(found: Observation) -> str | None:
-    bad = [name for name, seen in found.outputs.items() if seen["nonfinite"]]
+def _forward(observation: Observation) -> str | None:
+    bad = [name for name, seen in observation.outputs.items() if seen["nonfinite"]]
     if not bad:
         return (
-            None if math.isfinite(found.loss) else f"forward: the loss is {found.loss}, all layers' outputs are finite"
+            None
+            if math.isfinite(observation.loss)
+            else f"forward: the loss is {observation.loss}, all layers' outputs are finite"
         )
-    names = list(found.outputs)
+    names = list(observation.outputs)
     before = names[: names.index(bad[0])]
-    sizes = f"; before it, {before[-1]} has values up to {found.outputs[before[-1]]['max']:.3g}" if before else ""
-    return f"forward: first the output of {bad[0]} ({found.outputs[bad[0]]['nonfinite']:.0f} values){sizes}"
+    sizes = f"; before it, {before[-1]} has values up to {observation.outputs[before[-1]]['max']:.3g}" if before else ""
+    return f"forward: first the output of {bad[0]} ({observation.outputs[bad[0]]['nonfinite']:.0f} values){sizes}"
 
 
-def _backward(found: Observation) -> str | None:
-    bad = [name for name, seen in found.outputs.items() if seen["gradient_nonfinite"]]
+def _backward(observation: Observation) -> str | None:
+    bad = [name for name, seen in observation.outputs.items() if seen["gradient_nonfinite"]]
     if not bad:
         return None
-    names = list(found.outputs)  # in the order of the forward pass; the backward pass reverses it
+    names = list(observation.outputs)  # in the order of the forward pass; the backward pass reverses it
     after = names[names.index(bad[-1]) + 1 :]
     made_by = (
         f"created between it and {after[0]}, which comes next in the forward pass" if after else "created by the loss"
@@ -62,8 +68,8 @@ def _backward(found: Observation) -> str | None:
     return f"backward: first the gradient of the output of {bad[-1]}, {made_by}"
 
 
-def _gradients(found: Observation) -> str | None:
-    bad = [name for name, norm in found.gradients.items() if not math.isfinite(norm)]
+def _gradients(observation: Observation) -> str | None:
+    bad = [name for name, norm in observation.gradients.items() if not math.isfinite(norm)]
     return f"gradients: {_some(bad)} not finite" if bad else None
 
 
