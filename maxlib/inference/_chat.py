@@ -34,7 +34,7 @@ def stop_tokens(directory: str | Path) -> list[int]:
         if end is not None:
             ids = end if isinstance(end, list) else [end]
             if not all(type(i) is int for i in ids):
-                raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, got {found!r:.100}")
+                raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, got {end!r:.100}")
             return ids
     end = special_tokens(directory).get("eos_token")
     if end is None or not (Path(directory) / "tokenizer.json").exists():

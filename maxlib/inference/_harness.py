@@ -293,6 +293,6 @@ def _options(options: dict[str, Any], most: int) -> tuple[list[str], int, Sample
     if options or (draws and not filters.get("temperature")):
         raise ValueError(
             f"generation_kwargs may hold until, max_gen_toks, do_sample and {', '.join(_SAMPLING)}, with a temperature above 0 "
-            f"to sample; got {given or {'do_sample': draws}}"
+            f"to sample; got {options or {'do_sample': draws}}"
         )
     return [until] if isinstance(until, str) else list(until), most, Sampler(**filters) if draws else GREEDY
