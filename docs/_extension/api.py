@@ -75,7 +75,7 @@ def _names(module: str, names: list[str], explicit: set[tuple[str, str]]) -> lis
 
 
 def page_of(module: str, name: str) -> str:
-    """Returns the name of an object's page; `nn.context` differs from `nn.Context` by more than its case, for file
+    """Returns the name of an object's page; `nn.make_context` differs from `nn.Context` by more than its case, for file
     systems that ignore it.
     """
     same = [other for other in dir(importlib.import_module(module)) if other.lower() == name.lower() and name != other]

@@ -41,7 +41,7 @@ from maxlib.nn.attention._latent import MLA as MLA
 from maxlib.nn.attention._shared_kv import SharedKVAttention as SharedKVAttention
 from maxlib.nn.attention._sparse import SparseMLA as SparseMLA
 from maxlib.nn.decoder._context import Context as Context
-from maxlib.nn.decoder._context import context as context
+from maxlib.nn.decoder._context import make_context as make_context
 from maxlib.nn.decoder._decoder import Decoder as Decoder
 from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy

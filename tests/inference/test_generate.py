@@ -243,7 +243,7 @@ def test_sliding_layers_generate_past_their_window():
             self.layers = nn.Stack(lambda _, rngs: Block(rngs), 3, rngs=rngs)
 
         def __call__(self, tokens, *, valid=None, cache=None, dtype=jnp.bfloat16):
-            ctx = nn.context(*tokens.shape, valid=valid, cache=cache)
+            ctx = nn.make_context(*tokens.shape, valid=valid, cache=cache)
             x, layers, aux = self.layers(self.embed(tokens, dtype=dtype), ctx, cache and cache.layers)
             return nn.Output(x, cache and cache.advanced(layers, ctx), aux)
 

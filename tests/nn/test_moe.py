@@ -200,7 +200,7 @@ def test_router_z_is_a_mean_over_tokens():
 
     @jax.jit
     def loss(routing, valid):
-        return nn.router.RouterZ(0.1)(routing, nn.context(2, 3, valid=valid))
+        return nn.router.RouterZ(0.1)(routing, nn.make_context(2, 3, valid=valid))
 
     np.testing.assert_allclose(loss(routing, None), 0.1 * square.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss(routing, jnp.asarray(valid)), 0.1 * square[valid].mean(), rtol=1e-5)
@@ -216,13 +216,15 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
         lambda layer: {
             "alone": [loss(layer.router(part), None) for part in (x[:, :few], x[:, few:])],
             "padded": [
-                loss(layer.router(x), nn.context(1, 7, valid=jnp.asarray([inside])))
+                loss(layer.router(x), nn.make_context(1, 7, valid=jnp.asarray([inside])))
                 for inside in ([True] * few + [False] * many, [False] * few + [True] * many)
             ],
-            "packed": loss(layer.router(x), nn.context(1, 7, segment_ids=jnp.asarray([[1] * few + [2] * many]))),
+            "packed": loss(layer.router(x), nn.make_context(1, 7, segment_ids=jnp.asarray([[1] * few + [2] * many]))),
             "rows": loss(
                 layer.router(both),
-                nn.context(2, 7, valid=jnp.asarray([[True] * few + [False] * many, [False] * few + [True] * many])),
+                nn.make_context(
+                    2, 7, valid=jnp.asarray([[True] * few + [False] * many, [False] * few + [True] * many])
+                ),
             ),
         }
     )(layer)

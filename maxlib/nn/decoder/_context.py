@@ -131,7 +131,7 @@ class Context:
         return jax.vmap(lengths)(positions, self.start)
 
 
-def context(
+def make_context(
     batch: int,
     seq: int,
     *,
@@ -203,10 +203,10 @@ def context_of(x: Float[Array, "B T D"], ctx: Context | None) -> Context:
     """
     check_is_rows(x)
     if ctx is None:
-        return context(*x.shape[:2])
+        return make_context(*x.shape[:2])
     if not isinstance(ctx, Context):
         raise TypeError(
-            f"ctx must come from nn.context(B, T), or be None, got {type(ctx).__name__}; a mask is an argument of the "
+            f"ctx must come from nn.make_context(B, T), or be None, got {type(ctx).__name__}; a mask is an argument of the "
             "layer's constructor, mask=ops.Causal()"
         )
     return ctx

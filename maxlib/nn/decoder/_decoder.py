@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib._utils.arguments import check_array, check_dtype
 from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
-from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
+from maxlib.nn.decoder._context import AnyRope, Context, make_context, zigzag_shard, zigzag_unshard
 from maxlib.nn.decoder._model import Input, Output
 from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
         return {"tokens": tokens} if self.layers_take_tokens else {}
 
     def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
-        """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
+        """Computes the output from token vectors; `inputs` are arguments of `nn.make_context`."""
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
         inputs = self.layer_inputs(x.x if isinstance(x, Carry) else x, ctx)
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
 
         If sequences are split over devices, tokens are put into zigzag order, unless a layer needs their natural order.
         """
-        ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        ctx = make_context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
         # Shard [B, T, D] over the mesh as every layer expects it.
         x = constrain(x, "batch", "seq", "act_embed")
         # A cache stores tokens by index, so decoding keeps the natural order.

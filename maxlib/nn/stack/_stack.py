@@ -75,7 +75,7 @@ class Stack(StackedLayers):
     The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the groups.
 
         stack = nn.Stack(lambda kind, rngs: llama.Block(cfg, rngs=rngs), cfg.num_layers, rngs=nnx.Rngs(0))
-        y, cache, aux = stack(jnp.ones((2, 8, cfg.dim)), nn.context(2, 8))
+        y, cache, aux = stack(jnp.ones((2, 8, cfg.dim)), nn.make_context(2, 8))
 
     Args:
         make: Builds a layer of a kind from the kind and `nnx.Rngs`.
@@ -198,7 +198,7 @@ class Stack(StackedLayers):
 
         Args:
             x: Value that passes from layer to layer: an array, or a pytree with more values (`Carry`).
-            ctx: Values shared by all layers, from `nn.context`.
+            ctx: Values shared by all layers, from `nn.make_context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
             layer_inputs: Arrays with a leading axis of layers. Layer `i` gets row `i` as a fourth argument. If they
