@@ -45,6 +45,7 @@ from maxlib.nn.decoder._context import make_context as make_context
 from maxlib.nn.decoder._decoder import Decoder as Decoder
 from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy
+from maxlib.nn.decoder._head import head_gradient as head_gradient
 from maxlib.nn.decoder._head import token_log_probs as token_log_probs
 from maxlib.nn.decoder._model import Input as Input
 from maxlib.nn.decoder._model import Model as Model

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from maxlib import nn, sharding
 from maxlib.observability import collect_metrics
 from maxlib.post_training._reference import interleaved, log_probs
-from maxlib.training import StatefulLoader, shard_batch
-from maxlib.training._prefetch import follow_layout
+from maxlib.training import StatefulLoader, follow_layout, shard_batch
 from maxlib.training.losses import Batch, run_model
 
 

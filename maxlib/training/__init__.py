@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from maxlib.training._optimizers import muon as muon
     from maxlib.training._optimizers import mup_init as mup_init
     from maxlib.training._optimizers import mup_lr_factors as mup_lr_factors
+    from maxlib.training._optimizers import warmup_cosine as warmup_cosine
+    from maxlib.training._optimizers import warmup_linear as warmup_linear
+    from maxlib.training._optimizers import warmup_stable_decay as warmup_stable_decay
     from maxlib.training._placement import batch_axes as batch_axes
     from maxlib.training._placement import copy_model as copy_model
     from maxlib.training._placement import shard_batch as shard_batch
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
-    from maxlib.training._schedules import warmup_cosine as warmup_cosine
-    from maxlib.training._schedules import warmup_linear as warmup_linear
-    from maxlib.training._schedules import warmup_stable_decay as warmup_stable_decay
+    from maxlib.training._prefetch import follow_layout as follow_layout
     from maxlib.training._state import TrainState as TrainState
     from maxlib.training._state import make_state as make_state
     from maxlib.training._step import jit_step as jit_step

@@ -11,7 +11,6 @@ from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.nn.decoder._head import head_gradient
 from maxlib.sharding import pipelining
 from maxlib.training._batch_checks import INPUTS
 from maxlib.training._gradients import divisor, with_embedding_noise
@@ -221,7 +220,7 @@ def _head_gradients(gradients: dict[str, Array], model: Any) -> dict[str, Array]
     names = nn.tree.axes(model)
     heads = [path for path in gradients if names[path] == ("vocab", "embed")]
     with pipelining.inside_stage():  # as the loss was
-        return gradients | {path: head_gradient(gradients[path]) for path in heads}
+        return gradients | {path: nn.head_gradient(gradients[path]) for path in heads}
 
 
 def _sum_losses(auxes: list[list[dict[str, Array]]]) -> Array:

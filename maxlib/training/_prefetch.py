@@ -105,7 +105,12 @@ class Follows(Protocol):
 
 
 def follow_layout(loader: Any, layout: sharding.Layout | None) -> None:
-    """Tells a loader that can choose its rows to return those of this process's devices."""
+    """Tells a loader that can choose its rows to return those of this process's devices.
+
+    Args:
+        loader: Any loader; without a method `follow` nothing happens.
+        layout: Layout of the batches.
+    """
     if layout is not None and jax.process_count() > 1 and isinstance(loader, Follows):
         loader.follow(NamedSharding(layout.mesh, layout.spec("batch")))
 

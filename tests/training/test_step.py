@@ -3,6 +3,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,17 @@ def steps(model, batch, *, count=2, loss=tiny.loss, optimizer=SGD, **options):
     for _ in range(count):
         state, metrics = step(state, batch)
     return state, metrics
+
+
+def test_steps_and_evaluation_are_traced_once():
+    step = chex.assert_max_traces(training.make_train_step(tiny.loss, SGD), n=1)
+    evaluate = chex.assert_max_traces(training.make_eval_step(tiny.loss), n=1)
+    step, evaluate = tiny.jit_step(step), jax.jit(evaluate, compiler_options=tiny.QUICKLY)
+    state = training.make_state(tiny.model(), SGD)
+    for seed in range(3):
+        state, _ = step(state, tiny.batch(seed=seed))
+        evaluate(state, tiny.batch(seed=seed))
+    assert state.step == 3
 
 
 def close(a, b, *, rtol=2e-4):

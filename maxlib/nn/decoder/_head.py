@@ -212,6 +212,9 @@ def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:
     """Reshards a head's gradient from the vocabulary parts in which it was computed to the sharding of the head.
 
     The width is split within a stage's part. Without this constraint the partitioner gathers all of it on each device.
+
+    Args:
+        gradient: The gradient of the head's weight.
     """
     if (layout := sharding.current()) is None:
         return gradient
