@@ -242,7 +242,10 @@ class Harness(_TemplateLM):
     def _scores(self, requests: Any, disable_tqdm: bool) -> list[Score]:
         pairs = [(context, continuation) for _, context, continuation in requests]
         scored = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
-        return [pair_score for _, pair_score in sorted(track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm))]
+        return [
+            pair_score
+            for _, pair_score in sorted(track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm))
+        ]
 
     def _of_equal_options(self, requests: Any) -> Iterator[list[int]]:
         """Yields the indices of requests to generate at once: with equal options, the longest first."""

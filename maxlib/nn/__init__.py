@@ -29,6 +29,7 @@ from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
+from maxlib.nn._linear import draw_key as draw_key
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._pytree import pytree as pytree
@@ -43,9 +44,11 @@ from maxlib.nn.attention._sparse import SparseMLA as SparseMLA
 from maxlib.nn.decoder._context import Context as Context
 from maxlib.nn.decoder._context import make_context as make_context
 from maxlib.nn.decoder._decoder import Decoder as Decoder
+from maxlib.nn.decoder._head import ROWS_AT_ONCE as ROWS_AT_ONCE
 from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy
 from maxlib.nn.decoder._head import head_gradient as head_gradient
+from maxlib.nn.decoder._head import head_split as head_split
 from maxlib.nn.decoder._head import token_log_probs as token_log_probs
 from maxlib.nn.decoder._model import Input as Input
 from maxlib.nn.decoder._model import Model as Model
