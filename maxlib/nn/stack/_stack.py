@@ -24,7 +24,7 @@ from maxlib.nn.stack._storage import (
     with_layer_axis,
     without_layer_axis,
 )
-from maxlib.nn.tree import StackedLayers, is_stack
+from maxlib.nn.tree import StackedLayers
 from maxlib.sharding.layers import LAYERS, UNSTAGED_LAYERS
 from maxlib.sharding.memory import to_device
 from maxlib.sharding.pipelining import pipelined as run_pipeline
@@ -347,7 +347,9 @@ class Stack(StackedLayers):
 
 def unstack(model: Any) -> Any:
     """Returns `model` with all layers of all its stacks stored one by one."""
-    return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
+    return jax.tree.map(
+        lambda x: x.unstacked() if isinstance(x, Stack) else x, model, is_leaf=lambda x: isinstance(x, Stack)
+    )
 
 
 def _run_stages(slots: nnx.List, x: Any, ctx: Any, remat: Policy) -> tuple[Any, list[Aux]]:
