@@ -24,7 +24,7 @@ from maxlib.nn.stack._storage import (
     with_layer_axis,
     without_layer_axis,
 )
-from maxlib.nn.tree import StackedLayers, is_stack
+from maxlib.nn.tree import StackedLayers
 from maxlib.sharding.layers import LAYERS, UNSTAGED_LAYERS
 from maxlib.sharding.memory import to_device
 from maxlib.sharding.pipelining import pipelined as run_pipeline
