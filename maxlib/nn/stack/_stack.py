@@ -347,7 +347,9 @@ class Stack(StackedLayers):
 
 def unstack(model: Any) -> Any:
     """Returns `model` with all layers of all its stacks stored one by one."""
-    return jax.tree.map(lambda x: x.unstacked() if isinstance(x, Stack) else x, model, is_leaf=is_stack)
+    return jax.tree.map(
+        lambda x: x.unstacked() if isinstance(x, Stack) else x, model, is_leaf=lambda x: isinstance(x, Stack)
+    )
 
 
 def _run_stages(slots: nnx.List, x: Any, ctx: Any, remat: Policy) -> tuple[Any, list[Aux]]:
