@@ -326,7 +326,7 @@ def _with_short_defaults(signature: inspect.Signature) -> inspect.Signature:
 
 def _readable(text: str | None) -> str | None:
     text = (text or "").replace("jaxlib._jax.Array", "Array").replace("<factory>", "...")
-    name = r"<(?:function|class|module|objective) '?([\w.<>]+)'?[^>]*>"
+    name = r"<(?:function|class|module) '?([\w.<>]+)'?[^>]*>"
     text = re.sub(name, lambda match: match[1].rpartition(".")[2], text)
     text = re.sub(r"<PjitFunction of (\w+)>", r"\1", text)
     text = SCHEDULE.sub("optax.Schedule", _without_modules(text)) if "complex" in text else text
