@@ -41,11 +41,12 @@ SMOKE = (
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check formatting, lint, and the import contract between subpackages."""
+    """Check formatting, lint, and the import contracts between subpackages."""
     session.install(RUFF, "import-linter")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports")
+    session.run("python", "-m", "tests.doors")
 
 
 @nox.session
