@@ -31,5 +31,5 @@ if TYPE_CHECKING:
     from maxlib.weights import push_to_hub as push_to_hub
     from maxlib.weights import save_pretrained as save_pretrained
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0rc1"
 __getattr__, __dir__ = lazy(__name__, __file__)
