@@ -52,15 +52,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Fields:
-    """How config.json spells a configuration, in both directions.
-
-        FIELDS = Fields(
-            Config,
-            [*fields.DECODER, *fields.ATTENTION, Field("kv_rank", "kv_lora_rank")],
-            model_types={"deepseek_v3": "DeepseekV3ForCausalLM"},
-            fixed={"hidden_act": "silu"},
-            absent={"norm_eps": 1e-6},
-        )
+    """How config.json spells a configuration, in both directions; `FIELDS` in `maxlib/models/llama.py` is a short one.
 
     Fields are read in the order of the entries. A field of the configuration without an entry is neither read nor
     written.
