@@ -71,8 +71,8 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def tests_changed(session: nox.Session) -> None:
-    """Run 300 of the full tests, those affected by a change first; `-- BASE --tests 1000` sets the commit to compare with
-    and the limit.
+    """Run 300 of the full tests, those affected by a change first; `-- BASE --tests 1000` sets the commit to compare
+    with and the limit.
     """
     install_for_tests(session)
     chosen = Path(session.create_tmp()) / "chosen.txt"

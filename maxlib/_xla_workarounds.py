@@ -51,8 +51,8 @@ def after(arrays: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
     """
     # The narrow copies are never used, and those of gradients that were just cast from it are no copies. The others
     # themselves do not pass the barrier, so that they are still written to where a loop collects them.
-    narrow = min((one.dtype for one in arrays), key=lambda dtype: dtype.itemsize, default=None)
-    return lax.optimization_barrier((arrays, [one.astype(narrow) for one in others]))[0] if arrays else arrays
+    narrow = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize, default=None)
+    return lax.optimization_barrier((arrays, [array.astype(narrow) for array in others]))[0] if arrays else arrays
 
 
 def keep_float32(weight: jax.Array) -> jax.Array:

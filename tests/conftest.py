@@ -58,7 +58,7 @@ jax.config.update("jax_enable_compilation_cache", "maxlib-tests-" not in os.envi
 # A fifth of what a small program takes to compile is a new context of MLIR, which all programs can share.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 jax.config.update("jax_num_cpu_devices", 8)  # so that programs of the documentation may set it
-_STARTED = time.time()
+_STARTED = time.monotonic()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,7 +105,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter) -> None:
     """Say how long the run took, and for how long it kept a processor busy, its workers and their children included."""
     processor = sum(os.times()[:4])
-    terminalreporter.line(f"{time.time() - _STARTED:.0f} s wall time, {processor:.0f} s processor time")
+    terminalreporter.line(f"{time.monotonic() - _STARTED:.0f} s wall time, {processor:.0f} s processor time")
     if not _ON_A_CPU:
         terminalreporter.section(f"on the {accelerators.PLATFORM}")
         for line in _RAN.lines(jax.devices()[0].device_kind):

@@ -34,7 +34,7 @@ SWAPS: dict[type, type] = {
 TIMEOUT = 600  # seconds; a mutant that hangs is noticed
 MOST_TESTS, MOST_FAMILIES = 40, 4  # functions, and files of families, that a mutant meets
 CONFORMANCE = "tests/models/conformance.py"
-EVERYTHING = ("tests/test_defaults.py", "tests/test_first_calls.py")  # all rooms, seen from outside or in a process
+EVERYTHING = ("tests/test_public_api.py", "tests/test_first_calls.py")  # all rooms, seen from outside or in a process
 Contexts = Mapping[tuple[Path, int], Sequence[str]]  # test functions by file and line
 
 

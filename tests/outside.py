@@ -50,7 +50,7 @@ class Outside(nnx.Module):
     def __call__(
         self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=jnp.bfloat16, remat=None
     ):
-        ctx = nn.context(*tokens.shape, positions=positions, segment_ids=segment_ids, valid=valid, cache=cache)
+        ctx = nn.make_context(*tokens.shape, positions=positions, segment_ids=segment_ids, valid=valid, cache=cache)
         x, layers, aux = self.blocks(self.embed(tokens, dtype=dtype), ctx, cache and cache.layers, remat=remat)
         return nn.Output(self.norm(x), cache and cache.advanced(layers, ctx), aux)
 

@@ -48,7 +48,7 @@ class GatedRecurrence(nn.SequenceMixer):
         self.dim, self.implementation = dim, None
 
     def __call__(self, x, ctx=None, cache=None):
-        ctx = nn.context(*x.shape[:2]) if ctx is None else ctx
+        ctx = nn.make_context(*x.shape[:2]) if ctx is None else ctx
         whole = constrain(x, "batch", None, None)  # B T D: a device that shares a sequence needs all of it
         a = jax.nn.sigmoid(self.gate(whole).astype(jnp.float32) + 2)
         v = (1 - a) * self.value(whole).astype(jnp.float32)
@@ -91,7 +91,6 @@ class Hybrid(nn.Decoder):
         attends = [attention and i % 2 == 1 for i in range(num_layers)]
         self.layers = nn.Stack(lambda attends, rngs: Block(attends=attends, rngs=rngs), attends, rngs=rngs)
         self.norm = nn.RMSNorm(DIM)
-        self.masks = (ops.Causal(),)
 
 
 def hybrid(**changes: Any) -> Hybrid:

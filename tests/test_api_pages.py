@@ -53,8 +53,13 @@ def test_a_page_has_its_entry_and_its_neighbours(api):
 
 
 def test_a_value_says_what_the_string_below_it_says(api):
-    assert api.summary("maxlib.post_training", "grpo") == "GRPO (arXiv:2402.03300)."
-    assert ".. code-block:: python" in api.page("maxlib.post_training", "grpo", ["grpo"])
+    said = 'Average trip counts of loops over "attention", "experts" and "tiles".'
+    assert api.summary("maxlib.ops.trip_counts", "TripCounts") == said
+
+
+def test_an_example_in_a_docstring_is_code(api):
+    lines = api.documentation("maxlib.post_training", "GRPO").split("\n")
+    assert ".. code-block:: python" in api.prepared(lines)
 
 
 def test_a_choice_lists_its_values(api):

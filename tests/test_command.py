@@ -19,9 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
 from maxlib import adapters, checkpoint, inference, nn, ops, quantization, tokenization, weights
-from maxlib._command import COMMANDS, main
+from maxlib._command import COMMANDS, listing, main
 from maxlib._command.doctor import EXTRAS, data_sheet, kernels, slow_code
-from maxlib.models import __main__ as listing
 from maxlib.ops._attention import table
 from maxlib.ops._grouped_matmul import tokamax_triton
 from tests.nn.tiny import filled_llama

@@ -31,7 +31,7 @@ MISTAKES = {
     "nn.Attention(64, num_heads=4, head_dim=16, mask=ops.Causal, rngs=rngs)": "got the class Causal, .* write Causal..",
     "nn.Attention(64, num_heads=4, head_dim=16, mask=jnp.ones((4, 4)), rngs=rngs)": r"got an array of shape \(4, 4\)",
     "attn(jnp.ones((4, 64)))": r"rows of tokens `B T D`, got x of shape \(4, 64\); one row is x.None",
-    "attn(jnp.ones((1, 4, 64)), jnp.ones((4, 4)))": r"ctx must come from nn.context\(B, T\), .*a mask is an argument",
+    "attn(jnp.ones((1, 4, 64)), jnp.ones((4, 4)))": r"ctx must come from nn.make_context\(B, T\), .*a mask is an argument",
     "nn.MLA(64, num_heads=4, kv_rank=8, nope_dim=8, v_dim=8, rope=None, rngs=rngs)": "MLA needs rope=, .*shared_dim=None",
     "sharding.init_sharded(model, sharding.Layout({'fsdp': 1}))": r"a function that builds the model, lambda: Llama\(...\)",
     "ops.SlidingWindow(8.5)": "whole number of tokens, at least 1, got 8.5",

@@ -1,8 +1,7 @@
-"""The output of `python -m maxlib.models`, and that docs/models.md agrees with it."""
+"""The output of `maxlib models`, and that docs/models.md agrees with it."""
 
 import json
 import re
-import sys
 
 import jax
 import pytest
@@ -10,7 +9,8 @@ from flax import nnx
 from rich.console import Console
 
 from maxlib import weights
-from maxlib.models import __main__ as models
+from maxlib._command import listing as models
+from maxlib._command import main
 from tests.models import page
 
 STALE = "docs/models.md is stale: run python -m tests.models.page"
@@ -90,10 +90,7 @@ def test_presets_that_differ_in_size_share_a_row():
 
 def test_command_line(monkeypatch, capsys):
     monkeypatch.setattr(models, "row", lambda family, preset: models.Row(family.name, preset, 1, 1, ("", "", "", "")))
-    monkeypatch.setattr(sys, "argv", ["maxlib.models", "--markdown", "qwen3", "gpt2"])
-    models.main()
+    assert main(["models", "--markdown", "qwen3", "gpt2"]) == 0
     assert [line[0] for line in cells(capsys.readouterr().out)] == ["qwen3", "gpt2"]
-    monkeypatch.setattr(sys, "argv", ["maxlib.models", "gpt5"])
-    with pytest.raises(SystemExit):
-        models.main()
-    assert "no family gpt5; there are apertus, " in capsys.readouterr().err
+    assert main(["models", "gpt5"]) == 2
+    assert "there is no family gpt5; there are apertus, " in capsys.readouterr().err

@@ -27,13 +27,13 @@ def test_a_wrong_type_is_caught_where_no_shapes_are_named():
 
 
 def test_a_wrong_field_is_caught():
-    ctx = nn.context(2, 4)
+    ctx = nn.make_context(2, 4)
     with pytest.raises(jaxtyping.TypeCheckError, match="length"):
         type(ctx)(ctx.positions, ctx.index, ctx.start, ctx.stop, length=ctx.positions, num_new=ctx.num_new)
 
 
 def test_values_that_jax_rebuilds_pass():
-    contexts = jax.vmap(lambda _: nn.context(2, 4))(jnp.arange(3))
+    contexts = jax.vmap(lambda _: nn.make_context(2, 4))(jnp.arange(3))
     assert jax.tree.map(jnp.shape, contexts).length == (3, 2)
     _, lengths = jax.lax.scan(lambda carry, ctx: (carry, ctx.key_intervals(ops.Causal())[1]), None, contexts)
     assert lengths.shape == (3, 2, 4)

@@ -75,7 +75,7 @@ def _names(module: str, names: list[str], explicit: set[tuple[str, str]]) -> lis
 
 
 def page_of(module: str, name: str) -> str:
-    """Returns the name of an object's page; `nn.context` differs from `nn.Context` by more than its case, for file
+    """Returns the name of an object's page; `nn.make_context` differs from `nn.Context` by more than its case, for file
     systems that ignore it.
     """
     same = [other for other in dir(importlib.import_module(module)) if other.lower() == name.lower() and name != other]
@@ -326,7 +326,7 @@ def _with_short_defaults(signature: inspect.Signature) -> inspect.Signature:
 
 def _readable(text: str | None) -> str | None:
     text = (text or "").replace("jaxlib._jax.Array", "Array").replace("<factory>", "...")
-    name = r"<(?:function|class|module|objective) '?([\w.<>]+)'?[^>]*>"
+    name = r"<(?:function|class|module) '?([\w.<>]+)'?[^>]*>"
     text = re.sub(name, lambda match: match[1].rpartition(".")[2], text)
     text = re.sub(r"<PjitFunction of (\w+)>", r"\1", text)
     text = SCHEDULE.sub("optax.Schedule", _without_modules(text)) if "complex" in text else text

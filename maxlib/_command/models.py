@@ -4,10 +4,14 @@ import argparse
 import dataclasses
 import json
 
+from rich.console import Console
+from rich.progress import track
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("family", metavar="FAMILY", nargs="*", help="list these only")
     parser.add_argument("--json", action="store_true", help="print one object for each preset")
+    parser.add_argument("--markdown", action="store_true", help="print tables as the documentation has them")
     parser.add_argument("--names", action="store_true", help="print names only, which is quick")
 
 
@@ -21,10 +25,17 @@ def run(args: argparse.Namespace) -> int:
     if args.names:
         print("\n".join(preset for family in chosen for preset in family.presets))
         return 0
-    from maxlib.models import __main__ as listing
+    from maxlib._command import listing
 
-    rows = [listing.row(family, preset) for family in chosen for preset in family.presets]
-    print(json.dumps([_object(row) for row in rows], indent=1)) if args.json else listing.show(rows)
+    presets = [(family, preset) for family in chosen for preset in family.presets]
+    progress = Console(stderr=True)
+    rows = [listing.row(*preset) for preset in track(presets, "reading models", console=progress, transient=True)]
+    if args.json:
+        print(json.dumps([_object(row) for row in rows], indent=1))
+    elif args.markdown:
+        print(listing.markdown(rows))
+    else:
+        listing.show(rows)
     return 0
 
 

@@ -13,7 +13,6 @@ from flax import nnx
 from maxlib import nn
 from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
 from maxlib.nn import sites
-from maxlib.nn._linear import draw_key
 from maxlib.nn.matmul import LowRank
 from maxlib.nn.sites import Kind
 
@@ -103,7 +102,7 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     Raises:
         ValueError: when a rule matches nothing, or a layer cannot have an adapter.
     """
-    rules, key = as_rules(rules), draw_key(rngs)
+    rules, key = as_rules(rules), nn.draw_key(rngs)
     decide = sites.Decisions(rules, lambda rule: rule.adapter)
 
     def put(site, lora, path, layers):

@@ -30,11 +30,11 @@ def stop_tokens(directory: str | Path) -> list[int]:
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(directory) / name
-        found = _end_of_text(path) if path.exists() else None
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
+        end = _end_of_text(path) if path.exists() else None
+        if end is not None:
+            ids = end if isinstance(end, list) else [end]
             if not all(type(i) is int for i in ids):
-                raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, got {found!r:.100}")
+                raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, got {end!r:.100}")
             return ids
     end = special_tokens(directory).get("eos_token")
     if end is None or not (Path(directory) / "tokenizer.json").exists():
@@ -49,8 +49,8 @@ def _end_of_text(path: Path) -> Any:
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ValueError(f"{path}: text_config must be a JSON object, got {inner!r:.100}")
-    own = fields.get("eos_token_id")  # null counts as absent
-    return inner.get("eos_token_id") if own is None else own
+    stated = fields.get("eos_token_id")  # null counts as absent
+    return inner.get("eos_token_id") if stated is None else stated
 
 
 def read_model(directory: Path) -> Any:

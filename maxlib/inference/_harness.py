@@ -89,8 +89,8 @@ class Harness(_TemplateLM):
         self._batch, self.max_gen_toks = batch_size, max_new_tokens
         self.max_length = max_length or getattr(model, "max_length", None) or 2048
         if min(batch_size, self.max_length, max_new_tokens) < 1:
-            given = f"{batch_size}, {max_length} and {max_new_tokens}"
-            raise ValueError(f"batch_size, max_length and max_new_tokens must be positive, got {given}")
+            sizes = f"{batch_size}, {max_length} and {max_new_tokens}"
+            raise ValueError(f"batch_size, max_length and max_new_tokens must be positive, got {sizes}")
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> "Harness":
@@ -123,11 +123,11 @@ class Harness(_TemplateLM):
         """
         import lm_eval
 
-        found = lm_eval.simple_evaluate(self, tasks=list(tasks), **options)
-        assert found is not None  # there are results in the process of rank 0, and this is it
+        evaluated = lm_eval.simple_evaluate(self, tasks=list(tasks), **options)
+        assert evaluated is not None  # there are results in the process of rank 0, and this is it
         return {
             "/".join([task, *(part for part in name.split(",") if part != "none")]): float(value)
-            for task, values in found["results"].items()
+            for task, values in evaluated["results"].items()
             for name, value in values.items()
             if isinstance(value, int | float) and "," in name
         }
@@ -146,8 +146,8 @@ class Harness(_TemplateLM):
         def run(trainer: Any) -> None:
             with trainer.sharded():
                 self.update(trainer.state.trainable)
-                found = self.evaluate(tasks, **options)
-            trainer.writers.write(trainer.step, {f"eval/{name}": value for name, value in found.items()})
+                metrics = self.evaluate(tasks, **options)
+            trainer.writers.write(trainer.step, {f"eval/{name}": value for name, value in metrics.items()})
 
         return run
 
@@ -235,14 +235,17 @@ class Harness(_TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> list[Score]:
         scores = self._scores(requests, disable_tqdm)
-        for request, found in zip(requests, scores, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], found)
+        for request, value in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], value)
         return scores
 
     def _scores(self, requests: Any, disable_tqdm: bool) -> list[Score]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        found = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
-        return [one for _, one in sorted(track(found, "loglikelihood", total=len(pairs), disable=disable_tqdm))]
+        scored = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
+        return [
+            pair_score
+            for _, pair_score in sorted(track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm))
+        ]
 
     def _of_equal_options(self, requests: Any) -> Iterator[list[int]]:
         """Yields the indices of requests to generate at once: with equal options, the longest first."""
@@ -253,9 +256,9 @@ class Harness(_TemplateLM):
             numbers.sort(key=lambda n: -len(requests[n].args[0]))
             yield from (numbers[i : i + self._batch] for i in range(0, len(numbers), self._batch))
 
-    def _continued(self, prompts: Sequence[str], given: dict[str, Any], batch: int) -> list[str]:
+    def _continued(self, prompts: Sequence[str], options: dict[str, Any], batch: int) -> list[str]:
         """Returns the answers of one batch."""
-        until, most, sampler = _options(given, self.max_gen_toks)
+        until, most, sampler = _options(options, self.max_gen_toks)
         if not 0 < most < self.max_length:
             raise ValueError(
                 f"the task asks for {most} new tokens; there must be 1 to {self.max_length - 1} (max_length - 1)"
@@ -276,23 +279,23 @@ class Harness(_TemplateLM):
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
 
-def _options(given: dict[str, Any], most: int) -> tuple[list[str], int, Sampler]:
+def _options(options: dict[str, Any], most: int) -> tuple[list[str], int, Sampler]:
     """Returns `until`, the maximum number of new tokens and the sampler of a task's `generation_kwargs`.
 
     Raises:
         ValueError: when one of them is not supported.
     """
-    given = dict(given)
-    until = given.pop("until", None) or []
+    options = dict(options)
+    until = options.pop("until", None) or []
     lengths = [
-        given.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     ]
     most = int(next((length for length in lengths if length is not None), most))
-    draws = given.pop("do_sample", float(given.get("temperature", 0.0)) > 0)
-    filters = {name: given.pop(name) for name in _SAMPLING if name in given}
-    if given or (draws and not filters.get("temperature")):
+    draws = options.pop("do_sample", float(options.get("temperature", 0.0)) > 0)
+    filters = {name: options.pop(name) for name in _SAMPLING if name in options}
+    if options or (draws and not filters.get("temperature")):
         raise ValueError(
             f"generation_kwargs may hold until, max_gen_toks, do_sample and {', '.join(_SAMPLING)}, with a temperature above 0 "
-            f"to sample; got {given or {'do_sample': draws}}"
+            f"to sample; got {options or {'do_sample': draws}}"
         )
     return [until] if isinstance(until, str) else list(until), most, Sampler(**filters) if draws else GREEDY

@@ -1,6 +1,6 @@
 """Model families, one file each: `maxlib.models.llama` and so on, imported when they are named.
 
-`families()` and `presets()` list what is supported, also what other packages register; `python -m maxlib.models` prints
+`families()` and `presets()` list what is supported, also what other packages register; `maxlib models` prints
 it.
 """
 

@@ -114,7 +114,7 @@ class SigLIP(nnx.Module):
         grid = nn.vision.in_patches(images.astype(dtype), self.image_size, self.patch_size)
         x = self.patches(grid).reshape(len(images), -1, self.positions.shape[-1])  # [I, y, x, D] -> [I, P, D]
         x = constrain(x + jnp.asarray(self.positions[...], dtype)[None], "batch", "seq", "act_embed")
-        x, _, _ = self.layers(x, nn.context(*x.shape[:2], masks=(ops.Full(),)), remat=remat)
+        x, _, _ = self.layers(x, nn.make_context(*x.shape[:2], masks=(ops.Full(),)), remat=remat)
         return self.norm(x)
 
 

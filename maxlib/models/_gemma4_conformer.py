@@ -224,7 +224,7 @@ class Tower(nnx.Module):
         x, lengths = self.first(x, jnp.asarray(audio.lengths).reshape(R * C))
         x, lengths = self.second(x, lengths)
         x = constrain(self.enter(x), "batch", "seq", "act_embed")
-        ctx = nn.context(*x.shape[:2], valid=jnp.arange(x.shape[1])[None] < lengths[:, None])
+        ctx = nn.make_context(*x.shape[:2], valid=jnp.arange(x.shape[1])[None] < lengths[:, None])
         x, _, _ = self.layers(x, ctx, remat=remat)
         x = self.projector(self.leave(x))
         return x.reshape(R, C, *x.shape[1:])

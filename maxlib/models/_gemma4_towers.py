@@ -175,7 +175,7 @@ class Tower(nnx.Module):
         x = constrain(x + self.positions(at.column, at.row).astype(dtype), "batch", "seq", "act_embed")
         # Images are documents of a packed row. A head turns by column first.
         places, ids, ropes = jnp.stack([at.column, at.row], axis=2), at.segment_ids, (self.cfg.rope,)
-        ctx = nn.context(R, P + padding, positions=places, segment_ids=ids, masks=(ops.Full(),), ropes=ropes)
+        ctx = nn.make_context(R, P + padding, positions=places, segment_ids=ids, masks=(ops.Full(),), ropes=ropes)
         x, _, _ = self.layers(x, ctx, remat=remat)
         return self.projector(self._pool(x)), None
 

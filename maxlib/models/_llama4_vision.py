@@ -122,7 +122,7 @@ class Llama4Vision(nnx.Module):
         last = jnp.broadcast_to(jnp.asarray(self.class_token[...], dtype), (I, 1, D))
         x = jnp.concatenate([self.patches(grid).reshape(I, -1, D), last], axis=1)  # [I, P, D] -> [I, P + 1, D]
         x = self.pre_norm(x + jnp.asarray(self.positions[...], dtype)[None])
-        ctx = nn.context(*x.shape[:2], masks=(ops.Full(),), ropes=(self.rope,))
+        ctx = nn.make_context(*x.shape[:2], masks=(ops.Full(),), ropes=(self.rope,))
         x, _, _ = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
         return self.norm(x[:, :-1])  # without the class token
 

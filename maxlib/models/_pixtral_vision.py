@@ -170,7 +170,7 @@ class PixtralVision(nnx.Module):
         at = nn.vision.patch_positions(jnp.asarray(images.grids), P, self.merge)
         # Images are documents of a packed row, and rotate by their own rows and columns.
         places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
-        ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
+        ctx = nn.make_context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
         x = constrain(self.norm(self.patches(pixels.reshape(R, P, *self.shape))), "batch", "seq", "act_embed")
         x, _, _ = self.layers(x, ctx, remat=remat)
         x = x if self.merger is None else self.merger(x)

@@ -148,7 +148,7 @@ class QwenVision(nnx.Module):
         x = self.patches(pixels.reshape(R, P, *self.shape)) + jnp.asarray(self._positions(at), dtype)
         # Images are documents of a packed row, and rotate by their own rows and columns.
         places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
-        ctx = nn.context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
+        ctx = nn.make_context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
         x = constrain(x, "batch", "seq", "act_embed")
         # What layers keep has rows.
         x, _, aux = self.layers(x, ctx, remat=remat, pipelined=not self.mergers)

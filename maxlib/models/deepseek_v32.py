@@ -121,7 +121,6 @@ class DeepSeekV32(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), tuple({cfg.rope, cfg.index_rope})
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
@@ -45,7 +45,7 @@ class Config:
     mamba_in: float = 1.0
     mamba_out: float = 1.0
     mamba_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # on gate, x, b, c and dt
-    mlp_factors: tuple[float, ...] = (1.0,) * 2  # on the gate and on the output
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate and on the output
     norm_eps: float = 1e-5
     tied: bool = False
     attention_bias: bool = False
@@ -132,7 +132,6 @@ class FalconH1(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

@@ -127,7 +127,6 @@ class Gemma4(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg, self.softcap = cfg, cfg.final_softcap
-        self.masks, self.ropes, _ = zip(*cfg.parts.values(), strict=True)
         self.layers_take_tokens = cfg.per_layer_dim > 0
         # Scaled by sqrt(D), the vectors come out with variance one.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)

@@ -127,7 +127,7 @@ class Gemma4Assistant(nnx.Module):
             The scores, and the hidden state for the next guess.
         """
         ropes = tuple(rope for _, rope, _ in self.cfg.parts.values())
-        ctx = nn.context(*embedded.shape[:2], positions=position[:, None], ropes=ropes)
+        ctx = nn.make_context(*embedded.shape[:2], positions=position[:, None], ropes=ropes)
         x = self.enter(jnp.concatenate([embedded, hidden], axis=-1))
         x, _, _ = self.layers(nn.stack.Carry(x, keys), ctx)
         x = self.norm(x.x)

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, fields, names
 
@@ -95,7 +95,6 @@ class GLM4MoE(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
         self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)

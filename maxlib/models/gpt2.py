@@ -135,7 +135,6 @@ class GPT2(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks = (MASK,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.positions = nn.LearnedPositions(cfg.num_positions, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda scale, rngs: Block(cfg, scale, rngs=rngs), cfg.scales, rngs=rngs)

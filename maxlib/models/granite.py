@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.ops import Rope
 from maxlib.weights import Family, Fields, Table, fields, names
 
@@ -64,7 +64,6 @@ class Granite(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -134,7 +134,7 @@ class KimiLinear(nn.Decoder):
     """Kimi Linear: 48B parameters, 3B active; every fourth layer has a cache."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg, self.masks = cfg, (ops.Causal(),)
+        self.cfg = cfg
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

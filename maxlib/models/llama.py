@@ -80,7 +80,6 @@ class Llama(nn.Decoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         # Their key intervals and rotary tables are computed once per pass; layers look them up.
-        self.masks, self.ropes = (MASK,), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
         # Scans one layer over stacked weights, so that compile time does not grow with depth.
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)

@@ -101,7 +101,6 @@ class MuseGlimmer(nn.Decoder):
             )
         self.cfg, self.softcap = cfg, cfg.final_softcap
         kinds = _masks_and_ropes(cfg)
-        self.masks, self.ropes = tuple(dict.fromkeys(mask for mask, _ in kinds)), (cfg.rope,)  # each mask once
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)

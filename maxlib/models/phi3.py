@@ -67,7 +67,6 @@ class Phi3(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (cfg.mask,), (cfg.rope,)
         if isinstance(cfg.rope.scaling, LongRopeScaling):
             self.recompute_cache_at = cfg.rope.scaling.original_length + 1
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)

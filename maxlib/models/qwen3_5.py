@@ -140,7 +140,6 @@ class Qwen35(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (_rotary(cfg),)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(
             lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layer_types or _pattern(cfg.num_layers), rngs=rngs

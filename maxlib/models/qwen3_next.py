@@ -1,7 +1,4 @@
-"""Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts.
-
-The multi-token prediction module is loaded only with `num_mtp=1`.
-"""
+"""Qwen3-Next (Qwen team 2025): three layers of gated DeltaNet, then one of gated attention; 512 small experts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
@@ -47,7 +44,7 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-    num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`)
+    num_mtp: int = 0  # 1: the multi-token prediction module (`predict_ahead`) is loaded
 
     def __post_init__(self):
         _check(self)
@@ -138,7 +135,6 @@ class Qwen3Next(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (ops.Causal(),), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)

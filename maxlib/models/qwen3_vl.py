@@ -111,7 +111,6 @@ class Qwen3VL(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = (MASK,), (cfg.mrope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         # The first layers get features of images, so they are scanned by themselves.
         has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]

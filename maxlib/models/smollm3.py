@@ -97,7 +97,6 @@ class SmolLM3(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.masks, self.ropes = tuple(dict.fromkeys(cfg.masks)), (cfg.rope,)
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(
             lambda kind, rngs: Block(cfg, *kind, rngs=rngs), tuple(zip(cfg.masks, cfg.ropes, strict=True)), rngs=rngs

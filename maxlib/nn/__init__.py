@@ -4,7 +4,11 @@ Helpers live in submodules: `audio`, `cache`, `describe`, `distillation`, `matmu
 `quantized`, `remat`, `router`, `stack`, `tree` and `vision`.
 """
 
-from maxlib.nn import _signature
+import inspect as _inspect
+from typing import Any as _Any
+
+from flax import nnx as _nnx
+
 from maxlib.nn import audio as audio
 from maxlib.nn import cache as cache
 from maxlib.nn import describe as describe
@@ -25,11 +29,11 @@ from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
+from maxlib.nn._linear import draw_key as draw_key
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
-from maxlib.nn._summary import summary as summary
 from maxlib.nn.attention._grouped_query import Attention as Attention
 from maxlib.nn.attention._grouped_query import TemperatureTuning as TemperatureTuning
 from maxlib.nn.attention._grouped_query import attend as attend
@@ -38,17 +42,20 @@ from maxlib.nn.attention._latent import MLA as MLA
 from maxlib.nn.attention._shared_kv import SharedKVAttention as SharedKVAttention
 from maxlib.nn.attention._sparse import SparseMLA as SparseMLA
 from maxlib.nn.decoder._context import Context as Context
-from maxlib.nn.decoder._context import context as context
+from maxlib.nn.decoder._context import make_context as make_context
 from maxlib.nn.decoder._decoder import Decoder as Decoder
+from maxlib.nn.decoder._head import ROWS_AT_ONCE as ROWS_AT_ONCE
 from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy
 from maxlib.nn.decoder._head import head_gradient as head_gradient
+from maxlib.nn.decoder._head import head_split as head_split
 from maxlib.nn.decoder._head import token_log_probs as token_log_probs
 from maxlib.nn.decoder._model import Input as Input
 from maxlib.nn.decoder._model import Model as Model
 from maxlib.nn.decoder._model import MultimodalModel as MultimodalModel
 from maxlib.nn.decoder._model import Output as Output
 from maxlib.nn.decoder._positions import LearnedPositions as LearnedPositions
+from maxlib.nn.describe import summary as summary
 from maxlib.nn.experts._linear import ExpertLinear as ExpertLinear
 from maxlib.nn.experts._moe import MoE as MoE
 from maxlib.nn.mixer import SequenceMixer as SequenceMixer
@@ -68,4 +75,21 @@ from maxlib.nn.tree import num_parameters as num_parameters
 from maxlib.nn.tree import partition as partition
 from maxlib.nn.tree import variables as variables
 
-_signature.show_signatures()
+
+class _InitSignature:
+    """Class attribute `__signature__`: the arguments of the class's own `__init__`, which flax's metaclass hides.
+
+    Without it `help(nn.Attention)`, `nn.Attention?` and the tooltips of notebooks show `(*args, **kwargs)`. Subclasses
+    inherit the attribute and show their own arguments; an instance shows those of `__call__`.
+    """
+
+    def __get__(self, instance: _Any, owner: type) -> _inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        signature = _inspect.signature(owner.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+
+
+for _layer in _nnx.Module.__subclasses__():
+    if _layer.__module__.startswith("maxlib."):
+        _layer.__signature__ = _InitSignature()  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib._utils.text import ranges
 from maxlib.nn._linear import Einsum
-from maxlib.nn._summary import scaled
+from maxlib.nn.describe import scaled
 from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters
@@ -103,11 +103,13 @@ def _block(name: str, module: Any, in_a_stack: bool = False) -> Block:
     kind, parts = type(module).__name__, _submodules(module)
     if isinstance(module, Stack):
         return Block(name, f"{len(module)} layers", num_parameters(module), inside=tuple(_layers(module)))
-    boxes = {n: part for n, part in parts.items() if not _is_projection(part)}
-    if not any(_submodules(part) for part in boxes.values()):
+    boxes = {n: submodule for n, submodule in parts.items() if not _is_projection(submodule)}
+    if not any(_submodules(submodule) for submodule in boxes.values()):
         boxes = {}
-    shapes = [line for n, part in {"": module, **parts}.items() if n not in boxes for line in _shapes(n, part)]
-    inside = tuple(_merged(_block(n, part, in_a_stack) for n, part in boxes.items()))
+    shapes = [
+        line for n, submodule in {"": module, **parts}.items() if n not in boxes for line in _shapes(n, submodule)
+    ]
+    inside = tuple(_merged(_block(n, submodule, in_a_stack) for n, submodule in boxes.items()))
     return Block(name, kind, count(module), (*_notes(module), *_in_rows(shapes)), inside)
 
 
@@ -163,10 +165,10 @@ def _folded(block: Block) -> Block:
 
 def _without(block: Block, seen: set[Block]) -> Block:
     """Folds the parts that are in `seen`, and adds the others to it. Layers and periods of layers have no name."""
-    if any(not part.name for part in block.inside):
-        return dataclasses.replace(block, inside=tuple(_without(part, seen) for part in block.inside))
-    names = [part.name for part in block.inside if part in seen]
-    new = tuple(part for part in block.inside if part not in seen)
+    if any(not inner.name for inner in block.inside):
+        return dataclasses.replace(block, inside=tuple(_without(inner, seen) for inner in block.inside))
+    names = [inner.name for inner in block.inside if inner in seen]
+    new = tuple(inner for inner in block.inside if inner not in seen)
     seen.update(block.inside)
     as_above = _in_rows(["as above: " + names[0], *names[1:]], between=", ") if names else ()
     return dataclasses.replace(block, lines=(*block.lines, *as_above), inside=new)
@@ -174,11 +176,11 @@ def _without(block: Block, seen: set[Block]) -> Block:
 
 def _distinct(stack: Stack, blocks: list[list[Block]]) -> Iterator[Block]:
     """Yields each distinct block once, with the indices of its layers as its first line."""
-    found: dict[Block, list[int]] = {}
+    layers_of: dict[Block, list[int]] = {}
     for layers, group in zip(blocks, stack.layer_groups, strict=True):
         for index, block in enumerate(layers * group.repeats, group.first):
-            found.setdefault(block, []).append(index)
-    for block, indices in found.items():
+            layers_of.setdefault(block, []).append(index)
+    for block, indices in layers_of.items():
         rows = ranges(indices)
         rows[0] = f"{'layers' if len(indices) > 1 else 'layer'} {rows[0]}"
         yield dataclasses.replace(block, lines=(*_in_rows(rows, between=", "), *block.lines), repeat=len(indices))
@@ -186,11 +188,15 @@ def _distinct(stack: Stack, blocks: list[list[Block]]) -> Iterator[Block]:
 
 def _submodules(module: Any) -> dict[str, Any]:
     """Returns the submodules that have arrays, in the order of execution as far as it is known."""
-    found: dict[str, Any] = {}
+    submodules: dict[str, Any] = {}
     for name, value in sorted(vars(module).items(), key=lambda item: _place(module, *item)):
         parts = enumerate(value) if isinstance(value, nnx.List) else [("", value)]
-        found |= {f"{name}{i}": part for i, part in parts if isinstance(part, nnx.Module) and _arrays(part)}
-    return found
+        submodules |= {
+            f"{name}{i}": submodule
+            for i, submodule in parts
+            if isinstance(submodule, nnx.Module) and _arrays(submodule)
+        }
+    return submodules
 
 
 def _place(module: Any, name: str, value: Any) -> int:
@@ -213,8 +219,8 @@ def _shape(variable: nnx.Variable) -> tuple[int, ...]:
 
 
 def _shapes(name: str, module: Any) -> Iterator[str]:
-    own = vars(module) if name == "" else _arrays(module)
-    for key, variable in own.items():
+    variables = vars(module) if name == "" else _arrays(module)
+    for key, variable in variables.items():
         if is_variable(variable) and (_shape(variable) or isinstance(variable, nnx.Param)):
             label = name if name and key in ("w", "scale") else f"{name} {key}".strip()
             yield f"{label} {_TIMES.join(map(str, _shape(variable))) or 'scalar'}"
@@ -251,7 +257,7 @@ def _mask(mask: Any) -> str:
     if sign is None:
         return re.sub(r"\b\w+=", "", str(mask)).replace("()", "")
     parts = [_mask(mask.left), _mask(mask.right)]
-    return sign.join(f"({part})" if sign == " & " and "|" in part else part for part in parts)
+    return sign.join(f"({side})" if sign == " & " and "|" in side else side for side in parts)
 
 
 def _in_rows(texts: list[str], width: int = 48, between: str = "   ") -> tuple[str, ...]:
@@ -281,7 +287,7 @@ def _render(block: Block, x: int, y: int, width: int) -> tuple[list[str], int]:
         inner += parts
         top += height + 4
     height = top + _PAD - y - (2 if block.inside else 4)
-    fill = next((colour for part, colour in _COLOURS.items() if part in block.kind), "none")
+    fill = next((colour for kind, colour in _COLOURS.items() if kind in block.kind), "none")
     return [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{fill}"/>',
         _text(title, x + _PAD, y + _LINE + 2, "name", block.lines[0] if beside else ""),
@@ -291,6 +297,9 @@ def _render(block: Block, x: int, y: int, width: int) -> tuple[list[str], int]:
 
 
 def _text(text: str, x: int, y: int, kind: str, detail: str = "") -> str:
-    spaced = lambda text: html.escape(text).replace("   ", "&#160;&#160;&#160;")
-    more = f'<tspan class="detail" dx="8">{spaced(detail)}</tspan>' if detail else ""
-    return f'<text x="{x}" y="{y}" class="{kind}">{spaced(text)}{more}</text>'
+    span = f'<tspan class="detail" dx="8">{_spaced(detail)}</tspan>' if detail else ""
+    return f'<text x="{x}" y="{y}" class="{kind}">{_spaced(text)}{span}</text>'
+
+
+def _spaced(text: str) -> str:
+    return html.escape(text).replace("   ", "&#160;&#160;&#160;")

@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlib._xla_workarounds import for_each_token, gradient_as_stored
 from maxlib.hardware import current_device
 from maxlib.nn._initial_values import Init, normal, truncated_normal
-from maxlib.nn._merged_einsum import merged_einsum
-from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul
+from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul, merged_einsum
 from maxlib.sharding import IfFree, constrain, current
 from maxlib.sharding.layers import check_axes, gather_once
 
@@ -84,16 +83,20 @@ class Einsum(nnx.Module):
         letters, out = _weight_letters(spec, shape, axes)
         check_axes(axes, f"Einsum({spec!r})")
         # Dimensions of w in the output (fan-out; those of the bias), and dimensions that are summed over (fan-in).
-        kept = [d for d, letter in enumerate(letters) if letter in out]
+        outputs = [d for d, letter in enumerate(letters) if letter in out]
         summed = [d for d, letter in enumerate(letters) if letter not in out]
         if init is None:
-            init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=kept)
+            init = nnx.initializers.variance_scaling(
+                1.0, "fan_in", "truncated_normal", in_axis=summed, out_axis=outputs
+            )
             init = truncated_normal(math.prod(shape[d] for d in summed), init)
         self.spec, self.gather_once = spec, gather_once
         self.matmul: Matmul = PlainMatmul()
         self.w = nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=axes, summed=tuple(axes[d] for d in summed))
-        zeros = lambda: nnx.Param(jnp.zeros([shape[d] for d in kept]), axes=tuple(axes[d] for d in kept))
-        self.b = zeros() if bias else None
+        if bias:
+            self.b = nnx.Param(jnp.zeros([shape[d] for d in outputs]), axes=tuple(axes[d] for d in outputs))
+        else:
+            self.b = None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the projection of `x`, in the dtype of `x`."""

@@ -64,33 +64,37 @@ def pad_clips(frames: Any, mask: Any = None, *, counts: Sequence[int] | None = N
         ValueError: when there is no clip, when clips have frames of different widths, or when counts or mask do not
             have as many clips.
     """
-    found = [np.asarray(clip, np.float32) for clip in frames]
-    if not found or any(clip.ndim != 2 or clip.shape[1] != found[0].shape[-1] for clip in found):
+    arrays = [np.asarray(clip, np.float32) for clip in frames]
+    if not arrays or any(clip.ndim != 2 or clip.shape[1] != arrays[0].shape[-1] for clip in arrays):
         raise ValueError(
-            f"frames must be one or more arrays `n M` of one width M, got the shapes {[clip.shape for clip in found]}"
+            f"frames must be one or more arrays `n M` of one width M, got the shapes {[clip.shape for clip in arrays]}"
         )
-    counts = [len(found)] if counts is None else list(counts)
-    real = [np.ones(len(clip), bool) for clip in found] if mask is None else [np.asarray(own, bool) for own in mask]
-    if sum(counts) != len(found) or [len(own) for own in real] != [len(clip) for clip in found]:
+    counts = [len(arrays)] if counts is None else list(counts)
+    real = (
+        [np.ones(len(clip), bool) for clip in arrays]
+        if mask is None
+        else [np.asarray(is_real, bool) for is_real in mask]
+    )
+    if sum(counts) != len(arrays) or [len(is_real) for is_real in real] != [len(clip) for clip in arrays]:
         raise ValueError(
-            f"counts must give each of the {len(found)} clips to a row, and a mask have a value for each frame; got "
-            f"{counts} and masks of {[len(own) for own in real]} for {[len(clip) for clip in found]} frames"
+            f"counts must give each of the {len(arrays)} clips to a row, and a mask have a value for each frame; got "
+            f"{counts} and masks of {[len(is_real) for is_real in real]} for {[len(clip) for clip in arrays]} frames"
         )
-    found = [clip[own] for clip, own in zip(found, real, strict=True)]
+    arrays = [clip[is_real] for clip, is_real in zip(arrays, real, strict=True)]
     # Powers of two of clips, and frames by bucket: batches of similar sound share a program.
-    shape = 1 << (max(1, *counts) - 1).bit_length(), bucket(max(map(len, found)))
+    shape = 1 << (max(1, *counts) - 1).bit_length(), bucket(max(map(len, arrays)))
     first = np.cumsum([0, *counts])
-    rows = [stack_clips(found[a:b], *shape, found[0].shape[1]) for a, b in itertools.pairwise(first)]
+    rows = [stack_clips(arrays[a:b], *shape, arrays[0].shape[1]) for a, b in itertools.pairwise(first)]
     if len(rows) == 1:
         return rows[0]
     # R rows of [C, F, M] -> [R, C, F, M]
     return Clips(np.stack([row.frames for row in rows]), np.stack([row.lengths for row in rows]))
 
 
-def stack_clips(found: Sequence[np.ndarray], count: int, length: int, width: int) -> Clips:
-    """Returns a row of `count` clips of `length` frames, of which `found` are the first."""
+def stack_clips(clips: Sequence[np.ndarray], count: int, length: int, width: int) -> Clips:
+    """Returns a row of `count` clips of `length` frames, of which `clips` are the first."""
     frames, lengths = np.zeros((count, length, width), np.float32), np.zeros(count, np.int32)
-    for i, clip in enumerate(found):
+    for i, clip in enumerate(clips):
         frames[i, : len(clip)], lengths[i] = clip, len(clip)
     return Clips(frames, lengths)
 
@@ -182,10 +186,10 @@ def take_clips(
     clip = jnp.minimum(clip, C - 1)
     place = clip * S + n - jnp.take_along_axis(ends - counts, clip, axis=1)
     # [R, C S, D] at [R, N, 1] -> [R, N, D]
-    found = jnp.take_along_axis(vectors.reshape(R, C * S, D), place[:, :, None], axis=1, mode="clip")
+    taken = jnp.take_along_axis(vectors.reshape(R, C * S, D), place[:, :, None], axis=1, mode="clip")
     # Inside jit no error can be raised: NaN shows that a row's placeholders and vectors differ in number.
     fits = is_audio.reshape(R, -1).sum(axis=1) == ends[:, -1]
-    return jnp.where(fits[:, None, None], found, jnp.nan).reshape(*is_audio.shape, D)
+    return jnp.where(fits[:, None, None], taken, jnp.nan).reshape(*is_audio.shape, D)
 
 
 def check_clips(is_audio: Bool[Any, "B T"], audio: Clips, width: int, num_tokens: Callable[[Any], Any]) -> None:
@@ -209,10 +213,10 @@ def check_clips(is_audio: Bool[Any, "B T"], audio: Clips, width: int, num_tokens
         lengths = np.asarray(audio.lengths).reshape(rows, -1)
         if lengths.min(initial=0) < 0 or lengths.max(initial=0) > shapes[0][-2]:
             raise ValueError(f"lengths must be between 0 and the {shapes[0][-2]} frames given, got {lengths.tolist()}")
-        found = np.asarray(is_audio).reshape(rows, -1).sum(axis=1)
-        if (found != (made := num_tokens(lengths).sum(axis=1))).any():
+        placeholders = np.asarray(is_audio).reshape(rows, -1).sum(axis=1)
+        if (placeholders != (made := num_tokens(lengths).sum(axis=1))).any():
             raise ValueError(
-                f"the tokens hold {found.tolist()} audio placeholders by rows of clips, but clips of {lengths.tolist()} frames "
+                f"the tokens hold {placeholders.tolist()} audio placeholders by rows of clips, but clips of {lengths.tolist()} frames "
                 f"make {made.tolist()} vectors: the numbers must be equal; take prompt and audio from one call of the "
                 "processor"
             )

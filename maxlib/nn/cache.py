@@ -46,8 +46,8 @@ class Cache:
     @property
     def capacity(self) -> int | None:
         """Maximum number of tokens in a row; None if no layer has a limit (rings, recurrent states)."""
-        found = (one.capacity for one in layer_caches(self.layers) if isinstance(one, LayerCache))
-        return min((slots for slots in found if slots is not None), default=None)
+        limits = [cache.capacity for cache in layer_caches(self.layers) if isinstance(cache, LayerCache)]
+        return min((slots for slots in limits if slots is not None), default=None)
 
     def check_room(self, num_new: Int[Array, " B"]) -> None:
         """Raises ValueError if a row cannot hold `num_new` more tokens. Inside jit lengths are not known, and layers
@@ -107,7 +107,7 @@ def layer_caches(layers: Any) -> list[Any]:
 
 def can_rewind(layers: Any) -> bool:
     """Returns True if every cache in `layers` can be rewound."""
-    return all(isinstance(one, LayerCache) and one.can_rewind for one in layer_caches(layers))
+    return all(isinstance(cache, LayerCache) and cache.can_rewind for cache in layer_caches(layers))
 
 
 def make_rewindable(layers: Any, slots: int) -> Any:
@@ -117,10 +117,15 @@ def make_rewindable(layers: Any, slots: int) -> Any:
         layers: Caches of layers, from `init_cache`.
         slots: Number of slots to add to each ring.
     """
-    # [..., W, K, H]; the leading axes are layers stored together, and rows.
-    more = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 3) + [(0, slots), (0, 0), (0, 0)])
-    widen = lambda one: RingCache(more(one.k), more(one.v), slots) if isinstance(one, RingCache) else one
-    return jax.tree.map(widen, layers, is_leaf=lambda one: isinstance(one, RingCache))
+
+    def widen(cache: Any) -> Any:
+        if not isinstance(cache, RingCache):
+            return cache
+        # [..., W, K, H]; the leading axes are layers stored together, and rows.
+        widths = [(0, 0)] * (cache.k.ndim - 3) + [(0, slots), (0, 0), (0, 0)]
+        return RingCache(jnp.pad(cache.k, widths), jnp.pad(cache.v, widths), slots)
+
+    return jax.tree.map(widen, layers, is_leaf=lambda x: isinstance(x, RingCache))
 
 
 @pytree
@@ -278,20 +283,20 @@ class QuantizedCache(LayerCache):
         """Stores the rounded new tokens, and returns keys and values multiplied by their scales."""
         # channelwise_axes 0 to 2: one scale for each [B, T, K], shared by the width of the head.
         qk, qv = (qwix.quantize(x.astype(jnp.float32), self.values.k.dtype, channelwise_axes=range(3)) for x in (k, v))
-        values, *whole, start, end = self.values.extend(qk.qvalue, qv.qvalue, ctx, k_start, k_end)
+        values, *stored, start, end = self.values.extend(qk.qvalue, qv.qvalue, ctx, k_start, k_end)
         scales, *factors, _, _ = self.scales.extend(qk.scale, qv.scale, ctx, k_start, k_end)
         assert not isinstance(values, QuantizedCache) and not isinstance(scales, QuantizedCache)
         # [B, S, K, H] * [B, S, K, 1], in float32
-        keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(whole, factors, strict=True))
+        keys, vals = ((q.astype(jnp.float32) * s).astype(k.dtype) for q, s in zip(stored, factors, strict=True))
         return QuantizedCache(values, scales), keys, vals, start, end
 
     def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values multiplied by their scales, in float32, and the offset from a token's index to its
         place among them.
         """
-        *whole, shift = self.values.unrolled(length)
+        *stored, shift = self.values.unrolled(length)
         *factors, _ = self.scales.unrolled(length)
-        keys, vals = (q.astype(jnp.float32) * s for q, s in zip(whole, factors, strict=True))
+        keys, vals = (q.astype(jnp.float32) * s for q, s in zip(stored, factors, strict=True))
         return keys, vals, shift
 
 
@@ -392,9 +397,9 @@ def put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context)
         start = jnp.minimum(length, S - T)
         over = length - start
         held = jax.lax.dynamic_slice_in_dim(old, start, T)
-        own = (jnp.arange(T) < over).reshape(T, *[1] * (new.ndim - 1))
+        is_older = (jnp.arange(T) < over).reshape(T, *[1] * (new.ndim - 1))
         return jax.lax.dynamic_update_slice_in_dim(
-            old, jnp.where(own, held, jnp.roll(new, over, axis=0)), start, axis=0
+            old, jnp.where(is_older, held, jnp.roll(new, over, axis=0)), start, axis=0
         )
 
     return jax.vmap(put)(old, new.astype(old.dtype), ctx.length)
@@ -466,8 +471,8 @@ def kv_cache(
     kind, slots = (RingCache, ring) if ring is not None and ring < capacity else (KVCache, capacity)
 
     def zeros(k_dim: int, v_dim: int, dtype: Any) -> KVCache | RingCache:
-        empty = lambda dim: jnp.zeros((batch, slots, num_kv_heads, dim), dtype)
-        return kind(empty(k_dim), empty(v_dim))
+        shape = (batch, slots, num_kv_heads)
+        return kind(jnp.zeros((*shape, k_dim), dtype), jnp.zeros((*shape, v_dim), dtype))
 
     # Scales are a cache with heads of width 1, so that both are indexed in the same way.
     values = zeros(k_dim, v_dim, dtype)

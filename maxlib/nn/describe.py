@@ -5,7 +5,10 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from rich import box
+from rich.table import Table
 
+from maxlib._utils.text import to_text
 from maxlib.nn.cache import LayerCache, layer_caches
 from maxlib.nn.decoder._positions import LearnedPositions
 from maxlib.nn.experts._moe import MoE
@@ -13,8 +16,9 @@ from maxlib.nn.mixer import mixers
 from maxlib.nn.norm import LayerNorm
 from maxlib.nn.per_layer import PerLayerEmbed
 from maxlib.nn.stack import Stack
-from maxlib.nn.tree import axes, num_parameters, variables
+from maxlib.nn.tree import axes, num_parameters, own_axes, pattern_paths, variables
 from maxlib.ops import Chunked, Mask, MRope, Rope, SlidingWindow
+from maxlib.sharding.layers import num_layer_axes
 
 Kind = TypeVar("Kind")
 LONG = 2**20  # tokens: longer than any window
@@ -88,7 +92,7 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
-    return tuple(sorted({_cache_kind(one) for one in layer_caches(cache.layers)}))
+    return tuple(sorted({_cache_kind(layer_cache) for layer_cache in layer_caches(cache.layers)}))
 
 
 def _cache_kind(cache: Any) -> str:
@@ -99,7 +103,7 @@ def _cache_kind(cache: Any) -> str:
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
     """Lists all modules of a type."""
-    return [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, kind)]
+    return [module for model in models for _, module in nnx.iter_modules(model) if isinstance(module, kind)]
 
 
 def _stacks(model: Any) -> list[Stack]:
@@ -109,7 +113,7 @@ def _stacks(model: Any) -> list[Stack]:
 
 def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
     """Lists attributes of layers that have the type `kind`, such as masks."""
-    return [value for part in _all(nnx.Module, *stacks) for value in vars(part).values() if isinstance(value, kind)]
+    return [value for module in _all(nnx.Module, *stacks) for value in vars(module).values() if isinstance(value, kind)]
 
 
 def _positions(model: Any) -> Iterator[str]:
@@ -131,15 +135,15 @@ def _positions(model: Any) -> Iterator[str]:
 
 def _attention(stacks: list[Stack]) -> Iterator[str]:
     """Yields labels of masks, then those of the mixers."""
-    masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
+    masks = [inner for mask in _static(Mask, stacks) for inner in _parts(mask)]
     if any(isinstance(mask, SlidingWindow) for mask in masks):
         yield "sliding window"
     if any(isinstance(mask, Chunked) for mask in masks):
         yield "chunked attention"
     # First the usual words in the order of the tables, then the others in the order of the layers.
-    found = _mixer_features(stacks)
-    yield from (word for word in _ATTENTION_WORDS if word in found)
-    yield from (word for word in found if word not in (*_POSITION_WORDS, *_ATTENTION_WORDS))
+    labels = _mixer_features(stacks)
+    yield from (word for word in _ATTENTION_WORDS if word in labels)
+    yield from (word for word in labels if word not in (*_POSITION_WORDS, *_ATTENTION_WORDS))
 
 
 def _mixer_features(stacks: list[Stack]) -> list[str]:
@@ -162,9 +166,9 @@ def _biases(stacks: list[Stack]) -> list[str]:
     return [f"biases on {' '.join(sorted(owners, key=_place))}"] if owners else []
 
 
-def _place(part: str) -> tuple[int, str]:
+def _place(name: str) -> tuple[int, str]:
     """Returns a sort key: the order in which a layer uses its parts."""
-    return (_PARTS.index(part) if part in _PARTS else len(_PARTS)), part
+    return (_PARTS.index(name) if name in _PARTS else len(_PARTS)), name
 
 
 def _experts(stacks: list[Stack]) -> Iterator[str]:
@@ -173,3 +177,47 @@ def _experts(stacks: list[Stack]) -> Iterator[str]:
         yield f"{moe.router.top_k} of {moe.router.num_experts} experts"
         if moe.shared is not None:
             yield "shared expert"
+
+
+def summary(model: Any) -> str:
+    """Returns a table of every parameter of `model` with shape, axis names, dtype and size, and the total.
+
+    Layers that a stack scans share a row: `26 x` before the shape is their number. Also works on `jax.eval_shape` of a
+    model.
+    """
+    table = Table(box=box.SIMPLE, show_footer=True)
+    names, short = axes(model), pattern_paths(model)
+    rows = {path: v.get_value() for path, v in variables(model).items()}
+    total = sum(a.size for a in rows.values())
+    size = sum(a.size * a.dtype.itemsize for a in rows.values())
+    table.add_column("parameter", footer="total")
+    table.add_column("shape")
+    table.add_column("axes")
+    table.add_column("dtype", footer=scaled(size, "B"))
+    table.add_column("numbers", justify="right", footer=scaled(total))
+    for (path, shape, axis_names, dtype), group in _grouped(rows, names, short).items():
+        # Arrays of scanned layers have a leading axis of layers; arrays of layers stored alone do not.
+        count = sum(a.shape[0] if a.ndim > len(shape) else 1 for a in group)
+        text = " ".join(map(str, shape)) or "scalar"
+        text = f"{count} x {text}" if count > 1 else text
+        table.add_row(
+            path, text, " ".join(name or "-" for name in axis_names), dtype, scaled(sum(a.size for a in group))
+        )
+    return f"{type(model).__name__}\n{to_text(table)}"
+
+
+def _grouped(rows: dict[str, Any], names: dict[str, tuple], short: dict[str, str]) -> dict[tuple, list[Any]]:
+    """Groups arrays by the path, shape and axes of a single layer."""
+    groups: dict[tuple, list[Any]] = {}
+    for path, array in rows.items():
+        shape = array.shape[num_layer_axes(names[path]) :]
+        groups.setdefault((short[path], shape, own_axes(names[path]), str(array.dtype)), []).append(array)
+    return groups
+
+
+def scaled(number: float, unit: str = "") -> str:
+    """Formats a number with a suffix: 1234567 becomes "1.235 M"."""
+    suffixes = ["", "k", "M", "G", "T"]
+    while number >= 1000 and len(suffixes) > 1:
+        number, suffixes = number / 1000, suffixes[1:]
+    return f"{number:.4g} {suffixes[0]}{unit}".rstrip()

@@ -51,9 +51,9 @@ def token_divergence(
 
     check_vocabulary(head_weight, teacher_weight)
     teacher_hidden, teacher_weight = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
-    more = teacher_hidden, teacher_weight.astype(teacher_hidden.dtype), where
+    others = teacher_hidden, teacher_weight.astype(teacher_hidden.dtype), where
     names = _WIDE, ("vocab", None), _ROWS
-    out = _on_parts(op, split, hidden, head_weight, *more, more_names=names, out_names=_ROWS)
+    out = _on_parts(op, split, hidden, head_weight, *others, other_names=names, out_names=_ROWS)
     return sharding.constrain(out, *_ROWS)
 
 
@@ -76,8 +76,11 @@ def token_gather_log_probs(
     """
     split = head_split(hidden, head_weight.shape)
     options = {"temperature": temperature, "softcap": softcap, "axis_name": split.axis_name, "chunk": split.chunk}
-    op = lambda hidden, weight, ids: ops.fused_linear_gather_log_probs(hidden, weight, ids, **options)
-    return _on_parts(op, split, hidden, head_weight, ids, more_names=(_WIDE,), out_names=_WIDE)
+
+    def op(hidden, weight, ids):
+        return ops.fused_linear_gather_log_probs(hidden, weight, ids, **options)
+
+    return _on_parts(op, split, hidden, head_weight, ids, other_names=(_WIDE,), out_names=_WIDE)
 
 
 def token_top_k(
@@ -102,5 +105,8 @@ def token_top_k(
     """
     split = head_split(hidden, head_weight.shape)
     options = {"temperature": temperature, "softcap": softcap, "axis_name": split.axis_name, "chunk": split.chunk}
-    op = lambda hidden, weight: ops.fused_linear_top_k(hidden, weight, k, **options)
+
+    def op(hidden, weight):
+        return ops.fused_linear_top_k(hidden, weight, k, **options)
+
     return _on_parts(op, split, hidden, head_weight, out_names=(_WIDE, _WIDE))

@@ -1,7 +1,9 @@
 """Matmul strategies: how a layer multiplies by its weight. They are attributes of layers, so they can be replaced."""
 
 import dataclasses
+import math
 import string
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.kernels.grouped_matmul.rows import owners
-from maxlib.nn._merged_einsum import merged_einsum
 
 
 @runtime_checkable
@@ -180,12 +181,12 @@ class LowRank(nnx.Module):
 
     def _free_matrix(self, w: Any) -> Float[Array, "..."]:
         """Returns `w + scale * b @ a` in float32."""
-        whole = self.inner.matrix(w) if isinstance(self.inner, LowRank) else w[...].astype(jnp.float32)
-        of_w = string.ascii_uppercase[: whole.ndim]
+        weight = self.inner.matrix(w) if isinstance(self.inner, LowRank) else w[...].astype(jnp.float32)
+        of_w = string.ascii_uppercase[: weight.ndim]
         of_a, of_b, _ = self._letters(of_w)
         a, b = self.a[...].astype(jnp.float32), self.b[...].astype(jnp.float32)
         precision = jax.lax.Precision.HIGHEST
-        return whole + self.scale * jnp.einsum(f"{of_b},{of_a}->{of_w}", b, a, precision=precision)
+        return weight + self.scale * jnp.einsum(f"{of_b},{of_a}->{of_w}", b, a, precision=precision)
 
     def _letters(self, of_w: str) -> tuple[str, str, str]:
         """Returns the letters of `a`, of `b` and of the gains, given those of the weight; `r` is the rank."""
@@ -193,3 +194,39 @@ class LowRank(nnx.Module):
         experts = "".join(letter for d, letter in enumerate(of_w) if d not in inner)
         summed, kept = ("".join(of_w[d] for d in dims) for dims in (self.summed, self.kept))
         return f"{experts}r{summed}", f"{experts}{kept}r", f"{experts}{kept}"
+
+
+def merged_einsum(
+    einsum: Callable[..., Array],
+    spec: str,
+    x: Float[Array, "..."],
+    w: Any,
+    *,
+    rows: bool = False,
+    matrix: bool = False,
+) -> Float[Array, "..."]:
+    """Computes `einsum(spec, x, w)` with neighbouring dimensions merged, where `spec` allows it.
+
+    Args:
+        einsum: Function of a spec and two arrays.
+        spec: Einsum of an input and a weight, such as `"...D,NHD->...NH"`.
+        x: Input.
+        w: Weight; an array if `matrix` is True.
+        rows: True merges the dimensions that `...` stands for: `[B, T, D]` becomes `[B * T, D]`.
+        matrix: True merges the weight's dimensions to outputs and inputs: `[N, H, D]` becomes `[N * H, D]`.
+    """
+    of_x, of_w, of_y = spec.replace("->", ",").split(",")
+    if not of_x.startswith("...") or not of_y.startswith("..."):
+        return einsum(spec, x, w)
+    summed = len(of_x) - len("...")
+    # [*lead, *inputs], for example [B, T, N, H]
+    lead, inputs, outputs = x.shape[: x.ndim - summed], x.shape[x.ndim - summed :], None
+    rows = rows and len(lead) > 1
+    if matrix := matrix and len(of_w) > 2 and of_w == of_y[3:] + of_x[3:]:
+        outputs, inputs = w.shape[: w.ndim - summed], (math.prod(inputs),)
+        spec, w = "...I,OI->...O", w.reshape(-1, *inputs)
+    if not rows and not matrix:
+        return einsum(spec, x, w)
+    merged = (-1,) if rows else lead
+    y = einsum(spec, x.reshape(*merged, *inputs), w)
+    return y.reshape(*lead, *(y.shape[len(merged) :] if outputs is None else outputs))

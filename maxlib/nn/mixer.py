@@ -79,7 +79,7 @@ class SequenceMixer(nnx.Module):
 
 def mixers(model: Any) -> Iterator[SequenceMixer]:
     """Yields all mixers of a model or a part of it; layers that are scanned together yield one mixer."""
-    return (part for _, part in nnx.iter_modules(model) if isinstance(part, SequenceMixer))
+    return (module for _, module in nnx.iter_modules(model) if isinstance(module, SequenceMixer))
 
 
 def is_reorderable(layer: Any) -> bool:
@@ -88,11 +88,11 @@ def is_reorderable(layer: Any) -> bool:
     A layer may declare it by an attribute `reorderable`. Otherwise its mixers decide. A layer without mixers is assumed
     to need tokens in order, because it may mix them by other means.
     """
-    if not isinstance(layer, SequenceMixer) and (own := getattr(layer, "reorderable", None)) is not None:
-        return own
+    if not isinstance(layer, SequenceMixer) and (declared := getattr(layer, "reorderable", None)) is not None:
+        return declared
     # all([]) is True, but a layer without a mixer is assumed to need tokens in order.
-    found = list(mixers(layer))
-    return bool(found) and all(mixer.reorderable for mixer in found)
+    inner = list(mixers(layer))
+    return bool(inner) and all(mixer.reorderable for mixer in inner)
 
 
 def check_order(stack: Any, ctx: Any) -> None:
@@ -127,12 +127,14 @@ def with_implementation(model: Any, implementation: str | None, *, op: str) -> A
     Raises:
         ValueError: when no layer of the model uses the op.
     """
+
     # Matching mixers are leaves here; everything else is passed on unchanged.
-    is_mixer = lambda x: isinstance(x, SequenceMixer) and x.op == op
+    def is_mixer(x: Any) -> bool:
+        return isinstance(x, SequenceMixer) and x.op == op
+
     if not any(map(is_mixer, jax.tree.leaves(model, is_leaf=is_mixer))):
         raise ValueError(f"{type(model).__name__} has no layer (nn.SequenceMixer) whose op is {op!r}")
-    choose = lambda layer: layer.with_implementation(implementation) if is_mixer(layer) else layer
-    return jax.tree.map(choose, model, is_leaf=is_mixer)
+    return jax.tree.map(lambda x: x.with_implementation(implementation) if is_mixer(x) else x, model, is_leaf=is_mixer)
 
 
 def with_attention(model: Any, implementation: str | None) -> Any:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
-from maxlib.nn.decoder._context import AnyRope, Context, context
+from maxlib.nn.decoder._context import AnyRope, Context, make_context
 from maxlib.nn.decoder._model import Model
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
@@ -160,21 +160,24 @@ def predict_ahead(
         One output per module.
     """
     # This context only gives the bounds of documents; each module gets its own.
-    documents = context(*tokens.shape, segment_ids=segment_ids, valid=valid)
+    documents = make_context(*tokens.shape, segment_ids=segment_ids, valid=valid)
     positions = documents.positions if positions is None else positions
-    found = []
+    outputs = []
     for depth, module in enumerate(modules, start=1):
         # Token i + depth must exist in the same document.
         known = documents.index + depth < documents.stop
         ids = jnp.where(known, documents.start + 1, 0)  # the last tokens of a document become padding
-        ctx = context(*tokens.shape, positions=positions, segment_ids=ids, masks=masks, ropes=ropes)
-        run = lambda module, hidden, embedded, ctx=ctx: module(hidden, embedded, ctx)
+        ctx = make_context(*tokens.shape, positions=positions, segment_ids=ids, masks=masks, ropes=ropes)
+
+        def run(module: MTP, hidden: Array, embedded: Array, ctx: Context = ctx) -> Any:
+            return module(hidden, embedded, ctx)
+
         if remat is not None:
             run = jax.checkpoint(run, policy=remat_policy(remat))
         # Module k gets token i + k at position i.
         hidden, _, aux = run(module, hidden, embed(shift_left(tokens, depth, fill=0), dtype=hidden.dtype))
-        found.append(MTPOutput(hidden, known, aux))
-    return found
+        outputs.append(MTPOutput(hidden, known, aux))
+    return outputs
 
 
 def shift_left(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:
@@ -209,6 +212,6 @@ def draft(
         Hidden states, normed for the model's head, and the new cache.
     """
     # [B, T]: the whole prompt at first, then one or two tokens per row.
-    ctx = context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
+    ctx = make_context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
     hidden, layers, _ = module(hidden, embed(tokens, dtype=hidden.dtype), ctx, cache.layers)
     return hidden, cache.advanced(layers, ctx)

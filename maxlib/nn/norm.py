@@ -120,6 +120,7 @@ class LayerNorm(nnx.Module):
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = scaled(x32, jax.lax.rsqrt(inner(x32, x32) / x.shape[-1] + self.eps))
         # [D] -> [..., D]: explicit, because `jax_numpy_rank_promotion="raise"` forbids implicit rank promotion.
-        wide = lambda w: for_each_token(jnp.asarray(w[...], x32.dtype), x.shape)
-        x32 = x32 * wide(self.scale)
-        return (x32 if self.bias is None else x32 + wide(self.bias)).astype(x.dtype)
+        x32 = x32 * for_each_token(jnp.asarray(self.scale[...], x32.dtype), x.shape)
+        if self.bias is not None:
+            x32 = x32 + for_each_token(jnp.asarray(self.bias[...], x32.dtype), x.shape)
+        return x32.astype(x.dtype)

@@ -43,8 +43,11 @@ class PerLayerEmbed(nnx.Module):
             x: Token vectors, before the first layer.
             tokens: Ids.
         """
-        # [B, T, L P] -> [B, T, L, P] -> [L, B, T, P]
-        apart = lambda y: jnp.moveaxis(y.reshape(*tokens.shape, self.num_layers, self.dim), 2, 0)
+
+        def apart(y: Array) -> Array:
+            # [B, T, L P] -> [B, T, L, P] -> [L, B, T, P]
+            return jnp.moveaxis(y.reshape(*tokens.shape, self.num_layers, self.dim), 2, 0)
+
         # Each of the two has variance one, and so has their sum over sqrt(2).
         by_id = apart(self.embed(tokens, dtype=x.dtype) * self.dim**0.5)
         by_vector = self.norm(apart(self.proj(x) * x.shape[-1] ** -0.5))

@@ -51,8 +51,10 @@ class QuantizedWeight(nnx.Module):
         # [..., N] -> [..., N / 2] bytes
         values = _packed(q.qvalue) if qtype in FOUR_BITS else q.qvalue
         # Values that share a scale are not split over devices: no rule names the axis "scale".
-        whole = tuple("scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True))
-        self.values, self.scale = nnx.Variable(values, axes=axes), nnx.Variable(q.scale, axes=whole)
+        scale_axes = tuple(
+            "scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True)
+        )
+        self.values, self.scale = nnx.Variable(values, axes=axes), nnx.Variable(q.scale, axes=scale_axes)
         self.qtype, self.group, self.summed, self.dtype = qtype, group, summed, w.dtype
 
     @property
@@ -90,8 +92,7 @@ def _dtype(qtype: str) -> Any:
 def _packed(x: Num[Array, "... N"]) -> Num[Array, "... H"]:
     """Packs two 4-bit values into a byte, the first in the low half."""
     low, high = x[..., ::2], x[..., 1::2]
-    bits = lambda a: a.astype(jnp.uint8) & 0xF
-    return bits(low) | bits(high) << 4
+    return low.astype(jnp.uint8) & 0xF | (high.astype(jnp.uint8) & 0xF) << 4
 
 
 def _unpacked(x: Num[Array, "... H"], qtype: str) -> Num[Array, "... N"]:

@@ -72,17 +72,18 @@ def _named(choices: Mapping[str, str]) -> Callable:
     """Makes the policy of a mapping from names to choices."""
     if unknown := {name: choice for name, choice in choices.items() if choice not in ("keep", "offload", "recompute")}:
         raise ValueError(f"remat must say 'keep', 'offload' or 'recompute' for a name; got {unknown}")
-    names = lambda wanted: [name for name, choice in choices.items() if choice == wanted]
-    if not names("offload"):
-        return jax.checkpoint_policies.save_only_these_names(*names("keep"))
     # "recompute" needs no list: names in neither list are recomputed.
+    saved = [name for name, choice in choices.items() if choice == "keep"]
+    offloaded = [name for name, choice in choices.items() if choice == "offload"]
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=names("keep"),
-        names_which_can_be_offloaded=names("offload"),
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=offloaded,
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return _Offloading(policy, frozenset(names("offload")))
+    return _Offloading(policy, frozenset(offloaded))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,5 +120,5 @@ def mark_heads(x: Float[Array, "B T N H"], name: str) -> Float[Array, "B T N H"]
     if name not in _offloaded.value:
         return checkpoint_name(x, name)
     # [B, T, N, H], stored as B N T H
-    lay = lambda x: with_layout_constraint(x, Layout(major_to_minor=(0, 2, 1, 3)))
-    return lay(checkpoint_name(lay(x), name))
+    layout = Layout(major_to_minor=(0, 2, 1, 3))
+    return with_layout_constraint(checkpoint_name(with_layout_constraint(x, layout), name), layout)

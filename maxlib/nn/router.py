@@ -5,25 +5,63 @@ Shapes: leading axes `*B` (usually B rows and T tokens), D width, E experts, X =
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from maxlib._utils.paths import dotted
 from maxlib.nn._initial_values import Init
 from maxlib.nn._linear import Einsum
-from maxlib.nn.experts._bias import ExpertBias as ExpertBias
-from maxlib.nn.experts._bias import expert_bias_paths as expert_bias_paths
-from maxlib.nn.experts._bias import moved_biases as moved_biases
-from maxlib.nn.experts._bias import update_router_bias as update_router_bias
-from maxlib.nn.experts._losses import RouterZ as RouterZ
-from maxlib.nn.experts._losses import SequenceBalance as SequenceBalance
-from maxlib.nn.experts._losses import SwitchBalance as SwitchBalance
-from maxlib.nn.experts._routing import Routing as Routing
-from maxlib.nn.experts._routing import expert_counts as expert_counts
+from maxlib.nn._pytree import pytree
+from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import RMSNorm
+from maxlib.nn.stack import Stack
+from maxlib.nn.tree import combine, variables
 from maxlib.sharding import shard_map_by_name
+
+
+@pytree
+class Routing:
+    """Decisions of a router, in float32.
+
+    Attributes:
+        experts: Ids of the chosen experts of each token.
+        weights: Factors on the results of these experts.
+        logits: Scores of all experts before normalization.
+        probs: Normalized scores of all experts, which sum to 1, without the expert bias.
+        input_weights: Factors on the inputs of the chosen experts, or None.
+    """
+
+    experts: Int[Array, "*B X"]
+    weights: Float[Array, "*B X"]
+    logits: Float[Array, "*B E"]
+    probs: Float[Array, "*B E"]
+    input_weights: Float[Array, "*B X"] | None = None
+
+
+def expert_counts(experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, num_experts: int) -> Float[Array, " E"]:
+    """Counts the choices of each expert among valid tokens.
+
+    Args:
+        experts: Ids of the chosen experts, `*B X`.
+        valid: False for padding, `*B`; None if every token is real.
+        num_experts: Number E of experts.
+
+    Returns:
+        Counts in float32.
+    """
+    # [*B, X] -> [*B, X, E]
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
+    if valid is not None:
+        chosen = jnp.where(valid[..., None, None], chosen, 0)
+    return chosen.sum(axis=tuple(range(experts.ndim)))
+
+
+class ExpertBias(nnx.Variable):
+    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +246,11 @@ def _logits(gate: Einsum, x):
 
 def _choose(preference, top_k: int, groups: GroupLimit | None = None):
     """Returns the ids of the `top_k` experts with the highest preference, `*B X`."""
+
     # Without the shard_map, XLA gathers the scores of all devices for a `top_k`.
-    run = lambda scores: jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
+    def run(scores: Array) -> Array:
+        return jax.lax.top_k(scores if groups is None else groups(scores), top_k)[1]
+
     names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
     # Ids have no gradient; the router is trained through the weights.
     return shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
@@ -226,3 +267,165 @@ def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:
         raise ValueError(f"{groups} does not fit {num_experts} experts: groups must be of equal size, and large enough")
     if groups.top_groups * size < top_k:
         raise ValueError(f"top_k={top_k} experts cannot come from {groups.top_groups} groups of {size}")
+
+
+def update_router_bias(model: Any, load: Float[Array, "L E"] | Float[Array, " E"], *, rate: float) -> Any:
+    """Updates the expert biases of all routers to balance the experts (Wang et al. 2024, arXiv:2408.15664).
+
+    Each bias changes by `rate`: up for experts with less than the mean load, down for those with more. A `Trainer` and
+    `training.make_train_step` do this automatically.
+
+    Args:
+        model: A model or a layer. Every layer that reports a load must have an expert bias.
+        load: `aux["moe/load"]` or `aux["moe/counts"]` of the step: a row for each MoE layer, or `E` for a single layer.
+        rate: Size of a change.
+
+    Returns:
+        A new model.
+
+    Raises:
+        ValueError: when the number of rows differs from the number of expert biases.
+    """
+    paths = expert_bias_paths(model)
+    load = jnp.atleast_2d(load)
+    if len(paths) != len(load):
+        raise ValueError(
+            f"load must have a row for each of the model's {len(paths)} router expert biases, got {load.shape}"
+        )
+    return combine(moved_biases(model, paths, load, rate=rate), model)
+
+
+def moved_biases(model: Any, paths: list[str], load: Float[Array, "L E"], *, rate: Any) -> dict[str, Array]:
+    """Computes the new expert biases of `update_router_bias` by path.
+
+    Args:
+        model: A model or a layer.
+        paths: The path of every row of `load`, from `expert_bias_paths`.
+        load: Loads or counts of the experts.
+        rate: Size of a change.
+    """
+    # Scanned layers share one variable [repeats, E]: collect its rows of `load`.
+    rows: dict[str, list[int]] = {}
+    for row, path in enumerate(paths):
+        rows.setdefault(path, []).append(row)
+    of_model = variables(model)
+
+    def moved(path: str) -> Array:
+        bias = of_model[path].get_value()
+        # [repeats, E], or [E] for a layer that is not scanned.
+        loads = load[jnp.array(rows[path])].reshape(bias.shape)
+        mean = loads.mean(axis=-1, keepdims=True)
+        # Ignore differences by rounding, so that sums over microbatches update the same biases as the whole batch.
+        uneven = jnp.abs(mean - loads) > 1e-5 * mean
+        return bias + (rate * jnp.where(uneven, jnp.sign(mean - loads), 0)).astype(bias.dtype)
+
+    return {path: moved(path) for path in rows}
+
+
+def expert_bias_paths(model: Any) -> list[str]:
+    """Lists the path of every layer's expert bias in layer order; layers that are scanned together share a path.
+
+    Args:
+        model: A model or a layer.
+    """
+    paths = []
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, Stack | ExpertBias))
+    for path, node in nodes:
+        if isinstance(node, ExpertBias):
+            paths.append(dotted(path))
+        elif isinstance(node, Stack):
+            for i in range(len(node)):
+                place, _ = node.where(i)
+                _, group, slot = place.split(".")
+                inner = expert_bias_paths(node.groups[int(group)][int(slot)])
+                paths += [".".join(filter(None, (dotted(path), place, inner_path))) for inner_path in inner]
+    return paths
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchBalance:
+    """Balance loss over all tokens of the batch (Fedus et al. 2021, arXiv:2101.03961).
+
+    Computes `weight * E * sum(load * mean probability)`, which is `weight` when balanced, for any `top_k`. The loss of
+    Hugging Face is `top_k` times as large and combines all layers.
+
+    Args:
+        weight: Factor on the loss.
+    """
+
+    weight: float
+    name: str = dataclasses.field(default="loss/moe_balance", init=False)
+
+    def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
+        """Returns the loss of one layer."""
+        E, X = routing.probs.shape[-1], routing.experts.shape[-1]
+        # load = share / tokens and mean probability = sum / tokens, hence the square of the number of tokens.
+        valid = None if ctx is None else ctx.valid
+        share = expert_counts(routing.experts, valid, E) / X
+        return self.weight * E * jnp.sum(share * _sum_tokens(routing.probs, valid)) / _num_valid(routing, valid) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceBalance:
+    """Balance loss within each document, averaged over the documents of the batch (DeepSeek V3, arXiv:2412.19437).
+
+    Args:
+        weight: Factor on the loss.
+    """
+
+    weight: float
+    name: str = dataclasses.field(default="loss/moe_sequence_balance", init=False)
+
+    def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
+        """Returns the loss of one layer."""
+        E, X = routing.probs.shape[-1], routing.experts.shape[-1]
+        # [B, T, X, E] -> [B, T, E]: 1 for chosen experts
+        chosen = jax.nn.one_hot(routing.experts, E, dtype=routing.probs.dtype).sum(axis=2)
+        # [B, documents, E] and, of tokens, [B, documents, 1]
+        share, probs = _by_document(chosen, ctx) / X, _by_document(routing.probs, ctx)
+        tokens = _by_document(jnp.ones_like(chosen[..., :1]), ctx)
+        each = E * jnp.sum(share * probs / jnp.maximum(tokens, 1) ** 2, axis=-1)
+        return self.weight * each.sum() / jnp.maximum((tokens > 0).sum(), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterZ:
+    """Loss that keeps logits small: `weight` times the mean squared log-sum-exp (Zoph et al. 2022, arXiv:2202.08906).
+
+    Args:
+        weight: Factor on the loss.
+    """
+
+    weight: float
+    name: str = dataclasses.field(default="loss/router_z", init=False)
+
+    def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
+        """Returns the loss of one layer."""
+        valid = None if ctx is None else ctx.valid
+        # Padding may hold logits whose gradient is not finite.
+        logits = routing.logits if valid is None else jnp.where(valid[..., None], routing.logits, 0)
+        # [B, T, E] -> [B, T, 1]
+        square = jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2
+        return self.weight * _sum_tokens(square, valid)[0] / _num_valid(routing, valid)
+
+
+def _by_document(values: Float[Array, "B T N"], ctx: Context | None) -> Float[Array, "B documents N"]:
+    """Sums values over each document, without padding; in packed rows a sum is at the column of the first token."""
+    if ctx is None or ctx.valid is None:
+        return values.sum(axis=1, keepdims=True)
+    values = jnp.where(ctx.valid[..., None], values, 0)
+    return jax.vmap(lambda row, start: jnp.zeros_like(row).at[start].add(row))(values, ctx.start)
+
+
+def _sum_tokens(values, valid):
+    """Sums `values` over all axes but the last, without padding."""
+    if valid is not None:
+        values = jnp.where(valid[..., None], values, 0)
+    return values.sum(axis=tuple(range(values.ndim - 1)))
+
+
+def _num_valid(routing: Routing, valid):
+    """Returns the number of valid tokens, at least 1."""
+    if valid is None:
+        return routing.experts[..., 0].size
+    return jnp.maximum(valid.sum(), 1)

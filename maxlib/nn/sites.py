@@ -158,8 +158,8 @@ def dimensions(site: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
     count = len(axes) - num_layer_axes(axes)
     letters = site.weight_order if isinstance(site, ExpertLinear) else "." * count
     experts = tuple(d - count for d in out if letters[d] == "E")
-    kept = tuple(d - count for d in out if letters[d] != "E")
-    return experts, kept, tuple(d - count for d in range(count) if d not in out)
+    of_outputs = tuple(d - count for d in out if letters[d] != "E")
+    return experts, of_outputs, tuple(d - count for d in range(count) if d not in out)
 
 
 def unknown(model: Any) -> dict[str, nnx.Variable]:
@@ -167,8 +167,8 @@ def unknown(model: Any) -> dict[str, nnx.Variable]:
     convolutions.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
-    found = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
-    return {path: x for path, x in found.items() if _is_matrix(x)}
+    unowned = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
+    return {path: x for path, x in unowned.items() if _is_matrix(x)}
 
 
 def _is_matrix(x: nnx.Variable) -> bool:
@@ -198,7 +198,7 @@ def change_sites(model: Any, decide: Decide, change: Change) -> Any:
             outside stacks); returns the new layer.
     """
 
-    def one(path, node):
+    def change_node(path, node):
         full = dotted(path)
         if isinstance(node, Stack):
             return _in_stack(node, full, decide, change)
@@ -207,13 +207,16 @@ def change_sites(model: Any, decide: Decide, change: Change) -> Any:
         treatment = decide(Where(full, kind_of(node)))
         return node if treatment is None else change(node, treatment, full, None)
 
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_site_or_stack)
+    return jax.tree_util.tree_map_with_path(change_node, model, is_leaf=_is_site_or_stack)
 
 
 def map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
     """Applies `f` to the path and the layer of every matmul."""
-    one = lambda path, site: f(dotted(path), site) if isinstance(site, SITES) else site
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, SITES))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, site: f(dotted(path), site) if isinstance(site, SITES) else site,
+        model,
+        is_leaf=lambda x: isinstance(x, SITES),
+    )
 
 
 def find(model: Any, kinds: Any) -> list[tuple[str, Any]]:
@@ -222,13 +225,13 @@ def find(model: Any, kinds: Any) -> list[tuple[str, Any]]:
     return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
-def replace(site: Any, **parts: Any) -> Any:
+def replace(site: Any, **changes: Any) -> Any:
     """Returns a copy of a layer with some attributes replaced; the copy shares the other arrays."""
     new = jax.tree.map(lambda a: a, site)
-    for name, part in parts.items():
+    for name, value in changes.items():
         # A matmul is a static attribute, unless it has arrays.
-        static = name == "matmul" and not isinstance(part, nnx.Module)
-        setattr(new, name, nnx.static(part) if static else nnx.data(part))
+        static = name == "matmul" and not isinstance(value, nnx.Module)
+        setattr(new, name, nnx.static(value) if static else nnx.data(value))
     return new
 
 
@@ -247,12 +250,12 @@ def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
 def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decide: Decide, change: Change) -> Any:
     """Changes a layer, or several stored on a leading axis with one treatment."""
 
-    def one(inner: str, site: Any) -> Any:
+    def change_site(inner: str, site: Any) -> Any:
         full = f"{path}.{inner}"
         treatments = [decide(Where(full, kind_of(site), i, count)) for i in numbers]
         return site if treatments[0] is None else change(site, treatments[0], full, numbers)
 
-    return map_sites(layer, one)
+    return map_sites(layer, change_site)
 
 
 def _restacked(stack: Stack, path: str, decide: Decide) -> Stack:

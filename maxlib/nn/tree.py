@@ -83,10 +83,10 @@ def stacks(model: Any) -> dict[str, Any]:
     return {_dotted(path): stack for path, stack in leaves if is_stack(stack)}
 
 
-def path_of(model: Any, part: Any) -> str:
+def path_of(model: Any, node: Any) -> str:
     """Returns the dotted path of this object in `model`."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: x is part)
-    return next(_dotted(path) for path, leaf in leaves if leaf is part)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: x is node)
+    return next(_dotted(path) for path, leaf in leaves if leaf is node)
 
 
 def pattern_paths(model: Any) -> dict[str, str]:
@@ -98,14 +98,14 @@ def pattern_paths(model: Any) -> dict[str, str]:
         # groups.0.1.attn.q.w -> attn.q.w: without group and slot.
         slots = ((f"groups.{n}.{i}", layer) for n, group in enumerate(model.groups) for i, layer in enumerate(group))
         return {f"{slot}.{path}": short for slot, layer in slots for path, short in pattern_paths(layer).items()}
-    found = {}
+    patterns = {}
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: is_variable(x) or is_stack(x))
     for path, leaf in leaves:
         if is_variable(leaf):
-            found[_dotted(path)] = _dotted(path)
+            patterns[_dotted(path)] = _dotted(path)
         elif is_stack(leaf):
-            found |= {f"{_dotted(path)}.{p}": f"{_dotted(path)}.{short}" for p, short in pattern_paths(leaf).items()}
-    return found
+            patterns |= {f"{_dotted(path)}.{p}": f"{_dotted(path)}.{short}" for p, short in pattern_paths(leaf).items()}
+    return patterns
 
 
 def is_trainable(path: str, variable: nnx.Variable) -> bool:

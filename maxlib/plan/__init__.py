@@ -1,6 +1,6 @@
 """Plans training steps for hardware that you do not have: memory, communication, and a bound on the speed.
 
-python -m maxlib.plan llama3-70b --target v5p-128
+maxlib plan llama3-70b --target v5p-128
 """
 
 from maxlib.plan._api import estimated as estimated

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
-from maxlib.nn.decoder._head import ROWS_AT_ONCE, head_split
 from maxlib.plan._program import Program, bytes_on_device, moes
 from maxlib.plan._targets import parse_target
 from maxlib.sharding.layers import mesh_axes_of, num_layer_axes
@@ -292,11 +291,13 @@ def _loss(program: Program, rows: int) -> float:
     width = jnp.dtype(job.dtype).itemsize
     hidden = jax.ShapeDtypeStruct((program.rows // job.microbatches, job.sequence, dim), jnp.dtype(job.dtype))
     with sharding.use(program.layout):
-        split = head_split(hidden, (vocab, dim))
-    parts = math.prod(mesh.shape[a] for a in split.vocab + split.more)
-    travel = math.prod(mesh.shape[a] for a in split.more)
+        split = nn.head_split(hidden, (vocab, dim))
+    parts = math.prod(mesh.shape[a] for a in split.vocab + split.gathered)
+    travel = math.prod(mesh.shape[a] for a in split.gathered)
     tokens = rows * job.sequence * travel
-    logits = min(ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
+    logits = min(nn.ROWS_AT_ONCE * travel, tokens) * (vocab / parts) * 4
     weight = 0 if parse_target(job.target).platform == "cuda" else width
     gradient = 4 + (weight or 4) if job.lora is None else 0
-    return (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.more else 0)
+    return (
+        (vocab / parts) * dim * (weight + gradient) + 2 * logits + (2 * tokens * dim * width if split.gathered else 0)
+    )

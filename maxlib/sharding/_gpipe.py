@@ -250,11 +250,11 @@ def each_stage(run: Callable[..., Tree], plan: PipelineSpec) -> Callable[..., Tr
         plan: The pipeline. `vmap` maps over the stages and binds their axis to the mesh axis, for constraints inside.
     """
 
-    def one(stage_params, repeat, *args):
+    def run_stage(stage_params, repeat, *args):
         with inside_stage():
             return run(_chunk(stage_params, repeat), *args)
 
-    return jax.vmap(one, spmd_axis_name=plan.axis)
+    return jax.vmap(run_stage, spmd_axis_name=plan.axis)
 
 
 def each_part(run: Callable[..., Tree], plan: PipelineSpec, in_axes: tuple[Any, ...]) -> Callable[..., Tree]:

@@ -69,7 +69,7 @@ def with_embedding_noise(model: Any, key: Array, alpha: float) -> Any:
 
     def with_noise(tokens: Array, dtype: Any) -> Array:
         x = embed_tokens(tokens, dtype)
-        bounds = nn.context(*tokens.shape, **documents)
+        bounds = nn.make_context(*tokens.shape, **documents)
         length = jnp.maximum(bounds.stop - bounds.start, 1)[..., None]  # B T 1; padding has none
         size = (alpha / jnp.sqrt(length * x.shape[2])).astype(x.dtype)
         return x + size * jax.random.uniform(cast(Array, key), x.shape, x.dtype, -1, 1)

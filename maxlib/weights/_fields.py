@@ -105,24 +105,29 @@ class Fields:
 
     def read(self, hf: HFConfig) -> Any:
         """Reads a configuration. Raises ValueError for values that the family does not support."""
-        return self.config(**self.values(hf))
+        cfg = self.config(**self.values(hf))
+        self.check(hf, cfg)
+        return cfg
 
     def values(self, hf: HFConfig) -> dict[str, Any]:
         """Reads the fields of the configuration by name, without building it; raises ValueError as `read` does."""
         c, hints = types.SimpleNamespace(), typing.get_type_hints(self.config)
         if self.model_types:
             c.model_type = hf.require("model_type", *self.model_types)
-        constant, computed = _split(self.fixed | _present(hf, self.fixed_if_present))
-        require(hf, constant)
+        require(hf, _split(self.fixed | _present(hf, self.fixed_if_present))[0])
         for name in _present(hf, dict.fromkeys(self.ignored)):
             parent, last = _locate(hf, name)
             parent.ignore(last)
         for entry in self.entries:
             value = entry.read(hf, c) if isinstance(entry, Computed) else self._take(entry, hf, c, hints[entry.name])
             setattr(c, entry.name, value)
-        require(hf, {name: value(c) for name, value in computed.items()})
         _check_heads(c)
         return {entry.name: getattr(c, entry.name) for entry in self.entries}
+
+    def check(self, hf: HFConfig, cfg: Any) -> None:
+        """Raises ValueError if a fixed field that depends on the configuration has another value."""
+        computed = _split(self.fixed | _present(hf, self.fixed_if_present))[1]
+        require(hf, {name: value(cfg) for name, value in computed.items()})
 
     def _take(self, entry: Field, hf: HFConfig, c: Any, hint: Any) -> Any:
         absent, null = self._absent(entry.name), self.null.get(entry.name, dataclasses.MISSING)
@@ -208,6 +213,7 @@ class Multimodal:
             values["tied"] = hf.take("tie_word_embeddings", values["tied"] if self.tied is None else self.tied)
         parts = {name: codec.read(hf) for name, codec in self.parts.items()}
         cfg = self.config(**values | parts)
+        self.text.check(hf.nested("text_config"), cfg)
         constant, computed = _split(self.fixed | _present(hf, self.fixed_if_present))
         require(hf, constant | {name: value(cfg) for name, value in computed.items()})
         if any(part is not None for part in parts.values()):

@@ -221,9 +221,9 @@ def test_decoding_with_latent_attention_uses_the_adapters():
     def decode(layer):
         cache = layer.init_cache(2, 8, jnp.float32)
         start = nn.cache.Cache((cache,), jnp.zeros(2, jnp.int32))
-        ctx = nn.context(2, 5, cache=start)
+        ctx = nn.make_context(2, 5, cache=start)
         _, cache = layer(x[:, :5], ctx, cache)
-        ctx = nn.context(2, 1, cache=start.advanced((cache,), ctx))
+        ctx = nn.make_context(2, 1, cache=start.advanced((cache,), ctx))
         return layer(x[:, 5:], ctx, cache)[0]
 
     close(decode(layer)[:, 0], jit(lambda layer: layer(x)[0])(layer)[:, -1])

@@ -62,7 +62,6 @@ class Model(nn.Decoder):
 
     def __init__(self, *, num_layers: int, dim: int, mlp_dim: int, num_heads: int, rngs: nnx.Rngs):
         rope = ops.Rope(HEAD_DIM)
-        self.masks, self.ropes = (ops.Causal(),), (rope,)
         self.embed = nn.Embed(32_768, dim, rngs=rngs)
         make = lambda _, rngs: Block(dim, mlp_dim=mlp_dim, num_heads=num_heads, rope=rope, rngs=rngs)
         self.layers = nn.Stack(make, num_layers, rngs=rngs)

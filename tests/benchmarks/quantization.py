@@ -51,7 +51,6 @@ class Experts(nn.Decoder):
         self.embed = nn.Embed(args.vocab, args.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: ExpertLayer(args, rngs=rngs), args.layers, rngs=rngs)
         self.norm = nn.RMSNorm(args.dim)
-        self.masks, self.ropes = (ops.Causal(),), (ops.Rope(64),)
 
 
 def builders(args):

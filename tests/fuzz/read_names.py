@@ -1,4 +1,4 @@
-"""Names of hardware and of layouts, as `python -m maxlib.plan` takes them."""
+"""Names of hardware and of layouts, as `maxlib plan` takes them."""
 
 from pathlib import Path
 

@@ -1,12 +1,11 @@
-"""The arguments of `python -m maxlib.plan`, up to tracing the model."""
+"""The arguments of `maxlib plan`, up to tracing the model."""
 
 import contextlib
 import io
 from pathlib import Path
 
-from maxlib.plan import __main__ as command
 from maxlib.plan import _program as program
-from maxlib.plan import parse_target
+from maxlib.plan import command, parse_target
 from maxlib.plan._job import check_names
 from tests.fuzz.run import Target
 
@@ -31,7 +30,7 @@ def read(directory: Path) -> None:
     status = 0
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            args = command._parser().parse_args(words)
+            args = command.parser().parse_args(words)
     except SystemExit as error:
         args, status = None, error.code
     assert status in (0, 2), status  # 0 for --help

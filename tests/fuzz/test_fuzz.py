@@ -10,7 +10,7 @@ from jinja2.exceptions import SecurityError
 from maxlib import data, observability
 from maxlib.checkpoint import DamagedError, _lock, _records
 from maxlib.inference import stop_tokens
-from maxlib.plan import __main__ as plan
+from maxlib.plan import command as plan
 from maxlib.quantization import _files as quantized
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import _family, files

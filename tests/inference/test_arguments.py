@@ -65,7 +65,10 @@ BAD = [
     *[("prompts", kind, {"prompts": value}, "prompt") for kind, value in PROMPTS.items()],
     *[("max_new_tokens", kind, {"max_new_tokens": n}, "max_new_tokens must") for kind, n in COUNTS.items()],
     *[("stop", kind, {"stop_token_ids": ids}, "stop_token_ids must be a list of ids") for kind, ids in STOPS.items()],
-    *[("sampler", repr(x), {"sampler": x}, "sampler must be an inference.Sampler") for x in (0.7, None, np.argmax)],
+    *[
+        ("sampler", str(getattr(x, "__name__", x)), {"sampler": x}, "sampler must be an inference.Sampler")
+        for x in (0.7, None, np.argmax)
+    ],
     *[("key", repr(x), {"key": x}, "key must be a random key") for x in (0, "0", [0, 0])],
 ]
 BAD_OF_ENGINES = [

@@ -33,6 +33,7 @@ TARGETS = {
         **TEXT, dim=16, tied=False, num_layers=3, layer_types=(LOCAL, LOCAL, GLOBAL), keys_as_values=True
     ),
 }
+ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 DRAFTING = Drafting(target_dim=16, clustered=True, num_clusters=3, top_clusters=2)
 CFG = gemma4_assistant.Config(**TEXT, dim=12, num_layers=3, final_softcap=None, drafting=DRAFTING)
 
@@ -138,7 +139,7 @@ def test_pairs_that_do_not_fit_are_refused(generator, drafter):
         draft(generator, num_drafts=0)
     with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 1, got 0"):
         draft(generator, max_new_tokens=0)
-    with pytest.raises(ValueError, match="Gemma4 does not draft: .* pass drafter="):
+    with pytest.raises(ValueError, match="this Gemma4 has no MTP module .* pass a drafter"):
         draft(generator, drafter=None)
     with pytest.raises(ValueError, match="drafts for another model and generates no text itself"):
         Generator(drafter)
@@ -178,7 +179,8 @@ def test_a_directory_is_read_back(tmp_path, capsys, drafting):
     model = made(gemma4_assistant.Gemma4Assistant, cfg)
     maxlib.save_pretrained(model, tmp_path / "drafter")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert config["architectures"] == [drafting.architecture] and config["model_type"] in drafting.model_types
+    assert config["architectures"] == [ARCHITECTURES[drafting.unified]]
+    assert config["model_type"] == ("gemma4_unified_assistant" if drafting.unified else "gemma4_assistant")
     assert config["text_config"]["model_type"] == config["model_type"].replace("assistant", "text")
     again = maxlib.from_pretrained(tmp_path / "drafter")
     assert again.cfg == cfg
@@ -226,7 +228,7 @@ def test_scores_and_texts_are_those_of_transformers(tmp_path, transformers, gene
 
     cfg = dataclasses.replace(CFG, drafting=drafting, tied=not drafting.clustered)
     drafter = made(gemma4_assistant.Gemma4Assistant, cfg)
-    draft = theirs(drafter, tmp_path / "drafter", getattr(transformers, drafting.architecture))
+    draft = theirs(drafter, tmp_path / "drafter", getattr(transformers, ARCHITECTURES[drafting.unified]))
     target = theirs(generator.model, tmp_path / "target", transformers.Gemma4ForCausalLM)
     tokens = parity.tokens(TEXT["vocab"], length)[:1]
     with torch.no_grad():

@@ -174,7 +174,7 @@ def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
 def test_prompts_inside_a_prefix_are_refused():
     """New tokens would join the prefix, whose cached keys have not seen them."""
     model = filled_llama(num_layers=1)
-    model.masks = (ops.Causal() | ops.Prefix(4),)
+    model.layers.groups[0][0].attn.mask = ops.Causal() | ops.Prefix(4)
     engine = inference.LocalEngine(model, slots=1, dtype=jnp.float32)
     for generate in (inference.Generator(model).generate, engine.generate):
         with pytest.raises(ValueError, match="whole prefix of 4 tokens, which attend to each other, got 3 tokens"):
@@ -243,7 +243,7 @@ def test_sliding_layers_generate_past_their_window():
             self.layers = nn.Stack(lambda _, rngs: Block(rngs), 3, rngs=rngs)
 
         def __call__(self, tokens, *, valid=None, cache=None, dtype=jnp.bfloat16):
-            ctx = nn.context(*tokens.shape, valid=valid, cache=cache)
+            ctx = nn.make_context(*tokens.shape, valid=valid, cache=cache)
             x, layers, aux = self.layers(self.embed(tokens, dtype=dtype), ctx, cache and cache.layers)
             return nn.Output(x, cache and cache.advanced(layers, ctx), aux)
 

@@ -1,6 +1,6 @@
 """Writes the tables of docs/models.md: `python -m tests.models.page [family ...]`.
 
-The first is `python -m maxlib.models --markdown`, the second the greatest difference of each family from transformers,
+The first is `maxlib models --markdown`, the second the greatest difference of each family from transformers,
 by the cases of `parity.json`. With families named, only their cases are measured again.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 import maxlib
 from maxlib import weights
-from maxlib.models import __main__ as models
+from maxlib._command import listing as models
 from tests.models import parity
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

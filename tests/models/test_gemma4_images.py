@@ -102,7 +102,7 @@ class TestGemma4Images(ImageConformance):
         kinds = model.cfg.parts
         is_image = jnp.asarray(case["tokens"]) == IMAGE
         blocks = bidirectional_blocks(is_image)
-        ctx = nn.context(*is_image.shape, bidirectional_blocks=blocks)
+        ctx = nn.make_context(*is_image.shape, bidirectional_blocks=blocks)
         ends = {kind: np.asarray(ctx.key_intervals(mask)[1]) for kind, (mask, _, _) in kinds.items()}
         causal = 1 + np.arange(is_image.shape[1])
         np.testing.assert_array_equal(ends[GLOBAL][0], causal)

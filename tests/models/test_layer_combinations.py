@@ -63,7 +63,6 @@ class Mixed(nn.Decoder):
         self.per_layer = nn.per_layer.PerLayerEmbed(VOCAB, DIM, count, VECTOR, rngs=rngs) if vectors else None
         self.layers = nn.Stack(lambda mixer, rngs: Block(mixer, vectors, rngs=rngs), 2 * MIXERS, rngs=rngs)
         self.norm = nn.RMSNorm(DIM)
-        self.masks, self.ropes = (ops.Causal(), MASK), (HEADS["rope"], SIZES["rope"], INDEX["index_rope"])
 
     def layer_inputs(self, x, ctx):
         return None if self.per_layer is None else self.per_layer(x, ctx.tokens)

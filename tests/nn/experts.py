@@ -36,7 +36,9 @@ def inputs(B=4, T=7, seed=0):
 
 
 def lengths(*each, T=7):
-    return jax.jit(lambda valid: nn.context(*valid.shape, valid=valid))(np.arange(T)[None] < np.array(each)[:, None])
+    return jax.jit(lambda valid: nn.make_context(*valid.shape, valid=valid))(
+        np.arange(T)[None] < np.array(each)[:, None]
+    )
 
 
 @jax.jit

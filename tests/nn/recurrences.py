@@ -39,4 +39,4 @@ def layer(kind: str) -> nn.SequenceMixer:
 
 @jax.jit
 def run(layer, x, segment_ids=None):
-    return layer(x, nn.context(*x.shape[:2], segment_ids=segment_ids))[0]
+    return layer(x, nn.make_context(*x.shape[:2], segment_ids=segment_ids))[0]

@@ -36,14 +36,14 @@ def inputs(batch=2, seq=11, dim=16):
 
 @jax.jit
 def run(layer, x, **context):
-    """The layer's results; `context` has the arrays of `nn.context`."""
-    return layer(x, nn.context(*x.shape[:2], **context) if context else None)[0]
+    """The layer's results; `context` has the arrays of `nn.make_context`."""
+    return layer(x, nn.make_context(*x.shape[:2], **context) if context else None)[0]
 
 
 @jax.jit
 def extend(layer, x, cache, length, valid=None):
     """Results and the new cache, of which `length` tokens of each row are there before."""
-    return layer(x, nn.context(*x.shape[:2], valid=valid, cache=nn.cache.Cache([cache], length)), cache)
+    return layer(x, nn.make_context(*x.shape[:2], valid=valid, cache=nn.cache.Cache([cache], length)), cache)
 
 
 def visible(name, i, j):
@@ -126,7 +126,7 @@ def test_temperature_counts_within_documents():
     index = np.concatenate([np.arange(4), np.arange(7)])
     want = 1 + 0.7 * np.log(1 + (index + 1) // 3)
     tuned, plain = build(rope=None, temperature=tuning), build(rope=None)
-    queries = jax.jit(lambda layer, x: layer.project(x, nn.context(2, 11, segment_ids=segments))[0])
+    queries = jax.jit(lambda layer, x: layer.project(x, nn.make_context(2, 11, segment_ids=segments))[0])
     got, q = queries(tuned, inputs()), queries(plain, inputs())
     np.testing.assert_allclose(got, q * want[None, :, None, None], rtol=1e-6)
     assert jax.eval_shape(queries, tuned, inputs().astype(jnp.bfloat16)).dtype == jnp.bfloat16
@@ -169,7 +169,7 @@ def test_a_prefix_in_several_calls_is_refused():
     assert np.isfinite(first[0]).all()
     second, _ = extend(layer, x, cache, np.array([2, 0], np.int32))
     assert np.isnan(second[0]).all() and np.isfinite(second[1]).all()
-    ctx = nn.context(2, 4, cache=nn.cache.Cache([cache], jnp.array([2, 0], jnp.int32)))
+    ctx = nn.make_context(2, 4, cache=nn.cache.Cache([cache], jnp.array([2, 0], jnp.int32)))
     with pytest.raises(ValueError, match=r"whole prefix of 3 tokens, .* but the rows have \[2, 0\] cached tokens"):
         layer(jnp.asarray(x), ctx, cache)
 
@@ -232,7 +232,7 @@ def test_errors_say_what_must_hold():
         extend(build(), inputs(1, 5), cache, np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
         whole = nn.cache.Cache([cache], jnp.zeros(1, jnp.int32))
-        nn.context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)
+        nn.make_context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)
 
 
 def test_an_implementation_is_asked_for_by_name():

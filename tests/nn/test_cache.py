@@ -27,7 +27,7 @@ def sized():
 
 @functools.partial(jax.jit, static_argnames="first")
 def extended(cache, keys, values, first=0):
-    context = nn.context(B, T, cache=nn.cache.Cache(None, jnp.full(B, first, jnp.int32)))
+    context = nn.make_context(B, T, cache=nn.cache.Cache(None, jnp.full(B, first, jnp.int32)))
     bounds = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), T, jnp.int32)
     return cache.extend(keys, values, context, *bounds)
 
@@ -67,7 +67,7 @@ def test_rows_are_put_behind_what_there_is():
 
 def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
     old, (new, _) = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32).k, sized()
-    put = lambda length: put_rows(old + 1, new, nn.context(B, T, cache=nn.cache.Cache(None, length)))
+    put = lambda length: put_rows(old + 1, new, nn.make_context(B, T, cache=nn.cache.Cache(None, length)))
     empty = jnp.zeros(B, jnp.int32)
     np.testing.assert_array_equal(jax.jit(lambda: put(empty))(), jax.jit(put)(empty))
     programs = str(jax.make_jaxpr(lambda: put(empty))()), str(jax.make_jaxpr(put)(empty))
@@ -101,7 +101,9 @@ def kept(kind):
 def test_what_does_not_fit_is_dropped_and_covers_nothing(kind):
     """Rows of 6 and 8 tokens of 8: two and none of three new ones fit. The older ones stay as they are."""
     empty, put = kept(kind)
-    place = lambda length, valid=None: nn.context(B, T, cache=nn.cache.Cache(None, jnp.asarray(length)), valid=valid)
+    place = lambda length, valid=None: nn.make_context(
+        B, T, cache=nn.cache.Cache(None, jnp.asarray(length)), valid=valid
+    )
     number = lambda *values: jnp.broadcast_to(jnp.asarray(values, jnp.float32)[None, :, None, None], (B, T, K, H))
 
     @jax.jit
@@ -127,17 +129,17 @@ def test_lengths_that_are_known_are_checked():
     of = lambda *length, layers=layers: nn.cache.Cache(layers, jnp.asarray(length))
     assert of(0, 0).capacity == 8 and of(0, 0, layers=layers[1:]).capacity is None
     with pytest.raises(ValueError, match="a row of 9 tokens, cached and new ones, does not fit a cache of capacity 8"):
-        nn.context(B, T, cache=of(0, 6))
-    nn.context(B, T, cache=of(0, 6), valid=jnp.asarray([[True] * 3, [True, True, False]]))  # what is real fits
-    jax.eval_shape(lambda cache: nn.context(B, T, cache=cache), of(0, 6))
+        nn.make_context(B, T, cache=of(0, 6))
+    nn.make_context(B, T, cache=of(0, 6), valid=jnp.asarray([[True] * 3, [True, True, False]]))  # what is real fits
+    jax.eval_shape(lambda cache: nn.make_context(B, T, cache=cache), of(0, 6))
 
 
 def test_padding_on_the_left_is_refused_with_a_cache():
     """Token t is stored t slots after the cached ones, wherever padding stands."""
     left = jnp.asarray([[False, True, True], [True] * 3])
     with pytest.raises(ValueError, match="with a cache, padding must come after a row's tokens"):
-        nn.context(B, T, cache=nn.cache.Cache(None, jnp.zeros(B, jnp.int32)), valid=left)
-    nn.context(B, T, valid=left)
+        nn.make_context(B, T, cache=nn.cache.Cache(None, jnp.zeros(B, jnp.int32)), valid=left)
+    nn.make_context(B, T, valid=left)
 
 
 WINDOW, CHUNK = ops.Causal() & ops.SlidingWindow(5), ops.Causal() & ops.Chunked(5)
@@ -151,13 +153,13 @@ def with_cache(mask, tokens, dtype="float32", spare=0):
     cache = kv_cache(3, 12, num_kv_heads=1, k_dim=8, v_dim=8, ring=ring, dtype=jnp.dtype(dtype))
     cache = make_rewindable(cache, spare)
     before = jnp.asarray(np.arange(7) < np.array([[0], [2], [7]]))
-    ctx = nn.context(3, 7, cache=nn.cache.Cache(None, jnp.zeros(3, jnp.int32)), valid=before)
+    ctx = nn.make_context(3, 7, cache=nn.cache.Cache(None, jnp.zeros(3, jnp.int32)), valid=before)
     new = lambda seed, size: jnp.asarray(np.random.default_rng(seed).normal(size=(3, size, 1, 8)), jnp.float32)
     cache, *_ = cache.extend(new(0, 7), new(1, 7), ctx, *ctx.key_intervals(mask))
     valid = np.ones((3, tokens), bool)
     valid[1, -1] = tokens == 1
     valid = jnp.asarray(valid)
-    ctx = nn.context(3, tokens, cache=nn.cache.Cache(None, jnp.array([0, 2, 7])), valid=valid)
+    ctx = nn.make_context(3, tokens, cache=nn.cache.Cache(None, jnp.array([0, 2, 7])), valid=valid)
     hint = ctx.mask_hint(mask, cache)
     cache, *found = cache.extend(new(2, tokens), new(3, tokens), ctx, *ctx.key_intervals(mask))
     return found, hint, ctx.mask_hint(mask, SharedKV.of(cache, *found))

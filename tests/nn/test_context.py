@@ -18,11 +18,11 @@ def test_positions_go_on_behind_an_image():
     words = [[i, i, i] for i in range(3)] + [[0, 0, 0]] * 4
     valid = jnp.asarray([[True] * 7, [True] * 3 + [False] * 4])
     prefill = cache(position_offset=jnp.zeros(2, jnp.int32))
-    ctx = nn.context(2, 7, positions=jnp.asarray([image, words]), valid=valid, cache=prefill)
+    ctx = nn.make_context(2, 7, positions=jnp.asarray([image, words]), valid=valid, cache=prefill)
     after = prefill.advanced([], ctx)
     np.testing.assert_array_equal(after.length, [7, 3])
     np.testing.assert_array_equal(after.position_offset, [-2, 0])  # the next is 5, though seven tokens came before
-    step = nn.context(2, 1, cache=after)
+    step = nn.make_context(2, 1, cache=after)
     np.testing.assert_array_equal(step.positions[:, 0], [5, 3])
     np.testing.assert_array_equal(step.index[:, 0], [7, 3])  # masks go by the order of tokens
     np.testing.assert_array_equal(after.advanced([], step).position_offset, [-2, 0])
@@ -31,22 +31,22 @@ def test_positions_go_on_behind_an_image():
 def test_rows_without_new_tokens_keep_their_offset():
     before = cache(position_offset=jnp.asarray([3, -1]))
     valid = jnp.asarray([[True, False], [False, False]])
-    ctx = nn.context(2, 2, positions=jnp.asarray([[9, 0], [0, 0]]), valid=valid, cache=before)
+    ctx = nn.make_context(2, 2, positions=jnp.asarray([[9, 0], [0, 0]]), valid=valid, cache=before)
     np.testing.assert_array_equal(before.advanced([], ctx).position_offset, [9, -1])
 
 
 def test_without_an_offset_positions_count_tokens():
-    ctx = nn.context(2, 3, cache=cache())
+    ctx = nn.make_context(2, 3, cache=cache())
     assert ctx.next_position_offset is None and cache().advanced([], ctx).position_offset is None
 
 
 def test_shapes_are_checked():
-    nn.context(2, 3, positions=jnp.zeros((2, 3, 3), jnp.int32))
+    nn.make_context(2, 3, positions=jnp.zeros((2, 3, 3), jnp.int32))
     for wrong in ((2, 4), (2, 4, 3), (3, 2, 3)):
         with pytest.raises(ValueError, match=r"positions must have the shape of the tokens, \(2, 3\)"):
-            nn.context(2, 3, positions=jnp.zeros(wrong, jnp.int32))
+            nn.make_context(2, 3, positions=jnp.zeros(wrong, jnp.int32))
     with pytest.raises(ValueError, match=r"tokens must have the shape"):
-        nn.context(2, 3, tokens=jnp.zeros((2, 2), jnp.int32))
+        nn.make_context(2, 3, tokens=jnp.zeros((2, 2), jnp.int32))
 
 
 def test_first_tokens_of_documents():
@@ -56,10 +56,10 @@ def test_first_tokens_of_documents():
     @jax.jit
     def starts():
         contexts = [
-            nn.context(1, 6, segment_ids=jnp.asarray([[1, 1, 2, 2, 0, 0]])),
-            nn.context(1, 4, valid=jnp.asarray([[False, True, True, True]])),
-            nn.context(2, 3, valid=valid, cache=cache()),
-            nn.context(2, 1, cache=later),
+            nn.make_context(1, 6, segment_ids=jnp.asarray([[1, 1, 2, 2, 0, 0]])),
+            nn.make_context(1, 4, valid=jnp.asarray([[False, True, True, True]])),
+            nn.make_context(2, 3, valid=valid, cache=cache()),
+            nn.make_context(2, 1, cache=later),
         ]
         return [ctx.is_start for ctx in contexts]
 
@@ -76,12 +76,12 @@ def test_rows_without_images_are_known_as_those_of_a_text_model(window):
     causal = ops.Causal() if window is None else ops.Causal() & ops.SlidingWindow(window)
     mask = ops.Causal() | ops.BidirectionalBlocks()
     mask = mask if window is None else mask & ops.SlidingWindow(window)
-    text = nn.context(2, 7)
+    text = nn.make_context(2, 7)
     assert text.mask_hint(mask).static == text.mask_hint(causal).static
     for ours, theirs in zip(text.key_intervals(mask), text.key_intervals(causal), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     blocks = jnp.asarray([[0, 1, 1, 3, 4, 5, 6]] * 2), jnp.asarray([[1, 3, 3, 4, 5, 6, 7]] * 2)
-    seen = nn.context(2, 7, bidirectional_blocks=blocks).mask_hint(mask)
+    seen = nn.make_context(2, 7, bidirectional_blocks=blocks).mask_hint(mask)
     assert seen is None or seen.static.kind == "any"
 
 
@@ -102,7 +102,7 @@ def test_a_document_is_rotated_by_its_own_length(name):
     @jax.jit
     def tables():
         def rotary(length, documents=1, **inputs):
-            return jnp.stack(nn.context(documents, length, **inputs).rotary(rope))
+            return jnp.stack(nn.make_context(documents, length, **inputs).rotary(rope))
 
         def own(places):
             """Positions; those of M-RoPE jump by two in their last row."""
@@ -140,14 +140,14 @@ def test_a_document_is_rotated_by_its_own_length(name):
 
 def test_the_rotary_length_is_static_only_where_rows_are_whole_documents():
     row = jnp.arange(6)[None]
-    assert nn.context(1, 6).rope_length == 6
-    assert nn.context(1, 6, positions=row + 90).rope_length is None
-    assert nn.context(1, 6, segment_ids=jnp.ones((1, 6), jnp.int32)).rope_length is None
-    assert nn.context(1, 6, valid=row < 4).rope_length is None
+    assert nn.make_context(1, 6).rope_length == 6
+    assert nn.make_context(1, 6, positions=row + 90).rope_length is None
+    assert nn.make_context(1, 6, segment_ids=jnp.ones((1, 6), jnp.int32)).rope_length is None
+    assert nn.make_context(1, 6, valid=row < 4).rope_length is None
 
 
 def test_other_ropes_compute_no_lengths():
     text = lambda rope: str(
-        jax.make_jaxpr(lambda x: nn.context(1, 6, segment_ids=x).rotary(rope))(jnp.ones((1, 6), jnp.int32))
+        jax.make_jaxpr(lambda x: nn.make_context(1, 6, segment_ids=x).rotary(rope))(jnp.ones((1, 6), jnp.int32))
     )
     assert "scatter" not in text(ops.Rope(8)) and "scatter" in text(ROPES["dynamic"])

@@ -10,7 +10,7 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import gemma3, gemma4, lfm2, llama, nemotron_h, qwen3_vl
 from maxlib.nn._draw import Block, _block, _folded
-from maxlib.nn._summary import scaled
+from maxlib.nn.describe import scaled
 
 ROPE = ops.Rope(8, max_length=64)
 SMALL = dict(vocab=64, dim=16, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)

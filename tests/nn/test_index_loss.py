@@ -35,14 +35,14 @@ def layer(loss: nn.IndexLoss | None = None, gather: bool | None = None) -> nn.Sp
 
 
 def run(layer, x, segment_ids=None):
-    y, _, aux = layer.with_loss(x, nn.context(*x.shape[:2], segment_ids=segment_ids))
+    y, _, aux = layer.with_loss(x, nn.make_context(*x.shape[:2], segment_ids=segment_ids))
     return y, aux
 
 
 @jax.jit
 def parts(layer, x, segment_ids=None) -> tuple:
     """Queries and keys of attention, what the index scores are made of, these, and the bounds of queries."""
-    ctx = nn.context(*x.shape[:2], segment_ids=segment_ids)
+    ctx = nn.make_context(*x.shape[:2], segment_ids=segment_ids)
     index = layer._index(x, layer.indexer.keys(x, ctx), ctx)
     return *layer.queries_and_keys(x, ctx), index, index.scores(), ctx.key_intervals(ops.Causal())
 

@@ -161,10 +161,10 @@ def test_tokens_that_are_no_rows_of_ids_are_refused(tokens, got):
 def test_inputs_of_another_shape_than_the_tokens_are_refused():
     for name, dtype in (("positions", int), ("segment_ids", int), ("valid", bool)):
         with pytest.raises(ValueError, match=rf"{name} must have the shape of the tokens, \(2, 5\), got \(5, 2\)"):
-            nn.context(2, 5, **{name: jnp.zeros((5, 2), dtype)})
+            nn.make_context(2, 5, **{name: jnp.zeros((5, 2), dtype)})
     cache = nn.cache.Cache([], jnp.zeros(3, jnp.int32), 8)
     with pytest.raises(ValueError, match="as many rows as the tokens, 2, got 3"):
-        nn.context(2, 5, cache=cache)
+        nn.make_context(2, 5, cache=cache)
 
 
 def test_mlps():

@@ -20,7 +20,7 @@ def run(layer, x):
 @jax.jit
 def extend(layer, x, cache, length):
     """Results and the new cache, of which `length` tokens of each row are there before."""
-    return layer(x, nn.context(*x.shape[:2], cache=nn.cache.Cache([cache], jnp.full(2, length, jnp.int32))), cache)
+    return layer(x, nn.make_context(*x.shape[:2], cache=nn.cache.Cache([cache], jnp.full(2, length, jnp.int32))), cache)
 
 
 SHARPER = nn.TemperatureTuning(2, 0.7, offset=0)  # in steps of two tokens

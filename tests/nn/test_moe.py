@@ -144,7 +144,7 @@ def test_dispatch_and_its_gradient_are_gathers(make):
     plan = jax.jit(make, static_argnums=2)(np.array([[0, 1], [1, 2], [2, 1], [1, 0]]), np.ones(4, bool), 3)
     there_and_back = lambda x: dispatch.combine(dispatch.spread(x, plan), plan)
     pulled = lambda d: jax.vjp(there_and_back, d)[1](d)[0]
-    x, kept = np.ones((4, 5), np.float32), plan.kept.sum(axis=1)[:, None]
+    x, kept = np.ones((4, 5), np.float32), plan.computed.sum(axis=1)[:, None]
     np.testing.assert_array_equal(jax.jit(there_and_back)(x), x * kept)
     np.testing.assert_array_equal(jax.jit(pulled)(x), x * kept)
     assert "scatter" not in str(jax.make_jaxpr(pulled)(x))
@@ -200,7 +200,7 @@ def test_router_z_is_a_mean_over_tokens():
 
     @jax.jit
     def loss(routing, valid):
-        return nn.router.RouterZ(0.1)(routing, nn.context(2, 3, valid=valid))
+        return nn.router.RouterZ(0.1)(routing, nn.make_context(2, 3, valid=valid))
 
     np.testing.assert_allclose(loss(routing, None), 0.1 * square.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss(routing, jnp.asarray(valid)), 0.1 * square[valid].mean(), rtol=1e-5)
@@ -216,13 +216,15 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
         lambda layer: {
             "alone": [loss(layer.router(part), None) for part in (x[:, :few], x[:, few:])],
             "padded": [
-                loss(layer.router(x), nn.context(1, 7, valid=jnp.asarray([inside])))
+                loss(layer.router(x), nn.make_context(1, 7, valid=jnp.asarray([inside])))
                 for inside in ([True] * few + [False] * many, [False] * few + [True] * many)
             ],
-            "packed": loss(layer.router(x), nn.context(1, 7, segment_ids=jnp.asarray([[1] * few + [2] * many]))),
+            "packed": loss(layer.router(x), nn.make_context(1, 7, segment_ids=jnp.asarray([[1] * few + [2] * many]))),
             "rows": loss(
                 layer.router(both),
-                nn.context(2, 7, valid=jnp.asarray([[True] * few + [False] * many, [False] * few + [True] * many])),
+                nn.make_context(
+                    2, 7, valid=jnp.asarray([[True] * few + [False] * many, [False] * few + [True] * many])
+                ),
             ),
         }
     )(layer)

@@ -23,7 +23,7 @@ def loss_and_gradients(layer, x, valid):
     trainable, rest = nn.partition(layer)
 
     def loss(trainable, x):
-        y, aux = nn.combine(trainable, rest)(x, nn.context(*valid.shape, valid=valid))
+        y, aux = nn.combine(trainable, rest)(x, nn.make_context(*valid.shape, valid=valid))
         return jnp.sum(jnp.sin(y)) + sum(v for k, v in aux.items() if k.startswith("loss/")), (y, aux)
 
     return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(trainable, x))
@@ -60,7 +60,7 @@ def test_experts_split_over_devices_equal_the_loop(name, capacity_factor):
     degrees, rules, part = SPLIT_EXPERTS[name]
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
     mesh, x, valid = sharding.make_mesh(**degrees), inputs(B=8), np.arange(7)[None] < np.arange(8)[:, None]
-    context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
+    context = lambda: nn.make_context(*valid.shape, valid=jnp.asarray(valid))
     want = jax.device_get(value_and_gradients(lambda layer, x: layer.reference(x, context()), layer, x))
     layout = sharding.Layout(mesh, rules)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
@@ -109,7 +109,7 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
     valid = np.arange(16)[None] < 14 + np.arange(4)[:, None] % 3
     chosen = jax.jit(lambda layer, x: layer.router(x).experts)
-    context = lambda: nn.context(*valid.shape, valid=jnp.asarray(valid))
+    context = lambda: nn.make_context(*valid.shape, valid=jnp.asarray(valid))
     gradients = differentiated(lambda m, x: m(x, context())[0])
     looped = differentiated(lambda m, x: m.reference(x, context()))
     for even in (True, False):
@@ -125,7 +125,7 @@ def exchanges_of_a_gradient(layer, behind, policy) -> int:
     """Counts the exchanges between devices in the gradient of a rematerialized layer and what is behind it."""
 
     def loss(layer, x):
-        run = lambda x: behind(layer(x, nn.context(*x.shape[:2]))[0])
+        run = lambda x: behind(layer(x, nn.make_context(*x.shape[:2]))[0])
         return jnp.sum(jnp.sin(x + nn.remat.rematerialised(run, nn.remat.remat_policy(policy), prevent_cse=True)(x)))
 
     with sharding.use(sharding.Layout(sharding.make_mesh(expert=2, devices=jax.devices()[:2]), sharding.EP)):

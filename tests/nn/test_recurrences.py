@@ -15,7 +15,7 @@ from tests.nn.recurrences import DIM, KINDS, SEGMENTS, SEQ, X, layer, run
 
 @jax.jit
 def step(layer, x, valid, length, cache):
-    ctx = nn.context(*x.shape[:2], valid=valid, cache=nn.cache.Cache(None, length))
+    ctx = nn.make_context(*x.shape[:2], valid=valid, cache=nn.cache.Cache(None, length))
     y, cache = layer(x, ctx, cache)
     return y, cache, length + ctx.num_new
 

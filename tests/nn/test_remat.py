@@ -94,7 +94,7 @@ def in_periods(period: int = 2) -> nn.Stack:
 
 
 def run(stack, x):
-    return jnp.sum(jnp.sin(stack(x, nn.context(B, T), remat="full")[0]))
+    return jnp.sum(jnp.sin(stack(x, nn.make_context(B, T), remat="full")[0]))
 
 
 def test_layers_of_a_period_are_recomputed_one_after_the_other():

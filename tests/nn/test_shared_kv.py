@@ -28,7 +28,7 @@ def test_equal_queries_get_equal_results_with_and_without_a_cache(mask):
     @jax.jit
     def step(x, valid, cache):
         masks = () if cache is None else (first.mask,)
-        ctx = nn.context(*x.shape[:2], valid=valid, cache=cache, masks=masks)
+        ctx = nn.make_context(*x.shape[:2], valid=valid, cache=cache, masks=masks)
         y, layer, kv = first.with_kv(x, ctx, cache and cache.layers)
         return y, second(x, ctx, kv)[0], cache and cache.advanced(layer, ctx)
 
@@ -47,7 +47,7 @@ def test_int8_keys_are_shared_as_they_are_read():
     @jax.jit
     def run(x):
         cache = nn.cache.Cache(first.init_cache(1, 8, jnp.int8), jnp.zeros(1, jnp.int32))
-        ctx = nn.context(1, 6, cache=cache)
+        ctx = nn.make_context(1, 6, cache=cache)
         y, _, kv = first.with_kv(x, ctx, cache.layers)
         return second(x, ctx, kv)[0], y
 
@@ -58,7 +58,7 @@ def test_int8_keys_are_shared_as_they_are_read():
 def test_keys_as_values_are_the_projection_before_its_norm_and_rotation():
     attn, _ = pair(ops.Causal(), keys_as_values=True)
     x = X[:1, :6]
-    _, _, v = jax.jit(lambda x: attn.project(x, nn.context(1, 6)))(x)
+    _, _, v = jax.jit(lambda x: attn.project(x, nn.make_context(1, 6)))(x)
     raw = np.einsum("btd,khd->btkh", np.float64(x), np.float64(attn.k.w[...]))
     np.testing.assert_allclose(v, raw / np.sqrt((raw**2).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
     assert attn.v is None and "keys as values" in attn.features()

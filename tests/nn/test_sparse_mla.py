@@ -26,7 +26,7 @@ def layer(top: int = TOP) -> nn.SparseMLA:
 
 @jax.jit
 def run(layer, x, segment_ids=None):
-    return layer(x, nn.context(*x.shape[:2], segment_ids=segment_ids))[0]
+    return layer(x, nn.make_context(*x.shape[:2], segment_ids=segment_ids))[0]
 
 
 def test_the_best_keys_of_each_document_are_chosen():
@@ -36,7 +36,7 @@ def test_the_best_keys_of_each_document_are_chosen():
 
     @jax.jit
     def choice(x, latent, segment_ids):
-        ctx = nn.context(2, SEQ, segment_ids=segment_ids)
+        ctx = nn.make_context(2, SEQ, segment_ids=segment_ids)
         keys = indexer.keys(x, ctx)
         chosen = indexer.choose(indexer.index(x, latent, keys, ctx), ctx.key_intervals(ops.Causal()))
         return chosen.among_all(SEQ), indexer._rotate(indexer.q(latent), ctx), keys
@@ -70,7 +70,9 @@ def test_packed_documents_are_those_documents_alone():
 def test_pieces_with_a_cache_are_the_whole():
     want, cache, found = np.asarray(run(layer(), X)), layer().init_cache(2, SEQ, jnp.float32), []
     step = jax.jit(
-        lambda layer, x, cache, length: layer(x, nn.context(*x.shape[:2], cache=nn.cache.Cache(None, length)), cache)
+        lambda layer, x, cache, length: layer(
+            x, nn.make_context(*x.shape[:2], cache=nn.cache.Cache(None, length)), cache
+        )
     )
     for begin, end in ((0, 11), (11, 22), (22, 23), (23, 24)):
         y, cache = step(layer(), X[:, begin:end], cache, jnp.full(2, begin, jnp.int32))

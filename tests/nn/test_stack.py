@@ -351,7 +351,7 @@ def test_a_layer_taken_out_of_a_scan_refuses_changes():
 def test_a_part_of_a_scanned_block_without_arrays_is_that_of_all_its_layers():
     stack = filled(lambda: nn.Stack(lambda _, rngs: llama.Block(LLAMA, rngs=rngs), 3, rngs=nnx.Rngs(0)))
     x = np.random.default_rng(0).normal(size=(1, 9, LLAMA.dim)).astype(np.float32)
-    run = jax.jit(lambda stack, x: stack(x, nn.context(1, 9))[0])
+    run = jax.jit(lambda stack, x: stack(x, nn.make_context(1, 9))[0])
     before, window = run(stack, x), ops.Causal() & ops.SlidingWindow(2)
     alone = stack.unstacked()
     for layer in alone:

@@ -124,7 +124,7 @@ def test_every_mask_and_implementation_counts_the_pairs_it_sees(mask, implementa
     T = 12
 
     def attend(q, k):
-        start, end = nn.context(2, T).key_intervals(mask)
+        start, end = nn.make_context(2, T).key_intervals(mask)
         return ops.attention(q, k, k, k_start=start, k_end=end, implementation=implementation)
 
     pairs = {"Chunked": 2 * triangle(5) + triangle(2), "Prefix": triangle(T) + 6, "Full": T * T}
@@ -157,7 +157,7 @@ def test_what_contains_matmuls_is_looked_into():
 def test_a_mesh_does_the_same_work_together():
     layout = sharding.Layout(sharding.make_mesh(data=4, tensor=2), sharding.TP)
     q = SHAPE((4, 12, 4, 8), jnp.float32)
-    attend = lambda q: nn.attend(q, q, q, *nn.context(4, 12).key_intervals(ops.Full()))
+    attend = lambda q: nn.attend(q, q, q, *nn.make_context(4, 12).key_intervals(ops.Full()))
     with sharding.use(layout):
         inside = observability.forward_flops(attend, q)
     assert inside == observability.forward_flops(attend, q)

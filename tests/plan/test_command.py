@@ -10,9 +10,9 @@ import pytest
 
 from maxlib import adapters, nn, plan
 from maxlib.hardware import GIB
-from maxlib.plan import __main__ as command
 from maxlib.plan import _run as run
 from maxlib.plan import _targets as targets
+from maxlib.plan import command
 from maxlib.plan._report import remedies
 from tests.nn.tiny import LLAMA
 from tests.plan import jobs

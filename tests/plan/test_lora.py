@@ -9,8 +9,8 @@ import pytest
 
 from maxlib import adapters, plan
 from maxlib.hardware import GIB
-from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
+from maxlib.plan import command
 from maxlib.plan._program import make_program
 from tests.nn.tiny import LLAMA
 from tests.plan.jobs import layout

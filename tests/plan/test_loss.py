@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from maxlib import plan
-from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
+from maxlib.plan import command
 from maxlib.plan._hlo import read_costs
 from maxlib.plan._program import make_program
 from tests.nn.tiny import LLAMA

@@ -11,8 +11,8 @@ from maxlib import nn, ops, plan, sharding, training
 from maxlib.distributed import xla_flags
 from maxlib.models import llama
 from maxlib.ops.trip_counts import attention_trips
-from maxlib.plan import __main__ as command
 from maxlib.plan import _job as jobs
+from maxlib.plan import command
 from maxlib.plan._program import make_program
 from maxlib.plan._roofline import link_speeds
 from maxlib.sharding import preset_name

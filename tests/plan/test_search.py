@@ -6,7 +6,7 @@ import re
 
 from maxlib import plan
 from maxlib.models import llama
-from maxlib.plan import __main__ as command
+from maxlib.plan import command
 from tests.plan.jobs import CONFIG, MIXTRAL, layout
 
 

@@ -152,7 +152,7 @@ def test_routers_and_their_losses_are_finite():
     router = Router(2, 4, top_k=2, score=jax.nn.sigmoid, rngs=nnx.Rngs(0))
     router.gate.w.set_value(jnp.array([[-1e3, 0], [-1e3, 0], [-1e3, 1], [-1e3, -1]]))
     valid, x = jnp.array([[True, True, False]]), jnp.array([[[1.0, 0], [0, 1], [1, 1]]])
-    losses, ctx = (SwitchBalance(1.0), SequenceBalance(1.0), RouterZ(1.0)), nn.context(1, 3, valid=valid)
+    losses, ctx = (SwitchBalance(1.0), SequenceBalance(1.0), RouterZ(1.0)), nn.make_context(1, 3, valid=valid)
 
     def total(x):
         routing = router(x)

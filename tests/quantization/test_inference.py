@@ -104,7 +104,7 @@ def test_generates_with_quantized_weights_and_cache(cache_dtype):
 def test_cache_gives_back_nearly_what_it_was_given(ring, dtype):
     make = lambda dtype: nn.cache.kv_cache(2, 16, num_kv_heads=2, k_dim=8, v_dim=4, ring=ring, dtype=dtype)
     k, v = jax.random.normal(jax.random.key(0), (2, 5, 2, 8)), jax.random.normal(jax.random.key(1), (2, 5, 2, 4))
-    ctx = nn.context(2, 5, cache=nn.cache.Cache(None, jnp.zeros(2, jnp.int32)))
+    ctx = nn.make_context(2, 5, cache=nn.cache.Cache(None, jnp.zeros(2, jnp.int32)))
     bounds = jnp.zeros((2, 5), jnp.int32), jnp.ones((2, 5), jnp.int32)
     extend = jax.jit(lambda cache: cache.extend(k, v, ctx, *bounds))
     (low, *got), (_, *want) = extend(make(dtype)), extend(make(jnp.float32))

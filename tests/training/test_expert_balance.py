@@ -40,7 +40,7 @@ class Mixture(tiny.Bigram):
         self.layers = nn.Stack(lambda _, rngs: Layer(rngs=rngs), "abb", rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
-        ctx = nn.context(*tokens.shape, valid=valid)
+        ctx = nn.make_context(*tokens.shape, valid=valid)
         x, _, aux = self.layers(self.embed(tokens, dtype=dtype), ctx, remat=remat)
         return nn.Output(x, None, aux)
 

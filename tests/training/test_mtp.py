@@ -107,7 +107,7 @@ def test_a_module_is_what_the_paper_says(model, batch, packed):
     norm = lambda layer, x: x / rms(x) * np.asarray(layer.scale[...])
     embedded = np.asarray(model.embed.w[...])[tokens[:, 1:]]
     x = np.concatenate([norm(module.embed_norm, embedded), norm(module.hidden_norm, hidden[:, :-1])], axis=-1)
-    block = jax.jit(lambda block, x: block(x, nn.context(1, 6), None)[0])
+    block = jax.jit(lambda block, x: block(x, nn.make_context(1, 6), None)[0])
     want = block(module.block, jnp.asarray(x @ np.asarray(module.project.w[...]).T))
     np.testing.assert_allclose(packed[1][0].hidden[:1, :6], norm(module.norm, np.asarray(want)), atol=2e-5)
 

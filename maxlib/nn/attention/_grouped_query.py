@@ -149,7 +149,7 @@ class Attention(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.make_context`); None treats each row as one document from position 0.
             cache: Keys and values of earlier tokens, or None.
 
         Returns:
@@ -238,7 +238,7 @@ class Attention(SequenceMixer):
 
     def features(self) -> Iterator[str]:
         """Yields the labels of its options for tables, such as "qk-norm"."""
-        found = {
+        labels = {
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
             "qk-norm": self.q_norm is not None,
@@ -248,7 +248,7 @@ class Attention(SequenceMixer):
             "sinks": self.sinks is not None,
             "output gate": self.gate is not None,
         }
-        yield from (word for word, has in found.items() if has)
+        yield from (label for label, applies in labels.items() if applies)
 
 
 def check_mask(mask: Any) -> None:
@@ -349,7 +349,7 @@ def attend(
 
 
 def _by_tokens(x: Any) -> Any:
-    """Splits queries, keys or values `B T N H` as the sequence is split; the width of values is what it was."""
+    """Splits queries, keys or values `B T N H` as the sequence is split; an integer `v` is returned unchanged."""
     return x if isinstance(x, int) else constrain(x, "batch", "seq", "act_heads", None)
 
 
@@ -369,8 +369,8 @@ def _repeat_heads(shards: int, q: Array, k: Array, v: Array | int) -> tuple[Arra
         # If heads do not divide over the devices, `shard_map_by_name` replicates them (or `_check_exchange` raises).
         return k, v
     # [B, S, K, H] -> [B, S, shards, H]
-    repeat = lambda x: jnp.repeat(x, shards // x.shape[2], axis=2)
-    return repeat(k), v if isinstance(v, int) else repeat(v)
+    repeats = shards // k.shape[2]
+    return jnp.repeat(k, repeats, axis=2), v if isinstance(v, int) else jnp.repeat(v, repeats, axis=2)
 
 
 def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
@@ -406,9 +406,8 @@ def _on_one_device(ring: str | None, static: StaticMask | None, options: dict[st
         # Queries [B, T / parts, N, H]; keys [B, S, K, H], or in a ring this device's part of them.
         if ring is None and zigzag:
             # Bounds index keys in natural order, so restore it for the gathered keys; queries may stay reordered.
-            order = lambda x: natural_order(x, parts)
-            k, v, of_keys = order(k), v if isinstance(v, int) else order(v), map(order, segments[1:])
-            segments = *segments[:1], *of_keys
+            k, v = natural_order(k, parts), v if isinstance(v, int) else natural_order(v, parts)
+            segments = *segments[:1], *(natural_order(x, parts) for x in segments[1:])
         hint = None if static is None else MaskHint(static, cast(Any, segments or None))
         shared = {"k_start": k_start, "k_end": k_end, "sinks": sinks, "mask_hint": hint, **options}
         if ring is None:

@@ -118,18 +118,20 @@ def _on_one_device(q, weight, keys, attention_q, attention_keys, *chosen, heads:
     wide = keys.astype(jnp.promote_types(keys.dtype, jnp.float32))
 
     def step(d_keys, chunk):
-        q, weight, *part = chunk
-        part = attended.of(*part)
-        seen = part.seen()
+        q, weight, attention_q, chosen = chunk
+        attended_chunk = attended.of(attention_q, chosen)
+        seen = attended_chunk.seen()
         # [B, N, C, S] -> [B, C, S]
-        target = part.probabilities(part.read(attended.keys), seen).sum(axis=1)
+        target = attended_chunk.probabilities(attended_chunk.read(attended.keys), seen).sum(axis=1)
         target = summed(target, attention_axes) / heads[1]
-        scores, pull = jax.vjp(lambda q, weight, keys: Index(q, weight, part.read(keys)).scores(), q, weight, wide)
+        scores, pull = jax.vjp(
+            lambda q, weight, keys: Index(q, weight, attended_chunk.read(keys)).scores(), q, weight, wide
+        )
         log_index = jax.nn.log_softmax(jnp.where(seen, summed(scores, index_axes), HIDDEN), axis=-1)
         # KL(p || softmax(s)) = sum of p log p - p log softmax(s), whose derivative is softmax(s) - p.
         each = jnp.where(seen, xlogy(target, target) - target * log_index, 0.0).sum(axis=-1)
-        d_q, d_weight, more = pull(jnp.where(seen, jnp.exp(log_index) - target, 0.0))
-        return d_keys + more, (each, d_q, d_weight)
+        d_q, d_weight, d_chunk = pull(jnp.where(seen, jnp.exp(log_index) - target, 0.0))
+        return d_keys + d_chunk, (each, d_q, d_weight)
 
     best = attended.chosen.best
     columns = keys.shape[1] if best is None else best.shape[2]

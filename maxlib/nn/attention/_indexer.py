@@ -100,9 +100,11 @@ class LightningIndexer(nnx.Module):
         self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
         self.k_norm = LayerNorm(H, eps=1e-6)
         self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        for part, names in ((self.q, "w"), (self.k, "w"), (self.k_norm, "scale bias"), (self.weight, "w")):
-            for name in () if trained else names.split():
-                _fix(part, name)
+        if not trained:
+            for layer, name in ((self.q, "w"), (self.k, "w"), (self.weight, "w")):
+                _fix(layer, name)
+            _fix(self.k_norm, "scale")
+            _fix(self.k_norm, "bias")
         self.dim, self.num_heads, self.top_k, self.rope, self.scale = H, I, top_k, rope, (H * I) ** -0.5
 
     def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
@@ -158,10 +160,10 @@ class LightningIndexer(nnx.Module):
         return jnp.concatenate([turned, rest], axis=-1)
 
 
-def _fix(part: Any, name: str) -> None:
+def _fix(layer: Any, name: str) -> None:
     """Makes a parameter a variable that is stored and not trained."""
-    old = getattr(part, name)
-    setattr(part, name, nnx.Variable(old.get_value(), **old.get_metadata()))
+    old = getattr(layer, name)
+    setattr(layer, name, nnx.Variable(old.get_value(), **old.get_metadata()))
 
 
 def taken(a: Float[Array, "B S R"], places: Int[Array, "B T K"], dtype: Any) -> Float[Array, "B T K R"]:

@@ -22,13 +22,13 @@ from maxlib.ops import Causal, Mask, Rope, apply_rope
 from maxlib.sharding import constrain
 
 
-def _shared_dim(rope: Rope | None, given: int | None) -> int:
+def _shared_dim(rope: Rope | None, shared_dim: int | None) -> int:
     """Returns the size of the part of keys that heads share."""
-    size = rope.dim if given is None and rope is not None else given
+    size = rope.dim if shared_dim is None and rope is not None else shared_dim
     if not size or (rope is not None and size != rope.dim):
         raise ValueError(
             f"MLA needs rope=, or without one shared_dim=, the size of the part of keys that heads share; with both, "
-            f"shared_dim must be rope.dim. Got rope={rope} and shared_dim={given}"
+            f"shared_dim must be rope.dim. Got rope={rope} and shared_dim={shared_dim}"
         )
     return size
 
@@ -124,7 +124,7 @@ class MLA(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.make_context`); None treats each row as one document from position 0.
             cache: Latents of earlier tokens, or None.
 
         Returns:

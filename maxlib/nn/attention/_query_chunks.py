@@ -56,16 +56,16 @@ def _joined(a: jax.Array) -> jax.Array:
     return a.reshape(a.shape[0], -1, *a.shape[3:])
 
 
-def axes_between(name: str, whole: int, part: int) -> Sequence[str]:
-    """Returns the mesh axes that split a dimension of `whole` into this device's `part`, within a `shard_map_by_name`.
+def axes_between(name: str, size: int, local_size: int) -> Sequence[str]:
+    """Returns the mesh axes that split a dimension of `size` into `local_size` within a `shard_map_by_name`.
 
     These are the first ones of the axis `name`, as those that do not divide the dimension are dropped.
     """
-    found, parts = [], whole // part
+    splitting, parts = [], size // local_size
     for axis in mesh_axes(name):
         if parts > 1:
-            found, parts = [*found, axis], parts // jax.lax.axis_size(axis)
-    return found
+            splitting, parts = [*splitting, axis], parts // jax.lax.axis_size(axis)
+    return splitting
 
 
 def summed(x: jax.Array, axes: Sequence[str]) -> jax.Array:

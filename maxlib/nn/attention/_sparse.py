@@ -88,9 +88,16 @@ class SparseMLA(MLA):
         **options: Any,
     ):
         super().__init__(dim, **options, rngs=rngs)
-        sizes: Any = dict(num_heads=index_heads, head_dim=index_dim, top_k=top_k, rope=index_rope)
-        trained = index_loss is not None
-        self.indexer = LightningIndexer(dim, options["q_rank"], **sizes, trained=trained, rngs=rngs)
+        self.indexer = LightningIndexer(
+            dim,
+            options["q_rank"],
+            num_heads=index_heads,
+            head_dim=index_dim,
+            top_k=top_k,
+            rope=index_rope,
+            trained=index_loss is not None,
+            rngs=rngs,
+        )
         self.index_loss, self.gather = index_loss, gather
 
     def __call__(
@@ -149,9 +156,11 @@ class SparseMLA(MLA):
         if self.gather is not None:
             return self.gather
         (_, T, K), S = chosen.best.shape, latent.shape[1]
-        one = self.kv_rank * (self.nope_dim + self.v_dim)  # a head's key and value from a latent; or query and output
+        per_latent = self.kv_rank * (
+            self.nope_dim + self.v_dim
+        )  # a head's key and value from a latent; or query and output
         key, wide = self.nope_dim + self.shared_dim + self.v_dim, 2 * self.kv_rank + self.shared_dim
-        return T * one + 2 * T * K * wide < S * one + T * S * key // 2
+        return T * per_latent + 2 * T * K * wide < S * per_latent + T * S * key // 2
 
     def _attended(self, q: Array, latent: Array, chosen: Chosen) -> Attended:
         """Returns what probabilities are computed of: all keys, or the latents of chosen ones."""
@@ -172,21 +181,21 @@ class SparseMLA(MLA):
         """Attends to the gathered latents of chosen keys; the backward pass gathers again."""
 
         def local(q, latent, *chosen):
-            whole = Attended(q, latent, Chosen(*chosen), self.scale)
+            attended_here = Attended(q, latent, Chosen(*chosen), self.scale)
             if q.shape[1] > 1:
                 # The gradients of a latent from several chunks are added up in float32.
                 latent = latent.astype(jnp.promote_types(latent.dtype, jnp.float32))
 
             def step(carry, chunk):
-                part = whole.of(*chunk)
-                keys = part.read(latent)
-                probs = part.probabilities(keys, part.seen()).astype(q.dtype)
+                attended_chunk = attended_here.of(*chunk)
+                keys = attended_chunk.read(latent)
+                probs = attended_chunk.probabilities(keys, attended_chunk.seen()).astype(q.dtype)
                 # [B, N, C, K] and [B, C, K, R] -> [B, C, N, R]
                 return carry, jnp.einsum("bntk,btkr->btnr", probs, keys[..., : self.kv_rank])
 
-            assert whole.chosen.best is not None
-            width = (q.shape[2] + q.shape[3]) * whole.chosen.best.shape[2]
-            return over_queries(jax.checkpoint(step), None, (q, whole.chosen), per_query=width)[1]
+            assert attended_here.chosen.best is not None
+            width = (q.shape[2] + q.shape[3]) * attended_here.chosen.best.shape[2]
+            return over_queries(jax.checkpoint(step), None, (q, attended_here.chosen), per_query=width)[1]
 
         names, chosen = [HEADS, ALL_KEYS, QUERIES, QUERIES, (*QUERIES, None)], attended.chosen
         run = shard_map_by_name(local, names, HEADS)
@@ -196,8 +205,8 @@ class SparseMLA(MLA):
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedLatentCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
-        zeros = lambda width: jnp.zeros((batch, capacity, width), dtype)
-        return IndexedLatentCache(zeros(self.kv_rank + self.shared_dim), zeros(self.indexer.dim))
+        latent = jnp.zeros((batch, capacity, self.kv_rank + self.shared_dim), dtype)
+        return IndexedLatentCache(latent, jnp.zeros((batch, capacity, self.indexer.dim), dtype))
 
     @property
     def kind(self) -> str:
@@ -211,6 +220,9 @@ class SparseMLA(MLA):
 
 def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
     """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
-    local = lambda *parts: Chosen(*parts).among_all(keys)
+
+    def local(*bounds_and_best: Array) -> Array:
+        return Chosen(*bounds_and_best).among_all(keys)
+
     run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
     return run(chosen.start, chosen.end, chosen.best)

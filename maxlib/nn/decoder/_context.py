@@ -85,29 +85,29 @@ class Context:
         """Returns the static description of `mask` for `attend`; with a cache, for queries against its keys."""
         # Without blocks in this batch, the part of the mask that allows them has no effect.
         mask = mask if self.bidirectional_blocks is not None else mask.without_blocks
-        if (found := mask.static) is None:
+        if (static := mask.static) is None:
             return None
         if cache is not None:
-            return self._hint_with_cache(mask, found, cache)
-        segmented = found.segmented or self.packed
-        found = dataclasses.replace(found, segmented=segmented, aligned=not self.zigzag)
+            return self._hint_with_cache(mask, static, cache)
+        segmented = static.segmented or self.packed
+        static = dataclasses.replace(static, segmented=segmented, aligned=not self.zigzag)
         ids = mask.segments(self._tokens) if segmented else None
-        return MaskHint(found, None if ids is None else (ids, ids))
+        return MaskHint(static, None if ids is None else (ids, ids))
 
-    def _hint_with_cache(self, mask: Mask, found: StaticMask, cache: Any) -> MaskHint | None:
+    def _hint_with_cache(self, mask: Mask, static: StaticMask, cache: Any) -> MaskHint | None:
         if cache.is_unordered(self):
             return MaskHint(StaticMask("causal"))
         # The description assumes that keys are in the order of tokens.
         if (index := cache.key_index(self)) is None:
             return None
         # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
-        found = dataclasses.replace(found, segmented=found.segmented or cache.has_gap, aligned=False)
-        if not found.segmented:
-            return MaskHint(found)
+        static = dataclasses.replace(static, segmented=static.segmented or cache.has_gap, aligned=False)
+        if not static.segmented:
+            return MaskHint(static)
         # Slots in front of the first token are segments of no query.
         start = jnp.where(index < 0, -1, 0)
         keys = TokenPositions(index, start, jnp.maximum(index + 1, start))
-        return MaskHint(found, (mask.segments(self._tokens), mask.segments(keys)))
+        return MaskHint(static, (mask.segments(self._tokens), mask.segments(keys)))
 
     @property
     def _tokens(self) -> TokenPositions:
@@ -131,7 +131,7 @@ class Context:
         return jax.vmap(lengths)(positions, self.start)
 
 
-def context(
+def make_context(
     batch: int,
     seq: int,
     *,
@@ -203,10 +203,10 @@ def context_of(x: Float[Array, "B T D"], ctx: Context | None) -> Context:
     """
     check_is_rows(x)
     if ctx is None:
-        return context(*x.shape[:2])
+        return make_context(*x.shape[:2])
     if not isinstance(ctx, Context):
         raise TypeError(
-            f"ctx must come from nn.context(B, T), or be None, got {type(ctx).__name__}; a mask is an argument of the "
+            f"ctx must come from nn.make_context(B, T), or be None, got {type(ctx).__name__}; a mask is an argument of the "
             "layer's constructor, mask=ops.Causal()"
         )
     return ctx
@@ -308,9 +308,12 @@ def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "
     """
     if not can_zigzag(x.shape[1]):
         return x, ctx
-    # Reorder the context's arrays that have a token axis, [B, T, ...], too, but not those of rows, [B].
-    turn = lambda y: zigzag(y, "batch", "seq", *[None] * (y.ndim - 2)) if y.ndim > 1 else y
-    return turn(x), dataclasses.replace(jax.tree.map(turn, ctx), zigzag=True)
+
+    def reorder(y: Array) -> Array:
+        # Arrays of the context that have a token axis, [B, T, ...], too, but not those of rows, [B].
+        return zigzag(y, "batch", "seq", *[None] * (y.ndim - 2)) if y.ndim > 1 else y
+
+    return reorder(x), dataclasses.replace(jax.tree.map(reorder, ctx), zigzag=True)
 
 
 def zigzag_unshard(x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T D"]:

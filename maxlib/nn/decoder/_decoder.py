@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib._utils.arguments import check_array, check_dtype
 from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
-from maxlib.nn.decoder._context import AnyRope, Context, context, zigzag_shard, zigzag_unshard
+from maxlib.nn.decoder._context import AnyRope, Context, make_context, zigzag_shard, zigzag_unshard
 from maxlib.nn.decoder._model import Input, Output
 from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
 from maxlib.nn.remat import Policy
@@ -46,8 +46,6 @@ class Decoder(nnx.Module):
         norm: The norm after the last layer.
         head: Table of output vectors; None if it is tied to `embed`.
         mtp: Modules for multi-token prediction, which predict 2, 3, ... tokens ahead; the first one can draft.
-        masks: Masks of the layers, whose key intervals are computed once per forward pass.
-        ropes: Rotary embeddings of the layers, whose tables are computed once per forward pass.
         recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
             (LongRoPE in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
@@ -61,8 +59,6 @@ class Decoder(nnx.Module):
     norm: nnx.Module
     head: Embed | None = None
     mtp: Sequence[MTP] = ()
-    masks: tuple[Mask, ...] = ()
-    ropes: tuple[AnyRope, ...] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
     layers_take_tokens: bool = False
@@ -72,6 +68,21 @@ class Decoder(nnx.Module):
     def inputs(self) -> dict[str, Input]:
         """Returns what the model reads besides tokens, by the name of its argument, such as `images`."""
         return {}
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """Returns the masks of the layers, whose key intervals are computed once per forward pass."""
+        return self._of_layers("mask")
+
+    @property
+    def ropes(self) -> tuple[AnyRope, ...]:
+        """Returns the rotary embeddings of the layers, whose tables are computed once per forward pass."""
+        return self._of_layers("rope")
+
+    def _of_layers(self, name: str) -> tuple[Any, ...]:
+        """Returns the values of an attribute of mixers and of parts of them, each once."""
+        values = (getattr(module, name, None) for _, module in nnx.iter_modules(self.layers))
+        return tuple(dict.fromkeys(value for value in values if value is not None))
 
     def __call__(
         self,
@@ -164,8 +175,8 @@ class Decoder(nnx.Module):
         arguments = rows | self.ids_for_layers(tokens)
         for name, reader in self.inputs.items():
             if (value := inputs.get(name)) is not None:
-                x, more = reader.embed(x, tokens, value, **rows, cache=cache, dtype=dtype, remat=remat)
-                arguments |= more
+                x, changes = reader.embed(x, tokens, value, **rows, cache=cache, dtype=dtype, remat=remat)
+                arguments |= changes
             elif cache is None:
                 # Inside jit no error can be raised: NaN, so that a loss does not learn from them.
                 x = jnp.where(reader.is_placeholder(tokens)[:, :, None], jnp.nan, x)
@@ -180,7 +191,7 @@ class Decoder(nnx.Module):
         return {"tokens": tokens} if self.layers_take_tokens else {}
 
     def run(self, x: Float[Array, "B T D"], *, cache: Cache | None, remat: Policy, **inputs: Any) -> Output:
-        """Computes the output from token vectors; `inputs` are arguments of `nn.context`."""
+        """Computes the output from token vectors; `inputs` are arguments of `nn.make_context`."""
         # [B, T, D] in, [B, T, D] out; `aux` has a leading axis of layers.
         x, ctx = self.enter(x, cache=cache, **inputs)
         inputs = self.layer_inputs(x.x if isinstance(x, Carry) else x, ctx)
@@ -194,7 +205,7 @@ class Decoder(nnx.Module):
 
         If sequences are split over devices, tokens are put into zigzag order, unless a layer needs their natural order.
         """
-        ctx = context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        ctx = make_context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
         # Shard [B, T, D] over the mesh as every layer expects it.
         x = constrain(x, "batch", "seq", "act_embed")
         # A cache stores tokens by index, so decoding keeps the natural order.
@@ -273,8 +284,8 @@ class Decoder(nnx.Module):
         """Returns the first module; raises ValueError if there is none."""
         if not len(self.mtp):
             raise ValueError(
-                f"this {type(self).__name__} has no MTP module to draft with: load it with num_mtp=1 if its family has "
-                "them, or pass a drafter"
+                f"this {type(self).__name__} does not draft: it has no MTP module; load it with num_mtp=1 if its family has "
+                "them, or pass drafter=, a model that drafts for it"
             )
         return self.mtp[0]
 

@@ -124,20 +124,20 @@ class HeadSplit(NamedTuple):
 
     Attributes:
         vocab: Mesh axes that split the vocabulary on each device's own rows.
-        more: Further mesh axes that split the vocabulary; rows are gathered over them.
+        gathered: Further mesh axes that split the vocabulary; rows are gathered over them.
         batch: Mesh axes that still split the rows after that.
         chunk: Rows of logits at once; None for the default.
     """
 
     vocab: Axes = ()
-    more: Axes = ()
+    gathered: Axes = ()
     batch: Axes = ()
     chunk: int | None = None
 
     @property
     def axis_name(self) -> Axes | None:
         """Returns the mesh axes over which the vocabulary is split; None if it is not split."""
-        return self.vocab + self.more or None
+        return self.vocab + self.gathered or None
 
 
 def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
@@ -154,20 +154,23 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     if (layout := sharding.current()) is None:
         return HeadSplit()
     mesh, batch = layout.mesh, layout.mesh_axes("batch")
-    parts = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
+
+    def parts(axes: Axes) -> int:
+        return math.prod(mesh.shape[axis] for axis in axes)
+
     vocab = _vocab_axes(weight[0], layout)
     vocab = vocab if weight[0] % parts(vocab) == 0 else ()
     # Axes that split both the width of the head and the batch.
-    more = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
-    left = tuple(axis for axis in batch if axis not in more)
+    gathered = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
+    left = tuple(axis for axis in batch if axis not in gathered)
     width = hidden.dtype.itemsize
     rows = 2 * width * math.prod(hidden.shape) / parts(left)  # bytes of the rows, and of their gradients
     weights = (width + 4) * math.prod(weight) / parts(vocab)  # the head, and its gradient in float32
     # Gather whichever has fewer bytes; the vocabulary must divide over the devices.
-    if not more or rows >= weights or weight[0] % parts(vocab + more):
+    if not gathered or rows >= weights or weight[0] % parts(vocab + gathered):
         return HeadSplit(vocab, (), batch)
     # Process as many logits at once as with the whole vocabulary.
-    return HeadSplit(vocab, more, left, ROWS_AT_ONCE * parts(more))
+    return HeadSplit(vocab, gathered, left, ROWS_AT_ONCE * parts(gathered))
 
 
 def _vocab_axes(vocab: int, layout: sharding.Layout) -> Axes:
@@ -175,11 +178,11 @@ def _vocab_axes(vocab: int, layout: sharding.Layout) -> Axes:
 
     In a pipeline they include the axis of its stages, if all stages have the same rows.
     """
-    own = layout.mesh_axes("vocab")
+    by_rule = layout.mesh_axes("vocab")
     # An axis can split only one dimension.
     used = {axis for name in ("vocab", "batch", "embed") for axis in layout.mesh_axes(name)}
-    axes = own + tuple(axis for axis in layout.mesh_axes("layers") if axis not in used)
-    return axes if vocab % math.prod(layout.mesh.shape[axis] for axis in axes) == 0 else own
+    axes = by_rule + tuple(axis for axis in layout.mesh_axes("layers") if axis not in used)
+    return axes if vocab % math.prod(layout.mesh.shape[axis] for axis in axes) == 0 else by_rule
 
 
 def _on_parts(
@@ -187,22 +190,22 @@ def _on_parts(
     split: HeadSplit,
     hidden: Array,
     weight: Array,
-    *more: Array | None,
-    more_names: Sequence[Any] | None = None,
+    *others: Array | None,
+    other_names: Sequence[Any] | None = None,
     out_names: Any,
 ) -> Any:
-    """Runs `op(hidden, weight, *more)` on each device's part of the rows and of the vocabulary.
+    """Runs `op(hidden, weight, *others)` on each device's part of the rows and of the vocabulary.
 
-    The arrays of `more` are `B T`, unless `more_names` gives the names of their axes.
+    The arrays of `others` are `B T`, unless `other_names` gives the names of their axes.
     """
     if sharding.current() is not None and not is_inside_stage():
         # The weight is gathered, and its gradient summed, in the dtype of `hidden`, as for layers.
         # In a pipeline this runs for every microbatch; gradients are only exchanged after the last one.
         hidden, weight = _reduced_first(hidden, weight.astype(hidden.dtype))
-    changes = {"vocab": split.vocab + split.more} | ({"batch": split.batch} if split.more else {})
-    names = [None if x is None else _ROWS for x in more] if more_names is None else more_names
+    changes = {"vocab": split.vocab + split.gathered} | ({"batch": split.batch} if split.gathered else {})
+    names = [None if x is None else _ROWS for x in others] if other_names is None else other_names
     mapped = sharding.shard_map_by_name(op, [(*_ROWS, None), ("vocab", None), *names], out_names, changes=changes)
-    return mapped(hidden, weight, *more)
+    return mapped(hidden, weight, *others)
 
 
 def head_gradient(gradient: Float[Array, "V D"]) -> Float[Array, "V D"]:

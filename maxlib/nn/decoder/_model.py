@@ -124,6 +124,6 @@ class Input(Protocol):
             remat: What layers of an encoder keep for the backward pass.
 
         Returns:
-            The vectors, and arguments of `nn.context` that the input sets.
+            The vectors, and arguments of `nn.make_context` that the input sets.
         """
         ...

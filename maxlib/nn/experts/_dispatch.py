@@ -30,16 +30,13 @@ class Dropless:
     Attributes:
         source: The choice that each row holds, `M * X` in an empty row.
         row_of_choice: The row that holds each choice, `R` (no row) for a choice of padding.
-        kept: True for choices that are computed.
+        computed: True for choices that are computed.
         counts: Rows of each expert.
     """
 
     source: Int[Array, " R"]
-    """The choice that each row holds, `M * X` in an empty one."""
     row_of_choice: Int[Array, "M X"]
-    """The row that holds each choice, `R` for one of padding."""
-    kept: Bool[Array, "M X"]
-    """Which choices are computed."""
+    computed: Bool[Array, "M X"]
     counts: Int[Array, " E"]
 
     def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
@@ -71,14 +68,13 @@ class Padded:
     Attributes:
         source: The choice that each row holds, `M * X` in an empty row.
         row_of_choice: The row that holds each choice, `R` (no row) for a choice that does not fit.
-        kept: True for choices that fit.
+        computed: True for choices that fit.
         num_experts: Number of experts.
     """
 
     source: Int[Array, " R"]
-    """The choice that each row holds, `M * X` in an empty one."""
     row_of_choice: Int[Array, "M X"]
-    kept: Bool[Array, "M X"]
+    computed: Bool[Array, "M X"]
     num_experts: int = static()
 
     def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
@@ -119,28 +115,28 @@ def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: 
         tile: Each expert has a multiple of so many rows; the last ones may be empty. Rows are a multiple of it too.
     """
     order, row_of_choice, counts = _sort(experts, valid, num_experts)
-    kept = jnp.broadcast_to(valid[:, None], experts.shape)
+    computed = jnp.broadcast_to(valid[:, None], experts.shape)
     if tile > 1:
         order, row_of_choice, counts = _in_tiles(order, counts, tile)
-    row_of_choice = jnp.where(kept, row_of_choice.reshape(experts.shape), len(order))
-    return Dropless(order, row_of_choice, kept, counts)
+    row_of_choice = jnp.where(computed, row_of_choice.reshape(experts.shape), len(order))
+    return Dropless(order, row_of_choice, computed, counts)
 
 
 def _in_tiles(order, counts, tile: int):
     """Moves sorted choices apart so that each expert begins at a multiple of `tile` rows; results as of `_sort`."""
-    size, whole = order.size, rounded(counts, tile)
+    size, in_tiles = order.size, rounded(counts, tile)
     index = jnp.arange(size, dtype=jnp.int32)
     # Every earlier expert moves a choice by its empty rows: [M * X, E] -> [M * X]
     is_earlier = index[:, None] >= jnp.cumsum(counts)[None]
-    row = index + jnp.sum(jnp.where(is_earlier, (whole - counts)[None], 0), axis=1, dtype=jnp.int32)
+    row = index + jnp.sum(jnp.where(is_earlier, (in_tiles - counts)[None], 0), axis=1, dtype=jnp.int32)
     # At most `tile - 1` empty rows for each expert.
     empty = jnp.full((size + len(counts) * (tile - 1)) // tile * tile, size, jnp.int32)
     source = empty.at[row].set(order, mode="drop", unique_indices=True)
-    return source, jnp.zeros_like(order).at[order].set(row, unique_indices=True), whole
+    return source, jnp.zeros_like(order).at[order].set(row, unique_indices=True), in_tiles
 
 
-def rounded(counts: Int[Array, "..."], tile: int) -> Int[Array, "..."]:
-    """Rounds counts up to multiples of `tile`."""
+def rounded(counts: Any, tile: int) -> Any:
+    """Rounds a number or an array of counts up to multiples of `tile`."""
     return -(-counts // tile) * tile
 
 
@@ -165,14 +161,14 @@ def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: in
     # First sorted row of each expert, [E]; `rank` is the index of a choice among those of its expert, [M, X].
     first = jnp.cumsum(counts) - counts
     rank = row_of_choice.reshape(experts.shape) - first[experts]
-    kept = valid[:, None] & (rank < capacity)
+    computed = valid[:, None] & (rank < capacity)
     size = num_experts * capacity
     # Row of a choice: the first row of its expert plus its rank; `size` if it does not fit.
-    row_of_choice = jnp.where(kept, experts * capacity + rank, size)
+    row_of_choice = jnp.where(computed, experts * capacity + rank, size)
     empty = jnp.full(size, experts.size, order.dtype)
     # Inverse of `row_of_choice`: scatters the number of each choice into its row; rows beyond the end are dropped.
     source = empty.at[row_of_choice.reshape(-1)].set(jnp.arange(experts.size, dtype=order.dtype), mode="drop")
-    return Padded(source, row_of_choice, kept, num_experts)
+    return Padded(source, row_of_choice, computed, num_experts)
 
 
 def _sort(experts, valid, num_experts: int):
@@ -183,7 +179,7 @@ def _sort(experts, valid, num_experts: int):
     """
     # Padding gets an id above all experts, so that it sorts last. [M, X] -> [M * X]
     ids = jnp.where(valid[:, None], experts, num_experts).reshape(-1)
-    # Stable: tokens keep their order within an expert, so earlier tokens are kept when the capacity is exceeded.
+    # Stable: tokens keep their order within an expert, so earlier tokens are computed when the capacity is exceeded.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     # Inverse permutation: row_of_choice[order[i]] = i.
     row_of_choice = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
@@ -232,15 +228,15 @@ def _pick(x: Float[Array, "N D"], index: Int[Array, " R"], back: Int[Array, "N K
 @jax.custom_vjp
 def _sum(rows: Float[Array, "R D"], back: Int[Array, "N K"], index: Int[Array, " R"]) -> Float[Array, "N D"]:
     """Returns `rows[back].sum(axis=1)`, summed in float32, with zeros where `back` is out of range."""
-    found = rows.at[back].get(mode="fill", fill_value=0)
-    return found.sum(axis=1, dtype=jnp.promote_types(rows.dtype, jnp.float32)).astype(rows.dtype)
+    picked = rows.at[back].get(mode="fill", fill_value=0)
+    return picked.sum(axis=1, dtype=jnp.promote_types(rows.dtype, jnp.float32)).astype(rows.dtype)
 
 
 _pick.defvjp(
     lambda x, index, back: (_pick(x, index, back), (index, back)),
-    lambda kept, d: (_sum(d, kept[1], kept[0]), None, None),
+    lambda indices, d: (_sum(d, indices[1], indices[0]), None, None),
 )
 _sum.defvjp(
     lambda rows, back, index: (_sum(rows, back, index), (index, back)),
-    lambda kept, d: (_pick(d, *kept), None, None),
+    lambda indices, d: (_pick(d, *indices), None, None),
 )

@@ -50,11 +50,11 @@ class ExpertLinear(nnx.Module):
                 1.0, "fan_in", "truncated_normal", in_axis=2, out_axis=1, batch_axis=0
             )
             init = truncated_normal(shape[1], init)
-        values, own = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
+        values, stored_axes = init(draw_key(rngs), (num_experts, *shape), jnp.float32), ("expert", *axes)
         if weight_order == "EIO":
             # [E, O, I] -> [E, I, O] after drawing, so that both orders have the same initial values.
-            values, own = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
-        self.w = nnx.Param(values, axes=own, summed=axes[1:])
+            values, stored_axes = jnp.swapaxes(values, 1, 2), ("expert", *axes[::-1])
+        self.w = nnx.Param(values, axes=stored_axes, summed=axes[1:])
         self.b = nnx.Param(jnp.zeros((num_experts, shape[0])), axes=("expert", axes[0])) if bias else None
         self.matmul: Matmul = PlainMatmul()
         self.weight_order: ops.ExpertWeightOrder = weight_order
@@ -91,8 +91,8 @@ def expert_matrices(linear: ExpertLinear, split: str, dtype: Any) -> ExpertMatri
     if not (isinstance(first, AllGatherArg) and gathers_odd_parts(first, linear.w.shape)):
         return ExpertMatrices((w, adapter), [first, *of_scales, *adapter_names], linear.weight_order)
     # [E, O, I] -> [E, I, O], or the other way round
-    transposed = lambda names: (names[0], names[2], names[1])
-    first = AllGatherArg(transposed(first.kept), transposed(first.wanted))
+    (E, O, I), (to_E, to_O, to_I) = first.kept, first.wanted
+    first = AllGatherArg((E, I, O), (to_E, to_I, to_O))
     order = "EIO" if linear.weight_order == "EOI" else "EOI"
     return ExpertMatrices((jnp.swapaxes(w, 1, 2), adapter), [first, *adapter_names], order)
 

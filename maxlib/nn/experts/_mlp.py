@@ -64,15 +64,15 @@ def local_experts(
     apply = functools.partial(_apply, linears=linears, activation=activation, weight_orders=weight_orders)
     split = {"apply": apply, "num_experts": num_experts, "axis": axis}
     if capacity is not None:
-        y, kept = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
+        y, computed = _run_rows(x, experts, weights, input_weights, valid, capacity=capacity, **split)
     else:
         # [B, T, ...] -> [B * T, ...]
         flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
-        y, kept = _run_all(*flat, **split)
+        y, computed = _run_all(*flat, **split)
     # Where gradients need this sum, recomputing it would run the experts, and the exchange of tokens, once more.
     y = checkpoint_name(y, "moe")
     # [B, T, D] -> [1, B, T, D]: the axis of partial sums over the parts of the width.
-    return y.reshape(1, *x.shape), kept.reshape(experts.shape)
+    return y.reshape(1, *x.shape), computed.reshape(experts.shape)
 
 
 def _run_all(x, experts, weights, input_weights, valid, *, apply, num_experts: int, axis: str | None):
@@ -92,22 +92,22 @@ def _run_rows(x, experts, weights, input_weights, valid, *, apply, capacity: int
         return jax.vmap(functools.partial(_mixed, apply=apply))(x, weights, input_weights, plan)
     held = num_experts // jax.lax.axis_size(axis)
     # The plan for this device's experts; a padded plan only needs their number.
-    own = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
+    local_plan = dataclasses.replace(jax.tree.map(lambda a: a[0], plan), num_experts=held)
 
     def here(rows, weights):
         flat = [a.reshape(-1, a.shape[-1]) for a in (rows, weights)]
-        return apply(*flat, own).reshape(rows.shape)
+        return apply(*flat, local_plan).reshape(rows.shape)
 
     # [B, T, D] -> [B, E * capacity, D]; sent to the experts and back.
     rows = jax.vmap(dispatch.weighted_rows)(x, weights, input_weights, plan)
     made = exchange.with_capacity(*rows, here, num_experts=num_experts, axis=axis)
-    return jax.vmap(dispatch.combine)(made, plan), plan.kept
+    return jax.vmap(dispatch.combine)(made, plan), plan.computed
 
 
 def _mixed(x, weights, input_weights, plan: dispatch.Dispatch, apply):
-    """Sends tokens to their experts, applies them, and returns the weighted sum and the mask of kept choices."""
+    """Sends tokens to their experts, applies them, and returns the weighted sum and the mask of computed choices."""
     # [M, D] -> [R, D] -> [R, D] -> [M, D]
-    return dispatch.combine(apply(*dispatch.weighted_rows(x, weights, input_weights, plan), plan), plan), plan.kept
+    return dispatch.combine(apply(*dispatch.weighted_rows(x, weights, input_weights, plan), plan), plan), plan.computed
 
 
 def _apply(rows, weights, plan: dispatch.Dispatch, *, linears, activation, weight_orders):

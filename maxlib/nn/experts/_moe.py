@@ -118,9 +118,11 @@ class MoE(nnx.Module):
         self.gate = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts) if gated else None
         self.up = ExpertLinear(E, into, ("mlp", "expert_embed"), **parts)
         self.down = ExpertLinear(E, out, ("expert_embed", "mlp"), **parts)
-        latent = lambda spec, shape, axes: None if latent_dim is None else Einsum(spec, shape, axes, rngs=rngs)
-        self.enter = latent("...D,LD->...L", (width, dim), ("rank", "embed"))
-        self.leave = latent("...L,DL->...D", (dim, width), ("embed", "rank"))
+        if latent_dim is None:
+            self.enter, self.leave = None, None
+        else:
+            self.enter = Einsum("...D,LD->...L", (width, dim), ("rank", "embed"), rngs=rngs)
+            self.leave = Einsum("...L,DL->...D", (dim, width), ("embed", "rank"), rngs=rngs)
         self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
         self.weight_order: ops.ExpertWeightOrder = weight_order
 
@@ -149,11 +151,11 @@ class MoE(nnx.Module):
         routing = self.router(x if routed_by is None else routed_by)
         # [B, T, D] -> [B, T, L]
         h = x if self.enter is None else self.enter(x)
-        y, kept = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
-        y = self._add_output_bias(y, routing, kept)
+        y, computed = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
+        y = self._add_output_bias(y, routing, computed)
         # [B, T, L] -> [B, T, D], applied once to the sum over experts
         y = y if self.leave is None else self.leave(y)
-        return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, kept)
+        return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, computed)
 
     def _shared(self, x):
         """Applies the shared layer and its gate."""
@@ -200,36 +202,36 @@ class MoE(nnx.Module):
         names = [rows, rows, rows, rows, tokens, *[biased] * len(into), *split]
         mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
         # [1 or number of parts of F, B, T, D] -> [B, T, D]
-        y, kept = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
-        return y.sum(axis=0), kept
+        y, computed = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
+        return y.sum(axis=0), computed
 
-    def _add_output_bias(self, y, routing: Routing, kept):
+    def _add_output_bias(self, y, routing: Routing, computed):
         """Adds the weighted biases of the down projections.
 
         This runs outside the shard_map, in which every device with a part of the width would add the bias again.
         """
         if self.down.b is None:
             return y
-        weights = jnp.where(kept, routing.weights, 0)
+        weights = jnp.where(computed, routing.weights, 0)
         # [B, T, X] -> [B, T, E]: each token's weight for every expert.
         share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
         # Every device gathers the biases and adds up a gradient of its own tokens. Left to XLA, the gradient of biases
         # that are split by expert would gather the tokens of all devices.
-        tokens, whole = ("batch", "seq", None), AllGatherArg(("expert", "expert_embed"), (None, None))
-        add = shard_map_by_name(lambda share, b: jnp.einsum("...E,ED->...D", share, b), [tokens, whole], tokens)
+        tokens, biases = ("batch", "seq", None), AllGatherArg(("expert", "expert_embed"), (None, None))
+        add = shard_map_by_name(lambda share, b: jnp.einsum("...E,ED->...D", share, b), [tokens, biases], tokens)
         return y + add(share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
 
-    def _aux(self, routing: Routing, ctx: Context | None, kept) -> dict[str, Array]:
+    def _aux(self, routing: Routing, ctx: Context | None, computed) -> dict[str, Array]:
         """Returns losses and metrics by name."""
         valid = None if ctx is None else ctx.valid
-        # [E]: choices of real tokens; `kept` counts the computed ones.
+        # [E]: choices of real tokens; `computed` counts the computed ones.
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, ctx) for loss in self.losses} | {"moe/load": counts / total}
         # Counts can be added over microbatches; shares cannot, because microbatches have different numbers of tokens.
         aux["moe/counts"] = counts
         if self.capacity_factor is not None:
-            aux["moe/dropped"] = jnp.maximum(counts.sum() - kept.sum(), 0) / total
+            aux["moe/dropped"] = jnp.maximum(counts.sum() - computed.sum(), 0) / total
         return aux
 
     def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
@@ -242,13 +244,16 @@ class MoE(nnx.Module):
             e, gate, up, down = expert
             chosen = routing.experts == e
             chosen = chosen if ctx is None or ctx.valid is None else chosen & ctx.valid[..., None]
-            # [B, T, X] -> [B, T, 1]: this expert's weight for each token, 0 if it was not chosen.
-            total = lambda values: jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
+
+            def weight(values: Array) -> Array:
+                # [B, T, X] -> [B, T, 1]: that of this expert for each token, 0 if it was not chosen.
+                return jnp.where(chosen, values, 0).sum(axis=-1, keepdims=True)
+
             scaled = inputs
             if routing.input_weights is not None:
-                scaled = (total(routing.input_weights) * inputs).astype(x.dtype)
-            h = self.activation(*(part.one(scaled) for part in (gate, up) if part is not None))
-            return y + (total(routing.weights) * down.one(h)).astype(x.dtype), None
+                scaled = (weight(routing.input_weights) * inputs).astype(x.dtype)
+            h = self.activation(*(linear.one(scaled) for linear in (gate, up) if linear is not None))
+            return y + (weight(routing.weights) * down.one(h)).astype(x.dtype), None
 
         experts = (jnp.arange(self.router.num_experts), self.gate, self.up, self.down)
         # One expert at a time: a scan over the leading axis E of the three matrices.

@@ -66,19 +66,19 @@ def dropless(
     """
     devices, tokens, ragged = lax.axis_size(axis), (x, experts, weights, input_weights, valid), is_ragged()
     # Use one round if the tokens do not divide into equal parts.
-    turns = lambda wanted: wanted if x.shape[0] % wanted == 0 else 1
-    few, many = turns(2), turns(devices)
+    few, many = (count if x.shape[0] % count == 0 else 1 for count in (2, devices))
     tile = _tile(experts.size // few, num_experts) if ragged else 1
-    one = functools.partial(_ragged_turn, tile=tile) if ragged else _turn
-    one = functools.partial(one, apply=apply, num_experts=num_experts, axis=axis)
+    turn = functools.partial(_ragged_turn, tile=tile) if ragged else _turn
+    turn = functools.partial(turn, apply=apply, num_experts=num_experts, axis=axis)
     each = devices if ragged else 1  # the capacity counts rows from all devices, or from each device
     # Room for the choices of a round, and for the empty rows of tiles: half a tile for each expert on average.
-    choices, empty = (lambda turns: experts.size * each // turns), num_experts * (tile - 1)
-    share = -(-ExpertParallel.room * choices(few) // devices) + ExpertParallel.room * empty // 2
+    choices, empty = experts.size * each // few, num_experts * (tile - 1)
+    share = -(-ExpertParallel.room * choices // devices) + ExpertParallel.room * empty // 2
     length = LENGTH if tile > 1 and share >= LENGTH else tile
-    even = round(min(share, choices(few) + empty) / length) * length
-    usual = functools.partial(_turns, one, few, even)
-    worst = functools.partial(_turns, one, many, _whole(choices(many) + empty, length))  # room for any choice
+    even = round(min(share, choices + empty) / length) * length
+    usual = functools.partial(_turns, turn, few, even)
+    # Room for any choice.
+    worst = functools.partial(_turns, turn, many, dispatch.rounded(experts.size * each // many + empty, length))
     busiest = _busiest(experts, valid, few, num_experts, devices, tile, axis if ragged else None)
     # All devices take the same branch (`_busiest` is a maximum over the mesh), because each branch has collectives.
     y = lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
@@ -107,10 +107,6 @@ def is_ragged() -> bool:
 def _tile(choices: int, num_experts: int) -> int:
     """Returns how many rows travel together: a tile if an expert's rows fill four, so that few of them are empty."""
     return TILE if choices >= 4 * TILE * num_experts else 1
-
-
-def _whole(rows: int, tile: int) -> int:
-    return -(-rows // tile) * tile
 
 
 def _busiest(
@@ -148,11 +144,11 @@ def _(stages: int, is_batched: list[bool], busiest: Int[Array, "..."]) -> tuple[
     return (jnp.max(busiest, axis=0) if is_batched[0] else busiest), False
 
 
-def _turns(one: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:
-    """Runs `one` on equal parts of the tokens, one after the other; the backward pass recomputes each."""
+def _turns(turn: Callable[..., Array], turns: int, capacity: int, tokens: Any) -> Float[Array, "M D"]:
+    """Runs `turn` on equal parts of the tokens, one after the other; the backward pass recomputes each."""
     # [M, ...] -> [turns, M / turns, ...]
     cut = jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tokens)
-    run = jax.checkpoint(functools.partial(one, capacity=capacity))
+    run = jax.checkpoint(functools.partial(turn, capacity=capacity))
     return lax.scan(lambda _, tokens: (None, run(*tokens)), None, cut)[1].reshape(tokens[0].shape)
 
 
@@ -234,9 +230,9 @@ def _routes(counts: Int[Array, " E"], axis: str) -> tuple[Route, Route, Int[Arra
     lies = jnp.moveaxis(all_, 0, 2)  # to, expert, from
     lies = jnp.moveaxis(_starts(lies.reshape(devices, -1)).reshape(lies.shape), 2, 0)
     # Slices that this device sends, and slices that it receives.
-    own, comes = (lambda a: a[me].reshape(-1)), (lambda a: a[:, me].reshape(-1))
-    out = Route(own(home), own(all_), own(lies))
-    return out, Route(comes(lies), comes(all_), comes(home)), all_[:, me].sum(axis=0)
+    out = Route(home[me].reshape(-1), all_[me].reshape(-1), lies[me].reshape(-1))
+    back = Route(lies[:, me].reshape(-1), all_[:, me].reshape(-1), home[:, me].reshape(-1))
+    return out, back, all_[:, me].sum(axis=0)
 
 
 def _starts(sizes: Int[Array, "N S"]) -> Int[Array, "N S"]:
@@ -258,8 +254,8 @@ def _travel_forward(rows, out, back, axis, size):
     return _travel(rows, out, back, axis, size), (out, back, rows.shape[0])
 
 
-def _travel_backward(axis, size, kept, d):
-    out, back, rows = kept
+def _travel_backward(axis, size, residuals, d):
+    out, back, rows = residuals
     return _travel(d, back, out, axis, rows), None, None
 
 

@@ -88,7 +88,7 @@ class KimiDeltaAttention(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.make_context`); None treats each row as one document from position 0.
             cache: Convolution inputs and state of earlier tokens, or None.
 
         Returns:

@@ -136,7 +136,7 @@ class Mamba2(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.make_context`); None treats each row as one document from position 0.
             cache: Convolution inputs and state of earlier tokens, or None.
 
         Returns:
@@ -154,7 +154,7 @@ class Mamba2(SequenceMixer):
         """Returns gate, `B T N*P`, x, `B T N P`, b and c, `B T G S`, and dt, `B T N`."""
         parts = [self.gate(x), self.x(x), self.b(x), self.c(x), self.dt(x)]
         if self.factors is not None:
-            parts = [factor * part for factor, part in zip(self.factors, parts, strict=True)]
+            parts = [factor * projection for factor, projection in zip(self.factors, parts, strict=True)]
         gate, inner, b, c, dt = parts
         # [B, T, heads * width] -> [B, T, heads, width]
         inner = constrain(inner.reshape(*inner.shape[:2], self.num_heads, -1), *HEADS)
@@ -195,8 +195,8 @@ class Mamba2(SequenceMixer):
         heads, groups = (self.num_heads, self.head_dim), (self.num_groups, self.state_dim)
         weights: list[Any] = [(self.a_log[...], ("act_heads",)), (self.d[...], ("act_heads",))]
         for name in ("conv", "conv_bias"):
-            for part, sizes, axis in (("x", heads, "act_heads"), ("b", groups, of_groups), ("c", groups, of_groups)):
-                w = getattr(self, f"{part}_{name}")
+            for letter, sizes, axis in (("x", heads, "act_heads"), ("b", groups, of_groups), ("c", groups, of_groups)):
+                w = getattr(self, f"{letter}_{name}")
                 # [N * P, W] -> [N, P, W], [G * S, W] -> [G, S, W]
                 array = None if w is None else w[...].reshape(*sizes, *w.shape[1:])
                 weights.append((array, (axis, None, None)[: 3 if name == "conv" else 2]))

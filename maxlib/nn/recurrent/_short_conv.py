@@ -74,7 +74,7 @@ class ShortConvolution(SequenceMixer):
 
         Args:
             x: Input, `B T D`.
-            ctx: Values shared by all layers (`nn.context`); None treats each row as one document from position 0.
+            ctx: Values shared by all layers (`nn.make_context`); None treats each row as one document from position 0.
             cache: Inputs of the convolution of earlier tokens, or None.
 
         Returns:

@@ -75,7 +75,9 @@ def scan_group(
     # The values shared by earlier layers are closed over, not carried: a scan saves closed-over values once, but the
     # carry for every iteration.
     shared = x.shared if isinstance(x, Carry) else None
-    join = lambda carry: carry if shared is None else Carry(carry, shared)
+
+    def join(activations: Any) -> Any:
+        return activations if shared is None else Carry(activations, shared)
 
     def step(carry, period):
         # One period: lax.scan has indexed every leading axis, but the layers' metadata still name it.

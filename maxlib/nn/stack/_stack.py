@@ -75,7 +75,7 @@ class Stack(StackedLayers):
     The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the groups.
 
         stack = nn.Stack(lambda kind, rngs: llama.Block(cfg, rngs=rngs), cfg.num_layers, rngs=nnx.Rngs(0))
-        y, cache, aux = stack(jnp.ones((2, 8, cfg.dim)), nn.context(2, 8))
+        y, cache, aux = stack(jnp.ones((2, 8, cfg.dim)), nn.make_context(2, 8))
 
     Args:
         make: Builds a layer of a kind from the kind and `nnx.Rngs`.
@@ -198,7 +198,7 @@ class Stack(StackedLayers):
 
         Args:
             x: Value that passes from layer to layer: an array, or a pytree with more values (`Carry`).
-            ctx: Values shared by all layers, from `nn.context`.
+            ctx: Values shared by all layers, from `nn.make_context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
             layer_inputs: Arrays with a leading axis of layers. Layer `i` gets row `i` as a fourth argument. If they
@@ -347,8 +347,9 @@ class Stack(StackedLayers):
 
 def unstack(model: Any) -> Any:
     """Returns `model` with all layers of all its stacks stored one by one."""
-    is_stack = lambda x: isinstance(x, Stack)
-    return jax.tree.map(lambda x: x.unstacked() if is_stack(x) else x, model, is_leaf=is_stack)
+    return jax.tree.map(
+        lambda x: x.unstacked() if isinstance(x, Stack) else x, model, is_leaf=lambda x: isinstance(x, Stack)
+    )
 
 
 def _run_stages(slots: nnx.List, x: Any, ctx: Any, remat: Policy) -> tuple[Any, list[Aux]]:
@@ -402,9 +403,9 @@ def _read_only(layer: Layer, number: int) -> Layer:
         number: The layer's index in its stack, for the message.
     """
     taken = _Taken(number)
-    for _, part in nnx.iter_graph(layer):
-        if isinstance(part, nnx.Variable):
-            object.__setattr__(part, "_trace_state", taken)
-        elif isinstance(part, nnx.Pytree):
-            object.__setattr__(part._pytree__state, "_trace_state", taken)
+    for _, node in nnx.iter_graph(layer):
+        if isinstance(node, nnx.Variable):
+            object.__setattr__(node, "_trace_state", taken)
+        elif isinstance(node, nnx.Pytree):
+            object.__setattr__(node._pytree__state, "_trace_state", taken)
     return layer

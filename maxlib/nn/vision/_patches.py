@@ -72,11 +72,11 @@ def pad_patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     # Row r has the images first[r] to first[r + 1]; image i has the patches ends[i] to ends[i + 1].
     first, ends = np.cumsum([0, *counts]), np.cumsum([0, *grids.prod(axis=1)])
     rows = [(pixels[ends[a] : ends[b]], _frames(grids[a:b])) for a, b in itertools.pairwise(first)]
-    num_patches = bucket(max(len(own) for own, _ in rows))
-    num_images = max(1, *(len(own) for _, own in rows))
+    num_patches = bucket(max(len(row) for row, _ in rows))
+    num_images = max(1, *(len(row) for _, row in rows))
     num_images = 1 << (num_images - 1).bit_length()  # the next power of two
-    pixels = np.stack([_padded(own, num_patches) for own, _ in rows])
-    grids = np.stack([_padded(own, num_images) for _, own in rows]).astype(np.int32)
+    pixels = np.stack([_padded(row, num_patches) for row, _ in rows])
+    grids = np.stack([_padded(row, num_images) for _, row in rows]).astype(np.int32)
     return Patches(pixels, grids) if len(counts) > 1 else Patches(pixels[0], grids[0])
 
 
@@ -125,9 +125,9 @@ def pad_patches_by_position(pixels: Any, positions: Any, *, merge: int, counts: 
             "pixels must be `images patches numbers` and positions `images patches 2` (columns, rows), got the shapes "
             f"{pixels.shape} and {positions.shape}"
         )
-    found = [_in_squares(own, at, merge) for own, at in zip(pixels, positions, strict=True)]
+    images = [_in_squares(patches, at, merge) for patches, at in zip(pixels, positions, strict=True)]
     none = np.zeros((0, pixels.shape[2]), pixels.dtype), np.zeros((0, 3), np.int32)
-    rows, grids = zip(none, *found, strict=True)
+    rows, grids = zip(none, *images, strict=True)
     return pad_patches(np.concatenate(rows), np.concatenate(grids), counts=counts)
 
 
@@ -184,8 +184,11 @@ def _places(grids: Int[Array, "R I 3"], item: Int[Array, "R P"]) -> Places:
     # The first image that ends after the item; empty images are skipped.
     image = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ends, item)
     inside = image < grids.shape[1]
-    # [R, I] at [R, P]
-    of = lambda x: jnp.where(inside, jnp.take_along_axis(x, jnp.minimum(image, grids.shape[1] - 1), axis=1), 1)
+
+    def of(x: Array) -> Array:
+        # [R, I] at [R, P]
+        return jnp.where(inside, jnp.take_along_axis(x, jnp.minimum(image, grids.shape[1] - 1), axis=1), 1)
+
     first = jnp.where(inside, of(ends - sizes), ends[:, -1:])
     return Places(image, first, item - first, *(jnp.maximum(of(grids[:, :, axis]), 1) for axis in (1, 2)))
 
@@ -293,9 +296,9 @@ def take_features(
     flat = features.reshape(*features.shape[:2], -1)
     fits = is_image.reshape(R, -1).sum(axis=1) == counts
     # [R, S, F] at [R, N, 1] -> [R, N, F] -> [B, T, ...]
-    found = jnp.take_along_axis(flat, placeholder_index(is_image, R)[:, :, None], axis=1, mode="clip")
-    found = jnp.where(fits[:, None, None], found, jnp.nan).reshape(*is_image.shape, *rest)
-    return jnp.where(jnp.expand_dims(is_image, range(2, 2 + len(rest))), found, 0)
+    taken = jnp.take_along_axis(flat, placeholder_index(is_image, R)[:, :, None], axis=1, mode="clip")
+    taken = jnp.where(fits[:, None, None], taken, jnp.nan).reshape(*is_image.shape, *rest)
+    return jnp.where(jnp.expand_dims(is_image, range(2, 2 + len(rest))), taken, 0)
 
 
 def check_patches(is_image: Bool[Any, "B T"], images: Patches, merge: int, size: int) -> None:
@@ -323,17 +326,17 @@ def check_patches(is_image: Bool[Any, "B T"], images: Patches, merge: int, size:
                 f"the grid of an image must be 1 frame and rows and columns that are multiples of {merge}, got "
                 f"{used.tolist()}; `nn.vision.pad_patches` turns each frame into an image"
             )
-        if (found := grids.prod(axis=2).sum(axis=1)).max(initial=0) > shapes[0][-2]:
+        if (sizes := grids.prod(axis=2).sum(axis=1)).max(initial=0) > shapes[0][-2]:
             raise ValueError(
-                f"the grids have up to {found.max()} patches in a row, but only {shapes[0][-2]} were given"
+                f"the grids have up to {sizes.max()} patches in a row, but only {shapes[0][-2]} were given"
             )
-        check_rows_of_placeholders(np.asarray(is_image).reshape(rows, -1).sum(axis=1), found // merge**2)
+        check_rows_of_placeholders(np.asarray(is_image).reshape(rows, -1).sum(axis=1), sizes // merge**2)
 
 
-def check_rows_of_placeholders(found: np.ndarray, made: np.ndarray) -> None:
+def check_rows_of_placeholders(placeholders: np.ndarray, made: np.ndarray) -> None:
     """Raises ValueError unless each row has as many placeholders as vectors of its images."""
-    if (found != made).any():
+    if (placeholders != made).any():
         raise ValueError(
-            f"the tokens hold {found.tolist()} image placeholders by rows of patches, but the grids of the images make "
+            f"the tokens hold {placeholders.tolist()} image placeholders by rows of patches, but the grids of the images make "
             f"{made.tolist()} vectors: the numbers must be equal; take prompt and images from one call of the processor"
         )

@@ -128,7 +128,7 @@ def _with_scores(layer: Any, out: Array, args: Sequence[Any]) -> Array:
     if not hasattr(layer, "logit_tap"):
         return out
     x, ctx = args[0], args[1] if len(args) > 1 else None
-    ctx = nn.context(*x.shape[:2]) if ctx is None else ctx
+    ctx = nn.make_context(*x.shape[:2]) if ctx is None else ctx
     q, k = layer.queries_and_keys(x, ctx)
     k_start, k_end = (bound[0] for bound in ctx.key_intervals(layer.mask))
     seen = jax.lax.stop_gradient(logits_seen(q[0], k[0], k_start, k_end, layer.scale))

@@ -1,9 +1,8 @@
-"""`python -m maxlib.models [--markdown] [FAMILY ...]`: lists every family and preset, and their features.
+"""`maxlib models [--markdown] [FAMILY ...]`: lists every family and preset, and their features.
 
 The features are read from abstract models (`jax.eval_shape`), without building any, in about fifteen seconds.
 """
 
-import argparse
 import dataclasses
 import itertools
 from typing import Any
@@ -12,7 +11,6 @@ import jax
 from flax import nnx
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from maxlib import nn, weights
@@ -94,21 +92,3 @@ def described(preset: Row) -> str:
     attention, features, caches, images, audio = preset.kind
     cells = (attention, features, f"{caches} caches", "images" if images else "", "audio" if audio else "")
     return f"{preset.family}: {'; '.join(cell for cell in cells if cell)}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m maxlib.models", description="Lists what is supported.")
-    parser.add_argument("family", nargs="*", help="of these only")
-    parser.add_argument("--markdown", action="store_true", help="as the documentation has it")
-    args = parser.parse_args()
-    known = {family.name: family for family in weights.families()}
-    if unknown := [name for name in args.family if name not in known]:
-        parser.error(f"no family {', '.join(unknown)}; there are {', '.join(known)}")
-    todo = [(known[name], preset) for name in args.family or known for preset in known[name].presets]
-    progress = Console(stderr=True)
-    rows = [row(family, preset) for family, preset in track(todo, "reading models", console=progress, transient=True)]
-    print(markdown(rows)) if args.markdown else show(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""`python -m maxlib.plan llama3-70b --target v5p-128`."""
+"""The command `maxlib plan llama3-70b --target v5p-128`."""
 
 import argparse
 import dataclasses
@@ -6,8 +6,6 @@ import json
 import os
 import sys
 from typing import Any
-
-import jax
 
 from maxlib import adapters, quantization, training
 from maxlib.distributed import xla_flags
@@ -18,13 +16,13 @@ from maxlib.sharding import PRESETS, Layout, parse_degrees, preset
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a report; returns 0 when the step fits, 1 when it does not, 2 for bad input."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for module:function; the script `maxlib` starts without the current directory
     try:
         return _search(args) if args.search else _plan(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        _log(f"maxlib.plan: {error}", file=sys.stderr)
+        _log(f"maxlib plan: {error}", file=sys.stderr)
         return 2
 
 
@@ -57,7 +55,7 @@ def _search(args: argparse.Namespace) -> int:
     try:
         _log(result.best)
     except ValueError as nothing_fits:
-        _log(f"maxlib.plan: {nothing_fits}", file=sys.stderr)
+        _log(f"maxlib plan: {nothing_fits}", file=sys.stderr)
         return 1
     return 0
 
@@ -145,7 +143,7 @@ def _log(text: Any, file: Any = None) -> None:
     print(text, file=file)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="maxlib plan", description="Plan a training run before paying for the chips.")
     add = parser.add_argument
     add("model", help="a preset, such as llama3-70b, or module:function of your own that builds a model")
@@ -211,8 +209,3 @@ def _remat(text: str) -> Any:
         return None
     words = [word.partition("=") for word in text.split(",")]
     return text if text in POLICIES else {name: choice or "keep" for name, _, choice in words}
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; do not occupy an accelerator
-    sys.exit(main())
