@@ -202,7 +202,7 @@ def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -
     def count(hidden: Array, batch: Batch) -> Array:
         return from_hidden(model, hidden, batch)[1].num_targets
 
-    def run(*rows: Array) -> Array:
+    def run(*rows: Array) -> Any:  # a literal if the count is constant
         return eval_jaxpr(jaxpr, consts, *(a[None] for a in rows))[0]
 
     traced = jax.make_jaxpr(count)(x[:1], row)  # [1, T, D], and [1, T] for arrays with tokens

@@ -107,7 +107,7 @@ def test_microbatches_make_the_whole(names):
     state, metrics = jax.device_get(step(training.make_state(model(), optimizer), jax.tree.map(jnp.asarray, batch())))
     want_grads, value, stats = alone(names)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    close_sums({name: metrics[name] for name in stats.sums}, means(stats))
+    close_sums({name: metrics[name] for name in stats.sums}, means(jax.tree.map(jnp.asarray, stats)))
     before = nn.partition(model())[0]
     got = {path: np.asarray(before[path]) - x for path, x in state.trainable.items()}
     for path, want in want_grads.items():  # differences of parameters are rounded at their size

@@ -321,6 +321,6 @@ def test_one_f_one_b_says_what_it_cannot_do():
         jax.eval_shape(one_f_one_b, params, rest, rows(8))
     with (
         sharding.use(sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | PP)),
-        pytest.raises(ValueError, match="text only"),
+        pytest.raises(ValueError, match="reads text only: call it without images"),
     ):
         jax.eval_shape(one_f_one_b, params, rest, rows(8) | {"images": jnp.zeros((1, 3, 4, 4))})
