@@ -75,11 +75,12 @@ def _names(module: str, names: list[str], explicit: set[tuple[str, str]]) -> lis
 
 
 def page_of(module: str, name: str) -> str:
-    """Returns the name of an object's page; `nn.make_context` differs from `nn.Context` by more than its case, for file
-    systems that ignore it.
+    """Returns the name of an object's page. Names that differ only by case, such as `nn.context` and `nn.Context`, get
+    pages that differ by more, for file systems that ignore case.
     """
     same = [other for other in dir(importlib.import_module(module)) if other.lower() == name.lower() and name != other]
-    return f"{module}.{name}".removeprefix("maxlib.") + "-function" * (name.islower() and bool(same))
+    kind = "-function" if name.islower() else "-constant" if name.isupper() else ""
+    return f"{module}.{name}".removeprefix("maxlib.") + (kind if same else "")
 
 
 def page(module: str, name: str, siblings: list[str]) -> str:
