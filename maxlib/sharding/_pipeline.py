@@ -15,7 +15,7 @@ from maxlib.sharding._strategy import StepFacts, Strategy, Traffic
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Pipeline parallelism (GPipe, arXiv:1811.06965; interleaved, arXiv:2104.04473).
+    """Pipeline parallelism (GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473).
 
     A pass takes `microbatches * repeats + stages - 1` ticks, and every stage is idle in `stages - 1` of them (the
     bubble). More microbatches or more repeats reduce this share.
