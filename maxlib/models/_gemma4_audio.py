@@ -24,10 +24,13 @@ class Sound:
         """Raises ValueError for a text model, a `gemma4.Config`, that these settings do not fit."""
         if text.pad_token is None:
             raise ValueError("pad_token (pad_token_id) must be given, as placeholders of sound take its vectors")
-        if (sees := text.vision) is not None and (sees.unified, sees.audio_token) != (self.unified, self.audio_token):
+        if (vision_config := text.vision) is not None and (vision_config.unified, vision_config.audio_token) != (
+            self.unified,
+            self.audio_token,
+        ):
             raise ValueError(
                 "vision and audio must be of one kind of model and have one audio_token (audio_token_id), got "
-                f"{type(sees).__name__} with {sees.audio_token} and {type(self).__name__} with {self.audio_token}"
+                f"{type(vision_config).__name__} with {vision_config.audio_token} and {type(self).__name__} with {self.audio_token}"
             )
 
 

@@ -147,7 +147,7 @@ def _write_global(heads: tuple[int, int], cfg: Any) -> dict[str, Any]:
 
 
 def _of_experts(name: str, hf_name: str) -> Computed:
-    """Makes the entry of a size that only models with experts have; None in the others."""
+    """Makes the entry for a size that only models with experts have; None in the others."""
 
     def read(hf: HFConfig, c: Any) -> int | None:
         return hf.take(hf_name, kind=int) if c.sparse else hf.take(hf_name, None) and None

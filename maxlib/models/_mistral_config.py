@@ -59,9 +59,9 @@ def temperature(rope: Rope, sharpening: float) -> nn.TemperatureTuning | None:
     return nn.TemperatureTuning(rope.scaling.original_length, sharpening, offset=0)
 
 
-def table(layer: Sequence[Weight], sees: vision.Vision | None) -> Table:
+def table(layer: Sequence[Weight], vision_config: vision.Vision | None) -> Table:
     """Returns the table of a model whose layers have the entries `layer`."""
-    if sees is not None:
+    if vision_config is not None:
         # transformers puts the prefix elsewhere.
         renamed = [Renamed("lm_head.", "language_model.lm_head.")]
         renamed += [Renamed("model.language_model.", "language_model.model.")]

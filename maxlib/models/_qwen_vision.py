@@ -203,7 +203,7 @@ FIELDS = Fields(
 
 
 def sections(default: tuple[int, ...]) -> Computed:
-    """Makes the entry of the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in
+    """Makes the entry for the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in
     `rope_scaling`.
     """
 

@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3/R1, Kimi K2 (DeepSeek-AI 2024, arXiv:2405.04434, 2412.19437): latent attention, many small
 experts, and shared ones.
 
-V3 differs from V2 in its router only; Kimi K2 is V3 with other numbers.
+V3 has another router than V2, and multi-token prediction modules; Kimi K2 has V3's architecture in other sizes.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fie
 class Config:
     """Sizes of a DeepSeek; `PRESETS` has the published ones.
 
-    Version 2 scores experts by softmax and groups by their best expert; 3 by sigmoid, with a bias that balances the
-    load, and groups by their best two.
+    Version 2 scores experts by softmax, and a group of experts by its best score. Version 3 scores experts by sigmoid,
+    adds a bias that balances the load, and scores a group by the sum of its two best scores.
     """
 
     version: Literal[2, 3]
@@ -32,7 +32,7 @@ class Config:
     mlp_dim: int
     expert_dim: int
     num_heads: int
-    q_rank: int | None  # None: queries have no latent
+    q_rank: int | None  # None: queries are projected directly, without a latent
     kv_rank: int
     nope_dim: int
     v_dim: int
@@ -47,8 +47,8 @@ class Config:
     norm_eps: float = 1e-6
     tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
-    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) of the model ...
-    stored_mtp: int = field(default=0, compare=False)  # ... and of the checkpoint
+    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) to build
+    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; those not built are skipped
 
 
 class Block(nn.Layer):
@@ -70,11 +70,14 @@ class Block(nn.Layer):
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # Keys and values are computed from one latent [B, T, R] per token for all heads, R = 512: a cache only stores it
-    # and one rotary key of 64. A query has nope_dim dimensions without position and rope.dim rotated ones.
+    # All heads compute their keys and values from one latent per token, [B, T, kv_rank]. The cache stores only this
+    # latent and one rotary key, [B, T, rope.dim]. A query has nope_dim dimensions without rotation, then rope.dim
+    # rotated ones.
     scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
+        scale *= (
+            ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+        )  # squared: YaRN scales queries and keys by it
     return nn.MLA(
         cfg.dim,
         num_heads=cfg.num_heads,
@@ -90,7 +93,8 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # Experts form groups, one per node; a token uses the k best experts of the best groups only, which limits traffic.
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, scores_per_group=cfg.version - 1)
+    best = 1 if cfg.version == 2 else 2
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, scores_per_group=best)
     router = nn.Router(
         cfg.dim,
         cfg.num_experts,
@@ -120,7 +124,8 @@ class DeepSeek(nn.Decoder):
         self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
 
-# Fields that one version computes with this value only. V2 with norm_topk_prob: transformers and DeepSeek's differ.
+# The only values that each version supports. V2 with norm_topk_prob=True is refused, because the implementations of
+# transformers and of DeepSeek disagree about it.
 _FIXED = {
     2: {"scoring_func": "softmax", "norm_topk_prob": False},
     3: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -137,11 +142,17 @@ def _read_version(hf: HFConfig, c: Any) -> int:
 
 def _write_version(version: int, cfg: Any) -> dict[str, Any]:
     method = "group_limited_greedy" if cfg.num_groups > 1 else "greedy"
-    return {"topk_method": method} | _FIXED[version]
+    return {"topk_method": method} | _FIXED[version]  # for V3, its fixed "noaux_tc" replaces the method
 
 
 def _groups(name: str, hf_name: str, v3: int) -> Computed:
-    """Makes the entry of a number of groups of experts, which is one where V2 chooses among all of them."""
+    """Makes the entry for a number of expert groups; V2 has one group unless its `topk_method` limits groups.
+
+    Args:
+        name: Name in the configuration.
+        hf_name: Name in config.json.
+        v3: Value if a V3 config omits it.
+    """
 
     def read(hf: HFConfig, c: Any) -> int:
         if c.version == 3:
@@ -180,7 +191,7 @@ FIELDS = Fields(
     model_types={
         "deepseek_v2": "DeepseekV2ForCausalLM",
         "deepseek_v3": "DeepseekV3ForCausalLM",
-        "kimi_k2": "DeepseekV3ForCausalLM",  # written as a deepseek_v3, which is what transformers knows it as
+        "kimi_k2": "DeepseekV3ForCausalLM",  # written as deepseek_v3, the type that transformers has
     },
     model_type=lambda cfg: f"deepseek_v{cfg.version}",
     fixed={
@@ -204,9 +215,11 @@ def _table(cfg: Config) -> Table:
     return [*names.decoder_table(layer), *modules]
 
 
-def _yarn(factor: float, mscale: float, *, theta: float = 1e4, fast: float = 32.0, reach: int = 163_840) -> Rope:
-    scaling = YarnScaling(factor, 4096, beta_fast=fast, mscale=mscale, mscale_all_dim=mscale)
-    return Rope(64, theta, scaling, interleaved=True, max_length=reach)
+def _yarn(
+    factor: float, mscale: float, *, theta: float = 1e4, beta_fast: float = 32.0, max_length: int = 163_840
+) -> Rope:
+    scaling = YarnScaling(factor, 4096, beta_fast=beta_fast, mscale=mscale, mscale_all_dim=mscale)
+    return Rope(64, theta, scaling, interleaved=True, max_length=max_length)
 
 
 # fmt: off
@@ -224,7 +237,7 @@ _V3 = replace(
     num_experts=256, num_shared=1, top_k=8, top_groups=4, renormalize=True, routed_scale=2.5,
 )
 _KIMI_K2 = replace(
-    _V3, vocab=163_840, num_dense=1, num_heads=64, rope=_yarn(32.0, 1.0, theta=5e4, fast=1.0, reach=131_072),
+    _V3, vocab=163_840, num_dense=1, num_heads=64, rope=_yarn(32.0, 1.0, theta=5e4, beta_fast=1.0, max_length=131_072),
     num_experts=384, num_groups=1, top_groups=1, routed_scale=2.827,
 )
 PRESETS = {

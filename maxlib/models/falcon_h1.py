@@ -164,7 +164,7 @@ def _read_heads(hf: HFConfig, c: Any) -> int:
 
 
 def _factors(name: str, hf_name: str, count: int) -> Computed:
-    """Makes the entry of several factors, ones unless a config has them."""
+    """Makes the entry for several factors, ones unless a config has them."""
 
     def read(hf: HFConfig, c: Any) -> tuple[float, ...]:
         factors = hf.take(hf_name, [1.0] * count, kind=list)

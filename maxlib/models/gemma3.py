@@ -114,11 +114,15 @@ class Gemma3(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (sees := self.cfg.vision) is None:
+        if (vision_config := self.cfg.vision) is None:
             return {}
         return {
             "images": nn.vision.ImageInput(
-                self.tower, self.projector, token=sees.image_token, num_tokens=sees.num_tokens, bidirectional=True
+                self.tower,
+                self.projector,
+                token=vision_config.image_token,
+                num_tokens=vision_config.num_tokens,
+                bidirectional=True,
             )
         }
 

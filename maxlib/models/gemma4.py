@@ -149,18 +149,21 @@ class Gemma4(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images and the sound that the model reads, if it has encoders of them."""
-        inputs, sees, hears = {}, self.cfg.vision, self.cfg.audio
-        if sees is not None:
+        inputs, vision_config, audio_config = {}, self.cfg.vision, self.cfg.audio
+        if vision_config is not None:
             inputs["images"] = nn.vision.PatchInput(
                 self.tower,
-                tokens=(sees.image_token, sees.video_token),
-                merge=sees.merge,
-                patch_dim=sees.patch_dim,
+                tokens=(vision_config.image_token, vision_config.video_token),
+                merge=vision_config.merge,
+                patch_dim=vision_config.patch_dim,
                 bidirectional=self.cfg.both_ways,
             )
-        if hears is not None:
+        if audio_config is not None:
             inputs["audio"] = nn.audio.AudioInput(
-                self.audio_tower, hears.audio_token, frame_dim=hears.frame_dim, num_tokens=hears.num_tokens
+                self.audio_tower,
+                audio_config.audio_token,
+                frame_dim=audio_config.frame_dim,
+                num_tokens=audio_config.num_tokens,
             )
         return inputs
 

@@ -156,7 +156,7 @@ def _numbers(types: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _linear(name: str, hf_name: str, in_release: str, usual: int) -> Computed:
-    """Makes the entry of a size of linear attention, which the release has in an object of its own."""
+    """Makes the entry for a size of linear attention, which the release has in an object of its own."""
 
     def read(hf: HFConfig, c: Any) -> int:
         value = hf.take(hf_name, usual)

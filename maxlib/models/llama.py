@@ -1,8 +1,8 @@
 """Llama 2 to 3.3 (Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783).
 
-Start here: the file has the sizes, the layer and the model, then the names of Hugging Face and the presets; the other
-families are variations of it. Shapes: B rows, T tokens, D width of the residual stream, F of the MLP, N query heads and
-K key heads of width H, V vocabulary.
+Start here: this file has the sizes, the layer and the model, then the names that Hugging Face uses, and the presets.
+The other families are variations of it. Letters in shapes: B rows, T tokens, D width of the residual stream, F width of
+the MLP, N query heads, K key (and value) heads, H width of a head, V vocabulary size.
 """
 
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ class Block(nn.Layer):
         # `ctx` has the values that all layers share: key intervals of the mask, rotary tables. `cache` belongs to this
         # layer.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        # x + h; a layout may split the sum, and a remat policy may keep h by its name.
+        # x + h; a layout may split the sum, and a remat policy can save h under this name.
         x = nn.residual(x, h, "attn")
         x = nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp")
         return x, cache, {}  # no losses or metrics of its own
@@ -79,8 +79,8 @@ class Llama(nn.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        # Their key intervals and rotary tables are computed once per pass; layers look them up.
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
+        # nn.Decoder finds the layers' masks and ropes, and computes their intervals and rotary tables once per pass.
         # Scans one layer over stacked weights, so that compile time does not grow with depth.
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -106,7 +106,7 @@ FIELDS = Fields(
 
 
 def _table(cfg: Config) -> Table:
-    """Maps tensor names of Hugging Face to parameters: `...self_attn.q_proj.weight` is `layers.{i}.attn.q.w`."""
+    """Maps Hugging Face's tensor names to parameters: `...self_attn.q_proj.weight` is `layers.{i}.attn.q.w`."""
     return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
@@ -118,8 +118,8 @@ _LLAMA2 = Config(
 _70B = dict(num_layers=80, dim=8192, mlp_dim=28_672, num_heads=64, num_kv_heads=8)
 _405B = dict(num_layers=126, dim=16_384, mlp_dim=53_248, num_heads=128, num_kv_heads=8)
 _LLAMA3 = replace(_LLAMA2, vocab=128_256, mlp_dim=14_336, num_kv_heads=8, rope=Rope(128, 500_000.0, max_length=8192))
-# Wavelengths above 8192 / 1 tokens are stretched by the factor, those below 8192 / 4 do not change; in between it
-# interpolates.
+# Llama3Scaling(factor, 1, 4, 8192): wavelengths above 8192 / 1 tokens grow by the factor, those below 8192 / 4 stay the
+# same, and those in between change gradually.
 _LLAMA3_1 = replace(_LLAMA3, rope=Rope(128, 500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192), max_length=131_072))
 _LLAMA3_2 = replace(_LLAMA3_1, rope=Rope(128, 500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192), max_length=131_072), tied=True)
 PRESETS = {

@@ -148,11 +148,11 @@ class Llama4(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (sees := self.cfg.vision) is None:
+        if (vision_config := self.cfg.vision) is None:
             return {}
         return {
             "images": nn.vision.ImageInput(
-                self.tower, self.projector, token=sees.image_token, num_tokens=sees.num_tokens
+                self.tower, self.projector, token=vision_config.image_token, num_tokens=vision_config.num_tokens
             )
         }
 

@@ -100,11 +100,14 @@ class Mistral(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (sees := self.cfg.vision) is None:
+        if (vision_config := self.cfg.vision) is None:
             return {}
         return {
             "images": nn.vision.PatchInput(
-                self.tower, tokens=(sees.image_token,), merge=sees.merge, patch_dim=sees.patch_dim
+                self.tower,
+                tokens=(vision_config.image_token,),
+                merge=vision_config.merge,
+                patch_dim=vision_config.patch_dim,
             )
         }
 

@@ -19,7 +19,7 @@ from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed
 
 Vision = vision.Vision
 LINEAR, FULL = "linear_attention", "full_attention"
-SECTIONS = (11, 11, 10)  # of M-RoPE
+SECTIONS = (11, 11, 10)  # rotated pairs of a head that M-RoPE turns by time, by row and by column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class Config:
     head_dim: int
     rope: Rope
     sections: tuple[int, ...] = SECTIONS
-    num_key_heads: int = 16  # of linear attention ...
+    num_key_heads: int = 16  # this and the next four are sizes of the DeltaNet layers
     num_value_heads: int
     key_dim: int = 128
     value_dim: int = 128
-    conv_width: int = 4  # ... and of the convolution before it
+    conv_width: int = 4  # tokens that the short convolution over queries, keys and values sees
     layer_types: tuple[str, ...] | None = None  # LINEAR or FULL for each layer; None: every fourth is FULL
     norm_eps: float = 1e-6
     tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | None = None
-    num_mtp: int = 0  # 1: with the multi-token prediction module (`predict_ahead`) ...
-    stored_mtp: int = field(default=0, compare=False)  # ... if the checkpoint has it
+    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) to build: 0 or 1
+    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; the model does not depend on it
 
     def __post_init__(self):
         _check(self)
@@ -86,11 +86,11 @@ def _check(cfg: Config) -> None:
         raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
     if cfg.vision is not None and cfg.vision.deepstack:
         raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {cfg.vision.deepstack}")
-    _rotary(cfg)  # its sections are checked
+    _rotary(cfg)  # MRope checks the sections
 
 
 def _rotary(cfg: Config) -> Rope | ops.MRope:
-    # With three positions per token in a vision model.
+    # A vision model has three positions per token (M-RoPE), a text model has one.
     return cfg.rope if cfg.vision is None else ops.MRope(cfg.rope, cfg.sections)
 
 
@@ -129,7 +129,7 @@ def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts; each token uses the best k, and the shared expert, scaled by its own gate.
+    # Softmax over all experts; each token uses the best `top_k`. The shared expert runs for every token, times a gate.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
@@ -154,15 +154,15 @@ class Qwen35(nn.Decoder):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads, if it has an encoder of them."""
-        if (sees := self.cfg.vision) is None:
+        """Returns the images that the model reads; empty for a text model."""
+        if (encoder := self.cfg.vision) is None:
             return {}
         return {
             "images": nn.vision.PatchInput(
                 self.tower,
-                tokens=(sees.image_token, sees.video_token),
-                merge=sees.merge,
-                patch_dim=sees.patch_dim,
+                tokens=(encoder.image_token, encoder.video_token),
+                merge=encoder.merge,
+                patch_dim=encoder.patch_dim,
                 mrope=True,
             )
         }
@@ -254,8 +254,8 @@ def _table(cfg: Config) -> Table:
     ahead = names.qwen_mtp_table(layer, used=cfg.num_mtp)
     if cfg.vision is None:
         # A text model can also be loaded from a vision model's checkpoint.
-        blind = [Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
-        return [*names.decoder_table(layer), *names.fused_experts("model"), *blind, *ahead]
+        without_vision = [Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
+        return [*names.decoder_table(layer), *names.fused_experts("model"), *without_vision, *ahead]
     text = "model.language_model"
     return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), *ahead]
 

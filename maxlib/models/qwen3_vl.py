@@ -122,13 +122,13 @@ class Qwen3VL(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads."""
-        sees = self.cfg.vision
+        vision_config = self.cfg.vision
         return {
             "images": nn.vision.PatchInput(
                 self.tower,
-                tokens=(sees.image_token, sees.video_token),
-                merge=sees.merge,
-                patch_dim=sees.patch_dim,
+                tokens=(vision_config.image_token, vision_config.video_token),
+                merge=vision_config.merge,
+                patch_dim=vision_config.patch_dim,
                 mrope=True,
             )
         }

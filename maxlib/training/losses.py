@@ -71,13 +71,13 @@ class Loss:
                 return loss, training.Stats(jnp.sum(batch["targets"] >= 0), {"nll": -jnp.sum(log_prob)})
 
     Attributes:
-        reads: Names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If set, masks
-            and other libraries' names of these inputs raise an error, and unread names a warning. None accepts any
-            batch.
-        sums_over_rows: True if the loss of a batch, including its reports, is the sum of the losses of its rows; the
-            devices of a pipeline then sum gradients only once. False for a loss with its own layers whose reports
-            depend on all rows. Microbatches always change a loss that compares rows: put related sequences into one
-            row.
+        reads: Names that the loss reads in the batch besides `tokens`, `targets` and the model's inputs. If set, a
+            mask, or another library's name for one of these inputs, raises an error, and a name that is not read gives
+            a warning. None accepts any batch.
+        sums_over_rows: True if the loss of a batch and its reports are the sums of those of its rows; the devices of a
+            pipeline then sum gradients only once. Set it to False if the loss runs layers of its own (as `MTP` does)
+            that report values computed from all rows together, such as expert loads. A loss that compares rows gives a
+            different result with microbatches in any case: put related sequences into one row.
     """
 
     reads: ClassVar[Collection[str] | None] = None
@@ -87,8 +87,7 @@ class Loss:
         """Returns the loss summed over the targets, and `Stats`.
 
         Args:
-            model: The model, of which only `head_weight()`, `softcap`, `logits` and modules outside of its layers may
-                be used.
+            model: The model. Use only its `head_weight()`, `softcap`, `logits`, and modules outside of its layers.
             hidden: Its last hidden states, after the final norm.
             batch: The batch, whose `tokens`, `positions`, `segment_ids`, `valid`, `images` and `audio` were the model's
                 inputs.
@@ -113,7 +112,7 @@ class Loss:
     ) -> tuple[Float[Array, ""], Stats]:
         """Runs the model on a batch and returns `(loss sum, Stats)`.
 
-        The layers' reports named `loss/...` are added to the loss, times the number of targets, and all reports to the
+        Reports of layers named `loss/...` are added to the loss, times the number of targets. All reports become
         metrics.
 
         Args:
@@ -134,7 +133,7 @@ class Loss:
         return loss + stats.num_targets * layer_losses(output.aux), with_reports(stats, output.aux)
 
     def check_names(self, batch: Batch) -> None:
-        """Raises ValueError for another library's name of an input that the loss reads, and without targets."""
+        """Raises ValueError if the batch has another library's name for an input of the loss, or no targets."""
         if self.reads is not None:
             check_batch_names(type(self).__name__, batch, self.reads)
             check_has_targets(type(self).__name__, batch)

@@ -33,7 +33,7 @@ HEADS = (Field("num_heads", "num_attention_heads"), Field("num_kv_heads", "num_k
 ATTENTION = (*HEADS, Field("head_dim"))
 ATTENTION_BIAS = Field("attention_bias")
 WINDOW = Field("window", "sliding_window")
-# Latent attention, whose heads all have their own keys, with DeepSeek's names; `latent_rope` has the rest.
+# Latent attention, in DeepSeek's names. It has no number of key heads; `latent_rope` has the rotary part.
 MLA = (
     Field("num_heads", "num_attention_heads"),
     Field("q_rank", "q_lora_rank"),
@@ -41,13 +41,13 @@ MLA = (
     Field("nope_dim", "qk_nope_head_dim"),
     Field("v_dim", "v_head_dim"),
 )
-# Experts and their router, with the names of Qwen ...
+# Experts and their router, in Qwen's names.
 EXPERTS = (
     Field("expert_dim", "moe_intermediate_size"),
     Field("num_experts"),
     Field("top_k", "num_experts_per_tok"),
 )
-# ... and with those of DeepSeek, whose router has groups (GROUPS).
+# The same in DeepSeek's names; GROUPS has the fields of its expert groups.
 DEEPSEEK_EXPERTS = (
     Field("expert_dim", "moe_intermediate_size"),
     Field("num_experts", "n_routed_experts"),
@@ -89,7 +89,7 @@ def equal_heads(c: Any) -> int:
 
 
 def head_dim() -> Computed:
-    """Makes the entry of a `head_dim` that may only be absent if `num_heads` divides `dim`, as for Llama."""
+    """Makes the entry for a `head_dim` that may only be absent if `num_heads` divides `dim`, as for Llama."""
 
     def read(hf: HFConfig, c: Any) -> int:
         width = hf.take("head_dim", None, kind=int)
@@ -124,7 +124,7 @@ def rope(
     default_length: int | None = None,
     default_fraction: float = 1.0,
 ) -> Computed:
-    """Makes the entry of a rotary embedding over `head_dim` dimensions, in both spellings; see `read_rope`.
+    """Makes the entry for a rotary embedding over `head_dim` dimensions, in both spellings; see `read_rope`.
 
     Args:
         name: Name in the configuration.
@@ -173,7 +173,7 @@ def layer_rope(
     *,
     length: int = 131_072,
 ) -> Computed:
-    """Makes the entry of the rotary embedding of one layer type, for families that are only in transformers 5.
+    """Makes the entry for the rotary embedding of one layer type, for families that are only in transformers 5.
 
     Args:
         name: Name in the configuration.
@@ -204,7 +204,7 @@ def layer_rope(
 
 
 def latent_rope(*, interleaved: bool | None = None) -> Computed:
-    """Makes the entry of the rotary embedding of latent attention, whose width is `qk_rope_head_dim`.
+    """Makes the entry for the rotary embedding of latent attention, whose width is `qk_rope_head_dim`.
 
     Args:
         interleaved: True if the family always pairs neighbouring dimensions; None if `rope_interleave` decides.
@@ -226,7 +226,7 @@ def latent_rope(*, interleaved: bool | None = None) -> Computed:
 
 
 def axial_theta(default: float, *rope_types: str) -> Computed:
-    """Makes the entry of `rope_theta`, the base of the rotary embedding of an image encoder by row and column.
+    """Makes the entry for `rope_theta`, the base of the rotary embedding of an image encoder by row and column.
 
     Args:
         default: Value if a config omits it.
@@ -257,7 +257,7 @@ def layer_types(
     absent: Callable[[HFConfig, Any], tuple[str, ...]] | None = None,
     also: Callable[[tuple[str, ...]], Values] | None = None,
 ) -> Computed:
-    """Makes the entry of `layer_types`, one of `known` for each layer, or None for the family's default.
+    """Makes the entry for `layer_types`, one of `known` for each layer, or None for the family's default.
 
     Args:
         *known: The possible layer types.
@@ -310,13 +310,14 @@ def upper_layers_slide(full: str, *, absent: int, window: int) -> tuple[Computed
         return (full,) * c.num_layers
 
     def num_full(types: tuple[str, ...]) -> Values:
-        return {"max_window_layers": types.count(full)}  # all that early versions of transformers read
+        return {"max_window_layers": types.count(full)}  # early versions of transformers read only this
 
     return layer_types(full, SLIDING, usual=usual, absent=implied, also=num_full), window_of_sliding(absent=window)
 
 
 def window_of_sliding(*, absent: int | None) -> Computed:
-    """Makes the entry of the window of sliding layers, which `use_sliding_window` enables; `layer_types` precedes it.
+    """Makes the entry for the window of sliding layers, which `use_sliding_window` enables. It must come after
+    the entry for `layer_types`.
 
     Args:
         absent: Value if a config omits `sliding_window`.
@@ -344,7 +345,7 @@ def switched_window(hf: HFConfig, absent: int | None) -> int | None:
 
 
 def num_dense(absent: int = 1) -> Computed:
-    """Makes the entry of the number of first layers with a plain MLP: `first_k_dense_replace`, or "dense" in
+    """Makes the entry for the number of first layers with a plain MLP: `first_k_dense_replace`, or "dense" in
     `mlp_layer_types`.
 
     Args:
@@ -372,7 +373,7 @@ def num_dense(absent: int = 1) -> Computed:
 
 
 def dt_limit() -> Computed:
-    """Makes the entry of the smallest and largest step of Mamba; without the field there is no limit."""
+    """Makes the entry for the smallest and largest step of Mamba; without the field there is no limit."""
 
     def number(x: Any) -> float:
         # JSON has no infinity: transformers writes {"__float__": "Infinity"}.
@@ -393,8 +394,9 @@ def dt_limit() -> Computed:
 
 
 def mtp(absent: int, hf_name: str = "num_nextn_predict_layers") -> Computed:
-    """Makes the entry of `stored_mtp`, the number of multi-token prediction modules of a checkpoint; an export has
-    `cfg.num_mtp`.
+    """Makes the entry for `stored_mtp`, the number of multi-token prediction modules in a checkpoint.
+
+    Writes `cfg.num_mtp` instead, because an export only has the modules that the model has.
 
     Args:
         absent: Value if a config omits the field.
@@ -413,7 +415,7 @@ def mtp(absent: int, hf_name: str = "num_nextn_predict_layers") -> Computed:
 def only_if(
     condition: Callable[[Any], bool], name: str, hf_name: str, absent: Default = REQUIRED, *, kind: type | None = None
 ) -> Computed:
-    """Makes the entry of a field that only some models of a family have; None in the others, and then not written.
+    """Makes the entry for a field that only some models of a family have; None in the others, and then not written.
 
     Args:
         condition: Function from the preceding fields, and `model_type`: whether the model has it.

@@ -338,7 +338,7 @@ def test_a_layer_taken_out_of_a_scan_refuses_changes():
         lambda: setattr(layer, "up", norm),
         lambda: setattr(layer.up, "extra", norm),
     ):
-        with pytest.raises(ValueError, match=r"layer 1 was taken out .* in `nn.unstack\(model\)`"):
+        with pytest.raises(ValueError, match=r"layer 1 was read from .* in `nn.unstack\(model\)`"):
             change()
     copy = jax.tree.map(lambda a: a, layer)
     copy.up.w[...] = jnp.zeros(copy.up.w.shape)

@@ -50,7 +50,7 @@ class SupportsPipelining(Model, Protocol):
         ...
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: Any) -> Any:
-        """Returns what each layer gets for itself, as arrays with a leading axis of layers; None for nothing."""
+        """Returns inputs of individual layers: arrays whose leading axis is the layers; None if there are none."""
         ...
 
     def leave(self, x: Float[Array, "B T D"], ctx: Any) -> Float[Array, "B T D"]:
@@ -59,18 +59,20 @@ class SupportsPipelining(Model, Protocol):
 
 
 class Stack(StackedLayers):
-    """A layer `make(kind, rngs)` for each of `kinds`, called as `layer(x, ctx, cache) -> (x, cache, aux)`.
+    """A sequence of layers: calls `make(kind, rngs)` for each of `kinds`, and runs the layers one after the other.
 
-    Layers of equal kind are equal, except for their weights. The stack finds groups of layers whose kinds repeat, and
-    scans each: `make` is traced once for each layer of a period, and its weights are arrays with a leading axis of
-    repeats. For 12 layers of the kinds A to F:
+    A layer is called as `layer(x, ctx, cache) -> (x, cache, aux)`. Layers of the same kind differ only in their
+    weights. The stack finds groups in which a sequence of kinds (the period) repeats, and scans each such group: `make`
+    is traced once per layer of the period, and weights are arrays with a leading axis of repeats. For 12 layers of the
+    kinds A to F:
 
-        D D | E F | A B C  A B C | A B       groups with the periods D, E F, A B C, A B; the first and third repeat
+        D D | E F | A B C  A B C | A B       periods D; E F; A B C; A B. The first and third group have two repeats.
 
     Its layers are in `groups`, by group and slot of the period: `stack.groups[2][1]` is both layers B of the third
     group, and `groups.2.1.attn.q.w` the path of a weight. The leading axis is named in the variables' metadata:
     `("layers", "heads", ...)` in the group that a pipeline splits into stages (`staged`), and `("unstaged_layers",
-    "heads", ...)` in others. A layer that is stored alone, or taken out (`stack[i]`), does not have this axis.
+    "heads", ...)` in others. A layer that is stored alone, or the copy that `stack[i]` returns, does not have this
+    axis.
 
     The key of layer `i` is the stack's key folded with `i`, so initial values do not depend on the groups.
 
@@ -98,7 +100,7 @@ class Stack(StackedLayers):
     ):
         key = draw_key(rngs)
         kinds = [None] * kinds if isinstance(kinds, int) else kinds
-        # Numbers, not the kinds, which may be functions: two builds of a model have equal structures.
+        # Stored as numbers: kinds may be functions, which compare unequal when the same model is built twice.
         self.kind_numbers = number_kinds(kinds)
         numbers = jnp.arange(len(kinds))
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)  # one for each layer
@@ -112,8 +114,8 @@ class Stack(StackedLayers):
             if len(layers) == 1:
                 return build(keys[layers[0]], numbers[layers[0]])
             # vmap over the layers of a slot: every variable becomes [repeats, ...].
-            of_slot = slice(layers.start, layers.stop, layers.step)
-            return jax.vmap(build)(keys[of_slot], numbers[of_slot])
+            in_slot = slice(layers.start, layers.stop, layers.step)
+            return jax.vmap(build)(keys[in_slot], numbers[in_slot])
 
         self._store(find_groups(self.kind_numbers), slot)
 
@@ -136,8 +138,8 @@ class Stack(StackedLayers):
 
     @property
     def staged(self) -> int | None:
-        """Index of the group that a pipeline splits into stages: the repeated one with the most layers, the last of
-        equal ones. None if no group repeats.
+        """Index of the group that a pipeline splits into stages: of the groups that repeat, the one with the most
+        layers, or the last one of several equally long ones. None if no group repeats.
         """
         sizes = {n: (group.period * group.repeats, n) for n, group in enumerate(self.layer_groups) if group.repeats > 1}
         return max(sizes, key=lambda n: sizes[n], default=None)
@@ -201,9 +203,11 @@ class Stack(StackedLayers):
             ctx: Values shared by all layers, from `nn.make_context`.
             cache: Cache from `init_cache`, or None.
             remat: What layers keep for the backward pass, see `nn.remat`.
-            layer_inputs: Arrays with a leading axis of layers. Layer `i` gets row `i` as a fourth argument. If they
-                have fewer rows, later layers get none; such layers must have another kind.
-            pipelined: False if layers report rows, which a pipeline would average over microbatches: no pipeline then.
+            layer_inputs: Arrays with a leading axis of layers. Layer `i` gets row `i` as a fourth argument. If there
+                are fewer rows than layers, the last layers get none; their kind must differ from that of layers with a
+                row.
+            pipelined: False runs all layers without a pipeline, even on a mesh that has one. Needed if layers report a
+                value for each row of the batch, because a pipeline averages reports over microbatches.
 
         Returns:
             The last layer's `x`, the new cache (None without one), and the layers' `aux` entries by name, with a row
@@ -255,7 +259,7 @@ class Stack(StackedLayers):
             return [None] * len(self.groups)
         rows = min(len(a) for a in jax.tree.leaves(layer_inputs))
 
-        def of_slot(layers: range) -> Any:
+        def slot_inputs(layers: range) -> Any:
             if layers[0] >= rows:
                 return None
             if layers[-1] >= rows:
@@ -267,7 +271,7 @@ class Stack(StackedLayers):
                 return jax.tree.map(lambda a: a[layers[0]], layer_inputs)
             return jax.tree.map(lambda a: a[layers.start : layers.stop : layers.step], layer_inputs)
 
-        return [[of_slot(group.layers(slot)) for slot in range(group.period)] for group in self.layer_groups]
+        return [[slot_inputs(group.layers(slot)) for slot in range(group.period)] for group in self.layer_groups]
 
     def in_layer_order(self, auxes: Sequence[list[Aux]]) -> Aux:
         """Joins what `run_group` reports for each group into one array per name.
@@ -298,13 +302,13 @@ class Stack(StackedLayers):
         """
         check_cache_dtype(self, dtype)
 
-        def of_slot(layer: Any, repeats: int) -> Any:
+        def slot_cache(layer: Any, repeats: int) -> Any:
             cache = layer.init_cache(batch, capacity, dtype)
             # [B, ...] -> [repeats, B, ...]
             return cache if repeats == 1 else jax.tree.map(lambda a: jnp.repeat(a[None], repeats, axis=0), cache)
 
         groups = zip(self.groups, self.layer_groups, strict=True)
-        return tuple([of_slot(layer, group.repeats) for layer in slots] for slots, group in groups)
+        return tuple([slot_cache(layer, group.repeats) for layer in slots] for slots, group in groups)
 
     def cache_of(self, i: int, caches: Any) -> Any:
         """Returns layer `i`'s cache from the result of `init_cache`."""
@@ -319,8 +323,8 @@ class Stack(StackedLayers):
     def restacked(self, kinds: Sequence[Hashable] | None = None) -> "Stack":
         """Returns a stack that scans equal layers again, such as one from `unstacked` whose layers were changed.
 
-        Layers are equal if they have one kind, one structure (attributes that are not arrays included), and arrays of
-        one shape and dtype.
+        Layers are equal if they have the same kind, the same structure (including attributes that are not arrays), and
+        arrays of the same shapes and dtypes.
 
         Args:
             kinds: A value for each layer, in which equal layers must agree too.
@@ -376,7 +380,7 @@ def _copy(tree: Layer) -> Layer:
     return jax.tree.map(lambda a: a, tree)
 
 
-class _Taken(TraceState):
+class _ReadOnlyState(TraceState):
     """State that flax checks before it changes a module or a variable. It is not part of the pytree, so `jax.tree.map`
     and `jit` treat the layer as an ordinary one.
     """
@@ -389,7 +393,7 @@ class _Taken(TraceState):
 
     def is_valid(self) -> NoReturn:
         raise ValueError(
-            f"layer {self._number} was taken out of a stack that scans its layers, so it is a copy, and a change to it "
+            f"layer {self._number} was read from a stack that scans its layers, so it is a copy, and a change to it "
             "would not reach the model. Change it in `nn.unstack(model)`, which stores each layer alone; `restacked()` of "
             "a stack scans equal layers again. To change only the copy, copy it first: `jax.tree.map(lambda a: a, layer)`"
         )
@@ -402,10 +406,10 @@ def _read_only(layer: Layer, number: int) -> Layer:
         layer: The copy, which is changed in place.
         number: The layer's index in its stack, for the message.
     """
-    taken = _Taken(number)
+    state = _ReadOnlyState(number)
     for _, node in nnx.iter_graph(layer):
         if isinstance(node, nnx.Variable):
-            object.__setattr__(node, "_trace_state", taken)
+            object.__setattr__(node, "_trace_state", state)
         elif isinstance(node, nnx.Pytree):
-            object.__setattr__(node._pytree__state, "_trace_state", taken)
+            object.__setattr__(node._pytree__state, "_trace_state", state)
     return layer
