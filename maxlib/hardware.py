@@ -102,13 +102,6 @@ def is_ampere_or_later(device_kind: str) -> bool:
     return "NVIDIA" in device_kind and not _BEFORE_AMPERE.search(device_kind)
 
 
-def is_ampere_or_ada(device_kind: str) -> bool:
-    """Returns True if a device is an NVIDIA GPU of the Ampere or the Ada Lovelace generation, such as A100 and L40S."""
-    return (
-        re.search(r"\b(A(2|10G?|16|30|40|100|800)|L(2|4|20|40S?)|RTX (A\d000|[34]0\d0)|Ada)\b", device_kind) is not None
-    )
-
-
 def current_device() -> tuple[str, str]:
     """Returns the platform and kind of the device for which a program is traced.
 

@@ -51,7 +51,10 @@ class SaveManager:
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         if checkpointer.base is not None and self._base is None:
             self._base = record_of(state, checkpointer.base)
-        begin = lambda: save(checkpointer, state, step, data_state, numbers, base=self._base)
+
+        def begin() -> None:
+            save(checkpointer, state, step, data_state, numbers, base=self._base)
+
         if not self._try(begin, f"the checkpoint of step {step} to be taken"):
             self._continue_or_raise(checkpointer)
 
