@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from maxlib.post_training import policies as policies
     from maxlib.post_training import preferences as preferences
     from maxlib.post_training._distillation import Distillation as Distillation
+    from maxlib.post_training._environments import Environment as Environment
+    from maxlib.post_training._environments import EnvironmentPool as EnvironmentPool
+    from maxlib.post_training._environments import Prompt as Prompt
+    from maxlib.post_training._episodes import Episode as Episode
+    from maxlib.post_training._episodes import episode_metrics as episode_metrics
+    from maxlib.post_training._episodes import run_episodes as run_episodes
     from maxlib.post_training._loaders import add_reference as add_reference
     from maxlib.post_training._loaders import add_teacher as add_teacher
     from maxlib.post_training._reference import ReferencedLoss as ReferencedLoss
@@ -21,7 +27,13 @@ if TYPE_CHECKING:
     from maxlib.post_training._reference import log_probs as log_probs
     from maxlib.post_training._rewards import RewardPool as RewardPool
     from maxlib.post_training._rollouts import Rollouts as Rollouts
-    from maxlib.post_training._rollouts import completion_batch as completion_batch
+    from maxlib.post_training._tool_chat import ToolChat as ToolChat
+    from maxlib.post_training._tool_chat import json_schema as json_schema
+    from maxlib.post_training._trajectories import Part as Part
+    from maxlib.post_training._trajectories import Trajectory as Trajectory
+    from maxlib.post_training._trajectories import completion_batch as completion_batch
+    from maxlib.post_training._trajectories import join_turns as join_turns
+    from maxlib.post_training._trajectories import trajectory_batch as trajectory_batch
     from maxlib.post_training.advantages import group_advantages as group_advantages
     from maxlib.post_training.advantages import leave_one_out as leave_one_out
     from maxlib.post_training.advantages import reward_metrics as reward_metrics
