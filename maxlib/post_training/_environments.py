@@ -88,7 +88,7 @@ class EnvironmentPool(contextlib.AbstractContextManager):
 
     def reward(self, numbers: Sequence[int]) -> dict[int, Answer]:
         """Returns the rewards of environments, and removes these."""
-        return self._call({number: ("reward", None) for number in numbers})
+        return self._call(dict.fromkeys(numbers, ("reward", None)))
 
     def _call(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}

@@ -5,9 +5,9 @@ import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from maxlib.inference import ToolFormat, parse_tool_calls
+from maxlib.inference import parse_tool_calls, tool_call_format
 from maxlib.post_training._environments import Prompt
 from maxlib.tokenization import ChatTemplate
 
@@ -28,9 +28,12 @@ class ToolChat:
         score: Takes the messages of the session and returns its reward.
         tokenizer: Tokenizer of the model.
         template: Chat template of the model.
-        format: How the model writes calls, see `inference.parse_tool_calls`.
+        format: How the model writes calls, see `inference.parse_tool_calls`; None reads it from the template.
         stop_token_ids: Ids that end a turn.
         variables: Other variables of the template.
+
+    Raises:
+        ValueError: when `format` is None and the template's is unknown, or a tool's parameters lack type hints.
     """
 
     def __init__(
@@ -41,14 +44,17 @@ class ToolChat:
         *,
         tokenizer: Any,
         template: ChatTemplate,
-        format: ToolFormat,
+        format: Literal["hermes", "llama3", "deepseek", "gpt-oss"] | None = None,
         stop_token_ids: Collection[int],
         **variables: Any,
     ):
         self.messages: list[Message] = [dict(message) for message in messages]
         self.tools, self.score = {tool.__name__: tool for tool in tools}, score
         self.schemas = [json_schema(tool) for tool in tools]
-        self.tokenizer, self.template, self.format = tokenizer, template, format
+        known = format or tool_call_format(template.source)
+        if known is None:
+            raise ValueError("the chat template does not show how it writes tool calls: pass format=, such as 'hermes'")
+        self.tokenizer, self.template, self.format = tokenizer, template, known
         self.stop_token_ids, self.variables = frozenset(stop_token_ids), variables
         self._tokens: list[int] = []
 

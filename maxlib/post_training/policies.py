@@ -18,7 +18,7 @@ from maxlib import ops
 from maxlib._utils.arguments import check_choice
 from maxlib.inference import Sampler
 from maxlib.post_training._reference import ReferencedLoss, missing_reference
-from maxlib.post_training._segments import Segments, is_filled, segment_sums, spread, token_counts
+from maxlib.post_training._segments import MAX_LOG_RATIO, Segments, is_filled, segment_sums, spread, token_counts
 from maxlib.training.losses import Batch, Stats, score
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
@@ -26,7 +26,6 @@ Mean = Union[Literal["sequence", "token"], "FixedLengthMean"]
 Tokens = Float[Array, "B T"]
 Mask = Bool[Array, "B T"]
 stop = jax.lax.stop_gradient
-MAX_LOG_RATIO = 40.0  # e^40 = 2e17, whose square is finite in float32 and bfloat16
 
 
 class Surrogate(NamedTuple):
@@ -136,6 +135,7 @@ class ProbabilityClip:
 
     def __call__(self, ratio: Tokens, advantages: Tokens, log_prob: Tokens) -> Surrogate:
         """Computes the loss of each token."""
+        ratio = jnp.maximum(ratio, math.exp(-MAX_LOG_RATIO))
         moved = jnp.exp(log_prob) * (1 - 1 / ratio)
         low, high = (moved < -self.low) & (advantages < 0), (moved > self.high) & (advantages > 0)
         loss = jnp.where(low | high, 0, -ratio * advantages) + self.penalty * jnp.log(ratio) ** 2
