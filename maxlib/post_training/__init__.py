@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from maxlib.post_training import advantages as advantages
     from maxlib.post_training import policies as policies
     from maxlib.post_training import preferences as preferences
+    from maxlib.post_training._async_rollouts import AsyncRollouts as AsyncRollouts
     from maxlib.post_training._distillation import Distillation as Distillation
     from maxlib.post_training._environments import Environment as Environment
     from maxlib.post_training._environments import EnvironmentPool as EnvironmentPool
