@@ -109,7 +109,7 @@ def main() -> None:
     )  # fmt: skip
     checkpointer = checkpoint.Checkpointer(args.out / "checkpoints", every=max(args.steps // 4, 1))
     sampling = Sampling(model, args)
-    if not (args.out / "checkpoints").exists():
+    if checkpointer.latest() is None:
         model = demonstrated(model, args)
     sampling.trainer = trainer = training.Trainer(
         model,
