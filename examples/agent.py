@@ -54,7 +54,7 @@ def tokenizer_of_calls():
 
 
 TOKENIZER = tokenizer_of_calls()
-END = [TOKENIZER.token_to_id("<end>")]
+END = TOKENIZER.encode("<end>", add_special_tokens=False).ids
 
 
 def question(number: int) -> tuple[int, int, int]:

@@ -68,7 +68,7 @@ class TimedProcess:
 
     def end(self) -> None:
         """Ends the process."""
-        if isinstance(self.process, multiprocessing.process.BaseProcess):
+        if not self.in_thread:
             self.process.kill()
             self.process.join()
         self.pipe.close()
@@ -78,7 +78,7 @@ class TimedProcess:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         make = threading.Thread if self.in_thread else context.Process
-        self.process = make(target=_serve, args=(other, self.functions), daemon=True)
+        self.process: Any = make(target=_serve, args=(other, self.functions), daemon=True)
         self.process.start()
         if not self.in_thread:
             other.close()

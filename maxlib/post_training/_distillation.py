@@ -55,10 +55,8 @@ class Distillation(Loss):
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
         mask, weight = is_learned(batch["targets"]), model.head_weight()
         teacher = batch.get("teacher")
-        of_student = teacher is not None and self.student_top_k is not None
-        if of_student:
-            batch = batch | self._teacher_at_top_k(model, hidden, batch, mask)
-        if teacher is not None and not of_student:
+        top_k = None if teacher is None else self.student_top_k
+        if teacher is not None and top_k is None:
             losses = nn.distillation.token_divergence(
                 hidden,
                 weight,
@@ -70,10 +68,11 @@ class Distillation(Loss):
                 teacher_softcap=teacher.softcap,
                 beta=self.beta,
             )
-        elif "teacher_ids" in batch:
+        elif top_k is not None or "teacher_ids" in batch:
+            stored = batch if top_k is None else self._teacher_at_top_k(model, hidden, batch, mask, top_k)
             # What is not learned may hold anything, also numbers whose gradient is NaN.
             learned, ids, theirs = (
-                jnp.where(mask[..., None], x, 0) for x in (hidden, batch["teacher_ids"], batch["teacher_log_probs"])
+                jnp.where(mask[..., None], x, 0) for x in (hidden, stored["teacher_ids"], stored["teacher_log_probs"])
             )
             ours = nn.distillation.token_gather_log_probs(
                 learned, weight, ids, temperature=self.temperature, softcap=model.softcap
@@ -98,13 +97,13 @@ class Distillation(Loss):
             loss, sums = loss + self.hard * nll, sums | terms
         return loss, jax.lax.stop_gradient(Stats(count, sums))
 
-    def _teacher_at_top_k(self, model: Any, hidden: Array, batch: Batch, mask: Array) -> Batch:
+    def _teacher_at_top_k(self, model: Any, hidden: Array, batch: Batch, mask: Array, k: int) -> Batch:
         """Returns the student's likeliest tokens, and their log-probabilities under the teacher."""
         teacher, hidden_states = batch["teacher"], (hidden, batch["teacher_hidden"])
         ours, theirs = (jnp.where(mask[..., None], jax.lax.stop_gradient(x), 0) for x in hidden_states)
         check_vocabulary(model.head_weight(), teacher.head_weight())
         _, ids = nn.distillation.token_top_k(
-            ours, model.head_weight(), self.student_top_k, temperature=self.temperature, softcap=model.softcap
+            ours, model.head_weight(), k, temperature=self.temperature, softcap=model.softcap
         )
         log_probs = nn.distillation.token_gather_log_probs(
             theirs, teacher.head_weight(), ids, temperature=self.temperature, softcap=teacher.softcap

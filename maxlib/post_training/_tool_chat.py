@@ -12,6 +12,7 @@ from maxlib.post_training._environments import Prompt
 from maxlib.tokenization import ChatTemplate
 
 Message = dict[str, Any]
+_Format = Literal["hermes", "llama3", "deepseek", "gpt-oss"]
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -44,7 +45,7 @@ class ToolChat:
         *,
         tokenizer: Any,
         template: ChatTemplate,
-        format: Literal["hermes", "llama3", "deepseek", "gpt-oss"] | None = None,
+        format: _Format | None = None,
         stop_token_ids: Collection[int],
         **variables: Any,
     ):
@@ -54,7 +55,8 @@ class ToolChat:
         known = format or tool_call_format(template.source)
         if known is None:
             raise ValueError("the chat template does not show how it writes tool calls: pass format=, such as 'hermes'")
-        self.tokenizer, self.template, self.format = tokenizer, template, known
+        self.tokenizer, self.template = tokenizer, template
+        self.format: _Format = known
         self.stop_token_ids, self.variables = frozenset(stop_token_ids), variables
         self._tokens: list[int] = []
 

@@ -34,7 +34,7 @@ class Answers(NamedTuple):
     rejected: Pairs
     chosen_tokens: Pairs
     rejected_tokens: Pairs
-    policy_difference: Pairs | None = None  # of `log p`, without the reference
+    policy_difference: Any = None  # of `log p`, without the reference
 
     @property
     def means(self) -> tuple[Pairs, Pairs]:
