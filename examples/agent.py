@@ -4,6 +4,10 @@ The task is such as "3*7+25": the model has to call `multiply`, read the product
 from random weights, reads demonstrations most of which contain a mistake, and then learns from rewards only which of
 what it saw is right: within ten minutes on a CPU. To use a model and tools of your own, replace `build` by
 `maxlib.from_pretrained`, and `TOOLS`, `question` and `reward`; then there is no need for demonstrations.
+
+With --server, vLLM servers sample while the model trains. Start them with what `--steps 0` writes:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve runs/agent/model --served-model-name policy --skip-tokenizer-init
 """
 
 import argparse
@@ -17,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlib import checkpoint, inference, ops, post_training, tokenization, training
+import maxlib
+from maxlib import checkpoint, inference, nn, ops, post_training, tokenization, training
 from maxlib.models import llama
 
 LENGTH, TURN, TURNS = 112, 28, 4  # most tokens of a session and of a turn, most turns
@@ -114,7 +119,7 @@ def main() -> None:
     sampling.trainer = trainer = training.Trainer(
         model,
         optimizer=training.adamw(args.learning_rate),
-        loader=post_training.Rollouts(sampling.batch),
+        loader=sampling.loader(),
         loss=post_training.DAPO(temperature=SAMPLER.temperature),
         dtype=jnp.float32,
         directory=args.out,
@@ -125,6 +130,7 @@ def main() -> None:
         trainer.log(f"before: reward {sampling.mean_reward():.3f}")
         trainer.fit(args.steps)
         trainer.log(f"after: reward {sampling.mean_reward():.3f}")
+        sampling.save(trainer.state.trainable)
 
 
 def demonstrated(model: llama.Llama, args: argparse.Namespace) -> llama.Llama:
@@ -135,7 +141,7 @@ def demonstrated(model: llama.Llama, args: argparse.Namespace) -> llama.Llama:
         rows = post_training.trajectory_batch(sessions, np.zeros(64), length=LENGTH)
         return {name: rows[name] for name in ("tokens", "targets", "segment_ids")}, {}
 
-    schedule = training.warmup_cosine(2e-3, args.demonstrations, warmup=20)
+    schedule = training.warmup_cosine(2e-3, args.demonstrations, warmup=args.demonstrations // 10)
     rollouts = post_training.Rollouts(batch)
     trainer = training.Trainer(model, optimizer=training.adamw(schedule), loader=rollouts, dtype=jnp.float32)
     trainer.fit(args.demonstrations)
@@ -148,25 +154,49 @@ class Sampling:
     trainer: training.Trainer
 
     def __init__(self, model: llama.Llama, args: argparse.Namespace):
-        self.engine = inference.LocalEngine(model, slots=64, capacity=LENGTH, dtype=jnp.float32)
+        if args.server:
+            server = functools.partial(inference.ReloadingServerEngine, model="policy", save=self.save)
+            self.engines = [server(url) for url in args.server]
+        else:
+            self.engines = [inference.LocalEngine(model, slots=64, capacity=LENGTH, dtype=jnp.float32)]
         self.environments = post_training.EnvironmentPool(environment, workers=2, in_threads=True)
         self.args = args
 
-    def batch(self, number: int):
+    def loader(self):
+        """Returns the loader of batches: servers sample while the model trains, with weights of the step before."""
+
+        def in_turn(number: int):
+            self.engines[0].update(self.trainer.state.trainable)
+            return self.batch(self.engines[0], number)
+
+        def newest():
+            return jax.tree.map(jnp.copy, self.trainer.state.trainable)
+
+        if not self.args.server:
+            return post_training.Rollouts(in_turn)
+        return post_training.AsyncRollouts(self.batch, self.engines, newest, max_staleness=1)
+
+    def save(self, params: dict) -> Path:
+        """Writes the model with its newest weights, for servers and for later."""
+        path = self.args.out / "model"
+        maxlib.save_pretrained(nn.combine(params, self.trainer.state.rest), path, overwrite=True)
+        return path
+
+    def batch(self, engine: inference.Engine, number: int):
         """Returns a batch and its metrics."""
-        episodes = self.episodes(number)
+        episodes = self.episodes(engine, number)
         rewards = np.array([episode.reward for episode in episodes]).reshape(-1, self.args.group)
         advantages = post_training.group_advantages(rewards).reshape(-1)
         sessions = [(s, a) for episode, a in zip(episodes, advantages, strict=True) for s in episode.trajectories]
         batch = post_training.trajectory_batch(*zip(*sessions, strict=True), length=LENGTH, rows=len(episodes))
+        batch["old_log_probs"] = batch["sampler_log_probs"]  # of weights that may be a step old
         return batch, post_training.reward_metrics(rewards) | post_training.episode_metrics(episodes)
 
-    def episodes(self, number: int) -> list[post_training.Episode]:
-        self.engine.update(self.trainer.state.trainable)
+    def episodes(self, engine: inference.Engine, number: int) -> list[post_training.Episode]:
         first = number * self.args.tasks
         tasks = [question(first + i) for i in range(self.args.tasks) for _ in range(self.args.group)]
         return post_training.run_episodes(
-            self.engine,
+            engine,
             self.environments,
             tasks,
             length=LENGTH,
@@ -179,7 +209,9 @@ class Sampling:
 
     def mean_reward(self) -> float:
         """Returns the mean reward of episodes that are not trained on."""
-        return float(np.mean([episode.reward for i in range(4) for episode in self.episodes(10**6 + i)]))
+        engine = self.engines[0]
+        engine.update(self.trainer.state.trainable)
+        return float(np.mean([episode.reward for i in range(4) for episode in self.episodes(engine, 10**6 + i)]))
 
 
 def arguments() -> argparse.Namespace:
@@ -192,6 +224,7 @@ def arguments() -> argparse.Namespace:
     add("--tasks", default=8, help="tasks per step (%(default)s)")
     add("--group", default=8, help="episodes per task (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=3e-4, help="constant (%(default)s)")
+    add("--server", metavar="URL", type=str, nargs="*", help="addresses of vLLM servers, instead of this process")
     return parser.parse_args()
 
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -74,12 +75,13 @@ class EnvironmentPool(contextlib.AbstractContextManager):
     ):
         if workers < 1 or not timeout > 0:
             raise ValueError(f"workers and timeout must be positive, got {workers} and {timeout}")
-        self.timeout, self._added = timeout, 0
+        self.timeout, self._added, self._lock = timeout, 0, threading.Lock()
         self._workers = [TimedProcess([_Host(make)], in_thread=in_threads) for _ in range(workers)]
 
     def reset(self, tasks: Sequence[Any]) -> dict[int, Answer]:
         """Makes an environment for each task; returns their first prompts by their new numbers."""
-        first, self._added = self._added, self._added + len(tasks)
+        with self._lock:
+            first, self._added = self._added, self._added + len(tasks)
         return self._call({first + i: ("reset", task) for i, task in enumerate(tasks)})
 
     def step(self, sampled: Mapping[int, Sequence[int]]) -> dict[int, Answer]:
@@ -91,6 +93,10 @@ class EnvironmentPool(contextlib.AbstractContextManager):
         return self._call(dict.fromkeys(numbers, ("reward", None)))
 
     def _call(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
+        with self._lock:  # engines in several threads may share the workers
+            return self._answers(calls)
+
+    def _answers(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
         queues = [collections.deque[int]() for _ in self._workers]
         for number in calls:
