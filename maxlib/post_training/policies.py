@@ -396,7 +396,7 @@ class PolicyLoss(ReferencedLoss):
         metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
         if self.off_policy_limit is not None:
             sampler = batch.get("sampler_log_probs", batch.get("old_log_probs", log_prob))
-            drift = mean_drift(log_prob, sampler, mask, segment_ids)
+            drift = _mean_drift(log_prob, sampler, mask, segment_ids)
             losses = jnp.where((advantages >= 0) | (drift <= self.off_policy_limit), losses, 0)
         is_uncertain = mask
         if self.top_entropy < 1:
@@ -417,15 +417,8 @@ class PolicyLoss(ReferencedLoss):
         return losses - factor * jnp.where(is_uncertain, entropy, 0), metrics
 
 
-def mean_drift(log_prob: Tokens, sampler: Tokens, mask: Mask, segment_ids: Segments) -> Tokens:
-    """Computes the mean of `log p_sampler - ℓ` over each sequence, at its tokens; NaN counts as 0.
-
-    Args:
-        log_prob: Log-probabilities under the policy.
-        sampler: Those of the sampler.
-        mask: True for tokens of completions.
-        segment_ids: Sequences of packed rows, or None.
-    """
+def _mean_drift(log_prob: Tokens, sampler: Tokens, mask: Mask, segment_ids: Segments) -> Tokens:
+    """Computes the mean of `log p_sampler - ℓ` over each sequence, at its tokens; NaN counts as 0."""
     difference = stop(jnp.nan_to_num(jnp.where(mask, sampler - log_prob, 0), nan=0.0))
     total = segment_sums(difference, segment_ids) / jnp.maximum(token_counts(mask, segment_ids), 1)
     return spread(total, segment_ids, mask.shape[1])

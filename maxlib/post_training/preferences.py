@@ -99,7 +99,7 @@ class PreferenceLoss(ReferencedLoss):
         chosen, rejected = answers.means if self.per_token else answers[:2]
         return self.beta * chosen, self.beta * rejected
 
-    def more_metrics(self, answers: Answers) -> dict[str, Pairs]:
+    def extra_metrics(self, answers: Answers) -> dict[str, Pairs]:
         """Returns other metrics of each pair."""
         return {}
 
@@ -131,7 +131,7 @@ class PreferenceLoss(ReferencedLoss):
             halved = score(model, hidden, targets, temperature=self.temperature / 2).log_prob
             alignment = Answers(*of_answers(halved - scored), *counts).means
             losses *= jax.lax.stop_gradient(jnp.exp(jnp.add(*alignment)))
-        loss, metrics = jnp.sum(is_pair * losses), self.more_metrics(answers)
+        loss, metrics = jnp.sum(is_pair * losses), self.extra_metrics(answers)
         metrics |= {"rewards/margins": rewards[0] - rewards[1], "rewards/accuracies": rewards[0] > rewards[1]}
         for i, name in enumerate(("chosen", "rejected")):
             metrics |= {f"rewards/{name}": rewards[i], f"logps/{name}": log_p[i]}
@@ -357,7 +357,7 @@ class ORPO(PreferenceLoss):
     def of_pairs(self, answers: Answers) -> Pairs:
         return self.beta * softplus(-_log_odds(answers))
 
-    def more_metrics(self, answers: Answers) -> dict[str, Pairs]:
+    def extra_metrics(self, answers: Answers) -> dict[str, Pairs]:
         """Returns o as `log_odds_chosen`, and log σ(o) as `log_odds_ratio`."""
         log_odds = _log_odds(answers)
         return {"log_odds_chosen": log_odds, "log_odds_ratio": -softplus(-log_odds)}
