@@ -22,8 +22,7 @@ def engine():
     return inference.LocalEngine(tiny_llama(num_layers=2, vocab=32), slots=4, dtype=jnp.float32, capacity=64)
 
 
-def run(engine, tasks, *, processes=False, **options):
-    timeout = 5.0 if processes else 0.5
+def run(engine, tasks, *, processes=False, timeout=60.0, **options):
     with pt.EnvironmentPool(Counting, workers=len(tasks), timeout=timeout, in_threads=not processes) as pool:
         options = {"length": LENGTH, "max_new_tokens": NEW, "max_turns": 5, "sampler": SAMPLER} | options
         return pt.run_episodes(engine, pool, tasks, key=jax.random.key(0), **options)
@@ -52,7 +51,9 @@ def test_scores_of_five_turns_are_those_of_one_forward_pass(engine):
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_every_end_is_stated_and_none_is_a_reward_of_zero(engine, processes):
     tasks = ["fine", "hang", "raise", "unscored", "endless", "forget"] + ["die"] * processes
-    episodes = dict(zip(tasks, run(engine, tasks, processes=processes, length=21, max_turns=6), strict=True))
+    episodes = dict(
+        zip(tasks, run(engine, tasks, processes=processes, timeout=4.0, length=21, max_turns=6), strict=True)
+    )
     ends = {task: episode.end for task, episode in episodes.items()}
     want = {"fine": "finished", "hang": "timeout", "raise": "crash", "unscored": "finished", "endless": "length"}
     assert ends == want | {"forget": "finished"} | ({"die": "crash"} if processes else {})
