@@ -219,7 +219,7 @@ def arguments() -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("--out", metavar="DIR", type=Path, default=Path("runs/agent"), help="output directory (%(default)s)")
     add("--steps", default=80, help="number of optimizer steps (%(default)s)")
-    add("--demonstrations", default=500, help="steps on demonstrations before them (%(default)s)")
+    add("--demonstrations", default=300, help="steps on demonstrations before them (%(default)s)")
     add("--right", metavar="X", type=float, default=0.6, help="share of right turns in these (%(default)s)")
     add("--tasks", default=8, help="tasks per step (%(default)s)")
     add("--group", default=8, help="episodes per task (%(default)s)")
