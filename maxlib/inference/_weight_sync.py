@@ -15,8 +15,6 @@ class ReloadingServerEngine(ServerEngine):
     anyone call the server's own functions. An update waits until the running requests have ended, reloads the weights,
     empties the prefix cache, because it was computed with the former weights, and goes on.
 
-        engine = inference.ReloadingServerEngine("http://127.0.0.1:8000", "base", save=save)
-
     Args:
         url: Address of the server.
         model: Name of the model there.

@@ -51,7 +51,7 @@ def trained_and_frozen(model: Any, other: Callable[[Any], Any] | None) -> tuple[
 class MovingReference:
     """Callback of a `Trainer` that moves the frozen model of `WithFrozen` towards the trained one (arXiv:2404.09656).
 
-        trainer = training.Trainer(..., callbacks=[(512, post_training.MovingReference(0.6))])
+        callbacks = [(512, post_training.MovingReference(0.6))]  # of a Trainer
 
     Args:
         alpha: α in `reference = α policy + (1 - α) reference`.

@@ -177,6 +177,8 @@ class AdaptiveEntropy:
     The entropy is estimated without bias: the mean of the sampled tokens' negative log-probabilities.
 
         entropy = post_training.AdaptiveEntropy(target=0.2)
+        scores = [[-0.2, -0.1]]
+        batch = post_training.completion_batch([[1]], [[2, 3]], [1.0], length=4, sampler_log_probs=scores)
         batch |= {"entropy_factor": entropy(batch)}
 
     Args:
