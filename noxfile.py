@@ -25,7 +25,7 @@ SMOKE = (
     "tests/ops/attention/test_reference.py",
     "tests/ops/test_rope.py",
     "tests/nn/test_layers.py",
-    "tests/models/test_llama.py::test_logits_and_gradients_are_those_of_transformers[gqa]",
+    "tests/models/test_llama.py::TestLlama::test_gradients_are_those_of_transformers[gqa]",
     "tests/models/test_gemma3.py::TestGemma3::test_logits_are_those_of_transformers",
     "tests/models/test_deepseek.py::TestV3::test_logits_are_those_of_transformers",
     "tests/sharding/test_covering.py::test_a_mesh_is_one_device_spread[dense fsdp+tensor+ring]",

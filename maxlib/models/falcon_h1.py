@@ -10,29 +10,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
+from maxlib.models._layers import TextDecoder, attention
+from maxlib.models._sizes import DECODER, MAMBA, AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes, MambaSizes):
     """Sizes of a Falcon-H1; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     mamba_dim: int  # of all heads of Mamba
-    mamba_heads: int
-    mamba_groups: int = 1
-    mamba_state: int
-    conv_width: int = 4
-    conv_bias: bool = True
-    mamba_bias: bool = False
     out_bias: bool = False
     normed: bool = False  # whether Mamba's output is, ...
     norm_first: bool = True  # ... before it is gated
@@ -47,7 +36,6 @@ class Config:
     mamba_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # on gate, x, b, c and dt
     mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate and on the output
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
 
@@ -93,17 +81,7 @@ class ScaledSiLU:
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     # A factor on keys is one on scores.
     scale = cfg.key_factor * cfg.head_dim**-0.5
-    return nn.Attention(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        num_kv_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
-        bias=cfg.attention_bias,
-        out_bias=cfg.attention_bias,
-        rope=cfg.rope,
-        scale=scale,
-        rngs=rngs,
-    )
+    return attention(cfg, rope=cfg.rope, bias=cfg.attention_bias, out_bias=cfg.attention_bias, scale=scale, rngs=rngs)
 
 
 def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
@@ -127,15 +105,11 @@ def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
     )
 
 
-class FalconH1(nn.Decoder):
+class FalconH1(TextDecoder):
     """Falcon-H1: every layer has both attention and a recurrent state."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""
@@ -153,16 +127,6 @@ def _read_inner(hf: HFConfig, c: Any) -> int:
     return expand * c.dim if inner is None else inner
 
 
-def _read_heads(hf: HFConfig, c: Any) -> int:
-    heads, width = hf.take("mamba_n_heads", 128), hf.take("mamba_d_head", "auto", kind=object)
-    if c.mamba_dim % heads or width not in ("auto", c.mamba_dim // heads):
-        raise ValueError(
-            f"{hf.where('mamba_n_heads')} times mamba_d_head must be mamba_d_ssm, or mamba_expand times hidden_size, "
-            f"{c.mamba_dim}; got {heads} heads of {width}."
-        )
-    return heads
-
-
 def _factors(name: str, hf_name: str, count: int) -> Computed:
     """Makes the entry for several factors, ones unless a config has them."""
 
@@ -178,21 +142,14 @@ def _factors(name: str, hf_name: str, count: int) -> Computed:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(default_length=8192),
         Computed("mamba_dim", _read_inner, lambda width, cfg: {"mamba_d_ssm": width}),
-        Computed("mamba_heads", _read_heads, lambda number, cfg: {"mamba_n_heads": number}),
-        Field("mamba_groups", "mamba_n_groups"),
-        Field("mamba_state", "mamba_d_state"),
-        Field("conv_width", "mamba_d_conv"),
-        Field("conv_bias", "mamba_conv_bias"),
-        Field("mamba_bias", "mamba_proj_bias"),
+        mamba_heads(lambda c: c.mamba_dim),
+        *MAMBA,
         Field("out_bias", "projectors_bias"),
         Field("normed", "mamba_rms_norm"),
         Field("norm_first", "mamba_norm_before_gate"),
-        fields.dt_limit(),
         Field("embed_factor", "embedding_multiplier"),
         Field("head_factor", "lm_head_multiplier"),
         Field("key_factor", "key_multiplier"),

@@ -112,15 +112,12 @@ def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # DeepSeek V3's router: scores are sigmoids, and a bias that counts for the choice only evens the load.
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.num_groups > 1 else None
-    router = nn.Router(
+    router = nn.router.sigmoid_router(
         cfg.dim,
         cfg.num_experts,
         top_k=cfg.top_k,
-        groups=groups,
-        score=jax.nn.sigmoid,
-        expert_bias=True,
+        num_groups=cfg.num_groups,
+        top_groups=cfg.top_groups,
         renormalize=cfg.renormalize,
         scale=cfg.routed_scale,
         rngs=rngs,

@@ -9,29 +9,21 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import TextDecoder
+from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of an OLMo; `PRESETS` has the published ones. With a window it is an OLMo 3."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rope: Rope  # without its scaling on sliding layers
     window: int | None = None  # of the sliding layers
     # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
     layer_types: tuple[str, ...] | None = None
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
 
     def __post_init__(self):
@@ -88,15 +80,11 @@ def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
     return tuple(SLIDING if (i + 1) % period else FULL for i in range(num_layers))
 
 
-class OLMo2(nn.Decoder):
+class OLMo2(TextDecoder):
     """OLMo 2 and 3: norms moved behind the branches for stable training; in OLMo 3 three layers of four slide."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
 
 
 def _is_3(c: Any) -> bool:
@@ -138,9 +126,7 @@ def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         Computed("rope", _read_rope, _write_rope),
         Computed(
             "window",

@@ -6,33 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WindowSizes):
     """Sizes of a SmolLM3; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     # Whether each layer has rotary positions; None: all but every fourth.
     rotated: tuple[bool, ...] | None = None
-    # FULL or SLIDING for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = None
-    window: int | None = None  # of the sliding layers
-    norm_eps: float = 1e-6
     tied: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -41,43 +29,20 @@ class Config:
         _check(self)
 
     @property
-    def masks(self) -> tuple[ops.Mask, ...]:
-        """The mask of each layer."""
-        if self.layer_types is None or self.window is None:
-            return (ops.Causal(),) * self.num_layers
-        masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
-        return tuple(masks[kind] for kind in self.layer_types)
-
-    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The rotation of each layer."""
         return tuple(self.rope if rotated else None for rotated in self.rotated or _rotated(self.num_layers))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer; without a rope, its attention gets the order of tokens only from the causal mask."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=mask,
-            rope=rope,
-            bias=bias,
-            out_bias=bias,
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, mask=mask, rope=rope, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 def _check(cfg: Config) -> None:
@@ -92,17 +57,16 @@ def _rotated(num_layers: int, interval: int = 4) -> tuple[bool, ...]:
     return tuple((i + 1) % interval != 0 for i in range(num_layers))
 
 
-class SmolLM3(nn.Decoder):
+class SmolLM3(TextDecoder):
     """SmolLM3: three layers with rotary positions, one without, which generalises better to longer texts."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(
-            lambda kind, rngs: Block(cfg, *kind, rngs=rngs), tuple(zip(cfg.masks, cfg.ropes, strict=True)), rngs=rngs
+        super().__init__(
+            cfg,
+            lambda kind, rngs: Block(cfg, *kind, rngs=rngs),
+            tuple(zip(cfg.masks, cfg.ropes, strict=True)),
+            rngs=rngs,
         )
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
 def _read_rotated(hf: HFConfig, c: Any) -> tuple[bool, ...] | None:
@@ -126,9 +90,7 @@ def _by_rotation(hf: HFConfig, c: Any) -> tuple[str, ...]:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(default_theta=2_000_000.0),
         Computed("rotated", _read_rotated, _write_rotated),
         fields.layer_types(FULL, SLIDING, usual=lambda c: (FULL,) * c.num_layers, absent=_by_rotation),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,7 @@ from tests.models.fixed_images import (
     tokens_and_images,
 )
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full  # transformers computes the reference
 
 IMAGE, PER_IMAGE, SEQ = 60, 4, 22
 # Rows with two images, one image, and one more that begins the text; one image is longer than what a window leaves of
@@ -35,7 +35,8 @@ IMAGE, PER_IMAGE, SEQ = 60, 4, 22
 PLACES = [(0, 2), (0, 12), (1, 9), (2, 0)]
 
 
-def config(**text) -> "transformers.Gemma3Config":
+def config(**text) -> Any:
+    transformers = pytest.importorskip("transformers")
     base = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -70,8 +71,10 @@ def inputs() -> tuple[np.ndarray, np.ndarray]:
     return tokens_and_images(SEQ, IMAGE, PER_IMAGE, PLACES)
 
 
-def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
+def run(model, tokens: np.ndarray, images: np.ndarray) -> Any:
     """transformers' logits; it is told which tokens are images'."""
+    import torch
+
     ids = torch.from_numpy(tokens).long()
     return model(ids, pixel_values=torch.from_numpy(images), token_type_ids=(ids == IMAGE).long()).logits
 
@@ -79,6 +82,7 @@ def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """The directory of a transformers model, its logits, and the gradients of its loss under the names of files."""
+    transformers = pytest.importorskip("transformers")
     model = transformers.Gemma3ForConditionalGeneration(config()).eval()
     return reference(model, run, *inputs(), tmp_path_factory.mktemp("gemma3"))
 
@@ -97,7 +101,6 @@ def test_logits_are_those_of_transformers(theirs, model):
     assert_close(logits_of(model, *inputs()), theirs[1], 1e-4)
 
 
-@pytest.mark.full
 def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
     params, rest = nn.partition(model)
     maxlib.save_pretrained(nn.combine(gradients_of(params, rest, *inputs()), rest), tmp_path / "gradients")
@@ -109,8 +112,8 @@ def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
         assert np.linalg.norm(got[name] - value) < 1e-4 * scale, name
 
 
-@pytest.mark.full
 def test_export_is_what_was_read_and_transformers_opens_it(theirs, model, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     maxlib.save_pretrained(model, tmp_path / "export")
     want, got = released(load_file(theirs[0] / "model.safetensors")), load_file(tmp_path / "export/model.safetensors")
     assert got.keys() == want.keys()
@@ -142,7 +145,6 @@ def test_every_spelling_of_names_is_read(theirs, model, tmp_path):
         maxlib.from_pretrained(tmp_path)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("field", ["image_token_index", "mm_tokens_per_image", "layer_norm_eps"])
 def test_fields_matter(theirs, model, tmp_path, field):
     data = json.loads((theirs[0] / "config.json").read_text())
@@ -170,7 +172,6 @@ def test_placeholders_without_images_are_nan_inside_jit(model):
         model(tokens)
 
 
-@pytest.mark.full
 def test_packed_equals_separate(model):
     """All rows as documents of one, the image that begins the third right behind the second."""
     tokens, images = inputs()
@@ -187,13 +188,11 @@ def test_images_that_touch_in_different_documents_do_not_see_each_other(model):
     assert_close(logits_of(model, tokens, images[:2], segments).reshape(alone.shape), alone)
 
 
-@pytest.mark.full
 def test_prefill_and_decode_equal_the_full_pass(model):
     cache = check_decoding(model, *inputs(), lengths=[16, 13, 7])
     assert {a.shape[-3] for a in jax.tree.leaves(cache.layers)} == {3, SEQ}
 
 
-@pytest.mark.full
 def test_eight_devices_equal_one(theirs, model):
     check_eight_devices(theirs[0], model, *inputs())
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,15 @@ from tests.models.fixed_images import (
     tokens_and_images,
 )
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full  # transformers computes the reference
 
 IMAGE, PER_TILE, SEQ = 60, 4, 18
 # Rows with two tiles, one tile, and one more that begins the text; one tile lies in two chunks.
 PLACES = [(0, 2), (0, 10), (1, 9), (2, 0)]
 
 
-def config() -> "transformers.Llama4Config":
+def config() -> Any:
+    transformers = pytest.importorskip("transformers")
     text = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -70,13 +71,16 @@ def inputs() -> tuple[np.ndarray, np.ndarray]:
     return tokens_and_images(SEQ, IMAGE, PER_TILE, PLACES)
 
 
-def run(model, tokens: np.ndarray, images: np.ndarray) -> "torch.Tensor":
+def run(model, tokens: np.ndarray, images: np.ndarray) -> Any:
+    import torch
+
     return model(torch.from_numpy(tokens).long(), pixel_values=torch.from_numpy(images)).logits
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """The directory of a transformers model, its logits, and the gradients of its loss under the names of files."""
+    transformers = pytest.importorskip("transformers")
     model = transformers.Llama4ForConditionalGeneration(config()).eval()
     return reference(model, run, *inputs(), tmp_path_factory.mktemp("llama4"))
 
@@ -90,7 +94,6 @@ def test_logits_are_those_of_transformers(theirs, model):
     assert_close(logits_of(model, *inputs()), theirs[1], 1e-4)
 
 
-@pytest.mark.full
 def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
     params, rest = nn.partition(model)
     maxlib.save_pretrained(nn.combine(gradients_of(params, rest, *inputs()), rest), tmp_path / "gradients")
@@ -100,8 +103,8 @@ def test_gradients_are_those_of_transformers(theirs, model, tmp_path):
         assert np.linalg.norm(got[name] - value) < 1e-4 * np.linalg.norm(value), name
 
 
-@pytest.mark.full
 def test_export_is_what_was_read_and_transformers_opens_it(theirs, model, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     maxlib.save_pretrained(model, tmp_path / "export")
     want, got = (load_file(path / "model.safetensors") for path in (theirs[0], tmp_path / "export"))
     assert got.keys() == want.keys()
@@ -125,7 +128,6 @@ def altered(theirs, tmp_path, **vision):
     return maxlib.from_pretrained(tmp_path)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "fields", [{"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, {"num_attention_heads": 6}], ids=str
 )
@@ -153,12 +155,10 @@ def test_what_is_not_computed_is_refused(theirs, tmp_path, fields):
         altered(theirs, tmp_path, **fields)
 
 
-@pytest.mark.full
 def test_prefill_and_decode_equal_the_full_pass(model):
     check_decoding(model, *inputs(), lengths=[14, 13, 7])
 
 
-@pytest.mark.full
 def test_eight_devices_equal_one(theirs, model):
     check_eight_devices(theirs[0], model, *inputs())
 
