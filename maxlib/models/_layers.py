@@ -4,14 +4,14 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models._sizes import AttentionSizes, DeltaSizes, ExpertSizes, LatentSizes
+from maxlib.models._sizes import AttentionSizes, DeltaSizes, ExpertSizes, LatentSizes, MambaSizes, RouterSizes
 from maxlib.ops import Rope, YarnScaling
 
 
@@ -61,14 +61,15 @@ class PreNorm(nn.Layer):
     """Llama's layer: each branch reads the normed residual stream, and adds to it.
 
     A subclass makes `attn_norm` and a mixer of tokens, `attn` or another one, then `mlp_norm` and `mlp` or `moe`. With
-    `attn_post_norm` and `mlp_post_norm`, the results of the branches are normed before they are added.
+    `attn_post_norm` and `mlp_post_norm`, the results of the branches are normed before they are added. A norm that it
+    leaves out is skipped.
     """
 
-    attn_norm: nn.RMSNorm
+    attn_norm: nn.RMSNorm | None = None
     attn_post_norm: nn.RMSNorm | None = None
     delta: Any = None
     conv: Any = None
-    mlp_norm: nn.RMSNorm
+    mlp_norm: nn.RMSNorm | None = None
     mlp_post_norm: nn.RMSNorm | None = None
     mlp: Any = None
     moe: Any = None
@@ -79,9 +80,9 @@ class PreNorm(nn.Layer):
         return self.attn or self.delta or self.conv
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.mixer(self.attn_norm(x), ctx, cache)
+        h, cache = self.mixer(x if self.attn_norm is None else self.attn_norm(x), ctx, cache)
         x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        h = self.mlp_norm(x)
+        h = x if self.mlp_norm is None else self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
         return nn.residual(x, h, "mlp", norm=self.mlp_post_norm), cache, aux
 
@@ -96,6 +97,7 @@ def attention(
     mask: ops.Mask = ops.Causal(),
     rope: Rope | ops.MRope | None,
     qk_norm: bool = False,
+    across_heads: bool = False,
     plus_one: bool = False,
     bias: bool = False,
     out_bias: bool = False,
@@ -108,11 +110,16 @@ def attention(
 ) -> nn.Attention:
     """Makes grouped-query attention with the sizes of `cfg`; most arguments are those of `nn.Attention`.
 
-    `qk_norm` adds an RMSNorm of each head of queries and keys before their rotation, `plus_one` is that of these norms.
+    `qk_norm` adds an RMSNorm of each head of queries and keys before their rotation, or with `across_heads` one of all
+    heads together; `plus_one` is that of these norms.
     """
 
-    def head_norm() -> nn.RMSNorm | None:
-        return nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=plus_one) if qk_norm else None
+    def norm(heads: int) -> Any:
+        if not qk_norm:
+            return None
+        if across_heads:
+            return nn.norm.HeadsRMSNorm(heads * cfg.head_dim, eps=cfg.norm_eps)
+        return nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=plus_one)
 
     return nn.Attention(
         cfg.dim,
@@ -121,8 +128,8 @@ def attention(
         head_dim=cfg.head_dim,
         mask=mask,
         rope=rope,
-        q_norm=head_norm(),
-        k_norm=head_norm(),
+        q_norm=norm(cfg.num_heads),
+        k_norm=norm(cfg.num_kv_heads),
         bias=bias,
         out_bias=out_bias,
         scale=scale,
@@ -164,6 +171,20 @@ def latent_scale(cfg: LatentSizes) -> float:
     return scale
 
 
+def sigmoid_router(dim: int, cfg: RouterSizes, *, rngs: nnx.Rngs) -> nn.Router:
+    """Makes DeepSeek V3's router of tokens of width `dim` with the sizes of `cfg`."""
+    return nn.router.sigmoid_router(
+        dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        num_groups=cfg.num_groups,
+        top_groups=cfg.top_groups,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        rngs=rngs,
+    )
+
+
 def deepseek_experts(cfg: ExpertSizes, *, router: nn.Router | None = None, rngs: nnx.Rngs) -> nn.MoE:
     """Makes DeepSeek's experts with the sizes of `cfg`: many small ones, and shared ones for every token.
 
@@ -172,19 +193,39 @@ def deepseek_experts(cfg: ExpertSizes, *, router: nn.Router | None = None, rngs:
         router: The router; None means DeepSeek V3's.
         rngs: Source of initial values.
     """
-    if router is None:
-        router = nn.router.sigmoid_router(
-            cfg.dim,
-            cfg.num_experts,
-            top_k=cfg.top_k,
-            num_groups=cfg.num_groups,
-            top_groups=cfg.top_groups,
-            renormalize=cfg.renormalize,
-            scale=cfg.routed_scale,
-            rngs=rngs,
-        )
+    router = sigmoid_router(cfg.dim, cfg, rngs=rngs) if router is None else router
     shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+def mamba2(
+    dim: int,
+    cfg: MambaSizes,
+    *,
+    head_dim: int,
+    out_bias: bool = False,
+    factors: tuple[float, float, float, float, float] | None = None,
+    norm: Literal["norm_first", "gate_first"] | None = "gate_first",
+    norm_eps: float,
+    rngs: nnx.Rngs,
+) -> nn.Mamba2:
+    """Makes Mamba-2 with the sizes of `cfg`; the other arguments are those of `nn.Mamba2`."""
+    return nn.Mamba2(
+        dim,
+        num_heads=cfg.mamba_heads,
+        head_dim=head_dim,
+        num_groups=cfg.mamba_groups,
+        state_dim=cfg.mamba_state,
+        conv_width=cfg.conv_width,
+        conv_bias=cfg.conv_bias,
+        bias=cfg.mamba_bias,
+        out_bias=out_bias,
+        dt_limit=cfg.dt_limit,
+        factors=factors,
+        norm=norm,
+        norm_eps=norm_eps,
+        rngs=rngs,
+    )
 
 
 def delta_net(cfg: DeltaSizes, *, max_step: float = 1.0, norm_eps: float, rngs: nnx.Rngs) -> nn.GatedDeltaNet:

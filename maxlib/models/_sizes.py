@@ -3,6 +3,7 @@
 `llama.py` writes its sizes out. Letters are those of `llama.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,20 +69,26 @@ class LatentSizes(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertSizes(Sizes):
-    """Sizes of a decoder with DeepSeek's experts (`fields.DEEPSEEK_EXPERTS` and `fields.GROUPS`)."""
+class RouterSizes:
+    """Sizes of experts and of their router (`fields.DEEPSEEK_EXPERTS` and `fields.GROUPS`)."""
 
-    num_dense: int  # number of first layers with a plain MLP
-    mlp_dim: int
     expert_dim: int
     num_experts: int
-    num_shared: int
     top_k: int
     num_groups: int = 1
     top_groups: int = 1
     renormalize: bool = True  # the weights of a token's experts sum to `routed_scale`
     routed_scale: float = 1.0
     losses: tuple[Any, ...] = ()  # router losses for training
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes(Sizes, RouterSizes):
+    """Sizes of a decoder with DeepSeek's experts: shared ones too, and first layers without."""
+
+    num_dense: int  # number of first layers with a plain MLP
+    mlp_dim: int
+    num_shared: int
 
     @property
     def dense(self) -> list[bool]:
@@ -101,8 +108,8 @@ class DeltaSizes(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaSizes(Sizes):
-    """Sizes of a decoder with Mamba-2 (`MAMBA`)."""
+class MambaSizes:
+    """Sizes of Mamba-2 (`MAMBA`)."""
 
     mamba_heads: int
     mamba_groups: int = 1
@@ -110,6 +117,7 @@ class MambaSizes(Sizes):
     mamba_bias: bool = False
     conv_width: int = 4
     conv_bias: bool = True
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # the smallest and the largest step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +137,11 @@ def mtp_table(cfg: Any, layer: Sequence[Weight]) -> Table:
     """Makes the table of a decoder with multi-token prediction modules, numbered as further layers."""
     modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
     return [*names.decoder_table(layer), *modules]
+
+
+def llama_table(cfg: Any) -> Table:
+    """Makes the table of a decoder with Llama's names, whose layers may have biases and norms of heads."""
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
 def mixtral_experts(moe: str) -> list[Weight]:

@@ -1,6 +1,5 @@
 """Falcon-H1 (TII 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, with muP's factors."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
-from maxlib.models._layers import TextDecoder, attention
+from maxlib.models._layers import TextDecoder, attention, mamba2
 from maxlib.models._sizes import DECODER, MAMBA, AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -25,7 +24,6 @@ class Config(AttentionSizes, MambaSizes):
     out_bias: bool = False
     normed: bool = False  # whether Mamba's output is, ...
     norm_first: bool = True  # ... before it is gated
-    dt_limit: tuple[float, float] = (0.0, math.inf)
     embed_factor: float = 1.0
     head_factor: float = 1.0
     key_factor: float = 1.0
@@ -48,7 +46,17 @@ class Block(nn.Layer):
         gate, self.mlp_out = cfg.mlp_factors
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = _attention(cfg, rngs=rngs)
-        self.mamba = _mamba(cfg, rngs=rngs)
+        order = "norm_first" if cfg.norm_first else "gate_first"
+        self.mamba = mamba2(
+            D,
+            cfg,
+            head_dim=cfg.mamba_dim // cfg.mamba_heads,
+            out_bias=cfg.out_bias,
+            factors=cfg.mamba_factors,
+            norm=order if cfg.normed else None,
+            norm_eps=cfg.norm_eps,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, act=ScaledSiLU(gate), bias=cfg.mlp_bias, rngs=rngs)
         self.attn_in, self.attn_out = cfg.attention_in, cfg.attention_out
@@ -82,27 +90,6 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     # A factor on keys is one on scores.
     scale = cfg.key_factor * cfg.head_dim**-0.5
     return attention(cfg, rope=cfg.rope, bias=cfg.attention_bias, out_bias=cfg.attention_bias, scale=scale, rngs=rngs)
-
-
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    width = cfg.mamba_dim // cfg.mamba_heads
-    order = "norm_first" if cfg.norm_first else "gate_first"
-    return nn.Mamba2(
-        cfg.dim,
-        num_heads=cfg.mamba_heads,
-        head_dim=width,
-        state_dim=cfg.mamba_state,
-        conv_width=cfg.conv_width,
-        conv_bias=cfg.conv_bias,
-        bias=cfg.mamba_bias,
-        out_bias=cfg.out_bias,
-        num_groups=cfg.mamba_groups,
-        dt_limit=cfg.dt_limit,
-        factors=cfg.mamba_factors,
-        norm=order if cfg.normed else None,
-        norm_eps=cfg.norm_eps,
-        rngs=rngs,
-    )
 
 
 class FalconH1(TextDecoder):

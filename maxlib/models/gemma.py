@@ -9,9 +9,9 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import GemmaDecoder, PreNorm, attention
-from maxlib.models._sizes import DECODER, AttentionSizes
+from maxlib.models._sizes import DECODER, AttentionSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Table, fields, names
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 _7B = Config(
     vocab=256_000, num_layers=28, dim=3072, mlp_dim=24_576, num_heads=16, num_kv_heads=16, head_dim=256,
@@ -75,4 +71,4 @@ PRESETS = {
     "gemma-7b": _7B,
 }
 
-FAMILY = Family("gemma", Gemma, FIELDS, _table, PRESETS)
+FAMILY = Family("gemma", Gemma, FIELDS, llama_table, PRESETS)

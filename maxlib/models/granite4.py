@@ -2,7 +2,6 @@
 MLP.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn
 from maxlib.models import _sizes as sizes
-from maxlib.models._layers import TextDecoder, attention
+from maxlib.models._layers import TextDecoder, attention, mamba2
 from maxlib.models._sizes import AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -34,7 +33,6 @@ class Config(AttentionSizes, MambaSizes):
     mamba_expand: int = 2  # width of all heads of Mamba together, in widths of the model
     mamba_heads: int = 1
     mamba_state: int = 128
-    dt_limit: tuple[float, float] = (0.0, math.inf)
     embed_factor: float = 1.0
     score_factor: float = 1.0  # in place of head_dim ** -0.5
     residual_factor: float = 1.0
@@ -44,7 +42,12 @@ class Config(AttentionSizes, MambaSizes):
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        _check(self)
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
+        if MAMBA in self.layer_types and self.mamba_expand * self.dim % self.mamba_heads:
+            raise ValueError(
+                f"mamba_heads must divide mamba_expand * dim = {self.mamba_expand * self.dim}, got {self.mamba_heads}"
+            )
 
 
 class Block(nn.Layer):
@@ -54,7 +57,10 @@ class Block(nn.Layer):
         D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
+        self.mamba: Any = None
+        if kind == MAMBA:
+            width = cfg.mamba_expand * D // cfg.mamba_heads
+            self.mamba = mamba2(D, cfg, head_dim=width, norm_eps=cfg.norm_eps, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         mlp = nn.GatedMLP(D, cfg.shared_dim, rngs=rngs)
         self.mlp: Any = None if cfg.num_experts else mlp
@@ -73,15 +79,6 @@ class Block(nn.Layer):
         return (self.attn or self.mamba).init_cache(batch, capacity, dtype)
 
 
-def _check(cfg: Config) -> None:
-    if len(cfg.layer_types) != cfg.num_layers:
-        raise ValueError(f"layer_types must name {cfg.num_layers} layers, got {len(cfg.layer_types)}")
-    if MAMBA in cfg.layer_types and cfg.mamba_expand * cfg.dim % cfg.mamba_heads:
-        raise ValueError(
-            f"mamba_heads must divide mamba_expand * dim = {cfg.mamba_expand * cfg.dim}, got {cfg.mamba_heads}"
-        )
-
-
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     return attention(
         cfg,
@@ -89,23 +86,6 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
         bias=cfg.attention_bias,
         out_bias=cfg.attention_bias,
         scale=cfg.score_factor,
-        rngs=rngs,
-    )
-
-
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    width = cfg.mamba_expand * cfg.dim // cfg.mamba_heads
-    return nn.Mamba2(
-        cfg.dim,
-        num_heads=cfg.mamba_heads,
-        head_dim=width,
-        state_dim=cfg.mamba_state,
-        conv_width=cfg.conv_width,
-        conv_bias=cfg.conv_bias,
-        bias=cfg.mamba_bias,
-        num_groups=cfg.mamba_groups,
-        dt_limit=cfg.dt_limit,
-        norm_eps=cfg.norm_eps,
         rngs=rngs,
     )
 

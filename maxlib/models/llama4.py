@@ -38,7 +38,12 @@ class Config(AttentionSizes):
     vision: Vision | None = None
 
     def __post_init__(self):
-        _check(self)
+        if len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"kinds (no_rope_layers) must say what each of the {self.num_layers} layers is, got {len(self.layers)}"
+            )
+        if self.qk_norm and self.rope.scaling is not None and self.rope.scaling.magnitude != 1:
+            raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {self.rope.scaling}")
 
     @property
     def layers(self) -> "tuple[Kind, ...]":
@@ -59,7 +64,7 @@ class Block(PreNorm):
             num_heads=cfg.num_heads,
             num_kv_heads=cfg.num_kv_heads,
             head_dim=cfg.head_dim,
-            mask=_masks(cfg)[kind.layer_type],
+            mask=ops.Causal() & ops.Chunked(cfg.chunk) if kind.layer_type == LOCAL else ops.Causal(),
             rope=cfg.rope if kind.rotated else None,
             temperature=None if kind.rotated else cfg.temperature,
             q_norm=norm,
@@ -79,20 +84,6 @@ class Kind(NamedTuple):
     layer_type: str
     rotated: bool
     sparse: bool
-
-
-def _check(cfg: Config) -> None:
-    if len(cfg.layers) != cfg.num_layers:
-        raise ValueError(
-            f"kinds (no_rope_layers) must say what each of the {cfg.num_layers} layers is, got {len(cfg.layers)}"
-        )
-    if cfg.qk_norm and cfg.rope.scaling is not None and cfg.rope.scaling.magnitude != 1:
-        raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {cfg.rope.scaling}")
-
-
-def _masks(cfg: Config) -> dict[str, ops.Mask]:
-    # Within chunks of the text, or all of it.
-    return {LOCAL: ops.Causal() & ops.Chunked(cfg.chunk), GLOBAL: ops.Causal()}
 
 
 def _usual(cfg: Any) -> tuple[Kind, ...]:

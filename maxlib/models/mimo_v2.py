@@ -9,19 +9,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder
-from maxlib.models._sizes import FULL, SLIDING, AttentionSizes, causal
+from maxlib.models._layers import PreNorm, TextDecoder, sigmoid_router
+from maxlib.models._sizes import FULL, SLIDING, AttentionSizes, RouterSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(AttentionSizes, RouterSizes):
     """Sizes of a MiMo-V2; `PRESETS` has the published ones."""
 
     num_dense: int  # number of first layers with a plain MLP
     mlp_dim: int
-    expert_dim: int
     num_kv_heads: int  # of full layers; sliding ones have twice as many
     v_dim: int
     v_scale: float = 0.707
@@ -29,18 +28,16 @@ class Config(AttentionSizes):
     window: int = 129
     # FULL or SLIDING for each layer; None: the first and every sixth are FULL.
     layer_types: tuple[str, ...] | None = None
-    num_experts: int
-    top_k: int
-    num_groups: int = 1
-    top_groups: int = 1
-    renormalize: bool = True
-    routed_scale: float = 1.0
     norm_eps: float = 1e-5
     attention_bias: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training
 
     def __post_init__(self):
-        _check(self)
+        fields.check_layer_types(self)
+        if self.rope.dim != self.local_rope.dim:
+            raise ValueError(
+                f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {self.rope.dim} and "
+                f"{self.local_rope.dim} dimensions"
+            )
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -73,15 +70,6 @@ class Block(PreNorm):
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
 
 
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.rope.dim != cfg.local_rope.dim:
-        raise ValueError(
-            f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {cfg.rope.dim} and "
-            f"{cfg.local_rope.dim} dimensions"
-        )
-
-
 def _usual(c: Any) -> tuple[str, ...]:
     return tuple(SLIDING if i and (i + 1) % 6 else FULL for i in range(c.num_layers))
 
@@ -100,16 +88,7 @@ class Attention(nn.Attention):
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    router = nn.router.sigmoid_router(
-        cfg.dim,
-        cfg.num_experts,
-        top_k=cfg.top_k,
-        num_groups=cfg.num_groups,
-        top_groups=cfg.top_groups,
-        renormalize=cfg.renormalize,
-        scale=cfg.routed_scale,
-        rngs=rngs,
-    )
+    router = sigmoid_router(cfg.dim, cfg, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
@@ -182,11 +161,9 @@ FIELDS = Fields(
     fixed_if_present={
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
-        "mlp_bias": False,
         "n_shared_experts": (None, 0),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "use_qk_norm": False,
         "swa_num_key_value_heads": lambda c: 2 * c.num_kv_heads,
         "moe_layer_freq": lambda c: [int(i >= c.num_dense) for i in range(c.num_layers)],
     },

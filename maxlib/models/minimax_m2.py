@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder
+from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes, mixtral_experts
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -28,19 +28,10 @@ class Block(PreNorm):
     """Llama's layer with norms over all heads of queries and of keys, and experts in place of the MLP."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
-        self.attn = nn.Attention(
-            D,
-            num_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
-            rope=cfg.rope,
-            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
-            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, rope=cfg.rope, qk_norm=True, across_heads=True, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         router = nn.router.sigmoid_router(D, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.models._layers import TextDecoder
+from maxlib.models._layers import TextDecoder, attention
 from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
@@ -52,19 +52,9 @@ class Block(nn.Layer):
     """Post-norm inside the residual: `x + norm(branch(x))`, so that the stream itself is never normed."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
-        D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        self.attn = nn.Attention(
-            D,
-            num_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
-            mask=mask,
-            rope=rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
-            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
-            rngs=rngs,
+        D, bias = cfg.dim, cfg.attention_bias
+        self.attn = attention(
+            cfg, mask=mask, rope=rope, qk_norm=True, across_heads=True, bias=bias, out_bias=bias, rngs=rngs
         )
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.models._layers import TextDecoder, delta_net
+from maxlib.models._layers import PreNorm, TextDecoder, delta_net
 from maxlib.models._sizes import DeltaSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
@@ -43,7 +41,7 @@ class Config(DeltaSizes):
         return self.layer_types or _pattern(self.num_layers)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Gated DeltaNet with norms before the branches, or OLMo 3's layer, whose norms follow them and span all heads."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
@@ -58,19 +56,6 @@ class Block(nn.Layer):
         else:
             self.attn_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
             self.mlp_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        if self.delta is not None:
-            h, cache = self.delta(self.attn_norm(x), ctx, cache)
-            x = nn.residual(x, h, "attn")
-            return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
-        h, cache = self.attn(x, ctx, cache)
-        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        return nn.residual(x, self.mlp(x), "mlp", norm=self.mlp_post_norm), cache, {}
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty state, or keys and values."""
-        return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:

@@ -8,9 +8,9 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import DECODER, FULL, WindowSizes
+from maxlib.models._sizes import DECODER, FULL, WindowSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Table, fields, names
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 _LONG, _SHORT = (Rope(128, 1_000_000.0, max_length=length) for length in (131_072, 32_768))
 _7B = Config(
@@ -86,4 +82,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("qwen2", Qwen2, FIELDS, _table, PRESETS)
+FAMILY = Family("qwen2", Qwen2, FIELDS, llama_table, PRESETS)

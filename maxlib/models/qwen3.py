@@ -6,9 +6,9 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import DECODER, FULL, WindowSizes
+from maxlib.models._sizes import DECODER, FULL, WindowSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Table, fields, names
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 _8B = Config(
     vocab=151_936, num_layers=36, dim=4096, mlp_dim=12_288, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -72,4 +68,4 @@ PRESETS = {
     "qwen3-32b": replace(_8B, num_layers=64, dim=5120, mlp_dim=25_600, num_heads=64),
 }
 
-FAMILY = Family("qwen3", Qwen3, FIELDS, _table, PRESETS)
+FAMILY = Family("qwen3", Qwen3, FIELDS, llama_table, PRESETS)

@@ -41,7 +41,12 @@ class Config(AttentionSizes, DeltaSizes, MTPSizes):
     vision: Vision | None = None
 
     def __post_init__(self):
-        _check(self)
+        fields.check_layer_types(self)
+        if self.num_mtp not in (0, 1):
+            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
+        if self.vision is not None and self.vision.deepstack:
+            raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
+        _rotary(self)  # MRope checks the sections
 
 
 class Block(PreNorm):
@@ -54,15 +59,6 @@ class Block(PreNorm):
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if cfg.mlp_dim is None else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
-
-
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.num_mtp not in (0, 1):
-        raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
-    if cfg.vision is not None and cfg.vision.deepstack:
-        raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {cfg.vision.deepstack}")
-    _rotary(cfg)  # MRope checks the sections
 
 
 def _rotary(cfg: Config) -> Rope | ops.MRope:
@@ -155,9 +151,6 @@ TEXT = Fields(
     fixed={"hidden_act": "silu"},
     fixed_if_present={
         "attn_output_gate": True,
-        "use_sliding_window": False,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
         "mlp_only_layers": ([],),
         "mtp_use_dedicated_embeddings": False,
     },

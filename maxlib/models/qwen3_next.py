@@ -33,7 +33,9 @@ class Config(AttentionSizes, DeltaSizes):
     num_mtp: int = 0  # 1: the multi-token prediction module (`predict_ahead`) is loaded
 
     def __post_init__(self):
-        _check(self)
+        fields.check_layer_types(self)
+        if self.num_mtp not in (0, 1):
+            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -51,12 +53,6 @@ class Block(PreNorm):
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
-
-
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.num_mtp not in (0, 1):
-        raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
 
 
 def _sparse(cfg: Config) -> list[bool]:
@@ -119,17 +115,6 @@ FIELDS = Fields(
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},
     fixed={"hidden_act": "silu"},
     fixed_if_present={"use_sliding_window": False},
-    absent={
-        "expert_dim": 512,
-        "shared_dim": 512,
-        "head_dim": 256,
-        "num_key_heads": 16,
-        "num_value_heads": 32,
-        "key_dim": 128,
-        "value_dim": 128,
-        "num_experts": 512,
-        "top_k": 10,
-    },
 )
 
 

@@ -37,7 +37,12 @@ class Config(AttentionSizes):
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        _check(self)
+        self.mrope  # noqa: B018  # its sections are checked
+        if len(self.vision.deepstack) > self.num_layers:
+            raise ValueError(
+                f"deepstack (deepstack_visual_indexes) must feed at most the {self.num_layers} layers of text "
+                f"(num_hidden_layers), got {self.vision.deepstack}"
+            )
 
     @property
     def mrope(self) -> ops.MRope:
@@ -65,15 +70,6 @@ class Block(PreNorm):
     ):
         x, cache, aux = super().__call__(x, ctx, cache)
         return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
-
-
-def _check(cfg: Config) -> None:
-    cfg.mrope  # noqa: B018  # its sections are checked
-    if len(cfg.vision.deepstack) > cfg.num_layers:
-        raise ValueError(
-            f"deepstack (deepstack_visual_indexes) must feed at most the {cfg.num_layers} layers of text "
-            f"(num_hidden_layers), got {cfg.vision.deepstack}"
-        )
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:

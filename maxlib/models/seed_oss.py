@@ -6,9 +6,9 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import DECODER, AttentionSizes
+from maxlib.models._sizes import DECODER, AttentionSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Field, Fields, Table, fields, names
+from maxlib.weights import Family, Field, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 PRESETS = {
     "seed-oss-36b": Config(
@@ -68,4 +64,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("seed_oss", SeedOss, FIELDS, _table, PRESETS)
+FAMILY = Family("seed_oss", SeedOss, FIELDS, llama_table, PRESETS)

@@ -9,9 +9,9 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes
+from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,11 @@ class Config(WindowSizes):
     mlp_bias: bool = False
 
     def __post_init__(self):
-        _check(self)
+        fields.check_layer_types(self)
+        if self.rotated is not None and len(self.rotated) != self.num_layers:
+            raise ValueError(
+                f"rotated (no_rope_layers) must have {self.num_layers} entries, one for each layer, got {len(self.rotated)}"
+            )
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -43,14 +47,6 @@ class Block(PreNorm):
         self.attn = attention(cfg, mask=mask, rope=rope, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
-
-
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.rotated is not None and len(cfg.rotated) != cfg.num_layers:
-        raise ValueError(
-            f"rotated (no_rope_layers) must have {cfg.num_layers} entries, one for each layer, got {len(cfg.rotated)}"
-        )
 
 
 def _rotated(num_layers: int, interval: int = 4) -> tuple[bool, ...]:
@@ -106,10 +102,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 PRESETS = {
     "smollm3-3b": Config(
@@ -119,4 +111,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("smollm3", SmolLM3, FIELDS, _table, PRESETS)
+FAMILY = Family("smollm3", SmolLM3, FIELDS, llama_table, PRESETS)
