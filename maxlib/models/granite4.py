@@ -57,10 +57,8 @@ class Block(nn.Layer):
         D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.mamba: Any = None
-        if kind == MAMBA:
-            width = cfg.mamba_expand * D // cfg.mamba_heads
-            self.mamba = mamba2(D, cfg, head_dim=width, norm_eps=cfg.norm_eps, rngs=rngs)
+        width = cfg.mamba_expand * D // cfg.mamba_heads
+        self.mamba: Any = mamba2(D, cfg, head_dim=width, norm_eps=cfg.norm_eps, rngs=rngs) if kind == MAMBA else None
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         mlp = nn.GatedMLP(D, cfg.shared_dim, rngs=rngs)
         self.mlp: Any = None if cfg.num_experts else mlp

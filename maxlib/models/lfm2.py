@@ -53,9 +53,11 @@ class Block(PreNorm):
     def __init__(self, cfg: Config, kind: str, sparse: bool, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = attention(cfg, rope=cfg.rope, qk_norm=True, rngs=rngs) if kind == FULL else None
-        self.conv: Any = None
-        if kind == CONV:
-            self.conv = nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
+        self.conv: Any = (
+            nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
+            if kind == CONV
+            else None
+        )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None

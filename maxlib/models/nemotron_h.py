@@ -57,9 +57,7 @@ class Block(nn.Layer):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
         self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
         self.moe: Any = _experts(cfg, rngs=rngs) if kind == EXPERTS else None
-        self.mlp: Any = None
-        if kind == MLP:
-            self.mlp = nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
+        self.mlp: Any = nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs) if kind == MLP else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, aux = self.norm(x), {}

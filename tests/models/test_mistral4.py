@@ -182,7 +182,7 @@ def test_scores_without_yarns_magnitude(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor must be qk_rope_head_dim \(6\) of 14, got"),
+        ({"partial_rotary_factor": 4 / 14}, r"partial_rotary_factor must be qk_rope_head_dim \(6\) of 14, got"),
         ({"llama_4_scaling_beta": None}, "rope_parameters.llama_4_scaling_beta must be given, but it is null"),
         ({"rope_type": "default", "type": "default"}, r"a mistral4 sharpens its queries .*rope_parameters"),
         ({"max_position_embeddings": 4096}, "max_position_embeddings"),
