@@ -79,6 +79,7 @@ class TestDeepSeekV32(Conformance):
     slot_axis = -2  # [rows, slots, latent]
 
 
+@pytest.mark.full
 class TestGLM5(TestDeepSeekV32):
     config = "GlmMoeDsaConfig"
     base = TestDeepSeekV32.base | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}

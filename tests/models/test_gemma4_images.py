@@ -39,6 +39,7 @@ TEXT = text.TestGemma4.base | {"pad_token_id": 0, "use_bidirectional_attention":
 TEXT |= {"layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 4}
 
 
+@pytest.mark.full  # by default sound, with images, is
 class TestGemma4Images(ImageConformance):
     family = "gemma4"
     config = "Gemma4Config"

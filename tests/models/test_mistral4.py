@@ -143,7 +143,7 @@ def released(tmp_path_factory):
     return path, plain
 
 
-@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("sees", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_released_float8_is_read_like_plain_weights(sees, released, tmp_path):
     path, plain = released
     model = maxlib.from_pretrained(path, dtype="float32", **({} if sees else {"vision": None}))

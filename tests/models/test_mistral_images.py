@@ -223,7 +223,7 @@ def test_each_image_sees_only_itself(both):
 # --- text alone ---
 
 
-@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("renamed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_text_of_a_model_that_sees_is_read_alone(renamed, tmp_path):
     """By the names of the releases, and by those that transformers has in memory."""
     case = parity.golden("mistral")["sees"]
