@@ -203,7 +203,7 @@ def mamba2(
     cfg: MambaSizes,
     *,
     head_dim: int,
-    out_bias: bool = False,
+    out_bias: bool | None = None,
     factors: tuple[float, float, float, float, float] | None = None,
     norm: Literal["norm_first", "gate_first"] | None = "gate_first",
     norm_eps: float,
