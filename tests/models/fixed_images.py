@@ -43,9 +43,11 @@ def gradients_of(params, rest, tokens, images):
     return jax.grad(loss)(params)
 
 
-@pytest.mark.full  # transformers computes the reference
 class FixedImages:
-    """Three rows of ids, and an image of 12 x 12 pixels for each place, a row and the column of its first id."""
+    """Three rows of ids, and an image of 12 x 12 pixels for each place, a row and the column of its first id.
+
+    transformers computes the reference, so that subclasses are marked `full`.
+    """
 
     theirs_class: ClassVar[str]
     seq: ClassVar[int]

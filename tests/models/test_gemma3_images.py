@@ -47,6 +47,7 @@ def config(**text: Any) -> Any:
     )
 
 
+@pytest.mark.full
 class TestGemma3Images(FixedImages):
     theirs_class = "Gemma3ForConditionalGeneration"
     seq = 22

@@ -8,6 +8,7 @@ import pytest
 from tests.models.fixed_images import FixedImages, logits_of
 
 
+@pytest.mark.full
 class TestLlama4Images(FixedImages):
     theirs_class = "Llama4ForConditionalGeneration"
     seq = 18
