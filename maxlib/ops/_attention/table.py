@@ -21,7 +21,7 @@ import dataclasses
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
-from maxlib.ops import _tuning
+from maxlib.kernels.tile_sizes import chosen_tiles
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
 from maxlib.ops._attention.cudnn_sinks import refuses_sinks
@@ -82,12 +82,6 @@ class AttentionCall(Call):
     tracked: bool = False
     shared: bool = False
 
-    @property
-    def key(self) -> str:
-        # Lengths count by powers of two, widths exactly: they decide what fits into registers. So does a soft-cap.
-        widths = {"Hk": self.key_dim, "Hv": self.value_dim} | ({"softcap": 1} if "softcap" in self.features else {})
-        return _tuning.key_of({"T": self.queries, "S": self.keys}, widths)
-
     def __str__(self) -> str:
         uses = ", ".join(sorted(self.features)) or "no extra features"
         uses = f"{uses}; mask: {self.mask or 'intervals'}{'; values are channels of the keys' if self.shared else ''}"
@@ -111,7 +105,7 @@ def splash_refuses(call: AttentionCall) -> str | None:
         return "needs to know where intervals begin: pass mask_hint= (ops.StaticMask), or no k_start"
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
-    block = _tuning.choose(_splash_tiles(call), call.key, call.device_kind).sizes.forward
+    block = chosen_tiles(_splash_tiles(call)).forward
     if (count := block.count(call.queries, call.keys)) > MOST_BLOCKS:
         return f"takes at most {MOST_BLOCKS} blocks of {block.queries} x {block.keys}, not {count}: split the sequence"
     return None

@@ -54,16 +54,6 @@ class Attention:
         """Returns the number of keys, those of empty slots included."""
         return self.cache + self.tokens + self.room
 
-    def small(self) -> "Attention":
-        """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
-        window = None if self.window is None else 50
-        most = {"tokens": 200, "cache": 150, "room": 100, "documents": 2}
-        few = {name: min(getattr(self, name), size) for name, size in most.items()}
-        heads = {"heads": max(2, 2 * self.heads // self.kv_heads), "kv_heads": 2}
-        if self.latents:
-            heads = {"heads": 2, "key_dim": 144, "value_dim": 128}
-        return dataclasses.replace(self, window=window, **few, **heads)
-
     @property
     def truth(self) -> str:
         """Names the implementation to compare with: where scores do not fit into memory, one that was compared."""
@@ -120,12 +110,6 @@ class Attention:
         ends = jnp.zeros(arrays["q"].shape[:2], jnp.int32)
         return ops.explain_attention(arrays["q"], arrays["k"], values, k_end=ends, **options)
 
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes over the visible pairs."""
-        start, end, _ = self.intervals()
-        pairs = float(np.sum(np.asarray(end, np.float64) - np.asarray(start, np.float64))) * self.heads
-        return 2 * pairs * (self.key_dim + self.value_dim), 2 * pairs * (3 * self.key_dim + 2 * self.value_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
@@ -143,10 +127,6 @@ class GroupedMatmul:
     def truth(self) -> str:
         """Names the implementation to compare with: where the reference's loop over experts is long, another one."""
         return "reference" if self.experts <= 16 else "tiled"
-
-    def small(self) -> "GroupedMatmul":
-        """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
-        return GroupedMatmul(384, 4, 128, 256)
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns rows, one matrix per expert, and the output's cotangent."""
@@ -171,11 +151,6 @@ class GroupedMatmul:
     def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
         return ops.explain_grouped_matmul(arrays["rows"], arrays["weights"], **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes."""
-        once = 2.0 * self.rows * self.width_in * self.width_out
-        return once, 2 * once
 
 
 Case = Attention | GroupedMatmul | GatedDelta | KimiDelta | StateSpace

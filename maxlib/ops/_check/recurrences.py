@@ -1,18 +1,15 @@
 """Test cases of recurrences: the gated delta rule, Kimi delta attention and state-space duality."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from maxlib import ops
-from maxlib.ops._cost import registered_flops
 from maxlib.ops._dispatch import Explanation
 
-R = TypeVar("R", bound="Recurrence")
 SMALL_ENOUGH = 4096  # tokens for which the definition can keep a state of each
 
 
@@ -41,14 +38,7 @@ class Recurrence:
 
     op: ClassVar[str]
     deciding: ClassVar[tuple[str, ...]] = ("q", "v")  # arrays that decide the kernel
-    counted: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # arrays from which FLOPs are counted
     gradients: ClassVar[bool] = True
-
-    def small(self: R) -> R:
-        """Returns the same call at a size that an interpreter on a CPU runs in seconds."""
-        few = {"tokens": min(self.tokens, 150), "documents": min(self.documents, 2), "batch": 1}
-        heads = {"key_heads": 2, "heads": 2 * self.heads // self.key_heads}
-        return dataclasses.replace(self, **few, **heads, key_dim=32, value_dim=32)
 
     @property
     def truth(self) -> str:
@@ -76,14 +66,6 @@ class Recurrence:
     def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
         """Explains which implementation would run the arrays."""
         return getattr(ops, f"explain_{self.op}")(*(arrays[name] for name in self.deciding), **options)
-
-    def flops(self) -> tuple[float, float]:
-        """Returns the FLOPs of both passes, of the chunked form."""
-        formula = registered_flops(f"maxlib.ops.{self.op}")
-        assert formula is not None
-        shapes = jax.eval_shape(functools.partial(self.arrays, jnp.bfloat16))
-        once = float(formula.flops(*(shapes[name] for name in self.counted)))
-        return once, 2 * once
 
     def _starts(self) -> jax.Array:
         """Returns True for the first token of each document but the first, `B T`."""
@@ -133,7 +115,7 @@ class StateSpace(Recurrence):
     """
 
     op = "ssd"
-    deciding = counted = ("x", "b")
+    deciding = ("x", "b")
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns inputs, steps, rates, projections, and the output's cotangent; steps and rates are float32, as in

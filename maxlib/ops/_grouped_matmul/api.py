@@ -13,10 +13,10 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
 from maxlib.ops import _findings
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Kernel, Op, Shaped
-from maxlib.ops._grouped_matmul import jax_mosaic_gpu, megablox, tokamax_triton
+from maxlib.ops._grouped_matmul import megablox, tokamax_triton
 from maxlib.ops._grouped_matmul.call import GroupedCall
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer, tiled_tiles
-from maxlib.ops._grouped_matmul.xla import ragged_dot, ragged_outer, reference, reference_outer
+from maxlib.ops._grouped_matmul.xla import ragged_dot, reference
 
 ExpertWeightOrder = Literal["EOI", "EIO"]
 
@@ -45,11 +45,10 @@ def grouped_matmul(
         out_dtype: Dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
             accumulated in int32), and there is no gradient. None: the dtype of `rows`.
         implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
-            "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and
-            "jax_mosaic_gpu" (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's,
-            if it is installed, or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses
-            kernels in Triton. "tiled" (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to
-            the rows. "ragged_dot" is XLA's own. "reference" is the specification, a loop over experts.
+            "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) JAX's, and
+            "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) kernels in Triton. "tiled" (the default
+            elsewhere) computes tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is XLA's own.
+            "reference" is the specification, a loop over experts.
 
     Returns:
         One row of outputs for each row.
@@ -82,7 +81,7 @@ def grouped_outer(
         d_out: Gradients of the results, sorted by expert.
         rows: Inputs of the forward matmul.
         rows_per_expert: Number of rows of each expert.
-        implementation: As in `grouped_matmul`.
+        implementation: "megablox" (the default on TPU), "tiled" (elsewhere) or None.
 
     Returns:
         A matrix for each expert, in float32 (float64 for float64).
@@ -207,7 +206,12 @@ def _hopper_refuses(call: GroupedCall) -> str | None:
     """Returns the reason why maxlib's kernels for Hopper cannot run a call, or None."""
     if not is_hopper(call.device_kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
-    return call.refuses_operands() or call.refuses_widths(64)
+    if reason := call.refuses_operands():
+        return reason
+    for axis, width in (("I", call.inputs), ("O", call.outputs)):
+        if width % 64:
+            return f"takes widths that are multiples of 64, not {axis}={width}"
+    return None
 
 
 GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
@@ -224,14 +228,6 @@ GROUPED_MATMUL = Op(
             GPU,
             refuses=_hopper_refuses,
             tiles=lambda call: grouped_tiles(call.inputs, call.outputs),
-        ),
-        Kernel(
-            "jax_mosaic_gpu",
-            jax_mosaic_gpu.jax_mosaic_gpu,
-            "JAX's kernels for NVIDIA's Blackwell and Hopper, and for the gradient of the weights tokamax's or XLA",
-            GPU,
-            refuses=jax_mosaic_gpu.refuses,
-            tiles=lambda call: jax_mosaic_gpu.tiles_for(call.device_kind, call.rows, call.experts),
         ),
         Kernel(
             "tokamax",
@@ -251,7 +247,7 @@ GROUPED_MATMUL = Op(
         Kernel("ragged_dot", ragged_dot, "XLA's own", by_name=DENSE),
         Kernel("reference", reference, "the reference, a loop over experts", by_name=DEFINITION),
     ),
-    fused=("mosaic_gpu", "jax_mosaic_gpu", "tokamax"),
+    fused=("mosaic_gpu", "tokamax"),
 )
 
 GROUPED_OUTER = Op(
@@ -271,7 +267,5 @@ GROUPED_OUTER = Op(
             "tiles of rows in XLA",
             tiles=lambda call: tiled_tiles(call.rows, call.experts),
         ),
-        Kernel("ragged_dot", ragged_outer, "XLA's own", by_name=DENSE),
-        Kernel("reference", reference_outer, "the reference, a loop over experts", by_name=DEFINITION),
     ),
 )

@@ -10,7 +10,6 @@ from jaxtyping import Array
 
 from maxlib.hardware import current_device
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops import _tuning
 from maxlib.ops._dispatch import Call, Kernel, Op
 
 AxisName = str | tuple[str, ...]
@@ -44,12 +43,6 @@ class RecurrentCall(Call):
     l2_norm: bool = True
     tracked: bool = False
     letters: tuple[str, str, str, str] = ("K", "N", "Hk", "Hv")
-
-    @property
-    def key(self) -> str:
-        _, _, key_dim, value_dim = self.letters
-        widths = {"heads": self.heads // self.key_heads, key_dim: self.key_dim, value_dim: self.value_dim}
-        return _tuning.key_of({"T": self.tokens}, widths)
 
     def __str__(self) -> str:
         sizes = (self.batch, self.tokens, self.key_heads, self.heads, self.key_dim, self.value_dim)
