@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
+from maxlib.ops._grouped_matmul import api
 from maxlib.ops._grouped_matmul.tiled import _for_each_expert, _for_each_tile, tiled_tiles
+from maxlib.ops._grouped_matmul.xla import ragged_dot
 
 IMPLEMENTATIONS = ["tiled", "ragged_dot", "reference"]
 TILED_FIRST = ["tiled", *(pytest.param(name, marks=pytest.mark.full) for name in IMPLEMENTATIONS[1:])]
@@ -45,8 +47,10 @@ def loop(rows, weights, counts, d_out):
 
 @functools.partial(jax.jit, static_argnames=("implementation", "weight_order"))
 def value_and_gradients(rows, weights, counts, d_out, implementation=None, weight_order="EOI"):
-    options = {"implementation": implementation, "weight_order": weight_order}
-    f = lambda rows, weights: ops.grouped_matmul(rows, weights, counts, **options)
+    # On a CPU XLA's own is refused, as it multiplies every row by every expert.
+    options = {} if implementation == "ragged_dot" else {"implementation": implementation}
+    run = ragged_dot if implementation == "ragged_dot" else ops.grouped_matmul
+    f = lambda rows, weights: run(rows, weights, counts, weight_order=weight_order, **options)
     out, pull = jax.vjp(f, rows, weights)
     return out, *pull(d_out)
 
@@ -139,7 +143,7 @@ def test_tpus_get_no_ragged_dot_with_a_batch():
     """Their compiler refuses it; a pipeline's stages are one. Gradients are those of each by itself."""
     rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
     counts = jnp.array([[5, 0, 19], [8, 8, 2]])
-    one = lambda *args: jnp.sum(jnp.sin(ops.grouped_matmul(*args, implementation="ragged_dot")))
+    one = lambda *args: jnp.sum(jnp.sin(ragged_dot(*args)))
     inside, outside = jax.vmap(jax.grad(one, (0, 1))), jax.grad(lambda *args: jax.vmap(one)(*args).sum(), (0, 1))
     alone = jax.jit(jax.grad(one, (0, 1)))
     want = jax.tree.map(lambda *a: np.stack(a), *[alone(rows[i], weights[i], counts[i]) for i in range(2)])
@@ -168,11 +172,14 @@ def test_inside_shard_map(check_vma):
     close(got, (np.concatenate([p[1] for p in parts]), sum(p[2] for p in parts)))
 
 
-def test_tpu_gets_a_ragged_dot():
-    f = lambda *args: ops.grouped_matmul(*args, implementation="ragged_dot")
-    rows, weights, _ = arrays(16, 8, 8, 2)
-    exported = jax.export.export(jax.jit(f), platforms=["tpu"])(rows, weights, jnp.array([3, 4]))
+def test_tpus_get_a_ragged_dot_for_narrow_operands(monkeypatch):
+    monkeypatch.setattr(api, "current_device", lambda: ("tpu", "TPU v5p"))
+    rows, weights, _ = arrays(16, 8, 8, 2, np.int8)
+    run = lambda *args: ops.grouped_matmul(*args, out_dtype=jnp.float32)
+    exported = jax.export.export(jax.jit(run), platforms=["tpu"])(rows, weights, jnp.array([3, 4]))
     assert "ragged_dot" in exported.mlir_module()
+    found = ops.explain_grouped_matmul(rows, weights, out_dtype=jnp.float32, device=("tpu", "v5p"))
+    assert found.chosen == "ragged_dot" and "bfloat16 and float32" in found.refused["megablox"]
 
 
 def test_the_choice_is_explained_for_any_device():

@@ -304,24 +304,9 @@ def without_device(call: AttentionCall) -> str:
     return stand_in if ATTENTION.refusal(ATTENTION[stand_in], call) is None else "chunked"
 
 
-class AttentionTable(tuple[Kernel, ...]):
-    """The implementations of attention, in order of preference; prints as a Markdown table of what they support."""
-
-    def __str__(self) -> str:
-        rows = [["implementation", "runs on", *FEATURES], ["---"] * (len(FEATURES) + 2)]
-        for kernel in self:
-            where = "everything" if kernel.platforms is None else ", ".join(sorted(kernel.platforms))
-            marks = ("yes" if name in kernel.features else "-" for name in FEATURES)
-            rows.append([f"`{kernel.name}`", where, *marks])
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-    def _repr_markdown_(self) -> str:
-        return str(self)
-
-
-def attention_implementations() -> AttentionTable:
+def attention_implementations() -> tuple[Kernel, ...]:
     """Returns the implementations of `attention`, in order of preference.
 
-    Each has a `name`, `platforms` (None for all), `features`, and a line `about` it. The result prints as a table.
+    Each has a `name`, `platforms` (None for all), `features`, and a line `about` it.
     """
-    return AttentionTable(KERNELS)
+    return KERNELS

@@ -1,6 +1,5 @@
 """The public grouped matmul and its transpose: their calls, their kernels, and the choice between them."""
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -46,9 +45,9 @@ def grouped_matmul(
             accumulated in int32), and there is no gradient. None: the dtype of `rows`.
         implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
             "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) JAX's, and
-            "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) kernels in Triton. "tiled" (the default
-            elsewhere) computes tiles of rows in XLA, at a cost proportional to the rows. "ragged_dot" is XLA's own.
-            "reference" is the specification, a loop over experts.
+            "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) kernels in Triton. "ragged_dot" is XLA's
+            own, on TPU the default for operands of 8 bits. "tiled" (the default elsewhere) computes tiles of rows in
+            XLA, at a cost proportional to the rows. "reference" is the specification, a loop over experts.
 
     Returns:
         One row of outputs for each row.
@@ -123,11 +122,7 @@ def explain_grouped_matmul(
         ValueError: No implementation has this name, or the device is unknown.
     """
     call = describe(rows, weights, weight_order, out_dtype, explained_device(device))
-    answer = GROUPED_MATMUL.explain(call, implementation)
-    if answer.chosen == "megablox" and not megablox.takes(call):
-        reason = f"{answer.reason}; for these operands it calls XLA's own, ragged_dot"
-        return dataclasses.replace(answer, reason=reason)
-    return answer
+    return GROUPED_MATMUL.explain(call, implementation)
 
 
 def describe(
@@ -215,8 +210,6 @@ def _hopper_refuses(call: GroupedCall) -> str | None:
 
 
 GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
-DENSE = "on CPUs and GPUs, and with libtpu 0.0.42 in the gradient of weights, XLA multiplies every row by every expert"
-DEFINITION = "it is the specification"
 
 GROUPED_MATMUL = Op(
     "grouped_matmul",
@@ -237,15 +230,24 @@ GROUPED_MATMUL = Op(
             refuses=tokamax_triton.refuses,
             tiles=lambda call: tokamax_triton.TritonTiles(),
         ),
-        Kernel("megablox", megablox.megablox, "JAX's TPU kernels in both passes", TPU, tiles=megablox.default_tiles),
+        Kernel(
+            "megablox",
+            megablox.megablox,
+            "JAX's TPU kernels in both passes",
+            TPU,
+            refuses=megablox.refuses,
+            tiles=megablox.default_tiles,
+        ),
+        # For narrow operands. libtpu 0.0.42 multiplies every row by every expert in its gradient of the weights, and so
+        # does XLA on other platforms.
+        Kernel("ragged_dot", ragged_dot, "XLA's own for TPUs, also for operands of 8 bits", TPU),
         Kernel(
             "tiled",
             tiled,
             "tiles of rows in XLA, at a cost proportional to the rows",
             tiles=lambda call: tiled_tiles(call.rows, call.experts),
         ),
-        Kernel("ragged_dot", ragged_dot, "XLA's own", by_name=DENSE),
-        Kernel("reference", reference, "the reference, a loop over experts", by_name=DEFINITION),
+        Kernel("reference", reference, "the reference, a loop over experts", by_name="it is the specification"),
     ),
     fused=("mosaic_gpu", "tokamax"),
 )
