@@ -104,15 +104,6 @@ def test_bfloat16_accumulates_in_float32(implementation):
         close(got[2:], want[2:])  # and none at all
 
 
-@pytest.mark.parametrize(
-    ("rows_per_expert", "unit"), [(64, None), (65, 16), (128, 16), (129, 32), (256, 32), (257, 64), (4096, 64)]
-)
-def test_tiles_grow_with_the_rows_of_an_expert(rows_per_expert, unit):
-    """Up to 64 rows small tiles waste least; beyond, the four sizes are multiples of a unit."""
-    sizes = (64, 16) if unit is None else (8 * unit, 4 * unit, 2 * unit, unit)
-    assert tiled_tiles(16 * rows_per_expert, 16).sizes == sizes
-
-
 @pytest.mark.parametrize("counts", [[256] * 16, [4000, *[6] * 15], [1] * 16])
 def test_cost_follows_the_rows(counts):
     sizes = tiled_tiles(4096, 16).sizes
