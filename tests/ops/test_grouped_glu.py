@@ -178,14 +178,6 @@ def test_an_activation_that_the_kernel_cannot_apply_runs_outside_of_it(monkeypat
         lowered(by_kernel(counts, "EOI", exact), *given)
 
 
-def test_a_name_never_falls_back():
-    rows, gate, up, _, _ = arrays(8, 64, 64, 2)
-    with pytest.raises(
-        ValueError, match=r"grouped_matmul: mosaic_gpu was requested, but it runs on gpu.* Pass implementation=None"
-    ):
-        ops.grouped_glu(rows, gate, up, jnp.array([4, 4]), activation=ops.swiglu, implementation="mosaic_gpu")
-
-
 def test_clear_errors():
     unchecked = inspect.unwrap(ops.grouped_glu)  # the shape checker of the tests would be first
     rows, gate, up, (bias, _), _ = arrays(8, 5, 7, 2, biased=True)
