@@ -35,16 +35,19 @@ class DeltaInputs(NamedTuple):
     is_start: Any
 
 
-def check_inputs(op: str, q, k, v, log_decay, decay_shape, beta, is_start, valid, initial_state) -> None:
-    """Raises ValueError unless shapes agree; those of heads are the operation's own."""
+def check_inputs(op: str, q, k, v, log_decay, beta, is_start, valid, initial_state, *, by_channel: bool) -> None:
+    """Raises ValueError unless shapes agree; `by_channel` if every channel of a key has its own decay."""
     check_floating(op, q=(q, "B T K Hk"), k=(k, "B T K Hk"), v=(v, "B T N Hv"))
-    (B, T, _, Hk), (N, Hv) = q.shape, v.shape[2:]
+    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
     require(op, k.shape == q.shape, "q and k must have the same shape", f"{q.shape} and {k.shape}")
     require(op, v.shape[:2] == (B, T), "q, k and v must agree in B and T", f"{q.shape} and {v.shape}")
+    if by_channel:
+        require(op, K == N, "q and v must have the same heads", f"{q.shape} and {v.shape}")
+    require(op, K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
     require(op, T > 0, "there must be at least one token", "T=0")
     check_shapes(
         op,
-        log_decay=(log_decay, decay_shape),
+        log_decay=(log_decay, q.shape if by_channel else (B, T, N)),
         beta=(beta, (B, T, N)),
         is_start=(is_start, (B, T)),
         valid=(valid, (B, T)),

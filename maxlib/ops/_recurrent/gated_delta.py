@@ -19,7 +19,6 @@ from maxlib.ops._recurrent.recurrence import (
     Settings,
     describe,
     recurrent_op,
-    require,
     run_kernel,
     without_padding,
 )
@@ -67,10 +66,7 @@ def gated_delta_rule(
     Raises:
         ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
-    op = "gated_delta_rule"
-    check_inputs(op, q, k, v, log_decay, v.shape[:3], beta, is_start, valid, initial_state)
-    K, N = k.shape[2], v.shape[2]
-    require(op, K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
+    check_inputs("gated_delta_rule", q, k, v, log_decay, beta, is_start, valid, initial_state, by_channel=False)
     call = describe(k, v, None, l2_norm=l2_norm, with_transition=axis_name is not None)
     choice = GATED_DELTA.choose(call, implementation)
     return _gated_delta_rule(

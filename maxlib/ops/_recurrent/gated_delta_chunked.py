@@ -15,7 +15,7 @@ Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value h
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,8 @@ def chunked(x: DeltaInputs, state: Array, settings: Settings) -> tuple[Array, Ar
 
     def block(state, x):
         pairs = zip(x, _HEADS, strict=True)
-        cut = DeltaInputs(*(None if a is None else in_chunks(a, heads, size) for a, heads in pairs))
-        state, out = _block(state, normalized(cut, settings), dot)
+        cut: Any = [None if a is None else in_chunks(a, heads, size) for a, heads in pairs]
+        state, out = _block(state, normalized(DeltaInputs(*cut), settings), dot)
         return state, joined(out, 2).astype(x.v.dtype)
 
     return over_blocks(block, xs, state, tokens)

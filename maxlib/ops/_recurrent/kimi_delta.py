@@ -17,7 +17,6 @@ from maxlib.ops._recurrent.recurrence import (
     Settings,
     describe,
     recurrent_op,
-    require,
     run_kernel,
     without_padding,
 )
@@ -65,9 +64,7 @@ def kimi_delta_attention(
     Raises:
         ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
-    op = "kimi_delta_attention"
-    check_inputs(op, q, k, v, log_decay, q.shape, beta, is_start, valid, initial_state)
-    require(op, q.shape[2] == v.shape[2], "q and v must have the same heads", f"{q.shape} and {v.shape}")
+    check_inputs("kimi_delta_attention", q, k, v, log_decay, beta, is_start, valid, initial_state, by_channel=True)
     choice = KIMI_DELTA.choose(describe(k, v, None, with_transition=axis_name is not None), implementation)
     return _kimi_delta_attention(
         q,
