@@ -16,7 +16,7 @@ from maxlib import ops
 from maxlib._utils.timed_process import TimedProcess
 from maxlib.ops import __main__ as command
 from maxlib.ops import _findings
-from maxlib.ops._check import cases, compare, recurrences, run
+from maxlib.ops._check import cases, compare, run
 
 H100 = ("gpu", "NVIDIA H100 80GB HBM3")
 Q = jax.ShapeDtypeStruct((1, 256, 8, 64), jnp.bfloat16)
@@ -189,9 +189,9 @@ def test_a_kernel_that_sees_another_key_is_wrong(case):
 
 
 RECURRENCES = {
-    "delta": recurrences.GatedDelta(300, key_heads=2, heads=4, key_dim=32, value_dim=64),
-    "kimi": recurrences.KimiDelta(300, key_heads=2, heads=2, key_dim=32, value_dim=32),
-    "ssd": recurrences.StateSpace(300, key_heads=2, heads=8, key_dim=32, value_dim=32),
+    "delta": cases.GatedDelta(300, key_heads=2, heads=4, key_dim=32, value_dim=64),
+    "kimi": cases.KimiDelta(300, key_heads=2, heads=2, key_dim=32, value_dim=32),
+    "ssd": cases.StateSpace(300, key_heads=2, heads=8, key_dim=32, value_dim=32),
 }
 
 
