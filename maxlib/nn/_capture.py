@@ -254,7 +254,7 @@ class _Run:
         self.taps.replaced.add(name)
         if all(map(self.taps.selects, layers)):
             return new
-        return jnp.where(jnp.isin(layer, np.array(self.taps.layers)), new, x)
+        return jnp.where(jnp.isin(jnp.asarray(layer), np.array(self.taps.layers)), new, x)
 
     def _rematerialised(self, eqn: Any, read: list[Any]) -> Sequence[Any]:
         """Evaluates a function under `jax.checkpoint`; captured values are among its results, so they are kept."""
@@ -399,5 +399,5 @@ def _with_reference_attention(model: Any) -> Any:
     model = jax.tree.map(lambda leaf: leaf, model)
     for _, module in nnx.iter_modules(model):
         if hasattr(module, "implementation"):
-            module.implementation = "reference"
+            module.implementation = "reference"  # pyright: ignore[reportAttributeAccessIssue]
     return model
