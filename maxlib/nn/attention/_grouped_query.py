@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
@@ -176,6 +177,7 @@ class Attention(SequenceMixer):
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
         if self.gate is not None and self.out_gate_act is not None:
             out = out * self.out_gate_act(self.gate(x))
+        out = checkpoint_name(out, "heads")
         return self.o(out), cache, SharedKV.of(cache, k, v, k_start, k_end)
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:

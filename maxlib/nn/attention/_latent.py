@@ -138,7 +138,8 @@ class MLA(SequenceMixer):
             cache = cache.extend(latent, ctx)
             latent = cache.latent
         run = self._absorbed if cache is not None and x.shape[1] == 1 else self._naive
-        return self.o(run(q, latent.astype(x.dtype), ctx, ctx.mask_hint(self.mask, cache))), cache
+        heads = run(q, latent.astype(x.dtype), ctx, ctx.mask_hint(self.mask, cache))
+        return self.o(checkpoint_name(heads, "heads")), cache
 
     def queries(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T N H"]:
         """Returns queries `B T N H`, the unrotated part first."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib.nn._linear import Einsum
@@ -107,7 +108,7 @@ class SharedKVAttention(SequenceMixer):
         bounds = cache.k_start, cache.k_end
         # softmax(scale * q k^T) v, [B, T, N, H] with [B, S, K, H] -> [B, T, N, H]
         out = attend(mark_heads(q, "q"), cache.k, cache.v, *bounds, mask_hint=mask_hint, **options)
-        return self.o(out), cache
+        return self.o(checkpoint_name(out, "heads")), cache
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> None:
         """Returns None: the earlier layer's cache has all keys."""

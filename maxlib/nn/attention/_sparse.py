@@ -128,7 +128,7 @@ class SparseMLA(MLA):
         else:
             out = self._from_all(q, latent, chosen, ctx, cache)
         aux = {} if loss is None else {loss.name: loss(index, self._attended(q, latent, chosen))}
-        return self.o(out), cache, aux
+        return self.o(checkpoint_name(out, "heads")), cache, aux
 
     def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:
         """Returns what the indexer's scores are computed of, None if nobody needs it, and the keys to attend to."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.arguments import check_array, check_dtype
@@ -207,7 +208,7 @@ class Decoder(nnx.Module):
         """
         ctx = make_context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
         # Shard [B, T, D] over the mesh as every layer expects it.
-        x = constrain(x, "batch", "seq", "act_embed")
+        x = checkpoint_name(constrain(x, "batch", "seq", "act_embed"), "embed")
         # A cache stores tokens by index, so decoding keeps the natural order.
         x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
         return (Carry(x, {}) if self.layers_share else x), ctx

@@ -157,7 +157,8 @@ class GatedDeltaNet(SequenceMixer):
     def _leave(self, out: Array, gate: Array) -> Array:
         """Norms the output, gates it and projects it, `B T N Hv` to `B T D`."""
         # The norm and the gate are in float32, so multiply in float32, too.
-        return self.o((wide(self.norm(out)) * self.out_gate_act(wide(gate))).astype(out.dtype))
+        heads = (wide(self.norm(out)) * self.out_gate_act(wide(gate))).astype(out.dtype)
+        return self.o(checkpoint_name(heads, "heads"))
 
     def _rates(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Returns log decays and steps, `B T N` each, in float32 or wider."""

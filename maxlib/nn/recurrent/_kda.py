@@ -103,7 +103,8 @@ class KimiDeltaAttention(SequenceMixer):
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         # [B, T, D] -> [B, T, R] -> [B, T, N, H]
         gate = constrain(self.gate_up(self.gate_down(x)), *HEADS).astype(out.dtype)
-        return self.o((out * jax.nn.sigmoid(gate)).astype(x.dtype)), cache
+        heads = checkpoint_name((out * jax.nn.sigmoid(gate)).astype(x.dtype), "heads")
+        return self.o(heads), cache
 
     def _rates(self, x: Array) -> tuple[Array, Array]:
         """Returns log decays, `B T N H`, and steps, `B T N`, in float32 or wider."""

@@ -148,7 +148,7 @@ class Mamba2(SequenceMixer):
         y, cache = self._mix(inner, b, c, self._step(dt), ctx, cache)
         # [B, T, N, P] -> [B, T, N * P]
         y = checkpoint_name(y, "attention_out").reshape(gate.shape)
-        return self.o(self._gated_norm(y, gate).astype(x.dtype)), cache
+        return self.o(checkpoint_name(self._gated_norm(y, gate).astype(x.dtype), "heads")), cache
 
     def _project(self, x: Array) -> tuple[Array, ...]:
         """Returns gate, `B T N*P`, x, `B T N P`, b and c, `B T G S`, and dt, `B T N`."""
