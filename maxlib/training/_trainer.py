@@ -1,11 +1,9 @@
 """A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
-import difflib
-import inspect
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._gradients import bind_options
 from maxlib.training._placement import copy_model, host_rows, shard_batch
-from maxlib.training._prefetch import IterableLoader, StatefulLoader, as_loader, follow_layout
+from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import is_builder, make_state
@@ -116,9 +114,7 @@ class Trainer:
         directory: str | Path | None = None,
         timeout: float | None = None,
         key: jax.Array | int = 0,
-        **unknown: Any,
     ):
-        _check_known(unknown, list(inspect.signature(Trainer).parameters)[:-1])
         loader = as_loader(loader, "loader")
         _check_arguments(model, loader, evaluation, checkpointer, callbacks)
         _check_layout(layout)
@@ -149,10 +145,6 @@ class Trainer:
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
             here = f"one of {jax.device_count()} devices"
             self.log(f"this run uses {here}; layout=sharding.Layout(sharding.make_mesh(fsdp=-1)) uses all")
-        if checkpointer is not None and isinstance(loader, IterableLoader):
-            kind = f"a {type(loader.batches).__name__}"
-            again = f"give it {kind} of the same batches" if loader.is_one_pass else "which must be the same"
-            self.log(f"the loader is {kind}: a resumed run reads and drops the batches of the steps done, {again}")
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
@@ -425,29 +417,6 @@ class Trainer:
             self._meter.flops = training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
-
-
-# What is given to another part of a run -> where it belongs.
-_ELSEWHERE = {
-    "learning_rate": "optimizer=training.adamw(learning_rate)",
-    "lr": "optimizer=training.adamw(learning_rate)",
-    "weight_decay": "optimizer=training.adamw(learning_rate, weight_decay=...)",
-    "accumulate": "microbatches",
-    "gradient_accumulation_steps": "microbatches",
-    "steps": "trainer.fit(steps)",
-    "num_steps": "trainer.fit(steps)",
-    "batch_size": "the loader",
-    "mesh": "layout=sharding.Layout(mesh)",
-    "seed": "key=seed",
-}
-
-
-def _check_known(unknown: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises TypeError for an argument that the Trainer does not have; `known` are those that it has."""
-    for name in sorted(unknown):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f": give it as {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"; it takes {', '.join(known)}"
-        raise TypeError(f"Trainer takes no argument {name}{f' (did you mean {near[0]}?)' if near else hint}")
 
 
 def _check_layout(layout: Any) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
-    from maxlib.training.probes._coordinates import CoordinateCheck as CoordinateCheck
     from maxlib.training.probes._coordinates import mup_coord_check as mup_coord_check
     from maxlib.training.probes._corruption import Recompute as Recompute
     from maxlib.training.probes._corruption import gradient_digests as gradient_digests
