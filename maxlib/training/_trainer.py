@@ -117,7 +117,12 @@ class Trainer:
     ):
         loader = as_loader(loader, "loader")
         _check_arguments(model, loader, evaluation, checkpointer, callbacks)
-        _check_layout(layout)
+        sharding.check_layout(layout)
+        if layout is None and jax.process_count() > 1:
+            raise ValueError(
+                f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, "
+                "for example sharding.Layout(sharding.make_mesh(fsdp=-1))"
+            )
         train_step = make_train_step(
             loss,
             optimizer,
@@ -419,16 +424,6 @@ class Trainer:
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
 
-def _check_layout(layout: Any) -> None:
-    """Raises TypeError for what is no layout, and ValueError if several processes would train without one."""
-    sharding.check_layout(layout)
-    if layout is None and jax.process_count() > 1:
-        raise ValueError(
-            f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
-            "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
-        )
-
-
 def _check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Iterable[Any]) -> None:
     """Raises TypeError for an argument of a wrong type, and ValueError for a loader that is used twice."""
     if not callable(model) and not nn.variables(model):
@@ -445,20 +440,18 @@ def _check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
     for callback in callbacks:
-        if not isinstance(callback, Export) and not _is_callback(callback):
-            raise TypeError(
-                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {callback!r}"
-            )
+        match callback:
+            case Export():
+                pass
+            case (int(every), function) if type(every) is int and every > 0 and callable(function):
+                pass
+            case _:
+                raise TypeError(
+                    "callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, "
+                    f"got {callback!r}"
+                )
 
 
 def _innermost(loader: Any) -> Any:
     """Returns the loader inside `Prefetch` and other wrappers."""
     return _innermost(loader.loader) if hasattr(loader, "loader") else loader
-
-
-def _is_callback(callback: Any) -> bool:
-    """Returns True if a value is a pair of a positive number of steps and a function."""
-    if not isinstance(callback, tuple) or len(callback) != 2:
-        return False
-    every, function = callback
-    return type(every) is int and every > 0 and callable(function)

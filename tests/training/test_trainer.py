@@ -140,8 +140,9 @@ def test_garbage_is_not_collected_until_the_first_step_has_run(fails):
     assert Watching.collects == ([False] if fails else [False, True, True]) and gc.isenabled()
 
 
-@pytest.mark.parametrize("batches", ["host", "committed"])
-@pytest.mark.parametrize("model", ["built", "fresh", "in part", "committed"])
+@pytest.mark.parametrize(
+    ("model", "batches"), [("built", "host"), ("fresh", "committed"), ("in part", "host"), ("committed", "committed")]
+)
 def test_a_step_is_compiled_once(model, batches, caplog):
     """Whether or not arrays are committed to a device, as those of a trained model and of a scored batch are."""
 
