@@ -164,12 +164,9 @@ def _incomplete(env: Mapping[str, str]) -> ValueError:
     variables = " ".join(
         f"{name}={env[name]!r}" for name in ("JAX_COORDINATOR_ADDRESS", *_COUNT, *_OWN) if env.get(name)
     )
-    lacking = [] if _address(env) else ["an address in JAX_COORDINATOR_ADDRESS"]
-    lacking += [f"a number in {' or '.join(names[:2])}" for names in (_COUNT, _OWN) if _number(env, *names) is None]
     return ValueError(
-        f"addresses in the environment: found {variables}, which lacks {' and '.join(lacking)}; set "
-        "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or "
-        "none of them for a single one"
+        f"addresses in the environment: found {variables}; set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES (or "
+        "NNODES) and JAX_PROCESS_ID (or NODE_RANK) to 0, 1, ... for every process, or none of them for a single one"
     )
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from maxlib.training.probes._corruption import replicas_that_differ as replicas_that_differ
     from maxlib.training.probes._layers import LayerStatistics as LayerStatistics
     from maxlib.training.probes._layers import Observation as Observation
-    from maxlib.training.probes._layers import norms_by_layer as norms_by_layer
     from maxlib.training.probes._layers import observe as observe
     from maxlib.training.probes._nonfinite import find_nonfinite as find_nonfinite
 

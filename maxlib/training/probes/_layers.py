@@ -65,16 +65,6 @@ def observe(model: Any, batch: Batch, loss: LossFunction, key: Array | None = No
     )
 
 
-def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
-    """Computes the norm of every array of `{path: array}`, separately for each layer of a stack.
-
-    Args:
-        params: Parameters, gradients or a moment.
-        model: The model they belong to.
-    """
-    return _by_layer(_norms(params, nn.tree.axes(model)), nn.tree.groupings(model))
-
-
 class LayerStatistics:
     """Callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500, LayerStatistics())]`.
 
