@@ -138,6 +138,15 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """Inject 60 faults into a training run of four processes; it must end as an undisturbed run does (half an hour);
+    `-- --faults 10 --processes 2` for fewer.
+    """
+    session.install("-e", ".[tests]")
+    session.run("python", "-m", "tests.training.chaos", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Fuzz every file reader with damaged files, a minute each; `-- safetensors --seconds 600` for one of them."""
     session.install("-e", ".[tests]")

@@ -1,7 +1,7 @@
 """Repeats the operations of long runs, and fits a line to the process's threads, open files and memory.
 
-`python -m tests.training.soak [trainer generator weights loader] [--share 0.05]`; the numbers of docs/results.md are
-those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
+`python -m tests.training.soak [trainer generator weights loader] [--share 0.05] [--draw docs/soak.png]`; the numbers of
+docs/results.md are those of the whole, under `ulimit -n 256`. `short` is the form that the default tests run.
 """
 
 import argparse
@@ -11,9 +11,11 @@ import gc
 import json
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,18 @@ from maxlib import checkpoint, data, distributed, inference, nn, ops, training
 from tests.training import tensorstore_leaks, tiny
 
 TIMES = {"trainer": 3000, "generator": 2000, "weights": 200, "loader": 500}
-FEWEST = {"trainer": 60, "generator": 40, "weights": 12, "loader": 20, "short": 60}
+LONG = 1000  # repeats from which on the time of one is compared
+FEWEST = {"trainer": 60, "generator": 40, "weights": 12, "loader": 20, "short": 150}
 SAMPLES = 60
 # Growth that is allowed for each repeat after the first fifth.
 LIMITS = {"threads": 0.02, "rss_kib": 20.0, "in_use_kib": 20.0, "python_blocks": 60.0}
-# Of fewer than 300 repeats only what never grows is judged: threads of pools and arenas of memory still come up.
-SHORT_LIMITS: dict[str, float] = {}
+# The CPU seconds of a repeat at the end of a long run may be this many times those of a process that has just begun.
+SLOWER = 1.05
+WARM_UP, TURNS = 100, 6  # repeats of that process before it counts, and how often the two take turns
+# Of fewer than 300 repeats: XLA's and tensorstore's pools start their last few threads late on a busy machine, and
+# resident memory is warm-up.
+SHORT_LIMITS = {"threads": 0.04, "in_use_kib": 20.0, "python_blocks": 60.0}
+CLOCKS = ("seconds", "cpu_seconds")
 Sample = dict[str, float]
 
 
@@ -74,20 +82,81 @@ def sample(directory: Path) -> Sample:
 
 
 class Recorder:
-    """Takes samples at every `every`-th call, with the number of calls before it.
+    """Takes samples at every `every`-th call, with the number of calls before it and the seconds that one of them took,
+    on the wall and of CPU.
 
-    `settle` is called before a sample: what is under way comes to its end.
+    The last of them are taken in turn with a `Beginner`, if there is one: `beside` are its CPU seconds. `settle` is
+    called before a sample: what is under way comes to its end.
     """
 
-    def __init__(self, directory: Path, times: int, samples: int):
+    def __init__(self, directory: Path, times: int, samples: int, beginner: "Beginner | None" = None):
         self.samples: list[Sample] = []
-        self._directory, self._every, self._calls = directory, max(1, times // samples), 0
+        self._directory, self._every, self._beginner = directory, max(1, times // samples), beginner
+        self._calls, self._turns_from, self._begin = 0, times - TURNS * self._every, self._clocks()
+
+    @staticmethod
+    def _clocks() -> np.ndarray:
+        return np.array([time.monotonic(), time.process_time()])
 
     def __call__(self, settle: Callable[[], Any] = lambda: None) -> None:
         self._calls += 1
-        if self._calls % self._every == 0:
-            settle()
-            self.samples.append({"times": self._calls} | sample(self._directory))
+        if self._calls % self._every:
+            return
+        settle()
+        seconds, cpu = ((self._clocks() - self._begin) / self._every).tolist()
+        taken = {"times": self._calls, "seconds": seconds, "cpu_seconds": cpu} | self._beside()
+        self.samples.append(taken | sample(self._directory))
+        self._begin = self._clocks()
+
+    def _beside(self) -> Sample:
+        if self._beginner is None or self._calls < self._turns_from:
+            return {}
+        if self._calls == self._turns_from:
+            self._beginner.repeat(WARM_UP)
+            return {}
+        return {"beside": self._beginner.repeat(self._every)}
+
+
+class Beginner:
+    """Another process that repeats the same work when it is asked to, so that both meet the same machine.
+
+    It exists from the start, so that its pipes are no growth, and does nothing until it is asked.
+    """
+
+    def __init__(self, part: str):
+        command = [sys.executable, "-m", "tests.training.soak", part, "--in-turn"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def repeat(self, times: int) -> float:
+        """CPU seconds of a repeat."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(times, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()  # closes its input, by which it ends
+
+
+class InTurn:
+    """The loop of a `Beginner`: as many repeats as a line of its input asks for, then their CPU seconds in a line."""
+
+    def __init__(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        if not (line := sys.stdin.readline()):
+            raise KeyboardInterrupt
+        self._asked = self._left = int(line)
+        self._begin = time.process_time()
+
+    def __call__(self, settle: Callable[[], Any] = lambda: None) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        settle()
+        print((time.process_time() - self._begin) / self._asked, file=sys.__stdout__, flush=True)
+        gc.collect()  # as `sample` does
+        self._wait()
 
 
 def trainer(directory: Path, times: int, record: Callable[..., None]) -> None:
@@ -105,9 +174,9 @@ def train(
     model: Any, directory: Path, times: int, record: Callable[..., None], *, optimizer: Any, hugging_face: bool = True
 ) -> None:
     tensorstore_leaks.avoid()
-    exports = [training.ParameterExport(directory / "parameters", every=10, keep=2)]
+    exports = [training.ParameterExport(directory / "parameters", every=25, keep=2)]
     if hugging_face:
-        exports.append(training.HuggingFaceExport(directory / "exports", every=10, keep=2))
+        exports.append(training.HuggingFaceExport(directory / "exports", every=25, keep=2))
 
     def settle() -> None:
         for part in (ours.checkpointer, *exports):
@@ -186,20 +255,37 @@ PARTS = {f.__name__: f for f in (trainer, generator, weights, loader, short)}
 
 def run(part: str, times: int, samples: int = SAMPLES) -> list[Sample]:
     """The samples of one part, up to its end or to Ctrl-C."""
+    beginner = Beginner(part) if times >= LONG else None
     gc.collect()
     gc.freeze()  # each sample collects garbage, and need not look at what is imported
     with tempfile.TemporaryDirectory() as root:
-        record = Recorder(Path(root), times, samples)
+        record = Recorder(Path(root), times, samples, beginner)
         with contextlib.suppress(KeyboardInterrupt, distributed.Interrupted):
             PARTS[part](Path(root), times, record)
+    if beginner is not None:
+        beginner.close()
     return record.samples
 
 
+def in_turn(part: str) -> None:
+    with tempfile.TemporaryDirectory() as root, contextlib.suppress(KeyboardInterrupt):
+        PARTS[part](Path(root), 1 << 30, InTurn())
+
+
 def slopes(samples: list[Sample]) -> dict[str, float]:
-    """Growth per repeat after the first fifth, by least squares."""
+    """Growth per repeat after the first fifth, by least squares, but for times."""
     late = samples[len(samples) // 5 :]
     times = np.array([s["times"] for s in late])
-    return {name: float(np.polyfit(times, [s[name] for s in late], 1)[0]) for name in late[0] if name != "times"}
+    return {
+        name: float(np.polyfit(times, [s[name] for s in late], 1)[0])
+        for name in late[0]
+        if name not in ("times", "beside", *CLOCKS)
+    }
+
+
+def slower(samples: list[Sample]) -> float:
+    """CPU seconds of a repeat over those of a process that has just begun; 1 without one."""
+    return float(np.median([s["cpu_seconds"] / s["beside"] for s in samples if "beside" in s] or [1.0]))
 
 
 def failures(samples: list[Sample], limits: Mapping[str, float] = LIMITS) -> list[str]:
@@ -214,23 +300,62 @@ def failures(samples: list[Sample], limits: Mapping[str, float] = LIMITS) -> lis
         bad.append(f"files went from {late[0]['files']:.0f} to {late[-1]['files']:.0f}")
     too_fast = [name for name in limits if grown[name] > limits[name]]
     bad += [f"{name} grows by {grown[name]:.3f} a repeat, limit {limits[name]}" for name in too_fast]
+    if (ratio := slower(samples)) > SLOWER:
+        bad.append(f"a repeat takes {ratio:.3f} times the CPU seconds of one in a new process, limit {SLOWER}")
     return bad
+
+
+def draw(found: dict[str, list[Sample]], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    rows = {"threads": 1, "descriptors": 1, "rss_kib": 1024, "in_use_kib": 1024, "python_blocks": 1e6, "cpu_seconds": 1}
+    labels = (
+        "threads",
+        "descriptors",
+        "resident, MiB",
+        "in use, MiB",
+        "Python's blocks, millions",
+        "CPU seconds of a repeat",
+    )
+    figure, axes = plt.subplots(len(rows), len(found), figsize=(4 * len(found), 11), squeeze=False, sharex="col")
+    for column, (part, samples) in enumerate(found.items()):
+        for row, (name, unit) in enumerate(rows.items()):
+            values = [s[name] / unit for s in samples]
+            axes[row][column].plot([s["times"] for s in samples], values, color="#4477aa")
+            axes[row][column].set_ylim(0, 1.15 * max(values))
+            axes[row][0].set_ylabel(labels[row])
+        axes[0][column].set_title(part)
+        axes[-1][column].set_xlabel("repeats")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main(arguments: list[str]) -> int:
     options = argparse.ArgumentParser()
     options.add_argument("parts", nargs="*", default=list(TIMES))
     options.add_argument("--share", type=float, default=1.0, help="of the number of repeats")
+    options.add_argument("--draw", type=Path)
+    options.add_argument("--in-turn", action="store_true", help="repeat one part when standard input asks for it")
     chosen = options.parse_args(arguments)
+    if chosen.in_turn:
+        in_turn(*chosen.parts)
+        return 0
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    found: dict[str, Any] = {}
     bad: list[str] = []
     for part in chosen.parts:
         times = max(FEWEST[part], round(TIMES.get(part, 0) * chosen.share))
+        # In so short a run the arenas of new threads are not filled yet: what is in use says more than what is
+        # resident.
         limits = LIMITS if times >= 300 else SHORT_LIMITS
         samples = run(part, times, SAMPLES if times >= 300 else 15)
+        found[part] = samples
         print(part, json.dumps({"samples": samples[:: max(1, len(samples) // 10)]}), flush=True)
         print(part, json.dumps({"first": samples[0], "last": samples[-1], "growth": slopes(samples)}), flush=True)
+        print(part, f"takes {slower(samples):.3f} times the CPU seconds of a new process", flush=True)
         bad += [f"{part}: {problem}" for problem in failures(samples, limits)]
+    if chosen.draw:
+        draw(found, chosen.draw)
     print("\n".join(bad) or "nothing grows")
     return bool(bad)
 

@@ -1,0 +1,366 @@
+"""Injects faults into a training run of several processes, under the recommended launcher, and compares its end with an
+undisturbed run.
+
+`nox -s chaos` or `python -m tests.training.chaos --faults 60 --gap 20 --processes 4 --draw docs/chaos.png`. Nothing
+that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,
+bit for bit, and a fault that stops the run must be said within a minute.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+from maxlib import checkpoint
+from maxlib.distributed._launcher import furthest
+from maxlib.observability import read_jsonl
+from tests.training import chaotic
+
+ROOT = Path(__file__).parents[2]
+LOUD = 60.0  # seconds in which a fault that stops the run must be said
+BRIEF = 2.5  # seconds that a fault lasts which the run may outlive
+
+
+class Run:
+    """A launcher with its processes, and their output."""
+
+    def __init__(self, directory: Path, processes: int, pause: float, paced: int = 1 << 30):
+        self.directory, self.processes, self.said = directory, processes, []
+        launcher = f"-m maxlib.distributed launch --grace 2 --retries 5 --processes {processes} --directory".split()
+        program = [sys.executable, "-m", "tests.training.chaotic", directory, pause, paced]
+        self._launcher = subprocess.Popen(
+            [str(word) for word in (sys.executable, *launcher, directory, "--", *program)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._launcher.stdout is not None
+        for line in self._launcher.stdout:
+            self.said.append((time.monotonic(), line.rstrip()))
+
+    @property
+    def step(self) -> int:
+        return furthest(self.directory)
+
+    @property
+    def pids(self) -> list[int]:
+        return [note for note in self.notes() if note["event"] == "start"][-1]["pids"]
+
+    @property
+    def ended(self) -> bool:
+        return self._launcher.poll() is not None
+
+    def notes(self) -> list[dict]:
+        path = self.directory / "launch.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def starts(self) -> int:
+        return sum(note["event"] == "start" for note in self.notes())
+
+    def wait(self, seconds: float) -> int:
+        return self._launcher.wait(seconds)
+
+    def kill(self) -> None:
+        """Ends everything, after an error of the test itself."""
+        for pid in [self._launcher.pid, *self.pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def text(self) -> str:
+        return "\n".join(line for _, line in self.said)
+
+
+def environment() -> dict[str, str]:
+    """One device a process."""
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+@dataclasses.dataclass
+class Fault:
+    """A fault that was thrown: seconds into the run, the step before it, and how long the run needed to get over it."""
+
+    name: str
+    at: float
+    step: int
+    lost: float = 0.0
+    restarted: bool = False
+
+
+def kill(run: Run, rng: random.Random) -> None:
+    """SIGKILL for one process."""
+    os.kill(rng.choice(run.pids), signal.SIGKILL)
+
+
+def stop(run: Run, rng: random.Random) -> None:
+    """SIGSTOP for one process; the others' deadline passes."""
+    os.kill(rng.choice(run.pids), signal.SIGSTOP)
+
+
+def full_disk(run: Run, rng: random.Random) -> None:
+    """No process may write past the first kilobyte of a file for a while."""
+    for limit in (1024, resource.RLIM_INFINITY):
+        for pid in run.pids:
+            with contextlib.suppress(ProcessLookupError):
+                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
+        time.sleep(BRIEF if limit == 1024 else 0)
+
+
+def no_directory(run: Run, rng: random.Random) -> None:
+    """Nothing can be written to the directory of checkpoints for a while, by root neither: a file is in its place."""
+    there, aside = run.directory / "checkpoints", run.directory / "aside"
+    there.rename(aside)
+    there.write_text("in the way")
+    time.sleep(BRIEF)
+    there.unlink()
+    aside.rename(there)
+
+
+def slow_disk(run: Run, rng: random.Random) -> None:
+    """Every save takes seconds longer for a while."""
+    mark = run.directory / "faults" / "slow"
+    mark.touch()
+    time.sleep(2 * BRIEF)
+    mark.unlink()
+
+
+def truncated(run: Run, rng: random.Random) -> None:
+    """The newest checkpoint loses half of a file while the run is down."""
+    file = _newest_file(run, rng)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(run: Run, rng: random.Random) -> None:
+    """One bit of the newest checkpoint changes while the run is down."""
+    file = _newest_file(run, rng)
+    with file.open("r+b") as opened:
+        place = file.stat().st_size // 2
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 1]))
+
+
+def _newest_file(run: Run, rng: random.Random) -> Path:
+    """The largest file of the newest step, after one process was killed and nothing more can be saved."""
+    kill(run, rng)
+    time.sleep(0.3)
+    newest = run.directory / "checkpoints" / str(steps(run.directory)[-1])
+    return max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def reader(run: Run, rng: random.Random) -> None:
+    """A reader of the data fails."""
+    (run.directory / "faults" / "data").touch()
+
+
+def peer(run: Run, rng: random.Random) -> None:
+    """All connections of one process are cut."""
+    pid = rng.choice(run.pids)
+    libc = ctypes.CDLL(None, use_errno=True)
+    process = libc.syscall(434, pid, 0)  # pidfd_open
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith("socket:") and (own := libc.syscall(438, process, int(link.name), 0)) >= 0:
+                with socket.socket(fileno=own) as found:  # pidfd_getfd
+                    if found.family in (socket.AF_INET, socket.AF_INET6):
+                        found.shutdown(socket.SHUT_RDWR)
+    os.close(process)
+
+
+def clock(run: Run, rng: random.Random) -> None:
+    """The wall clock jumps by hours."""
+    (run.directory / "faults" / "clock").write_text(str(rng.choice([-1, 1]) * 7200.0 * rng.random()))
+
+
+FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
+    f.__name__: f for f in (kill, stop, full_disk, no_directory, slow_disk, truncated, flipped, reader, peer, clock)
+}
+FATAL = {"kill", "stop", "truncated", "flipped", "reader", "peer"}
+TOGETHER = {"stop", "peer"}  # of one process alone they say nothing
+
+
+def steps(directory: Path) -> list[int]:
+    found = directory / "checkpoints"
+    return sorted(int(p.name) for p in found.iterdir() if p.name.isdecimal()) if found.is_dir() else []
+
+
+def throw(run: Run, name: str, rng: random.Random, begin: float) -> Fault:
+    """Throws one fault, and waits until the run is further than before."""
+    before, starts, good = run.step, run.starts(), steps(run.directory)
+    fault, at, heard = Fault(name, time.monotonic() - begin, before), time.monotonic(), len(run.said)
+    FAULTS[name](run, rng)
+    wait_for(
+        lambda: run.starts() > starts or (name not in FATAL and run.step > before), LOUD, run, f"{name} to be said"
+    )
+    fault.restarted = run.starts() > starts
+    begins = lambda: [int(line.split()[-1]) for _, line in run.said[heard:] if line.startswith("began at ")]
+    reached = max(before, run.step)
+    if fault.restarted:
+        wait_for(begins, 240, run, f"the run to start again after {name}")
+        kept = good[-2 if name in ("truncated", "flipped") else -1 :][0]
+        assert begins()[0] >= kept, f"{name} lost the step {kept}: began at {begins()}\n{run.text()[-3000:]}"
+    wait_for(lambda: run.step > reached, 240, run, f"the run to go on after {name}")
+    fault.lost = time.monotonic() - at
+    return fault
+
+
+def wait_for(done: Callable[[], bool], seconds: float, run: Run, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert not run.ended, f"the run ended while waiting for {what}\n{run.text()[-5000:]}"
+        assert time.monotonic() < end, f"waited {seconds:g} s for {what}\n{run.text()[-5000:]}"
+        time.sleep(0.1)
+
+
+@dataclasses.dataclass
+class Result:
+    """Result of the run."""
+
+    faults: list[Fault]
+    progress: list[tuple[float, int]]
+    wall: float
+    pace: tuple[float, float]  # median seconds of a step: untouched, and between faults
+
+    def __str__(self) -> str:
+        rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
+        for name in FAULTS:
+            if found := [fault for fault in self.faults if fault.name == name]:
+                lost = [fault.lost for fault in found]
+                restarts = sum(fault.restarted for fault in found)
+                rows.append(f"{name:14}{len(found):6}{restarts:9}{median(lost):22.1f}{max(lost):8.1f}")
+        untouched, ours = self.pace
+        rows.append(
+            f"{len(self.faults)} faults in {self.wall:.0f} s; a step takes {ours:.3f} s, untouched {untouched:.3f}"
+        )
+        return "\n".join(rows)
+
+
+def chaos(
+    directory: Path, names: list[str], *, processes: int, gap: float, pause: float = 0.05, seed: int = 0
+) -> Result:
+    """Injects the faults into a run, `gap` seconds apart.
+
+    Raises AssertionError if the run ends differently from the undisturbed one.
+    """
+    rng, progress, faults, begin = random.Random(seed), [], [], time.monotonic()
+    with running(Run(directory / "chaos", processes, pause)) as run:
+        wait_for(run.notes, 60, run, "the first start")
+        for name in names:
+            reached = run.step
+            wait_for(lambda reached=reached: run.step > reached and len(steps(run.directory)) > 1, 240, run, "a save")
+            until = time.monotonic() + gap
+            while time.monotonic() < until:
+                progress.append((time.monotonic() - begin, run.step))
+                time.sleep(0.2)
+            faults.append(throw(run, name, rng, begin))
+            progress.append((time.monotonic() - begin, run.step))
+        last = end_after(run.directory, run.step + chaotic.CHUNK)
+        assert run.wait(240) == 0, run.text()[-5000:]
+    wall = time.monotonic() - begin
+    end_after(directory / "untouched", last)
+    with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
+        assert untouched.wait(1800) == 0, untouched.text()[-5000:]
+    pace = compare(directory / "chaos", directory / "untouched", processes, last)
+    return Result(faults, progress, wall, pace)
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[Run]:
+    try:
+        yield run
+    finally:
+        if not run.ended:
+            run.kill()
+
+
+def end_after(directory: Path, step: int) -> int:
+    """Writes the run's last step: the end of the chunk of steps that contains `step`."""
+    last = -(-step // chaotic.CHUNK) * chaotic.CHUNK
+    (directory / "faults").mkdir(parents=True, exist_ok=True)
+    (directory / "faults" / "end").write_text(str(last))
+    return last
+
+
+def compare(ours: Path, untouched: Path, processes: int, last: int) -> tuple[float, float]:
+    """Asserts that both runs ended alike; returns their median step times, the undisturbed one first."""
+    for process in range(processes):
+        got, wanted = (json.loads((path / f"final-{process}.json").read_text()) for path in (ours, untouched))
+        assert got == wanted, f"process {process} came to another end"
+    newest = ours / "checkpoints" / str(steps(ours)[-1])
+    assert newest.name == str(last) and checkpoint.verify(newest) == []
+    rows = [
+        {row["step"]: row for row in read_jsonl(path / "metrics.jsonl") if "loss" in row} for path in (ours, untouched)
+    ]
+    assert all(rows[0][step]["loss"] == rows[1][step]["loss"] for step in rows[0])
+    assert len(rows[0]) >= 0.9 * last  # where the disk was full, lines are lost
+    timed = [[row["seconds"] for step, row in found.items() if "seconds" in row] for found in rows]
+    return median(timed[1][: chaotic.CHUNK]), median(timed[0])
+
+
+def draw(result: Result, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(12, 5))
+    axes.plot(*zip(*result.progress, strict=True), color="#222222", linewidth=1.5)
+    colors = dict(zip(FAULTS, plt.colormaps["tab10"].colors, strict=True))
+    for fault in result.faults:
+        axes.axvspan(fault.at, fault.at + fault.lost, color=colors[fault.name], alpha=0.35, linewidth=0)
+    for name in dict.fromkeys(fault.name for fault in result.faults):
+        axes.axvspan(0, 0, color=colors[name], alpha=0.35, label=name.replace("_", " "))
+    axes.set(xlabel="seconds", ylabel="step", title=f"{len(result.faults)} faults")
+    axes.legend(ncols=2, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def choose(count: int, processes: int, rng: random.Random) -> list[str]:
+    """All faults alike often, in a random order."""
+    possible = [name for name in FAULTS if processes > 1 or name not in TOGETHER]
+    names = [possible[i % len(possible)] for i in range(count)]
+    rng.shuffle(names)
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--gap", type=float, default=20.0, help="seconds of training between one and the next")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="default: a temporary one, which stays only after an error")
+    parser.add_argument("--draw", type=Path)
+    args = parser.parse_args()
+    directory = args.directory or Path(tempfile.mkdtemp(prefix="maxlib-chaos-"))
+    names = choose(args.faults, args.processes, random.Random(args.seed))
+    result = chaos(directory, names, processes=args.processes, gap=args.gap, seed=args.seed)
+    print(result)
+    if args.draw:
+        draw(result, args.draw)
+    if args.directory is None:
+        shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()
