@@ -176,7 +176,8 @@ class Attention(SequenceMixer):
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
         if self.gate is not None and self.out_gate_act is not None:
             out = out * self.out_gate_act(self.gate(x))
-        return self.o(out), cache, SharedKV.of(cache, k, v, k_start, k_end)
+        static_mask, segment_ids = (None, None) if mask_hint is None else mask_hint
+        return self.o(out), cache, SharedKV(k, v, k_start, k_end, segment_ids, static_mask)
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.

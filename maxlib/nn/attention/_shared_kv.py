@@ -101,12 +101,18 @@ class SharedKVAttention(SequenceMixer):
         # The keys are rotated already, each by its own position.
         if self.rope is not None:
             q = apply_rope(q, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
-        # With a cache, the keys are not those of this call's tokens; kernels for a named mask must know that.
-        mask_hint = ctx.mask_hint(self.mask, None if cache.kind is None else cache)
-        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag}
-        bounds = cache.k_start, cache.k_end
         # softmax(scale * q k^T) v, [B, T, N, H] with [B, S, K, H] -> [B, T, N, H]
-        out = attend(mark_heads(q, "q"), cache.k, cache.v, *bounds, mask_hint=mask_hint, **options)
+        out = attend(
+            mark_heads(q, "q"),
+            cache.k,
+            cache.v,
+            cache.k_start,
+            cache.k_end,
+            mask_hint=cache.mask_hint,
+            scale=self.scale,
+            implementation=self.implementation,
+            zigzag=ctx.zigzag,
+        )
         return self.o(out), cache
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> None:
