@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H hea
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
@@ -237,8 +237,9 @@ class Attention(SequenceMixer):
         """Names the kind in tables: MHA, GQA or MQA."""
         return attention_kind(self.num_heads, self.num_kv_heads)
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables, such as "qk-norm"."""
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables, such as "qk-norm"."""
         labels = {
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
@@ -249,7 +250,7 @@ class Attention(SequenceMixer):
             "sinks": self.sinks is not None,
             "output gate": self.gate is not None,
         }
-        yield from (label for label, applies in labels.items() if applies)
+        return tuple(label for label, applies in labels.items() if applies)
 
 
 def check_mask(mask: Any) -> None:

@@ -3,7 +3,7 @@
 Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H head dimension.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ class SharedKVAttention(SequenceMixer):
         """Names the kind in tables: MHA, GQA or MQA."""
         return attention_kind(self.num_heads, self.num_kv_heads)
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield from ["qk-norm"] if self.q_norm is not None else []
-        yield "shared keys"
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return ("shared keys",) if self.q_norm is None else ("qk-norm", "shared keys")

@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D width, W taps of the convolution.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -54,6 +53,8 @@ class ShortConvolution(SequenceMixer):
     Raises:
         ValueError: when `conv_width` is below 2.
     """
+
+    kind: ClassVar[str | None] = "gated short convolution"
 
     def __init__(self, dim: int, *, conv_width: int = 3, bias: bool = False, rngs: nnx.Rngs):
         D, W = dim, conv_width
@@ -111,15 +112,6 @@ class ShortConvolution(SequenceMixer):
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of convolution inputs that devices gather in a training step."""
         return gather_traffic(split, (self.conv_width - 1) * self.dim * split.width)
-
-    @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "gated short convolution"
-
-    def features(self) -> Iterator[str]:
-        """Yields nothing: it has no options to distinguish."""
-        yield from ()
 
 
 def _on_one_device(x, weight, bias, tail, starts, valid, *, axis_name):
