@@ -103,3 +103,14 @@ def imported() -> tuple[set[str], set[str]]:
                 used.add(name := names.get(module.lower(), module.lower().replace("_", "-")))
                 at_once |= set() if node.col_offset else {name}
     return at_once, used
+
+
+def test_the_smoke_session_names_tests_that_exist():
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    assigned = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SMOKE")
+    shared = (ROOT / "tests" / "models" / "conformance.py").read_text()
+    for name in ast.literal_eval(assigned.value):
+        file, *within = name.split("::")
+        source = (ROOT / file).read_text() + shared
+        for word in within:
+            assert re.search(rf"(def|class) {word.partition('[')[0]}\(", source), name

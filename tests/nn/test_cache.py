@@ -75,11 +75,6 @@ def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
     np.testing.assert_array_equal(put(empty + 2), jax.jit(put)(empty + 2))  # known, but not empty
 
 
-def test_a_ring_is_made_where_it_is_shorter():
-    make = lambda ring: kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=ring, dtype=jnp.bfloat16)
-    assert [type(make(ring)).__name__ for ring in (7, 8, None)] == ["RingCache", "KVCache", "KVCache"]
-
-
 @pytest.mark.parametrize("dtype", ["int4", "int16", "uint8"])
 def test_other_integers_are_refused(dtype):
     with pytest.raises(ValueError, match=f"must be floating or int8, got {dtype}"):
