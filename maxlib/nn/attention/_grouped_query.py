@@ -338,7 +338,9 @@ def attend(
         q, k, v = map(_by_tokens, (q, k, v))
     k, v = _repeat_heads(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
-    ring = _ring(k, bias, zigzag=zigzag)
+    ring = _ring_of(k.shape[1])
+    if bias is not None and (ring is not None or zigzag):
+        raise ValueError(CANNOT_TRAVEL)
     if ring is not None and isinstance(v, int):
         v = k[..., :v]
     static, segments = (None, None) if mask_hint is None else mask_hint
@@ -373,14 +375,6 @@ def _repeat_heads(shards: int, q: Array, k: Array, v: Array | int) -> tuple[Arra
     # [B, S, K, H] -> [B, S, shards, H]
     repeats = shards // k.shape[2]
     return jnp.repeat(k, repeats, axis=2), v if isinstance(v, int) else jnp.repeat(v, repeats, axis=2)
-
-
-def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
-    """Returns the mesh axis around which keys travel, None if none; raises ValueError where a bias forbids it."""
-    ring = _ring_of(k.shape[1])
-    if bias is not None and (ring is not None or zigzag):
-        raise ValueError(CANNOT_TRAVEL)
-    return ring
 
 
 def check_no_ring(keys: int) -> None:

@@ -115,8 +115,6 @@ class GatedDeltaNet(SequenceMixer):
         D, N, K, Hk, Hv, W = dim, num_heads, num_key_heads or num_heads, key_dim, value_dim, conv_width
         if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_key_heads; got {N} and {K}")
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
         of_keys, of_values = ("kv_heads", "head_dim", "embed"), ("heads", "head_dim", "embed")
         self.q = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)

@@ -59,8 +59,6 @@ class KimiDeltaAttention(SequenceMixer):
         rngs: nnx.Rngs,
     ):
         D, N, H, R, W = dim, num_heads, head_dim, head_dim, conv_width
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
 
         def project() -> Einsum:
             return Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), rngs=rngs)

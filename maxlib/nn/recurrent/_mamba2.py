@@ -102,8 +102,6 @@ class Mamba2(SequenceMixer):
         D, N, P, G, S, W = dim, num_heads, head_dim, num_groups, state_dim, conv_width
         if N < 1 or G < 1 or N % G:
             raise ValueError(f"num_heads must be a multiple of num_groups; got {N} and {G}")
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
         # Heads and their width are one axis of the weights, as in published files. A single group is replicated on all
         # devices; several groups are split as heads are.
         C, E, groups = N * P, G * S, "kv_heads" if G > 1 else "state"

@@ -58,8 +58,6 @@ class ShortConvolution(SequenceMixer):
 
     def __init__(self, dim: int, *, conv_width: int = 3, bias: bool = False, rngs: nnx.Rngs):
         D, W = dim, conv_width
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
         self.in_gate = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.out_gate = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.value = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
