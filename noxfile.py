@@ -71,6 +71,17 @@ def smoke(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_changed(session: nox.Session) -> None:
+    """Run 300 of the full tests, those affected by a change first; `-- BASE --tests 1000` sets the commit to compare
+    with and the limit.
+    """
+    install_for_tests(session)
+    chosen = Path(session.create_tmp()) / "chosen.txt"
+    session.run("python", "-m", "tests.changed", "--to", str(chosen), *session.posargs)
+    session.run("pytest", "-m", "full or slow", *PARALLEL, *chosen.read_text().split())
+
+
+@nox.session
 def tests_full(session: nox.Session) -> None:
     """Run every test, including all combinations of features, slow tests, and checkpoints in emulated buckets."""
     install_for_tests(session)
@@ -99,6 +110,13 @@ def coverage(session: nox.Session) -> None:
     session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report", "--skip-covered", "--sort=miss")
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Make 200 small changes to maxlib and list those that no test notices (hours); `-- --number 20` for fewer."""
+    install_for_tests(session)
+    session.run("python", "-m", "tests.mutants", *session.posargs)
 
 
 @nox.session

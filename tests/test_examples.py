@@ -12,7 +12,6 @@ import sysconfig
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,6 +97,11 @@ def test_pretrain_resumes(corpus, tmp_path):
 
 def test_export_opens_in_transformers(run):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import jax.numpy as jnp
+    import numpy as np
+
+    import maxlib
+
     out, _ = run
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
@@ -140,6 +144,16 @@ def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tupl
     text = example("finetune.py", *where, "--chats", "--out", tmp_path / "run", *options)
     rows = re.findall(r"after(.*): (\S+) nats per token of held-out text, (\S+)% of", text)
     return text, {name.lstrip(", "): (float(nll), float(right)) for name, nll, right in rows}
+
+
+@full  # by default tests/data/test_images.py has the loss and the gradient of chats with images
+def test_finetune_on_images(tmp_path):
+    options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
+    text, found = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
+    assert found.keys() == {"", "images of other chats", "grey images"} and "A held-out chat: user" in text
+    for name in ("config.json", "preprocessor_config.json", "chat_template.jinja", "generation_config.json"):
+        kept = [(tmp_path / part / "model" / name).read_text() for part in ("shapes", "run")]
+        assert json.loads(kept[0]) == json.loads(kept[1]) if name.endswith("json") else kept[0] == kept[1]
 
 
 @full
@@ -197,6 +211,31 @@ def test_generate_takes_a_name_on_the_hub(hub):
         directory("none.gguf", hub / "out")
 
 
+def test_adapters_get_a_higher_learning_rate(hub, monkeypatch):
+    rate = lambda *options: read_arguments(monkeypatch, "finetune.py", hub, *options).learning_rate
+    assert rate("--lora", 8) == pytest.approx(10 * rate())
+    assert rate("--lora", 8, "--learning-rate", 1e-3) == rate("--learning-rate", 1e-3) == 1e-3
+
+
+def test_pretrain_help_explains_every_flag(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run_here(monkeypatch, "pretrain.py", "--help")
+    shown = capsys.readouterr().out
+    for flag in (
+        "--mesh",
+        "--strategy",
+        "--out",
+        "--steps",
+        "--batch",
+        "--length",
+        "--vocab",
+        "--layers",
+        "--dim",
+        "--learning-rate",
+    ):
+        assert flag in shown
+
+
 def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_here(monkeypatch, "pretrain.py", "--mesh", "fdsp=8")
@@ -230,6 +269,13 @@ def test_mixture_changes_its_shares(tmp_path, monkeypatch, capsys):
 
 
 @full
+def test_reinforce_trains_on_what_it_writes(tmp_path):
+    text = example("reinforce.py", "--out", tmp_path, "--steps", 2, "--prompts", 2, "--group", 4, "--tokens", 4)
+    before, after = (float(re.search(rf"{word}: reward (\S+)", text)[1]) for word in ("before", "after"))
+    assert 0 < before < 1 and 0 < after < 1 and after != before
+
+
+@full
 def test_reinforce_raises_the_reward_and_resumes(tmp_path):
     options = ["--out", tmp_path, "--prompts", 4, "--group", 8, "--tokens", 6, "--learning-rate", 3e-3]
     text = by_command("reinforce.py", "--steps", 30, *options)
@@ -248,8 +294,21 @@ def preferences(tmp_path):
     ]
     lines[3]["rejected"] = lines[3]["chosen"]  # counted, and left out
     (path := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sizes = ["--steps", 6, "--batch", 4, "--microbatches", 2, "--length", 96]
-    return path, ["--out", tmp_path, *sizes, "--learning-rate", 1e-3]
+    options = [
+        "--out",
+        tmp_path,
+        "--steps",
+        6,
+        "--batch",
+        4,
+        "--microbatches",
+        2,
+        "--length",
+        96,
+        "--learning-rate",
+        1e-3,
+    ]
+    return path, options
 
 
 @full

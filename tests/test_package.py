@@ -47,6 +47,10 @@ def test_families_are_reached_by_name():
         maxlib.models.nonsense
 
 
+def test_typed_marker_is_packaged():
+    assert (Path(maxlib.__file__).parent / "py.typed").is_file()
+
+
 def test_version_is_in_the_changelog():
     changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in changelog if "dev" in maxlib.__version__ else f"## [{maxlib.__version__}]" in changelog

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxlib import inference, nn, plan, sharding
-from tests.counting import batch
+from maxlib.checkpoint import Checkpointer
+from tests.counting import batch, trained
 from tests.nn.tiny import filled
 from tests.outside_recurrent import DIM, VOCAB, GatedRecurrence, Hybrid, hybrid
 
@@ -75,6 +76,28 @@ def test_it_decodes_what_it_computes_at_once():
         for row, n in enumerate(lengths):
             want = at_once[row, n + step]
             np.testing.assert_allclose(np.asarray(out.hidden)[row, 0], want, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.full
+def test_it_trains_and_generates():
+    state, losses = trained(hybrid(), batches(80))
+    assert losses[-1] < 0.5 * losses[0]
+    got = inference.generate(state.model, [[3, 4, 5, 6], [20, 21]], max_new_tokens=4, dtype=jnp.float32)
+    assert got == [[7, 8, 9, 10], [22, 23, 24, 25]]
+
+
+def test_it_is_saved_and_restored_in_another_layout(tmp_path):
+    model, other = filled(hybrid), filled(hybrid, seed=1)
+    other.layers = other.layers.unstacked()
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(model)) as saver:
+        saver.save(2, {"params": nn.partition(model)[0]})
+    fresh, rest = nn.partition(other)
+    with Checkpointer(tmp_path, groupings=nn.tree.groupings(other)) as reader:
+        restored = nn.combine(reader.restore(like={"params": fresh})["params"], rest)
+    ours, theirs = jax.device_get((restored, model))
+    for i in range(4):
+        jax.tree.map(np.testing.assert_array_equal, ours.layers[i], theirs.layers[i])
+    jax.tree.map(np.testing.assert_array_equal, (ours.embed, ours.norm), (theirs.embed, theirs.norm))
 
 
 @pytest.mark.parametrize(

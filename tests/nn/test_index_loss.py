@@ -1,5 +1,5 @@
-"""The loss of indexers against its formula in float64 and what it has a gradient for; attention to gathered latents,
-which is that under a mask.
+"""The loss of indexers against its formula in float64, what it has a gradient for, and what an indexer learns from it;
+and attention to gathered latents, which is that under a mask.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -216,6 +217,44 @@ def test_a_layer_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
         close(got["loss"][path], gradient if path != "x" else np.zeros_like(x))
 
 
+# ---------------------------------------------------------------------------------------------- learning
+
+
+def test_an_indexer_learns_what_attention_looks_at():
+    """In the warm-up the loss falls, and the chosen keys get more of attention, of what the best choice would get."""
+    found = jax.tree.map(lambda a: a, layer(nn.IndexLoss(dense=True)))
+    found.q_up.w.set_value(3 * found.q_up.w.get_value())  # sharper
+    trained, rest = nn.partition(found, training.trainable_only("indexer.*"))
+    rng, optimizer = np.random.default_rng(0), optax.adam(1e-2)
+    texts = jnp.asarray(rng.normal(size=(101, 4, SEQ, DIM)), jnp.float32)
+
+    @jax.jit
+    def learn(trained):
+        def step(carry, x):
+            loss, grads = jax.value_and_grad(lambda w: run(nn.combine(w, rest), x)[1]["loss/indexer"])(carry[0])
+            updates, state = optimizer.update(grads, carry[1])
+            return (optax.apply_updates(carry[0], updates), state), loss
+
+        return jax.lax.scan(step, (trained, optimizer.init(trained)), texts[:-1])
+
+    (after, _), losses = learn(trained)
+    losses = np.asarray(losses)
+    assert losses[-5:].mean() < 0.75 * losses[:5].mean()
+    before, after = (recall(nn.combine(w, rest), texts[-1]) for w in (trained, after))
+    assert after > before + 0.15
+
+
+@jax.jit
+def recall(layer, x):
+    """The share of attention that chosen keys get, of what as many keys can get."""
+    q, k, index, _, bounds = parts(layer, x)
+    every = Chosen(*bounds)
+    p = Attended(q, k, every, layer.scale).probabilities(k, every.among_all(SEQ)).mean(axis=1)
+    best = layer.indexer.choose(index, bounds).among_all(SEQ)
+    most = jax.lax.top_k(p, TOP)[0].sum(axis=-1)
+    return jnp.mean((jnp.sum(jnp.where(best, p, 0), axis=-1) / most)[:, TOP:])
+
+
 # ---------------------------------------------------------------------------------------------- a model
 
 CFG = deepseek_v32.Config(
@@ -255,6 +294,14 @@ def test_a_scanned_model_reports_each_layer():
 def untrained() -> deepseek_v32.DeepSeekV32:
     cfg = dataclasses.replace(CFG, index_loss=None)
     return jax.eval_shape(lambda: deepseek_v32.DeepSeekV32(cfg, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.full
+def test_a_model_adds_the_losses_of_its_layers():
+    loss, stats = jax.jit(LOSS, compiler_options=QUICKLY)(model(False), packed(CFG.vocab))
+    nll, each = stats.sums["nll"], stats.sums["loss/indexer"]
+    assert each.shape == (4,) and np.all(each > 0)
+    np.testing.assert_allclose(loss, nll + each.sum() + stats.sums["loss/moe_sequence_balance"].sum(), rtol=1e-6)
 
 
 @pytest.mark.full
