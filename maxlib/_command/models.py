@@ -46,7 +46,6 @@ def _object(row) -> dict:
     fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "kind"}
     return (
         fields
-        | {"hub": weights.HUB_NAMES.get(row.preset)}
         | {"attention": attention, "features": features, "caches": caches}
         | {"images": bool(images), "audio": bool(audio)}
     )

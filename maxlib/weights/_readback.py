@@ -2,15 +2,13 @@
 
 import functools
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
 from maxlib import nn
-from maxlib._utils.text import ranges
 from maxlib.ops import Mask, Rope
 from maxlib.weights._table import Table
 from maxlib.weights.mapping import resolve
@@ -40,10 +38,8 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
             "which it was made"
         )
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
-    here, configured = (_tensors(m, table) for m in (model, wanted))
-    wrong = {name: f": {_shape(here, name)} here, {_shape(configured, name)} by the configuration"
-             for name in sorted(here.keys() | configured.keys()) if here.get(name) != configured.get(name)}  # fmt: skip
-    wrong = grouped(wrong or _other_settings(model, wanted))
+    wrong = _differences(_tensors(model, table), _tensors(wanted, table))
+    wrong = wrong or _differences(_settings(model), _settings(wanted))
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
@@ -57,70 +53,31 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, nn.quantized.QuantizedWeight)
 
 
-def _tensors(model: Any, table: Table) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors that a table makes from a model, by name."""
+def _differences(here: Mapping[str, str], configured: Mapping[str, str]) -> list[str]:
+    """Lists what differs between the model and the one that its configuration describes, by name."""
+    names = sorted(name for name in {*here, *configured} if here.get(name) != configured.get(name))
+    return [
+        f"{name} is {here.get(name, 'absent')} here, {configured.get(name, 'absent')} by the configuration"
+        for name in names
+    ]
+
+
+def _tensors(model: Any, table: Table) -> dict[str, str]:
+    """Returns the shapes of the tensors that a table makes from a model, by name."""
     plan = resolve(model, table)
-    converted = {name: (*c.place.shape, n) for c in plan.conversions for n, name in enumerate(c.hf_names)}
-    return {name: tensor.shape for name, tensor in plan.tensors.items()} | converted
+    converted = {name: f"{c.place.shape}, {n}" for c in plan.conversions for n, name in enumerate(c.hf_names)}
+    return {name: str(tensor.shape) for name, tensor in plan.tensors.items()} | converted
 
 
-def _shape(tensors: dict[str, tuple[int, ...]], name: str) -> str:
-    return str(tensors[name]) if name in tensors else "absent"
-
-
-def grouped(differences: dict[str, str]) -> list[str]:
-    """Joins what differs alike in several layers or experts: `layers.0-31.mlp.act is ...`.
-
-    Args:
-        differences: From a name, such as `layers.0.mlp.act`, to how it differs.
-    """
-    rows = [(re.split(r"(?<=\.)(\d+)(?=\.)", name), how) for name, how in differences.items()]
-    for place in (3, 1):  # of the number of an expert, then of the number of a layer
-        alike: dict[Any, list[str]] = defaultdict(list)
-        for parts, how in rows:
-            alike[(*parts[:place],), (*parts[place + 1 :],), how] += parts[place : place + 1]
-        rows = [([*before, *_in_ranges(numbers), *after], how) for (before, after, how), numbers in alike.items()]
-    return ["".join(parts) + how for parts, how in rows]
-
-
-def _in_ranges(numbers: list[str]) -> list[str]:
-    return [", ".join(ranges(sorted(map(int, numbers))))] if numbers else []
-
-
-def _other_settings(model: Any, wanted: Any) -> dict[str, str]:
-    """Returns the settings of layers that differ, such as an activation."""
-    here, configured = (dict(_settings(m)) for m in (model, wanted))
-    return {name: f" is {here[name]} here, {configured[name]} by the configuration"
-            for name in here if name in configured and here[name] != configured[name]}  # fmt: skip
-
-
-def _settings(model: Any) -> Iterator[tuple[str, str]]:
-    """Yields the settings of all modules as text; those of a stack's layers by index, independent of the grouping."""
-    modules = list(nnx.iter_modules(model))
-    stacks = {path: part for path, part in modules if isinstance(part, nn.Stack)}
-    for path, part in modules:
-        if not any(path[: len(stack)] == stack for stack in stacks):
-            yield from _own(path, part)
-    for path, stack in stacks.items():
-        places = [stack.where(i)[0] for i in range(len(stack))]
-        stored = {place: _of_layer(functools.reduce(_child, place.split("."), stack)) for place in set(places)}
-        for i, place in enumerate(places):
-            yield from ((".".join(map(str, (*path, i, name))), word) for name, word in stored[place])
-
-
-def _of_layer(layer: Any) -> list[tuple[str, str]]:
-    return [setting for path, part in nnx.iter_modules(layer) for setting in _own(path, part)]
-
-
-def _child(part: Any, name: str) -> Any:
-    return part[int(name)] if name.isdecimal() else getattr(part, name)
-
-
-def _own(path: tuple[Any, ...], part: Any) -> Iterator[tuple[str, str]]:
-    for name, value in vars(part).items():
-        setting = isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nnx.Module | nnx.Variable))
-        if setting and name not in _FREE and not name.startswith("_"):
-            yield ".".join(map(str, (*path, name))), _word(value)
+def _settings(model: Any) -> dict[str, str]:
+    """Returns the settings of all modules, such as an activation, as text; each layer of a stack has its own."""
+    settings = {}
+    for path, module in nnx.iter_modules(jax.eval_shape(nn.unstack, model)):
+        for name, value in vars(module).items():
+            is_function = callable(value) and not isinstance(value, nnx.Module | nnx.Variable)
+            if (isinstance(value, _PLAIN) or is_function) and name not in _FREE and not name.startswith("_"):
+                settings[".".join(map(str, (*path, name)))] = _word(value)
+    return settings
 
 
 def _word(value: Any) -> str:

@@ -444,11 +444,11 @@ def test_config_file_names_code_that_is_not_run(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"a": 1', "must be JSON in UTF-8"),
-        (b"", "must be JSON in UTF-8"),
-        (b'{"a": "\xff"}', "must be JSON in UTF-8"),
-        (b"[" * 100_000, "must be JSON in UTF-8"),
-        (b"[1, 2]", r"must be a JSON object, got \[1, 2\]"),
+        (b'{"a": 1', "must be a JSON object in UTF-8"),
+        (b"", "must be a JSON object in UTF-8"),
+        (b'{"a": "\xff"}', "must be a JSON object in UTF-8"),
+        (b"[" * 100_000, "must be a JSON object in UTF-8"),
+        (b"[1, 2]", r"must be a JSON object, got a list"),
         (b'{"a": {"b": 1, "b": 2}}', "the fields b are given more than once"),
     ],
 )
