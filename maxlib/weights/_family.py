@@ -23,8 +23,7 @@ from maxlib.tokenization import ChatTemplate
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import import_hub, model_directory
 from maxlib.weights._loading import load
-from maxlib.weights._readback import check_reads_back
-from maxlib.weights._saving import write_weights
+from maxlib.weights._saving import check_reads_back, write_weights
 from maxlib.weights._table import Table
 from maxlib.weights.export import add_end_of_turn, default_card, whole_directory, write_companions, write_json
 from maxlib.weights.files import MAX_SHARD_BYTES, QUANTIZED
