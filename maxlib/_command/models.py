@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _object(row) -> dict:
-    from maxlib import weights
 
     attention, features, caches, images, audio = row.kind
     fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "kind"}

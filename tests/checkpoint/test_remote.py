@@ -204,7 +204,8 @@ def run_on_s3(directory: Path, script: str, fault: str | None, every: int) -> tu
     """The same beside an emulator of S3 in this process."""
     from tests.checkpoint.s3_emulator import emulate
 
-    secrets, arguments = [*KEYS.values()], ("", str(directory), "s3://bucket/run")
+    # The server keeps its buckets from test to test.
+    secrets, arguments = [*KEYS.values()], ("", str(directory), f"s3://bucket/{directory.name}")
     region = {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
     with emulate(directory) as (environment, faults):
         environment |= region | KEYS | {"EPATH_USE_TF": "false"}
@@ -225,7 +226,7 @@ def run_on_s3(directory: Path, script: str, fault: str | None, every: int) -> tu
 
 @pytest.fixture(params=["gs", "s3"])
 def bucket(request, tmp_path):
-    """A function that runs a script with an empty bucket, of whose requests every n-th may fail."""
+    """A function that runs a script with a bucket, of whose requests every n-th may fail."""
     for name in {"gs": ("gcsfs", "gcp_storage_emulator"), "s3": ("s3fs", "moto.server")}[request.param]:
         pytest.importorskip(name)
     store = {"gs": run_on_gs, "s3": run_on_s3}[request.param]
