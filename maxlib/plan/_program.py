@@ -13,14 +13,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
-from maxlib.hardware import CHIPS, Chip
+from maxlib.hardware import CHIPS
 from maxlib.observability import flops_by_dtype
 from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
     INSTALL_GPU_COMPILER,
     INSTALL_TPU_COMPILER,
-    Target,
+    absent_devices,
     devices_of,
     has_gpu_compiler,
     has_tpu_compiler,
@@ -196,14 +196,12 @@ def make_program(job: Job) -> Program:
 def refused(job: Job) -> str | None:
     """Returns the reason why a job can only be estimated, or None."""
     target = parse_target(job.target)
-    if target.platform == "tpu" and not has_tpu_compiler():
-        return f"libtpu is not installed; install it: {INSTALL_TPU_COMPILER}"
-    return _refused_on_gpus(job, target.chip) if target.platform == "cuda" else None
-
-
-def _refused_on_gpus(job: Job, chip: Chip) -> str | None:
-    if chip not in [CHIPS[name] for name in COMPILED_GPUS]:
-        return f"XLA's compiler needs a description of a GPU that is not there, and has none of the {chip.kind}"
+    if target.platform == "tpu":
+        return None if has_tpu_compiler() else f"libtpu is not installed; install it: {INSTALL_TPU_COMPILER}"
+    if target.platform == "cpu":
+        return None
+    if target.chip not in [CHIPS[name] for name in COMPILED_GPUS]:
+        return f"XLA's compiler needs a description of a GPU that is not there, and has none of the {target.chip.kind}"
     if not has_gpu_compiler():
         return f"jax's plugin for CUDA is not installed; install it: {INSTALL_GPU_COMPILER}"
     if job.offloads:
@@ -211,39 +209,20 @@ def _refused_on_gpus(job: Job, chip: Chip) -> str | None:
     return None
 
 
-def _layout(job: Job) -> sharding.Layout:
-    """Returns the job's layout over the devices of its target, or over as many that cannot be described."""
-    target, strategy = parse_target(job.target), job.layout.strategy
+def mesh_of(job: Job) -> jax.sharding.Mesh:
+    """Returns the mesh of the target's devices, or of their places if nothing can be compiled for them."""
+    target = parse_target(job.target)
     if job.dcn and target.slices == 1 and target.platform == "tpu":
         raise ValueError(f"dcn={job.dcn} is for several slices, such as {target.name}x2; {target.name} is one")
-    if target.platform != "cuda" or not refused(job):
-        return _on_places(job, target)
-    inside, across = job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")
-    degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
-    mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
-    return sharding.Layout(mesh, strategy)
+    return job.layout.mesh.make(absent_devices(target) if refused(job) else devices_of(target))
 
 
-def mesh_of_places(job: Job) -> jax.sharding.Mesh:
-    """Returns the mesh of the target's devices, or of their places if its compiler is not installed."""
-    return job.layout.mesh.make(devices_of(parse_target(job.target)))
-
-
-def _on_places(job: Job, target: Target) -> sharding.Layout:
-    mesh = mesh_of_places(job)
-    if target.platform == "tpu" and job.offloads and refused(job):  # a place has no memory to send arrays to
+def _layout(job: Job) -> sharding.Layout:
+    """Returns the job's layout over the devices of its target, or over as many that cannot be described."""
+    mesh = mesh_of(job)
+    if refused(job):
         mesh = AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=mesh.axis_types)
     return sharding.Layout(mesh, job.layout.strategy)
-
-
-def across_hosts(job: Job, target: Target) -> dict[str, int]:
-    """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
-    return job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")[1]
-
-
-def _hosts(job: Job, target: Target) -> int:
-    """Returns the hosts, or racks, of GPUs among which `dcn` divides; 1 without `dcn`."""
-    return math.ceil(target.devices / target.chip.group) if job.dcn else 1
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:

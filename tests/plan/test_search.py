@@ -5,17 +5,15 @@ import functools
 import re
 
 from maxlib import plan
+from maxlib._command import main
 from maxlib.models import llama
-from maxlib.plan import command
 from tests.plan.jobs import CONFIG, MIXTRAL, layout
 
 
 def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsys, monkeypatch):
     layouts = [layout()]
-    monkeypatch.setattr(
-        command, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",))
-    )
-    assert command.main(["llama3-70b", "--target", "h100", "--search"]) == 1
+    monkeypatch.setattr(plan, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",)))
+    assert main(["plan", "llama3-70b", "--target", "h100", "--search"]) == 1
     assert re.search(r"no layout fits h100: .* GiB more than there is", capsys.readouterr().err)
 
 
