@@ -114,21 +114,31 @@ class Program:
     @functools.cached_property
     def forward_flops(self) -> float:
         """The FLOPs of one step's forward pass on all devices."""
-        row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
-        loss = functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype))
-        return self.rows * observability.forward_flops(loss, self.model, row, jax.random.key(0))
+        return self.rows * observability.forward_flops(self._loss, self.model, self._row, jax.random.key(0))
 
     @property
     def model_flops(self) -> float:
-        """The model's FLOPs of one step on all devices: three times the forward pass, without frozen gradients."""
-        return 3 * self.forward_flops - self._frozen_flops()
+        """The model's FLOPs of one step on all devices, without gradients of what is frozen."""
+        if self.job.lora is None:
+            return 3 * self.forward_flops
+        trained = dict.fromkeys(self.state.trainable, True)
+        flags = nn.combine(trained, jax.tree.map(lambda _: False, self.state.rest))
+        return self.rows * observability.training_flops(self._loss, self.model, self._row, trained=flags)
+
+    @property
+    def _loss(self) -> Any:
+        return functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype))
+
+    @property
+    def _row(self) -> dict[str, Any]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
 
     @functools.cached_property
     def narrow_share(self) -> dict[str, float]:
         """The share of a step's FLOPs whose operands have eight bits on the target's devices, by "fp8" and "int8"."""
         if self.job.quantization is None:
             return {}
-        loss = functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype), remat=self.job.remat)
+        loss = functools.partial(self._loss, remat=self.job.remat)
         batch, key = self.job.batch_shapes(1), jax.eval_shape(lambda: jax.random.key(0))
         # The trace needs the kind of device, because some kinds multiply narrow operands that others widen first.
         target = parse_target(self.job.target)
@@ -146,23 +156,6 @@ class Program:
             kind: sum(n for what, n in by_dtype.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
         }
         return {kind: flops / sum(by_dtype.values()) for kind, flops in sums.items() if flops}
-
-    def _frozen_flops(self) -> float:
-        """Returns the FLOPs that gradients of the frozen matrices and the head would take."""
-        if self.job.lora is None:
-            return 0.0
-        multiply, top_k = (
-            nn.tree.summed_axes(self.plain),
-            max((moe.router.top_k for moe in moes(self.plain)), default=0),
-        )
-
-        # A token is multiplied by a whole matrix, or by the matrices of its experts.
-        def experts(matrix):
-            return matrix.shape[matrix.axes.index("expert")] if "expert" in matrix.axes else top_k or 1
-
-        frozen = [matrix for path, matrix in self.matrices.items() if path in multiply and not matrix.trained]
-        active = sum(math.prod(matrix.shape) * (top_k or 1) / experts(matrix) for matrix in frozen)
-        return 2.0 * self.rows * self.job.sequence * (active + math.prod(self.head))
 
 
 def moes(model: Any) -> list[nn.MoE]:
