@@ -167,7 +167,8 @@ def _lora(words: list[str]) -> "adapters.LoRA":
     """Parses --lora: rank=16,alpha=32,dora; alpha is twice the rank by default."""
     from maxlib import adapters
 
-    settings = dict(word.partition("=")[::2] for word in ",".join(words).split(",") if word)
+    parts = [word.partition("=") for word in ",".join(words).split(",") if word]
+    settings = {name: value for name, _, value in parts}
     try:
         if settings.keys() - {"rank", "alpha", "dora", "rslora"}:
             raise ValueError
