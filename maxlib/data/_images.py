@@ -224,8 +224,8 @@ class PixtralImageProcessor(ImageProcessor):
             patch_size=patch,
             merge=merge,
             longest_edge=edge,
-            mean=tuple(fields.get("image_mean") or cls.mean),
-            std=tuple(fields.get("image_std") or cls.std),
+            mean=_triple(fields, "image_mean", cls.mean),
+            std=_triple(fields, "image_std", cls.std),
         )
 
     def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
@@ -310,6 +310,12 @@ class Gemma4ImageProcessor(ImageProcessor):
         elif not columns:
             rows, columns = min(height // width, self.max_squares), 1
         return rows * side, columns * side
+
+
+def _triple(fields: Mapping[str, Any], name: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Reads one number per color."""
+    red, green, blue = fields.get(name) or usual
+    return red, green, blue
 
 
 def _check_same(path: Path, wanted: Mapping[str, int], fields: Mapping[str, Any]) -> None:

@@ -73,12 +73,6 @@ def test_a_model_that_is_no_such_function_is_refused(name, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_degrees_are_separated_by_commas_or_spaces(asked):
-    for words in (["fsdp=4,tensor=4"], ["fsdp=4", "tensor=4"]):
-        main(["plan", "llama3-8b", "--target", "v5e-16", "--search", "--mesh", *words])
-    assert asked[0] == asked[1] and asked[0][0].degrees == {"fsdp": 4, "tensor": 4}
-
-
 def test_a_search_plans_what_it_was_told():
     """Each setting reaches every plan: one that it cannot be refuses them all."""
     own = layout(dcn={"data": 1})
@@ -120,6 +114,7 @@ def test_a_report_names_options(capsys):
     assert main(["plan", "llama3.2-1b", "--target", "h100x8"]) == 0
     out = capsys.readouterr().out
     assert "--search compares" in out and "plan.search" not in out
+    assert "fits:" in out and "a bound, not a forecast" in out
 
 
 def test_what_does_not_fit_comes_with_changes_that_do(capsys):

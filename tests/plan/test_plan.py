@@ -171,11 +171,6 @@ def test_a_report_names_a_strategy_as_the_command_line_does(name):
 def test_the_command_says_what_is_wrong(capsys):
     assert main(["plan", "llama9", "--target", "h100x8"]) == 2
     assert "no preset is called 'llama9'" in capsys.readouterr().err
-    assert main(["plan", "llama3.2-1b", "--target", "h100x8"]) == 0
-    out = capsys.readouterr().out
-    assert "fits:" in out and "a bound, not a forecast" in out
-    assert main(["plan", "llama3-70b", "--target", "h100"]) == 1
-    assert "GiB too much" in capsys.readouterr().out
     assert main(["plan", "llama3.2-1b", "--target", "h100x8", "--mesh", "fsdp=x"]) == 2
     assert "expected axis=number, such as fsdp=-1; got 'fsdp=x'" in capsys.readouterr().err
 
