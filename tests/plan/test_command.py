@@ -122,6 +122,7 @@ def test_what_does_not_fit_comes_with_changes_that_do(capsys):
     assert main(["plan", *words.split()]) == 1
     out = " ".join(capsys.readouterr().out.split())
     offloaded, lora = r"--strategy fsdp\+offload_optimizer", "--lora rank=16"
+    assert "GiB too much" in out and "analytic model only" in out and "not compiled" in out
     both = rf"{offloaded} \(moments on the host\) fits, 7\d\.\d GiB; {lora} \(adapters of a frozen base\) fits, 2\d\.\d GiB"
     assert re.search(both, out)
     assert "--sequence 2048" not in out and "nf4" not in out  # the first does not fit, the second is not needed
