@@ -112,7 +112,7 @@ class EnvironmentPool(contextlib.AbstractContextManager):
                     if failure == "timeout":
                         answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
                     answers[number] = answer or Answer(failure="crash", error="its process ended")
-        return answers
+        return {number: answers[number] for number in calls}  # in the order of the calls, whoever answered first
 
     def close(self) -> None:
         """Ends the workers."""

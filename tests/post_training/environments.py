@@ -13,6 +13,8 @@ class Counting:
         self.task, self.text, self.turn = task, [1, 2], 0
 
     def reset(self):
+        if self.task == "late":
+            time.sleep(0.2)
         return Prompt(self.text)
 
     def step(self, tokens):

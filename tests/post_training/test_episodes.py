@@ -66,6 +66,13 @@ def test_every_end_is_stated_and_none_is_a_reward_of_zero(engine, processes):
     assert sum(value for name, value in metrics.items() if name.startswith("end/")) == pytest.approx(1)
 
 
+def test_episodes_are_in_the_order_of_their_tasks(engine):
+    """Not in that of the environments' answers."""
+    episodes = run(engine, ["late", "endless", "fine", "unscored"])
+    assert [episode.end for episode in episodes] == ["finished", "turns", "finished", "finished"]
+    assert [episode.reward for episode in episodes[:3]] == [3, 5, 3] and math.isnan(episodes[3].reward)
+
+
 def test_a_cut_turn_ends_an_episode_and_its_environment_does_not_see_it(engine):
     (episode,) = run(engine, ["fine"], stop_token_ids=[31])
     assert episode.end == "length" and episode.turns == 1 and episode.reward == 0
