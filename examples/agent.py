@@ -7,7 +7,10 @@ what it saw is right: within ten minutes on a CPU. To use a model and tools of y
 
 With --server, vLLM servers sample while the model trains. Start them with what `--steps 0` writes:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve runs/agent/model --served-model-name policy --skip-tokenizer-init
+    VLLM_SERVER_DEV_MODE=1 vllm serve runs/agent/model --served-model-name policy --skip-tokenizer-init \\
+        --dtype float32 --max-num-batched-tokens 16384
+
+vLLM on a CPU fails at seeds for prompts that it computes in pieces, so all of a step must fit its tokens of a batch.
 """
 
 import argparse
