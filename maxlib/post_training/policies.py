@@ -301,8 +301,8 @@ class PolicyLoss(ReferencedLoss):
 
     All terms and metrics are weighted by `mean`, so results do not depend on microbatches, devices and packing.
     Metrics: `entropy`, `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if
-    they exist; with `sampler_log_probs` how far these are from the trainer's: `sampler_gap`, the mean absolute
-    difference, and `sampler_kl`, an estimate of the divergence. The value of the loss itself is not informative: for an
+    they exist; with `sampler_log_probs` how far these are from the policy's, by another engine or older weights:
+    `sampler_gap`, the mean absolute difference, and `sampler_kl`, an estimate of the divergence. The value of the loss itself is not informative: for an
     on-policy step it is 0.
 
     A step raises ValueError when the batch lacks inputs of an option, or its `sampler` has another temperature, or
@@ -402,11 +402,11 @@ class PolicyLoss(ReferencedLoss):
         if self.top_entropy < 1:
             is_uncertain = entropy >= jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1 - self.top_entropy)
             losses = jnp.where(is_uncertain, losses, 0)
-        trained = batch.get("old_log_probs", stop(log_prob))
         if "sampler_log_probs" in batch:
-            gap = jnp.nan_to_num(jnp.where(mask, trained - batch["sampler_log_probs"], 0), nan=0.0)
+            gap = jnp.nan_to_num(jnp.where(mask, stop(log_prob) - batch["sampler_log_probs"], 0), nan=0.0)
             metrics |= {"sampler_gap": jnp.abs(gap), "sampler_kl": _ratio(gap) - gap - 1}
         if self.correction is not None:
+            trained = batch.get("old_log_probs", stop(log_prob))
             weight = self.correction(trained, batch["sampler_log_probs"], mask, segment_ids)
             losses, metrics = losses * weight, metrics | {"sampler_weight": weight}
         if self.kl_term is not None:  # not multiplied by the sampler's weight

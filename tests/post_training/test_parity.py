@@ -208,6 +208,16 @@ def test_policies_of_packed_rows():
         np.testing.assert_allclose(gradient, TRL[f"{name}:gradient"], atol=5e-5, err_msg=name)
 
 
+def test_the_distance_of_the_sampler_from_the_policy():
+    batch = policy_rows("tools/dapo")
+    metrics = mean(dapo(), batch, jnp.asarray(DATA["logits"]))[1]
+    log_p = np.asarray(jax.nn.log_softmax(DATA["logits"] / TEMPERATURE))
+    own = np.take_along_axis(log_p, DATA["ids"][:, 1:, None], -1)[..., 0]
+    gap = (own - DATA["sampler_log_probs"])[targets(DATA, tools=True) >= 0]
+    np.testing.assert_allclose(metrics["sampler_gap"], np.abs(gap).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["sampler_kl"], (np.exp(gap) - gap - 1).mean(), rtol=1e-5)
+
+
 def test_unpaired_preferences_without_a_baseline():
     batch = rows("reference_log_probs", "desirable")
     run = lambda loss, logits: mean(loss, batch, jnp.asarray(logits))[0]
