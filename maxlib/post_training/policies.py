@@ -302,8 +302,8 @@ class PolicyLoss(ReferencedLoss):
     All terms and metrics are weighted by `mean`, so results do not depend on microbatches, devices and packing.
     Metrics: `entropy`, `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if
     they exist; with `sampler_log_probs` how far these are from the policy's, by another engine or older weights:
-    `sampler_gap`, the mean absolute difference, and `sampler_kl`, an estimate of the divergence. The value of the loss itself is not informative: for an
-    on-policy step it is 0.
+    `sampler_gap`, the mean absolute difference, and `sampler_kl`, an estimate of the divergence. The value of the loss
+    itself is not informative: for an on-policy step it is 0.
 
     A step raises ValueError when the batch lacks inputs of an option, or its `sampler` has another temperature, or
     filters; and for advantages of shape `B` if a row has several completions, which inside `jit` makes the loss NaN.
