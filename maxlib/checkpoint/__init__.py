@@ -9,6 +9,7 @@ from maxlib.checkpoint._errors import InUseError as InUseError
 from maxlib.checkpoint._errors import SaveError as SaveError
 from maxlib.checkpoint._errors import UnsavedError as UnsavedError
 from maxlib.checkpoint._groupings import layer_paths as layer_paths
+from maxlib.checkpoint._local import Local as Local
 from maxlib.checkpoint._policy import Best as Best
 from maxlib.checkpoint._restore import StepRecords as StepRecords
 from maxlib.checkpoint._restore import load as load

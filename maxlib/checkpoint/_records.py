@@ -26,9 +26,18 @@ def to_text(content: Any) -> str:
 def read(path: epath.Path) -> Any:
     """Reads the content of a record. Raises DamagedError."""
     try:
-        record = json.loads(path.read_text())
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, path: str) -> Any:
+    """Returns the content of a record's text. Raises DamagedError, which names `path`."""
+    try:
+        record = json.loads(text)
         crc, content = record["crc32"], record["content"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     if f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}" != crc:
         raise DamagedError(f"{path} differs from what was written")
@@ -42,11 +51,16 @@ def describe(items: dict[str, dict[str, Any]], raws: dict[str, dict[str, Any]]) 
 
 def manifest_text(described: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Returns the manifest's text, once the checksums are computed."""
+    return to_text(manifest(described))
+
+
+def manifest(described: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Returns the manifest, once the checksums are computed."""
     items = {
         item: {name: {**entry, "checksum": checksum.to_hex(entry["checksum"])} for name, entry in leaves.items()}
         for item, leaves in described.items()
     }
-    return to_text({"format": FORMAT, "items": items})
+    return {"format": FORMAT, "items": items}
 
 
 def abstract(entry: dict[str, Any], sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -186,42 +186,85 @@ def open_step(directory: epath.Path) -> StepRecords:
     return StepRecords(contents["manifest"]["items"], contents["meta"], contents["data"])
 
 
+class Source(Protocol):
+    """A stored step, whatever its files are.
+
+    Attributes:
+        directory: Its name in messages.
+    """
+
+    directory: epath.Path
+
+    def open(self) -> StepRecords:
+        """Reads the records. Raises DamagedError."""
+        ...
+
+    def load(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Reads leaves to their shardings, on all hosts or on none; to numpy if there is none."""
+        ...
+
+    def unreadable(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
+        """Names the leaves that cannot be read."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepDirectory:
+    """A step that orbax has written."""
+
+    directory: epath.Path
+
+    def open(self) -> StepRecords:
+        return open_step(self.directory)
+
+    def load(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        return storage.load(self.directory, item, abstract)
+
+    def unreadable(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
+        return storage.unreadable(self.directory, item, abstract)
+
+
 def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
     """Reads one step."""
-    stored = _open_everywhere(directory)
-    names = _items(directory, stored, wanted)
+    return read_source(_StepDirectory(directory), wanted)
+
+
+def read_source(source: Source, wanted: Wanted) -> dict[str, Any]:
+    """Reads and verifies the wanted items of a stored step."""
+    stored = _open_everywhere(source)
+    names = _items(source.directory, stored, wanted)
     restored: dict[str, Any] = {}
     for item in names:
         like = None if wanted.like is None else wanted.like[item]
         with jax.set_mesh(NO_MESH):  # leaves may be placed on one device, independent of the caller's mesh
-            leaves = _read_item(directory, item, stored, like, wanted)
+            leaves = _read_item(source, item, stored, like, wanted)
         restored[item] = leaves if like is None else records.unflatten(like, leaves)
     return {**restored, "data": stored.data, "meta": stored.meta}
 
 
-def _open_everywhere(directory: epath.Path) -> StepRecords:
-    """Calls `open_step`, which must succeed on all hosts or on none, so that they do not continue with
+def _open_everywhere(source: Source) -> StepRecords:
+    """Opens the step, which must succeed on all hosts or on none, so that they do not continue with
     different steps.
     """
     try:
         with raise_on_all("reading its records"):
-            return open_step(directory)
+            return source.open()
     except PeerError as error:
-        raise _damaged(directory, [f"seen on another host: {error}"]) from error
+        raise _damaged(source.directory, [f"seen on another host: {error}"]) from error
 
 
-def _read_item(directory: epath.Path, item: str, stored: StepRecords, like: Any, wanted: Wanted) -> dict[str, Any]:
+def _read_item(source: Source, item: str, stored: StepRecords, like: Any, wanted: Wanted) -> dict[str, Any]:
     entries = stored.items[item]
     if like is None:
-        leaves = _load(directory, item, entries, {})
+        leaves = _load(source, item, entries, {})
         return {name: leaf.astype(jnp.dtype(entries[name]["dtype"])) for name, leaf in leaves.items()}
     leaves = records.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
     old, new = stored.meta["layouts"], wanted.groupings
     if not new or new == old:  # leaf by leaf
         old = new = {}
-    targets = match_leaves(entries, old, raws, new, where=f"item {item!r} of {directory}", cast=wanted.cast)
-    loaded = _load(directory, item, entries, _shardings(targets))
+    targets = match_leaves(entries, old, raws, new, where=f"item {item!r} of {source.directory}", cast=wanted.cast)
+    loaded = _load(source, item, entries, _shardings(targets))
     made = {name: _cast(_assemble(target, loaded), target.raw) for name, target in targets.items()}
     return {name: _as(leaf, leaves[name], entries, targets[name]) for name, leaf in made.items()}
 
@@ -244,13 +287,13 @@ def _with_rows(sharding: Any, has: bool, needs: bool) -> Any:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
+def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -> dict[str, Any]:
     """Reads and verifies all leaves of an item in their saved form; to numpy if no sharding is given."""
     want = {n: records.abstract(e, shardings.get(n)) for n, e in entries.items() if records.is_stored(e)}
     try:
-        leaves = storage.load(directory, item, want)
+        leaves = source.load(item, want)
     except Exception:
-        bad = storage.unreadable(directory, item, want)
+        bad = source.unreadable(item, want)
         if not anywhere(bad):
             raise  # every leaf can be read, so the cause is something else
     else:
@@ -258,7 +301,7 @@ def _load(directory: epath.Path, item: str, entries: dict, shardings: dict[str, 
         if not anywhere(bad):
             empty = {n: np.zeros(e["shape"], records.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
             return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
-    raise _damaged(directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
+    raise _damaged(source.directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
 
 def anywhere(bad: list[str]) -> bool:

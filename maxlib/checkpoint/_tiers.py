@@ -7,23 +7,26 @@ from typing import Any
 from maxlib.checkpoint._checkpointer import Checkpointer
 from maxlib.checkpoint._errors import SaveError, UnsavedError
 from maxlib.checkpoint._groupings import Groupings
+from maxlib.checkpoint._local import Local
 from maxlib.checkpoint._restore import first_undamaged
+
+Tier = Checkpointer | Local
 
 
 class Tiers:
-    """Several `Checkpointer`s that act as one, the fastest first; each has its own policies.
+    """Several tiers that act as one checkpointer, the fastest first; each has its own policies.
 
-        Tiers(Checkpointer("/dev/shm/run", every=50, keep=1), Checkpointer("gs://bucket/run", every=1000))
+        Tiers(Local("/local/run", every=50), Checkpointer("gs://bucket/run", every=1000))
 
-    `restore` reads the newest undamaged step of all tiers, from the first tier that has it. With several hosts, every
-    tier must be a directory that all of them share.
+    `restore` reads the newest undamaged step of all tiers, from the first tier that has it. With several hosts, the
+    directory of a `Checkpointer` must be one that all of them share; that of a `Local` is on each host.
     """
 
-    def __init__(self, *tiers: Checkpointer):
+    def __init__(self, *tiers: Tier):
         if not tiers:
             raise ValueError("Tiers needs at least one Checkpointer.")
         self.tiers = tiers
-        self._due: tuple[int, list[Checkpointer]] | None = None
+        self._due: tuple[int, list[Tier]] | None = None
 
     def __enter__(self) -> "Tiers":
         return self
@@ -39,11 +42,12 @@ class Tiers:
 
     @property
     def base(self) -> Any:
-        """Returns the base of the first tier; all save the same items."""
-        return self.tiers[0].base
+        """Returns the base of the first `Checkpointer`; all tiers save the same items."""
+        return next((tier.base for tier in self.tiers if isinstance(tier, Checkpointer)), None)
 
     @property
     def groupings(self) -> Groupings:
+        """Returns the groupings that the tiers save with each step."""
         return self.tiers[0].groupings
 
     @groupings.setter
@@ -91,11 +95,11 @@ class Tiers:
 
     def wait(self) -> None:
         """Waits until the last saves are on disk. Raises SaveError if one failed."""
-        self._each(Checkpointer.wait, self.tiers)
+        self._each(lambda tier: tier.wait(), self.tiers)
 
     def settle(self) -> None:
         """Waits for the last saves without communicating with other hosts; see `Checkpointer.settle`."""
-        self._each(Checkpointer.settle, self.tiers)
+        self._each(lambda tier: tier.settle(), self.tiers)
 
     def unsaved(self) -> UnsavedError | None:
         """Returns the error that should end the run if no tier can be written any more; see `Checkpointer.unsaved`."""
@@ -104,7 +108,7 @@ class Tiers:
 
     def close(self) -> None:
         """Waits for the last saves and closes. Raises SaveError if one failed."""
-        self._each(Checkpointer.close, self.tiers)
+        self._each(lambda tier: tier.close(), self.tiers)
 
     def _each(self, call: Any, tiers: Any) -> None:
         """Calls every tier, even after one failed, and raises the first error at the end."""

@@ -1,0 +1,355 @@
+"""A tier of checkpoints on the hosts' own disks, with copies on their peers."""
+
+import functools
+import logging
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from maxlib import distributed
+from maxlib.checkpoint import _policy as policy
+from maxlib.checkpoint import _records as records
+from maxlib.checkpoint import _restore as restore
+from maxlib.checkpoint import _storage as storage
+from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, summary
+from maxlib.checkpoint._groupings import Groupings
+from maxlib.checkpoint._parts import Part, PartStore, ReadRange
+
+_log = logging.getLogger(__name__)
+SECONDS = 60.0  # default interval between saves
+Box = tuple[tuple[int, int], ...]  # start and stop along every axis of a leaf
+Shard = tuple[str, str, Box, np.ndarray]  # item, path of the leaf, place in it, values
+
+
+class Local:
+    """Keeps the newest step near the devices, as a tier of `Tiers`: each host's shards on its disk and on a peer's.
+
+    A lost host with its disk costs the steps since the last local save, as the peers have what it had. A step is
+    complete when every process has written and copied its shards; then earlier local steps are deleted. `restore` may
+    run with another number of processes, on another mesh: every process reads the shards that it needs from those
+    that have them. All processes must make the same calls.
+
+        Tiers(Local("/local/run", every=50), Checkpointer("gs://bucket/run", every=1000))
+
+    Args:
+        directory: Path on each host, on a disk or in memory (`/dev/shm/run`), with room for two steps of this host's
+            shards and of those it keeps for its peers.
+        every: Number of steps between saves.
+        seconds: Seconds between saves; both may be given. The default, with neither, is a minute.
+        peers: Number of other processes, on other hosts where possible, that keep a copy of this process's shards. As
+            many hosts may be lost at once.
+        max_failed_saves: Consecutive failed saves after which `unsaved` returns an error; None for no limit.
+    """
+
+    base = None
+
+    def __init__(
+        self,
+        directory: Any,
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        peers: int = 1,
+        max_failed_saves: int | None = 3,
+    ):
+        positive = all(value is None or value > 0 for value in (every, seconds, max_failed_saves))
+        if peers < 0 or not positive or "://" in str(directory):
+            raise ValueError(
+                "Local needs a path on this host, every, seconds and max_failed_saves above 0 and peers of at least 0; "
+                f"got {directory}, {every}, {seconds}, {max_failed_saves} and {peers}."
+            )
+        self.directory = storage.absolute(directory)
+        self.groupings: Groupings = {}
+        self._when = policy.When(every, SECONDS if every is None and seconds is None else seconds)
+        self._max_failed_saves, self._failed_saves, self._last_error = max_failed_saves, 0, ""
+        try:
+            self._store = PartStore(Path(self.directory), peers)
+        except (OSError, distributed.PeerError) as error:
+            raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
+        self._thread = ThreadPoolExecutor(1, "maxlib-local")
+        self._saving: tuple[int, Future] | None = None
+        self._saved: int | None = None  # newest step that this object saved
+
+    def __enter__(self) -> "Local":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None and jax.process_count() > 1:
+            return self.settle()
+        try:
+            self.close()
+        except SaveError as failed:
+            if error is None:
+                raise
+            _log.error("%s", failed)  # and raise the first error
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether a save is due after `step`, by `every` or by `seconds`; all hosts get the same answer."""
+        return self._when.due(step)
+
+    def save(
+        self,
+        step: int,
+        items: Mapping[str, Any],
+        *,
+        data: Mapping[str, Any] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = True,
+    ) -> None:
+        """Copies this process's shards to host memory and starts to write them; see `Checkpointer.save`.
+
+        Raises:
+            SaveError: When the previous save failed; this one still runs.
+        """
+        failed = self._finish()
+        if step != self._saved or overwrite:
+            states = distributed.allgather_json(dict(data or {}))
+            meta = {**(meta or {}), "format": records.FORMAT, "step": step, "layouts": self.groupings}
+            meta |= {} if metrics is None else {"metrics": dict(metrics)}
+            data = {shard: state for states_here in states for shard, state in states_here.items()}
+            leaves = {item: records.flatten(tree) for item, tree in items.items()}
+            raws = {item: {n: records.snapshot(x) for n, x in values.items()} for item, values in leaves.items()}
+            described, shards = records.describe(leaves, raws), own_shards(raws)
+            self._when.saved(step)
+            self._saving = step, self._thread.submit(self._write, step, meta, data, described, shards)
+        if failed is not None:
+            raise failed
+
+    def restore(
+        self,
+        step: int | None = None,
+        like: dict[str, Any] | None = None,
+        *,
+        items: tuple[str, ...] | list[str] | None = None,
+        cast: bool = False,
+    ) -> dict[str, Any]:
+        """Restores `step`, or the newest undamaged one; see `Checkpointer.restore`."""
+        if failed := self._finish():
+            _log.error("%s", failed)
+        wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
+        complete = self._store.complete()
+        if step is not None and step not in complete:
+            raise FileNotFoundError(f"{self.directory} has no complete step {step}; it has {sorted(complete)}.")
+        steps = sorted(complete, reverse=True) if step is None else [step]
+        sources = {s: _Source(self.directory / str(s), self._store, complete[s]) for s in steps}
+        reads = ((s, functools.partial(restore.read_source, source, wanted)) for s, source in sources.items())
+        restored = restore.first_undamaged(reads, self.directory)
+        self.adopt(restored["meta"]["step"])
+        return restored
+
+    def adopt(self, step: int) -> None:
+        """Restarts the interval between saves; the step is saved again if it is due, because copies may be lost."""
+        self._when.saved(step)
+
+    def steps(self) -> list[int]:
+        """Lists the steps of which every shard exists on some host, oldest first, as of the last save's end."""
+        return sorted(self._store.complete())
+
+    def latest(self) -> int | None:
+        """Returns the newest complete step, None if there is none."""
+        return max(self._store.complete(), default=None)
+
+    def verify(self, step: int) -> list[str]:
+        """Reads what this host has of a step and names the damaged leaves."""
+        bad: list[str] = []
+        for part in (part for part in self._store.held() if part.step == step):
+            read_range = functools.partial(self._store.read_here, part)
+            try:
+                start, header = _read_header(part, read_range)
+            except (OSError, DamagedError) as error:
+                bad.append(str(error))
+                continue
+            for item, name, _, offset, size, crc in header["shards"]:
+                if zlib.crc32(read_range(start + offset, size)) != crc:
+                    bad.append(f"{item}: {name}")
+        return sorted(set(bad))
+
+    def wait(self) -> None:
+        """Waits until the last save is complete. Raises SaveError if it failed."""
+        if failed := self._finish():
+            raise failed
+
+    def settle(self) -> None:
+        """Waits for this process's part of the last save; see `Checkpointer.settle`."""
+        if self._saving is not None:
+            wait([self._saving[1]])
+
+    def unsaved(self) -> UnsavedError | None:
+        """Returns an error if `max_failed_saves` consecutive saves failed, else None."""
+        if self._max_failed_saves is None or self._failed_saves < self._max_failed_saves:
+            return None
+        text = f"{self._failed_saves} consecutive saves to {self.directory} failed, the last with: {self._last_error}"
+        return UnsavedError(f"{text}; make room there, or raise max_failed_saves=.", last_good=self.latest())
+
+    def close(self) -> None:
+        """Waits for the last save and closes. Raises SaveError if it failed."""
+        failed = self._finish()
+        self._thread.shutdown()
+        self._store.close()
+        if failed is not None:
+            raise failed
+
+    def _write(self, step: int, meta: Any, data: Any, described: Any, shards: list[Shard]) -> None:
+        """Writes this process's part, and copies it to the peers."""
+        entries, offset = [], 0
+        for item, name, box, array in shards:
+            content = _bytes(array)
+            entries.append([item, name, box, offset, content.size, zlib.crc32(content)])
+            offset += content.size
+        manifest = records.manifest(described)
+        content = {"meta": meta, "data": data, "manifest": manifest, "shards": entries}
+        header = records.to_text(content).encode()
+        part = Part(step, self._store.run, jax.process_index(), jax.process_count())
+        chunks = (_bytes(array) for *_, array in shards)
+        self._store.write(part, (b for b in (len(header).to_bytes(8, "little"), header, *chunks)))
+        self._store.copy(part)
+
+    def _finish(self) -> SaveError | None:
+        """Waits for the running save on all hosts, deletes the steps before it and returns its error, if any."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        step, written = saving
+        try:
+            with distributed.raise_on_all("writing it"):
+                written.result()
+        except Exception as error:  # of the system or of another process
+            self._failed_saves += 1
+            self._last_error = summary(error)
+            self._store.refresh()
+            message = f"Step {step} could not be saved to {self.directory} ({self._last_error})."
+            failed = SaveError(message, step=step, reason=self._last_error)
+            failed.__cause__ = error
+            return failed
+        self._failed_saves, self._saved = 0, step
+        self._store.delete_others(step)
+        self._store.refresh()
+        return None
+
+
+class _Source:
+    """Reads a step from its parts, wherever they are."""
+
+    def __init__(self, directory: epath.Path, store: PartStore, parts: list[Part]):
+        self.directory, self._store, self._parts = directory, store, parts
+        # Shards of each leaf: part, box, first byte, number of bytes, checksum.
+        self._shards: dict[tuple[str, str], list[tuple[Part, Box, int, int, int]]] = {}
+
+    def open(self) -> restore.StepRecords:
+        """Reads the records of all parts. Raises DamagedError."""
+        header: dict[str, Any] = {}
+        self._shards.clear()
+        for part in self._parts:
+            try:
+                start, header = self._store.read(part, functools.partial(_read_header, part))
+            except OSError as error:
+                raise DamagedError(str(error), leaves=(str(error),)) from error
+            for item, name, box, offset, size, crc in header["shards"]:
+                box = tuple((first, last) for first, last in box)
+                self._shards.setdefault((item, name), []).append((part, box, start + offset, size, crc))
+        return restore.StepRecords(header["manifest"]["items"], header["meta"], header["data"])
+
+    def load(self, item: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Reads leaves to their shardings, or to numpy arrays without one; on all hosts, or on none."""
+        with distributed.raise_on_all("reading a checkpoint"):
+            return {name: self._leaf(item, name, leaf) for name, leaf in abstract.items()}
+
+    def unreadable(self, item: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
+        """Names the leaves that this process cannot read."""
+        bad = []
+        for name, leaf in abstract.items():
+            try:
+                self._leaf(item, name, leaf)
+            except OSError:
+                bad.append(name)
+        return bad
+
+    def _leaf(self, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        if leaf.sharding is None:
+            return self._box(item, name, leaf, tuple((0, size) for size in leaf.shape))
+        boxes = {
+            device: box_of(index, leaf.shape)
+            for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items()
+        }
+        values = {box: self._box(item, name, leaf, box) for box in set(boxes.values())}
+        pieces = [jax.device_put(values[box], device) for device, box in boxes.items()]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+
+    def _box(self, item: str, name: str, leaf: jax.ShapeDtypeStruct, box: Box) -> np.ndarray:
+        """Assembles the part of a leaf inside `box` from the saved shards that overlap it."""
+        values = np.empty([stop - start for start, stop in box], leaf.dtype)
+        missing = values.size
+        for part, saved, start, size, crc in {shard[1]: shard for shard in self._shards[item, name]}.values():
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, saved, strict=True)]
+            if any(a >= b for a, b in common):
+                continue
+            content = self._store.read(part, functools.partial(_read_shard, start, size, crc))
+            shard = np.frombuffer(content, leaf.dtype).reshape([b - a for a, b in saved])
+            values[_within(common, box)] = shard[_within(common, saved)]
+            missing -= math.prod(b - a for a, b in common)
+        if missing:
+            raise OSError(f"{item}: {name} lacks {missing} values in {box}")
+        return values
+
+
+def own_shards(raws: Mapping[str, Mapping[str, Any]]) -> list[Shard]:
+    """Copies the shards that this process saves to host memory.
+
+    Of the copies of a leaf one is saved; which one changes from leaf to leaf, so that all hosts write as much.
+    """
+    for leaves in raws.values():
+        for raw in leaves.values():
+            if isinstance(raw, jax.Array):
+                raw.copy_to_host_async()
+    shards: list[Shard] = []
+    for item, leaves in raws.items():
+        for number, (name, raw) in enumerate(leaves.items()):
+            if raw.size:
+                shards += [(item, name, box, np.array(values, order="C")) for box, values in _shards_of(raw, number)]
+    return shards
+
+
+def _shards_of(raw: Any, number: int) -> Iterator[tuple[Box, Any]]:
+    if not isinstance(raw, jax.Array):
+        if jax.process_index() == 0:
+            yield tuple((0, size) for size in raw.shape), raw
+        return
+    shard_size = math.prod(raw.sharding.shard_shape(raw.shape))
+    copies = raw.sharding.num_devices * shard_size // raw.size
+    for shard in raw.addressable_shards:
+        if shard.replica_id == number % copies:
+            yield box_of(shard.index, raw.shape), shard.data
+
+
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Returns start and stop of each slice of an index into an array of this shape."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _within(inner: Any, outer: Any) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _read_header(part: Part, read_range: ReadRange) -> tuple[int, dict[str, Any]]:
+    """Returns where a part's shards begin, and its records."""
+    start = 8 + int.from_bytes(read_range(0, 8), "little")
+    return start, records.parse(read_range(8, start - 8).decode(errors="replace"), str(part))
+
+
+def _read_shard(start: int, size: int, crc: int, read_range: ReadRange) -> bytes:
+    content = read_range(start, size)
+    if zlib.crc32(content) != crc:
+        raise DamagedError("its bytes differ from what was written")
+    return content

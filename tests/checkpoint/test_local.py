@@ -1,0 +1,169 @@
+"""Checkpoints on the hosts' own disks: every shard survives the loss of a disk, and any mesh can read them."""
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlib.checkpoint import Checkpointer, DamagedError, Local, SaveError, Tiers
+from maxlib.checkpoint._parts import Part, peers_of
+from tests.checkpoint import local_hosts
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("MAXLIB_KILLS", "3"))
+
+
+def placed(values, *axes):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    return jax.device_put(values, NamedSharding(mesh, P(*axes)))
+
+
+def parameters():
+    return {
+        "w": placed(np.arange(64, dtype=np.float32).reshape(8, 8), "a", "b"),
+        "half": placed(np.array([-0.0, 1.5] * 4, jnp.bfloat16), "b"),
+        "copied": placed(np.int32(4)),
+        "host": np.arange(3.0),
+        "empty": np.zeros((0, 3), np.float32),
+        "key": jax.random.key(3),
+    }
+
+
+def test_any_mesh_reads_what_was_saved(tmp_path):
+    params = parameters()
+    with Local(tmp_path, every=2) as local:
+        assert [local.should_save(step) for step in (1, 2)] == [False, True]
+        local.save(2, {"params": params}, data={"0": {"n": 1}}, metrics={"loss": 0.5})
+        local.save(4, {"params": params})
+        assert local.steps() == [2]  # the running save is not complete
+        local.wait()
+        assert (local.steps(), local.verify(4)) == ([4], [])
+    transposed = NamedSharding(params["w"].sharding.mesh, P("b", "a"))
+    like = params | {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=transposed)}
+    with Local(tmp_path) as local:
+        restored = local.restore(like={"params": like})
+        with pytest.raises(ValueError, match="it lacks"):
+            local.restore(like={"params": like | {"other": np.zeros(3)}})
+    assert restored["meta"]["step"] == 4 and restored["params"]["w"].sharding == transposed
+    for name, value in params.items():
+        values = [jax.random.key_data(x) if name == "key" else x for x in (value, restored["params"][name])]
+        assert np.asarray(values[0]).tobytes() == np.asarray(values[1]).tobytes(), name
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b""), lambda file: flip_last(file)])
+def test_a_damaged_step_is_refused_and_the_next_tier_is_read(tmp_path, damage):
+    params = {"w": placed(np.arange(64, dtype=np.float32).reshape(8, 8), "a", "b")}
+    with Tiers(Local(tmp_path / "near", every=1), Checkpointer(tmp_path / "far", every=2)) as tiers:
+        for step in (2, 3):
+            assert tiers.should_save(step)
+            tiers.save(step, {"params": params})
+        tiers.wait()
+        near = tiers.tiers[0]
+        damage(next((tmp_path / "near").glob("3-*/*")))
+        assert near.verify(3)
+        with pytest.raises(DamagedError):
+            near.restore(like={"params": params})
+        assert tiers.restore(like={"params": params})["meta"]["step"] == 2
+
+
+def flip_last(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_a_save_that_fails_is_reported_and_the_step_before_stays(tmp_path):
+    with Local(tmp_path / "disk", every=1, max_failed_saves=1) as local:
+        local.save(1, {"params": {"w": jnp.ones(3)}})
+        local.wait()
+        (tmp_path / "disk" / f"2-{local._store.run}").touch()  # a file where the directory must be
+        local.save(2, {"params": {"w": jnp.ones(3)}})
+        with pytest.raises(SaveError, match="Step 2"):
+            local.wait()
+        assert local.steps() == [1] and local.unsaved() is not None
+
+
+def test_peers_are_on_other_hosts_and_spread():
+    assert [peers_of(i, list("abcd"))[0] for i in range(4)] == [1, 2, 3, 0]
+    assert [peers_of(i, list("aabb"))[0] for i in range(4)] == [2, 3, 0, 1]
+    assert peers_of(0, list("aaa")) == [1, 2] and peers_of(0, ["a"]) == []
+    assert Part.parse("../../etc/1-of-2") is None and Part.parse(str(Part(3, "ab", 0, 2))) == Part(3, "ab", 0, 2)
+
+
+def start(directory: Path, processes: int) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    command = [sys.executable, "-m", "tests.checkpoint.local_hosts", port]
+    return [
+        subprocess.Popen(
+            [*command, str(process), str(processes), directory],
+            stdout=subprocess.PIPE,
+            stderr=(directory / f"{process}.txt").open("w"),
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": " ".join(flags)},
+        )
+        for process in range(processes)
+    ]
+
+
+def run(directory: Path, *, processes: int = 4, until: int | None = None) -> tuple[int, list[int], str]:
+    """Runs to the end, or kills one process after it has printed step `until`; returns the first step, the local steps
+    then, and the last line.
+    """
+    running = start(directory, processes)
+    first, line = [], ""
+    try:
+        assert running[0].stdout is not None
+        for line in map(str.strip, running[0].stdout):
+            if line.startswith("from"):
+                first = line.split(maxsplit=2)
+            if line == f"step {until}":
+                running[-1].send_signal(signal.SIGKILL)
+                break
+    finally:
+        for child in running if until is not None else ():
+            child.kill()
+        for child in running:
+            child.wait(100)
+    assert first, (directory / "0.txt").read_text()[-3000:]
+    return int(first[1]), [int(step) for step in first[2].strip("[]").split(",") if step.strip()], line
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_a_killed_process_and_its_disk_cost_at_most_one_local_interval(tmp_path):
+    """`MAXLIB_KILLS=50` repeats it fifty times."""
+    untouched, killed = tmp_path / "untouched", tmp_path / "killed"
+    untouched.mkdir(), killed.mkdir()
+    expected = run(untouched)[2]
+    assert expected.startswith("end")
+    rng, reached, lost = random.Random(0), 0, []
+    for kill in range(KILLS):
+        until = (reached // local_hosts.EVERY + 1) * local_hosts.EVERY + rng.randrange(1, local_hosts.EVERY)
+        if until >= local_hosts.STEPS:
+            shutil.rmtree(killed), killed.mkdir()
+            reached, until = 0, local_hosts.EVERY + rng.randrange(1, local_hosts.EVERY)
+        begin, _, _ = run(killed, until=until)
+        if reached:
+            lost.append(reached - begin)
+        shutil.rmtree(killed / f"disk-{kill % 4}")
+        reached = until
+    processes = 2 if KILLS == 3 else 4  # and the last start has fewer processes
+    begin, near, end = run(killed, processes=processes)
+    lost.append(reached - begin)
+    print(f"steps lost at each of {len(lost)} restarts: {lost}")
+    assert begin in near and max(lost) < 2 * local_hosts.EVERY  # the save at the last interval may be unfinished
+    assert end == expected
