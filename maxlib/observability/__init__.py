@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from maxlib.observability._profile import memory_use as memory_use
     from maxlib.observability._profile import profile_summary as profile_summary
     from maxlib.observability._profile import top_ops as top_ops
+    from maxlib.observability._prometheus import Prometheus as Prometheus
     from maxlib.observability._report import Samples as Samples
     from maxlib.observability._report import add_sample as add_sample
     from maxlib.observability._report import report as report

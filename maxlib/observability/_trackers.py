@@ -42,7 +42,7 @@ class _Tracker:
             return
         if self._run is None:
             self._run = self._start(importlib.import_module(self.name), self._id())
-        self._log(step, _numbers(values))
+        self._log(step, numbers(values))
 
     def close(self) -> None:
         if self._run is not None:
@@ -200,7 +200,7 @@ class TensorBoard:
             return
         if self._writer is None:
             self._writer = self._make(self._directory)
-        for name, number in _numbers(values).items():
+        for name, number in numbers(values).items():
             self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class TensorBoard:
         self._writer = None
 
 
-def _numbers(values: Values) -> dict[str, float]:
+def numbers(values: Values) -> dict[str, float]:
     """Returns scalars unchanged, and the mean, minimum and maximum of arrays, such as one number per layer."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
