@@ -106,11 +106,13 @@ class Local:
     ) -> None:
         """Copies this process's shards to host memory and starts to write them; see `Checkpointer.save`.
 
+        A step that this object has already saved is not saved again, whatever `overwrite` is.
+
         Raises:
             SaveError: When the previous save failed; this one still runs.
         """
         failed = self._finish()
-        if step != self._saved or overwrite:
+        if step != self._saved:
             states = distributed.allgather_json(dict(data or {}))
             meta = {**(meta or {}), "format": records.FORMAT, "step": step, "layouts": self.groupings}
             meta |= {} if metrics is None else {"metrics": dict(metrics)}
@@ -132,8 +134,7 @@ class Local:
         cast: bool = False,
     ) -> dict[str, Any]:
         """Restores `step`, or the newest undamaged one; see `Checkpointer.restore`."""
-        if failed := self._finish():
-            _log.error("%s", failed)
+        self._wait_quietly()
         wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
         complete = self._store.complete()
         if step is not None and step not in complete:
@@ -146,7 +147,10 @@ class Local:
         return restored
 
     def adopt(self, step: int) -> None:
-        """Restarts the interval between saves; the step is saved again if it is due, because copies may be lost."""
+        """Begins a new history after `step` was restored, which is saved again if it is due: copies may be lost."""
+        self._wait_quietly()
+        self._saved = None
+        self._store.begin_run()
         self._when.saved(step)
 
     def steps(self) -> list[int]:
@@ -197,6 +201,10 @@ class Local:
         if failed is not None:
             raise failed
 
+    def _wait_quietly(self) -> None:
+        if failed := self._finish():
+            _log.error("%s", failed)
+
     def _write(self, step: int, meta: Any, data: Any, described: Any, shards: list[Shard]) -> None:
         """Writes this process's part, and copies it to the peers."""
         entries, offset = [], 0
@@ -224,7 +232,6 @@ class Local:
         except Exception as error:  # of the system or of another process
             self._failed_saves += 1
             self._last_error = summary(error)
-            self._store.refresh()
             message = f"Step {step} could not be saved to {self.directory} ({self._last_error})."
             failed = SaveError(message, step=step, reason=self._last_error)
             failed.__cause__ = error
@@ -275,13 +282,15 @@ class _Source:
     def _leaf(self, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         if leaf.sharding is None:
             return self._box(item, name, leaf, tuple((0, size) for size in leaf.shape))
-        boxes = {
-            device: box_of(index, leaf.shape)
-            for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items()
-        }
-        values = {box: self._box(item, name, leaf, box) for box in set(boxes.values())}
-        pieces = [jax.device_put(values[box], device) for device, box in boxes.items()]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+        values: dict[Box, np.ndarray] = {}
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            box = box_of(index, leaf.shape)
+            if box not in values:  # devices may have copies
+                values[box] = self._box(item, name, leaf, box)
+            return values[box]
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
     def _box(self, item: str, name: str, leaf: jax.ShapeDtypeStruct, box: Box) -> np.ndarray:
         """Assembles the part of a leaf inside `box` from the saved shards that overlap it."""
@@ -305,16 +314,15 @@ def own_shards(raws: Mapping[str, Mapping[str, Any]]) -> list[Shard]:
 
     Of the copies of a leaf one is saved; which one changes from leaf to leaf, so that all hosts write as much.
     """
-    for leaves in raws.values():
-        for raw in leaves.values():
-            if isinstance(raw, jax.Array):
-                raw.copy_to_host_async()
-    shards: list[Shard] = []
+    shards: list[tuple[str, str, Box, Any]] = []
     for item, leaves in raws.items():
         for number, (name, raw) in enumerate(leaves.items()):
             if raw.size:
-                shards += [(item, name, box, np.array(values, order="C")) for box, values in _shards_of(raw, number)]
-    return shards
+                shards += [(item, name, box, values) for box, values in _shards_of(raw, number)]
+    for *_, values in shards:
+        if isinstance(values, jax.Array):
+            values.copy_to_host_async()
+    return [(item, name, box, np.array(values, order="C")) for item, name, box, values in shards]
 
 
 def _shards_of(raw: Any, number: int) -> Iterator[tuple[Box, Any]]:

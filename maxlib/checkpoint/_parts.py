@@ -38,7 +38,7 @@ class Part:
 
     Attributes:
         step: Number of the step.
-        run: Token of the start of the run that saved it; a later start has a greater one.
+        run: Token of the history that saved it; a later one, after a restart or a restore, has a greater token.
         process: Process that saved it.
         processes: Number of processes then, which is the number of parts.
     """
@@ -66,7 +66,7 @@ class PartStore:
         peers: Number of other processes that get a copy of this process's parts; those on other hosts come first.
 
     Attributes:
-        run: Token of this start of the run.
+        run: Token of this history.
         holders: Processes that have each part, as of the last `refresh`.
     """
 
@@ -75,15 +75,23 @@ class PartStore:
         self.holders: dict[Part, list[int]] = {}
         with distributed.raise_on_all(f"creating {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-        mine = {"run": f"{time.time_ns():016x}", "secret": secrets.token_hex(16), "host": socket.gethostname()}
         self._server = _Server(self) if jax.process_count() > 1 else None
-        mine |= {"address": _address(), "port": self._server.server_port if self._server else 0}
+        mine = {"secret": secrets.token_hex(16), "host": socket.gethostname(), "address": _address()}
+        mine |= {"port": self._server.server_port if self._server else 0}
         self._processes = distributed.allgather_json(mine)
-        self.run, self.secret = self._processes[0]["run"], self._processes[0]["secret"]
+        self.secret = self._processes[0]["secret"]
         self.peers = peers_of(jax.process_index(), [process["host"] for process in self._processes])[:peers]
         if self._server is not None:  # only now, because it needs the secret
             threading.Thread(target=self._server.serve_forever, name="maxlib-parts", daemon=True).start()
+        self.run = ""
         self.refresh()
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Takes a new token, so that steps saved from now on are not mixed with those of an earlier history."""
+        newest = max((int(part.run, 16) for part in self.holders), default=0)
+        mine = max(time.time_ns(), newest + 1, int(self.run or "0", 16) + 1)
+        self.run = distributed.allgather_json(f"{mine:016x}")[0]
 
     def refresh(self) -> None:
         """Asks all processes which parts they have."""
@@ -94,7 +102,7 @@ class PartStore:
         self.holders = dict(holders)
 
     def complete(self) -> dict[int, list[Part]]:
-        """Returns the parts of each step of which every part exists, from the newest run that saved it."""
+        """Returns the parts of each step of which every part exists, from the newest history that has it."""
         saves = collections.defaultdict(list)
         for part in sorted(self.holders):
             saves[part.step, part.run, part.processes].append(part)
@@ -147,7 +155,7 @@ class PartStore:
         raise OSError(f"{part} cannot be read from any process: {'; '.join(problems) or 'none has it'}")
 
     def delete_others(self, step: int) -> None:
-        """Deletes what is older than `step` of this run, and all parts of earlier runs."""
+        """Deletes what is older than `step` of this history, and all parts of earlier ones."""
         for directory in self.directory.glob("*-*"):
             number, _, run = directory.name.partition("-")
             if number.isdecimal() and (run != self.run or int(number) < step):

@@ -1,6 +1,7 @@
 """Checkpoint tiers: a run's checkpoints in several places, such as a fast local disk and permanent storage."""
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from maxlib.checkpoint._groupings import Groupings
 from maxlib.checkpoint._local import Local
 from maxlib.checkpoint._restore import first_undamaged
 
+_log = logging.getLogger(__name__)
 Tier = Checkpointer | Local
 
 
@@ -73,6 +75,10 @@ class Tiers:
         """Restores `step`, or the newest undamaged one with a warning for each that is not; see
         `Checkpointer.restore`.
         """
+        try:
+            self.wait()
+        except SaveError as error:
+            _log.error("%s", error)
         held = [(s, -i) for i, tier in enumerate(self.tiers) for s in tier.steps() if step is None or s == step]
         newest_first = sorted(held, reverse=True)
         reads = ((s, functools.partial(self.tiers[-i].restore, s, like, **options)) for s, i in newest_first)
