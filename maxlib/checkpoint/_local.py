@@ -212,12 +212,11 @@ class Local:
             content = _bytes(array)
             entries.append([item, name, box, offset, content.size, zlib.crc32(content)])
             offset += content.size
-        manifest = records.manifest(described)
-        content = {"meta": meta, "data": data, "manifest": manifest, "shards": entries}
-        header = records.to_text(content).encode()
+        records_of_step = {"meta": meta, "data": data, "manifest": records.manifest(described), "shards": entries}
+        header = records.to_text(records_of_step).encode()
         part = Part(step, self._store.run, jax.process_index(), jax.process_count())
-        chunks = (_bytes(array) for *_, array in shards)
-        self._store.write(part, (b for b in (len(header).to_bytes(8, "little"), header, *chunks)))
+        contents = [_bytes(array) for *_, array in shards]
+        self._store.write(part, [len(header).to_bytes(8, "little"), header, *contents])
         self._store.copy(part)
 
     def _finish(self) -> SaveError | None:
