@@ -166,3 +166,16 @@ def test_a_tier_gets_the_step_that_a_kill_kept_from_it(tmp_path):
     assert begin().fit(2)["eval/loss"] == before["eval/loss"]
     saved = [checkpoint.load(tmp_path / name)["meta"] for name in ("near", "far")]
     assert [meta["step"] for meta in saved] == [2, 2] and saved[0]["metrics"] == saved[1]["metrics"]
+
+
+def test_a_run_resumes_from_its_local_tier(tmp_path):
+    def begin(name):
+        near = checkpoint.Local(tmp_path / name / "near", every=1)
+        return trainer(checkpointer=checkpoint.Tiers(near, checkpoint.Checkpointer(tmp_path / name / "far", every=2)))
+
+    want = begin("untouched").fit(3)["loss"]
+    begin("killed").fit(2)
+    shutil.rmtree(tmp_path / "killed" / "far" / "2")
+    again = begin("killed")
+    assert "resumed after step 2" in again.restore()
+    assert again.fit(3)["loss"] == want and again.checkpointer.tiers[0].steps() == [3]
