@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from maxlib.training._step import CompiledStep, Metrics, Step, jit_step
 from maxlib.training.losses import Batch
 
 _SUMS = ("num_targets", "num_tokens")
-_LARGEST = {"int4": 7.0, "int8": 127.0}  # of a scaled number; of a float dtype its largest finite one
+_LARGEST = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57_344.0}  # others are not scaled
 
 
 @nn.pytree
@@ -64,8 +64,8 @@ class DiLoCo:
             the fragments in turn, all other parameters to the first.
         delay: Inner steps between the beginning of a meeting and the use of its result, so that they can overlap.
         mix: Share of a replica's own parameters that it keeps when it takes over the outer ones.
-        dtype: Dtype in which replicas send how far they went, "int8", "int4" or a float dtype, each array scaled by its
-            largest number; None for float32.
+        dtype: Dtype in which replicas send how far they went: "int4", "int8" or a float8, each array scaled by its
+            largest number, or "bfloat16"; None for float32.
         axis: Axis of the mesh over which replicas are split; it should cross the slow network, as with
             `make_mesh(fsdp=-1, dcn={"data": 4})`.
 
@@ -101,7 +101,8 @@ class DiLoCo:
                 for tree in (state.trainable, state.opt_state)
             )
             outer = [self.outer.init(_part(state.trainable, fragment)) for fragment in fragments]
-            return dataclasses.replace(state, opt_state=DiLoCoState(*self._split(state, (params, inner)), outer))
+            params, inner = self._split(state, (params, inner))
+            return dataclasses.replace(state, opt_state=DiLoCoState(params, inner, outer))
 
         with self._inside():
             return jax.jit(build)(state)
@@ -165,8 +166,8 @@ class DiLoCo:
         gradient = jax.tree.map(self._mean, moved)
         updates, new = self.outer.update(gradient, own.outer[n], outer)
         trainable = dict(state.trainable)
-        for path, x in optax.apply_updates(outer, updates).items():
-            trainable[path] = trainable[path].at[rows[path]].set(x)
+        for path, update in cast(dict[str, Array], updates).items():
+            trainable[path] = trainable[path].at[rows[path]].add(update)
         states = [new if i == n else old for i, old in enumerate(own.outer)]
         return dataclasses.replace(state, trainable=trainable, opt_state=DiLoCoState(own.params, own.inner, states))
 
@@ -184,9 +185,8 @@ class DiLoCo:
         if self.dtype is None:
             return moved.mean(axis=0)
         dtype = jnp.dtype(self.dtype)
-        largest = _LARGEST.get(dtype.name) or float(jnp.finfo(dtype).max)
         size = jnp.max(jnp.abs(moved), axis=tuple(range(1, moved.ndim)), keepdims=True)
-        scale = jnp.where(size > 0, size / largest, 1.0)
+        scale = jnp.where((size > 0) & (dtype.name in _LARGEST), size / _LARGEST.get(dtype.name, 1.0), 1.0)
         scaled = moved / scale
         sent = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype)
         if sharding.current() is not None:  # gather the narrow numbers, and add them up here
@@ -280,7 +280,8 @@ class DiLoCoStep:
             rows = jax.tree.map(lambda x: _divided(x, count, axis), batch)
             every: Callable = jax.vmap(of_one, (0, 0, 0, 0, None), spmd_axis_name=axis)
             params, inner, metrics = every(state.opt_state.params, state.opt_state.inner, keys, rows, state)
-            own = DiLoCoState(*self.diloco._split(state, (params, inner)), state.opt_state.outer)
+            params, inner = self.diloco._split(state, (params, inner))
+            own = DiLoCoState(params, inner, state.opt_state.outer)
             return TrainState(state.trainable, state.rest, own, state.step + 1, state.key), metrics
 
         return run
@@ -298,7 +299,7 @@ def _divided(x: Array, replicas: int, axis: str | None) -> Array:
     if len(x) % replicas:
         raise ValueError(f"a batch of {len(x)} rows does not divide over {replicas} replicas of DiLoCo")
     x = x.reshape(replicas, len(x) // replicas, *x.shape[1:])
-    return x if axis is None else jax.lax.with_sharding_constraint(x, P(axis, *[P.UNCONSTRAINED] * (x.ndim - 1)))
+    return x if axis is None else jax.lax.with_sharding_constraint(x, P(axis, *(P.UNCONSTRAINED,) * (x.ndim - 1)))
 
 
 def _part(trainable: dict[str, Any], rows: dict[str, slice]) -> dict[str, Any]:

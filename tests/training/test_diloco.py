@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ PLAIN = optax.sgd(1.0)  # an outer step that takes the replicas' mean
 
 @pytest.fixture(scope="module")
 def model():
-    sizes = {"num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    sizes: Any = {"num_layers": 4, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
     return llama.Llama(
         llama.Config(vocab=32, dim=16, mlp_dim=24, rope=ops.Rope(8, max_length=16), **sizes), rngs=nnx.Rngs(0)
     )
@@ -95,7 +96,11 @@ def numpy_diloco(model, data, diloco, rate, momentum):
     return outer, states
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1, "mix": 0.25}], ids=["whole", "streaming"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.full), {"fragments": 2, "delay": 1, "mix": 0.25}],
+    ids=["whole", "streaming"],
+)
 def test_three_meetings_are_those_of_numpy(model, options):
     diloco = training.DiLoCo(replicas=2, every=2, **options)
     data = batches(6 + options.get("delay", 0))
@@ -106,18 +111,27 @@ def test_three_meetings_are_those_of_numpy(model, options):
         assert_equal({path: x[r] for path, x in state.opt_state.params.items()}, replica.trainable, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def exact(model):
+    return run(training.DiLoCo(replicas=2, every=2), model, batches(2))[0].trainable
+
+
 @pytest.mark.parametrize(
-    ("dtype", "error"), [("bfloat16", 3e-3), ("float8_e4m3fn", 0.04), ("int8", 5e-3), ("int4", 0.1)]
+    ("dtype", "step"),
+    [
+        ("int8", 1 / 127),
+        ("float8_e4m3fn", 2**-3),
+        pytest.param("int4", 1 / 7, marks=pytest.mark.full),
+        pytest.param("bfloat16", 2**-8, marks=pytest.mark.full),
+    ],
 )
-def test_what_replicas_send_may_be_narrow(model, dtype, error):
-    data = batches(2)
-    exact, narrow = (
-        run(training.DiLoCo(replicas=2, every=2, dtype=d), model, data)[0].trainable for d in (None, dtype)
-    )
+def test_what_replicas_send_may_be_narrow(model, exact, dtype, step):
+    narrow = run(training.DiLoCo(replicas=2, every=2, dtype=dtype), model, batches(2))[0].trainable
     start = training.make_state(model, optax.sgd(RATE)).trainable
     for path in exact:
         moved = np.abs(exact[path] - start[path]).max()
-        assert 0 < np.abs(narrow[path] - exact[path]).max() <= error * moved or not moved, path
+        # Each number is off by at most half a step.
+        assert 0 < np.abs(narrow[path] - exact[path]).max() <= step * moved or not moved, path
 
 
 def test_on_a_mesh_nothing_crosses_the_slow_network_between_meetings(model):
@@ -128,7 +142,7 @@ def test_on_a_mesh_nothing_crosses_the_slow_network_between_meetings(model):
     with sharding.use(layout):
         state = diloco.init(training.make_state(training.copy_model(model, layout), optimizer))
         step = diloco.wrap(make_step(optimizer))
-        text = step.lower(state, training.shard_batch(data[0], layout)).compile().as_text()
+        text = step.lower(state, training.shard_batch(data[0], layout)).compile().as_text() or ""
         for batch, loss in zip(data, losses, strict=True):
             state, metrics = step(state, training.shard_batch(batch, layout))
             assert float(metrics["loss"]) == pytest.approx(loss, abs=1e-4)
@@ -144,7 +158,7 @@ def devices(text):
     """Returns the groups of devices of a collective, from both of XLA's spellings."""
     if text.startswith("{"):
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
-    shape, dims, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    (shape, dims, order) = re.findall(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)[0]
     grid = np.arange(8).reshape([int(n) for n in dims.split(",")])
     grid = grid.transpose([int(n) for n in order.split(",")]) if order else grid
     return grid.reshape([int(n) for n in shape.split(",")]).tolist()
