@@ -1,6 +1,6 @@
 """Generation of text with a tokenizer."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxtyping import Array, Key
@@ -99,3 +99,22 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     encoded = tokenizer.encode(text)
     return list(getattr(encoded, "ids", encoded))
+
+
+class StopTexts:
+    """Texts that end a completion.
+
+    Args:
+        decode: Converts ids to text.
+        texts: The texts; empty ones are ignored.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], texts: Collection[str]):
+        self._decode, self.texts = decode, [text for text in texts if text]
+        # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
+        self._tail = 8 + max((len(text.encode()) for text in self.texts), default=0)
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the last tokens have one of the texts."""
+        recent = self._decode(tokens[-self._tail :])
+        return any(text in recent for text in self.texts)
