@@ -43,6 +43,7 @@ from maxlib.inference._slots import (
     grown,
     insert,
     prefill,
+    score_tokens,
     step,
     take_row,
 )
@@ -420,6 +421,26 @@ class LocalEngine:
         )
         self._inbox.put(request)
         return request
+
+    def score(
+        self, prompt: Ids, alternatives: SupportsIndex = 0
+    ) -> tuple[list[float], list[tuple[list[int], list[float]]]]:
+        """Returns the log-probabilities of a prompt's tokens after its first one, and the best tokens in their places.
+
+        Args:
+            prompt: Token ids.
+            alternatives: Number of the best tokens, each with its log-probability.
+        """
+        (text,), model = check_prompts([prompt], self.generator.vocab), self.generator.model
+        check_length(model, len(text))
+        tokens, valid = (np.zeros((1, _bucket(len(text))), dtype) for dtype in (np.int32, bool))
+        tokens[0, : len(text)], valid[0, : len(text)] = text, True
+        count = integer("alternatives", alternatives, least=0)
+        with self._turn():
+            scores = score_tokens(model, tokens, valid, alternatives=_power(count), dtype=self.generator.dtype)
+        log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
+        best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
+        return log_probs.tolist(), list(zip(best, best_log_probs, strict=True))
 
     def step(self) -> bool:
         """Computes the next chunk of waiting prompts and a token of each row, and returns False if nothing is left."""

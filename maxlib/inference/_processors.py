@@ -1,7 +1,8 @@
 """Processors of logits for `LocalEngine`."""
 
+import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,36 +41,62 @@ class Grammar:
 
     The end of the text needs `stop_token_ids`: end-of-text ids are allowed where the text may end.
 
+    Its tokenizer comes from `Grammar.prepare`, once for all grammars.
+
+        tokens = inference.Grammar.prepare(tokenizer, vocab=256, stop_token_ids=[0])
+        number = inference.Grammar.regex("[0-9]+", tokens)
+        engine.generate(prompts, processors=[number], stop_token_ids=[0], max_new_tokens=8)
+
     Args:
         grammar: A grammar of llguidance in Lark's syntax, or as `Grammar.json_schema` and `Grammar.regex` make it.
-        tokenizer: A `tokenizers.Tokenizer`.
-        vocab: Number of ids of the model, at least those of the tokenizer.
-        stop_token_ids: Ids that end a text.
+        tokenizer: What `Grammar.prepare` returns.
 
     Raises:
         ImportError: when llguidance is not installed.
         ValueError: when the grammar is wrong.
     """
 
-    def __init__(self, grammar: str, tokenizer: Any, *, vocab: int, stop_token_ids: list[int]):
-        llguidance, self._fill = _llguidance(), None
-        if not stop_token_ids:
-            raise ValueError("a grammar needs stop_token_ids, the ids that end a text; see inference.stop_tokens")
-        self._vocab, self._ends = vocab, list(stop_token_ids)
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=vocab, eos_token=self._ends)
-        self._grammar, self._llguidance = grammar, llguidance
+    def __init__(self, grammar: str, tokenizer: Any):
+        self._tokenizer, self._grammar, self._llguidance = tokenizer, grammar, _llguidance()
         self._matchers: weakref.WeakKeyDictionary[Request, Any] = weakref.WeakKeyDictionary()
         self._matcher()
 
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str, tokenizer: Any, **options: Any) -> "Grammar":
-        """Makes a grammar of the JSON texts of a schema; `options` are those of the constructor."""
-        return cls(_llguidance().LLMatcher.grammar_from_json_schema(schema), tokenizer, **options)
+    @staticmethod
+    def prepare(tokenizer: Any, *, vocab: int, stop_token_ids: Collection[int]) -> Any:
+        """Returns a tokenizer as llguidance reads it.
+
+        Args:
+            tokenizer: A `tokenizers.Tokenizer`.
+            vocab: Number of ids of the model, at least those of the tokenizer.
+            stop_token_ids: Ids that end a text, at least one; see `stop_tokens`.
+
+        Raises:
+            ValueError: when there are no `stop_token_ids`.
+        """
+        if not stop_token_ids:
+            raise ValueError("a grammar needs stop_token_ids, the ids that end a text; see inference.stop_tokens")
+        return _llguidance().LLTokenizer(tokenizer.to_str(), n_vocab=vocab, eos_token=list(stop_token_ids))
 
     @classmethod
-    def regex(cls, pattern: str, tokenizer: Any, **options: Any) -> "Grammar":
-        """Makes a grammar of the texts that match a regular expression (of Rust's syntax) as a whole."""
-        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern), tokenizer, **options)
+    def json_schema(cls, schema: Mapping[str, Any] | str, tokenizer: Any) -> "Grammar":
+        """Makes a grammar of the JSON texts of a schema.
+
+        Args:
+            schema: The JSON schema.
+            tokenizer: What `Grammar.prepare` returns.
+        """
+        schema = schema if isinstance(schema, str) else json.dumps(schema)
+        return cls(_llguidance().LLMatcher.grammar_from_json_schema(schema), tokenizer)
+
+    @classmethod
+    def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
+        """Makes a grammar of the texts that match a regular expression (in Rust's syntax) as a whole.
+
+        Args:
+            pattern: The regular expression.
+            tokenizer: What `Grammar.prepare` returns.
+        """
+        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern), tokenizer)
 
     def __call__(self, request: Request) -> Float[np.ndarray, " V"]:
         """Returns 0 for tokens that may come next, and `-inf` for the others."""
@@ -77,10 +104,8 @@ class Grammar:
         if not matcher.consume_tokens(request.tokens[num_read:]) or matcher.is_error():
             raise RuntimeError(f"the grammar cannot go on: {matcher.get_error()}")
         self._matchers[request] = (matcher, len(request.tokens))
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[: self._vocab]
-        bias = np.full(self._vocab, -np.inf, np.float32)
-        bias[: len(allowed)][allowed.astype(bool)] = 0.0
-        return bias
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return np.where(allowed[: self._tokenizer.vocab_size], np.float32(0), np.float32(-np.inf))
 
     def _matcher(self) -> Any:
         matcher = self._llguidance.LLMatcher(self._tokenizer, self._grammar)

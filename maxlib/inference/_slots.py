@@ -299,3 +299,18 @@ def _filtered(logits: Float[Array, "B V"], settings: Settings, features: Feature
         inside = in_nucleus(logits, settings.top_p[:, None]) | (settings.top_p[:, None] >= 1)
         logits = jnp.where(inside, logits, -jnp.inf)
     return without_unlikely(logits, settings.log_min_p[:, None]) if features.min_p else logits
+
+
+@functools.partial(jax.jit, static_argnames=("alternatives", "dtype"))
+def score_tokens(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, alternatives, dtype):
+    """Returns the log-probability of the token after each place, `T`, and the best tokens with theirs, `T A`."""
+    hidden = model(tokens, valid=valid, dtype=dtype).hidden[0]
+
+    # A few places at a time: [T, V] in float32 would be much larger than anything else.
+    def score(place: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        x, target = place
+        scores = jax.nn.log_softmax(model.logits(x[None, None])[0, 0].astype(jnp.float32))
+        best, ids = jax.lax.top_k(scores, min(alternatives, len(scores)))
+        return scores[target], ids.astype(jnp.int32), best
+
+    return jax.lax.map(score, (hidden, jnp.roll(tokens[0], -1)), batch_size=32)
