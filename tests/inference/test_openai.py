@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import inference
+import maxlib
+from maxlib import inference, ops
 from maxlib.tokenization import ChatTemplate
 from tests.nn.tiny import filled_llama
 
@@ -370,13 +371,16 @@ def test_a_thousand_samples_follow_a_schema(model):
 @pytest.mark.full
 def test_the_command_serves_lm_eval_and_ends_on_sigterm(tmp_path):
     """lm-eval's `local-completions` scores as our own harness; SIGTERM finishes what runs."""
-    pytest.importorskip("lm_eval")
+    for package in ("lm_eval", "aiohttp", "tenacity"):  # those of lm-eval[api]
+        pytest.importorskip(package)
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    from tests.inference.test_harness import directory_of_a_model
-
-    directory = directory_of_a_model(tmp_path)
+    directory = tmp_path / "tiny"
+    maxlib.save_pretrained(filled_llama(num_layers=2, vocab=VOCAB, rope=ops.Rope(12, max_length=128)), directory)
+    TOKENIZER.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "maxlib", "serve", str(directory), "--port", "0", "--dtype", "float32"]
     process = subprocess.Popen([*command, "--name", "tiny"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
