@@ -25,7 +25,7 @@ SMOKE = (
     "tests/ops/attention/test_reference.py",
     "tests/ops/test_rope.py",
     "tests/nn/test_layers.py",
-    "tests/models/test_llama.py::test_logits_and_gradients_are_those_of_transformers[gqa]",
+    "tests/models/test_llama.py::TestLlama::test_gradients_are_those_of_transformers[gqa]",
     "tests/models/test_gemma3.py::TestGemma3::test_logits_are_those_of_transformers",
     "tests/models/test_deepseek.py::TestV3::test_logits_are_those_of_transformers",
     "tests/sharding/test_covering.py::test_a_mesh_is_one_device_spread[dense fsdp+tensor+ring]",
@@ -159,7 +159,6 @@ def post_parity(session: nox.Session) -> None:
     install_for_tests(session)
     session.install("peft==0.21.2", "trl==1.16.0")
     session.run("python", "-m", "tests.adapters.peft_parity")
-    session.run("python", "-m", "tests.adapters.peft_training")
     session.run("python", "-m", "tests.post_training.make_golden")
     session.run("python", "-m", "tests.post_training.make_steps")
     session.run(
@@ -167,7 +166,6 @@ def post_parity(session: nox.Session) -> None:
         "-m",
         "",
         "tests/adapters/test_peft.py",
-        "tests/adapters/test_peft_training.py",
         "tests/post_training/test_parity.py",
         "tests/post_training/test_steps.py",
         *session.posargs,
@@ -268,7 +266,6 @@ def kernels(session: nox.Session, jax: str) -> None:
         "",
         "tests/ops/attention/test_tokamax.py",
         "tests/ops/attention/test_tokamax_triton.py",
-        "tests/ops/test_jax_mosaic_gpu.py",
         "tests/ops/test_tokamax_triton.py",
     )
     if jax == "0.11.2":  # the one that jax-linear-attention needs

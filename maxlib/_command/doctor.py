@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for title, entries in sections.items():
         print(f"{title}\n" + "\n".join(f"  {name:<18}{value}" for name, value in entries.items()))
-    print("\n`python -m maxlib.ops check` compares and times every kernel that can run here.")
+    print("\n`python -m maxlib.ops check` compares every kernel that can run on this accelerator with float32.")
     return 0
 
 

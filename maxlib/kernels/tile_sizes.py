@@ -1,12 +1,11 @@
-"""The base of every kernel's tile sizes: how they are checked, stored and varied."""
+"""Tile sizes of kernels: the base of their classes, and the sizes that code sets for the kernels inside it."""
 
+import contextlib
 import dataclasses
-import itertools
-import typing
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
-T = TypeVar("T", bound="TileSizes")
+import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,50 +40,38 @@ class TileSizes:
             if (size := getattr(self, name)) & (size - 1):
                 raise ValueError(f"{type(self).__name__}: {name} must be a power of two, got {size}")
 
-    def neighbours(self: T) -> list[T]:
-        """Returns these sizes and the valid ones half or twice as large. Of several passes one changes at a time: all
-        pairs would take hours, and the passes do not meet.
-        """
-        return list(dict.fromkeys([self, *filter(None, map(self._replaced, self._changes()))]))
 
-    def _changes(self) -> Iterator[dict[str, Any]]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        numbers = {name: x for name, x in fields.items() if isinstance(x, (int, tuple))}
-        for factors in itertools.product((1, 0.5, 2), repeat=len(numbers)):
-            yield {name: _times(x, by) for (name, x), by in zip(numbers.items(), factors, strict=True)}
-        for name, value in fields.items():
-            if isinstance(value, TileSizes):
-                yield from ({name: other} for other in value.neighbours()[1:])
+S = TypeVar("S", bound=TileSizes)
 
-    def _replaced(self: T, changes: dict[str, Any]) -> T | None:
-        try:
-            return dataclasses.replace(self, **changes)
-        except ValueError:
-            return None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the sizes as a table of a device keeps them."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls: type[T], entries: dict[str, Any]) -> T:
-        """Inverts `to_json`.
-
-        Raises:
-            ValueError, TypeError, AttributeError: When `found` does not describe such sizes.
-        """
-        hints = typing.get_type_hints(cls)
-        return cls(**{name: _read(hints[name], x) for name, x in entries.items() if name in hints})
+# Part of jit's cache key, which a plain context variable would not be: sizes are chosen while a program is traced.
+_in_code = jax.make_user_context(())
 
 
-def _times(x: Any, by: float) -> Any:
-    return tuple(max(1, int(size * by)) for size in x) if isinstance(x, tuple) else max(1, int(x * by))
+@contextlib.contextmanager
+def tile_sizes(*sizes: TileSizes) -> Iterator[None]:
+    """Makes kernels run with these tile sizes instead of their own. It selects no kernel.
+
+    Each class of `ops.tiles` belongs to one kernel: `with ops.tile_sizes(ops.tiles.ChunkedTiles(256, 512)): ...`. It
+    covers what is traced inside; a function that was compiled before is compiled again. Inner sizes replace outer ones.
+
+    Args:
+        *sizes: One of each kernel; `explain_attention(...).tiles` are those that a call gets.
+
+    Raises:
+        TypeError: When one of them is something else, or the sizes of one pass only.
+        ValueError: When two are for the same kernel.
+    """
+    kinds = [type(size) for size in sizes]
+    for size in sizes:
+        if not (isinstance(size, TileSizes) and hasattr(size, "kernel")):
+            raise TypeError(f"ops.tile_sizes takes sizes of whole kernels, classes of ops.tiles, got {size!r}")
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"ops.tile_sizes takes one size for each kernel, got {kinds}")
+    # Sizes of other kernels from an outer `with` stay.
+    with _in_code((*(size for size in _in_code.value if type(size) not in kinds), *sizes)):
+        yield
 
 
-def _read(hint: Any, x: Any) -> Any:
-    """Reads the value of a field of type `hint`: a number, a tuple of numbers, sizes, or sizes or None."""
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, TileSizes)]
-    if kinds and x is not None:
-        same = [kind for kind in kinds if {field.name for field in dataclasses.fields(kind)} == x.keys()]
-        return (same or kinds)[0].from_json(x)
-    return tuple(x) if isinstance(x, list) else x
+def chosen_tiles(default: S) -> S:
+    """Returns the sizes that the code around a call sets for the kernel of `default`, or `default`."""
+    return next((size for size in _in_code.value if type(size) is type(default)), default)

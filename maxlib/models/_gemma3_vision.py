@@ -1,7 +1,6 @@
 """Gemma 3's image encoder: SigLIP, whose patches are pooled and projected to the text's width (arXiv:2503.19786)."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +31,7 @@ class Vision:
     end_token: int = 256_000
 
     def __post_init__(self):
+        nn.vision.check_sizes(self.dim, self.num_heads, self.image_size, self.patch_size)
         if self.num_tokens * (self.pool * self.patch_size) ** 2 != self.image_size**2:
             raise ValueError(
                 f"num_tokens must be a square whose root divides the {self.image_size} / {self.patch_size} patches of a "
@@ -43,63 +43,30 @@ class Vision:
         """Returns the side of the squares of patches that become one vector."""
         return self.image_size // self.patch_size // math.isqrt(self.num_tokens)
 
-    def tower(self, rngs: nnx.Rngs) -> "SigLIP":
-        """Builds the encoder."""
-        return SigLIP(
-            self.dim,
-            self.mlp_dim,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-            eps=self.norm_eps,
-            rngs=rngs,
-        )
-
-    def projector(self, dim: int, rngs: nnx.Rngs) -> "PoolProjector":
-        """Builds the projector to a text model of width `dim`."""
-        norm = nn.RMSNorm(self.dim, eps=self.norm_eps, plus_one=True)
-        return PoolProjector(self.dim, dim, pool=self.pool, norm=norm, rngs=rngs)
-
 
 class SigLIP(nnx.Module):
     """Image encoder of SigLIP (Zhai et al. 2023, arXiv:2303.15343): square patches, learned positions, no class token.
 
     Args:
-        dim: Width of the stream.
-        mlp_dim: Width of the MLPs.
-        num_layers: Number of layers.
-        num_heads: Number of heads. Raises ValueError if it does not divide `dim`.
-        image_size: Side of an image, in pixels.
-        patch_size: Side of a patch. Raises ValueError if it does not divide `image_size`.
-        eps: Of the norms.
+        cfg: Sizes.
         rngs: Source of initial values.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        mlp_dim: int,
-        *,
-        num_layers: int,
-        num_heads: int,
-        image_size: int,
-        patch_size: int,
-        eps: float = 1e-6,
-        rngs: nnx.Rngs,
-    ):
-        nn.vision.check_sizes(dim, num_heads, image_size, patch_size)
-        self.image_size, self.patch_size = image_size, patch_size
+    def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
+        dim, patch_size = cfg.dim, cfg.patch_size
+        self.image_size, self.patch_size = cfg.image_size, patch_size
         self.patches = nn.vision.patch_embedding(dim, patch_size, bias=True, rngs=rngs)
         init = nnx.initializers.normal(dim**-0.5)
-        positions = init(rngs.params(), ((image_size // patch_size) ** 2, dim), jnp.float32)
+        positions = init(rngs.params(), ((cfg.image_size // patch_size) ** 2, dim), jnp.float32)
         self.positions = nnx.Param(positions, axes=("position", "embed"))
         self.layers = nn.Stack(
-            lambda _, rngs: nn.vision.EncoderBlock(dim, mlp_dim, num_heads=num_heads, eps=eps, rngs=rngs),
-            num_layers,
+            lambda _, rngs: nn.vision.EncoderBlock(
+                dim, cfg.mlp_dim, num_heads=cfg.num_heads, eps=cfg.norm_eps, rngs=rngs
+            ),
+            cfg.num_layers,
             rngs=rngs,
         )
-        self.norm = nn.LayerNorm(dim, eps=eps)
+        self.norm = nn.LayerNorm(dim, eps=cfg.norm_eps)
 
     def __call__(
         self, images: Float[Array, "I C H W"], *, dtype: Any = jnp.bfloat16, remat: Policy = None
@@ -122,17 +89,15 @@ class PoolProjector(nnx.Module):
     """Projector from patches to fewer vectors of the text's width: the mean of a square, a norm, a matmul.
 
     Args:
-        dim: Width of a patch's vector.
+        cfg: Sizes.
         text_dim: Width of the text model.
-        pool: Side of the squares of patches that become one vector.
-        norm: The norm.
         rngs: Source of initial values.
     """
 
-    def __init__(self, dim: int, text_dim: int, *, pool: int, norm: Callable, rngs: nnx.Rngs):
-        self.norm = norm
-        self.proj = nn.Einsum("...E,ED->...D", (dim, text_dim), ("vision", "embed"), rngs=rngs)
-        self.pool = pool
+    def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
+        self.proj = nn.Einsum("...E,ED->...D", (cfg.dim, text_dim), ("vision", "embed"), rngs=rngs)
+        self.pool = cfg.pool
 
     def __call__(self, x: Float[Array, "I P E"]) -> Float[Array, "I S D"]:
         I, P, E = x.shape

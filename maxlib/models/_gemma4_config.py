@@ -8,6 +8,7 @@ from maxlib import ops
 from maxlib.models import _gemma4_audio, _gemma4_vision
 from maxlib.models._gemma4_audio import Audio, UnifiedAudio
 from maxlib.models._gemma4_vision import UnifiedVision, Vision
+from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import ProportionalScaling, Rope
 from maxlib.weights import Computed, Field, Fields, HFConfig, Multimodal, fields
 
@@ -17,14 +18,10 @@ OWN, SHARES, TAKES = "own", "shares", "takes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Gemma 4; `PRESETS` has the published ones. Vision models have theirs in `text_config`."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
     num_kv_heads: int  # of local layers
     head_dim: int  # of local layers
     window: int  # of local layers
@@ -32,7 +29,6 @@ class Config:
     layer_types: tuple[str, ...] | None = None
     keys_as_values: bool = False  # in global layers
     global_heads: tuple[int, int]  # width and number of their key heads
-    rope: Rope
     local_rope: Rope
     num_shared: int = 0  # last layers, which take keys and values of earlier ones
     shared_wide: bool = False  # their MLP is twice as wide
@@ -43,7 +39,6 @@ class Config:
     top_k: int | None = None
     expert_dim: int | None = None
     final_softcap: float | None = 30.0
-    norm_eps: float = 1e-6
     tied: bool = True
     attention_bias: bool = False
     # Tokens of an image attend to each other in both directions, in local layers.

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models._gemma4_vision import UnifiedVision, Vision
+from maxlib.models._vision import pad_to_squares, patch_context
 from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
 
@@ -165,17 +166,12 @@ class Tower(nnx.Module):
             dtype: The dtype of the computation.
             remat: Policy of recomputation, see `nn.remat`.
         """
-        m, p = self.cfg.merge, self.cfg.patch_side
-        R, P = images.pixels.shape[:2]
-        padding = -P % m**2  # whole squares
-        pixels = jnp.pad(jnp.asarray(images.pixels), ((0, 0), (0, padding), (0, 0)))
-        at = nn.vision.patch_positions(jnp.asarray(images.grids), P + padding, m)
+        p = self.cfg.patch_side
+        pixels, at = pad_to_squares(images, self.cfg.merge)
         # From -1 to 1, [R, P, a, b, C] -> [R, P, E]
-        x = self.patches((2 * pixels - 1).astype(dtype).reshape(R, P + padding, p, p, 3))
+        x = self.patches((2 * pixels - 1).astype(dtype).reshape(*pixels.shape[:2], p, p, 3))
         x = constrain(x + self.positions(at.column, at.row).astype(dtype), "batch", "seq", "act_embed")
-        # Images are documents of a packed row. A head turns by column first.
-        places, ids, ropes = jnp.stack([at.column, at.row], axis=2), at.segment_ids, (self.cfg.rope,)
-        ctx = nn.make_context(R, P + padding, positions=places, segment_ids=ids, masks=(ops.Full(),), ropes=ropes)
+        ctx = patch_context(at, (at.column, at.row), self.cfg.rope)  # a head turns by column first
         x, _, _ = self.layers(x, ctx, remat=remat)
         return self.projector(self._pool(x)), None
 

@@ -33,6 +33,7 @@ class Vision:
     end_token: int = 200_081
 
     def __post_init__(self):
+        nn.vision.check_sizes(self.dim, self.num_heads, self.image_size, self.patch_size)
         if self.image_size % (SHUFFLE * self.patch_size):
             raise ValueError(f"image_size must be a multiple of {SHUFFLE * self.patch_size}, got {self.image_size}")
 
@@ -46,63 +47,29 @@ class Vision:
         """Width of the encoder's MLPs, and of a square of patches: Hugging Face has one field for both."""
         return self.dim * SHUFFLE**2
 
-    def tower(self, rngs: nnx.Rngs) -> "Llama4Vision":
-        """Builds the encoder."""
-        return Llama4Vision(
-            self.dim,
-            self.mlp_dim,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-            theta=self.rope_theta,
-            rngs=rngs,
-        )
-
-    def projector(self, dim: int, rngs: nnx.Rngs) -> "ShuffleProjector":
-        """Builds the projector to a text model of width `dim`."""
-        return ShuffleProjector(self.dim, self.projector_dim, dim, shuffle=SHUFFLE, rngs=rngs)
-
 
 class Llama4Vision(nnx.Module):
     """Image encoder of Llama 4: positions both learned and rotary on the grid of patches, a class token behind them.
 
     Args:
-        dim: Width of the stream.
-        mlp_dim: Width of the MLPs.
-        num_layers: Number of layers.
-        num_heads: Number of heads. Raises ValueError if it does not divide `dim`.
-        image_size: Side of a tile, in pixels.
-        patch_size: Side of a patch. Raises ValueError if it does not divide `image_size`.
-        theta: Base of the rotary embedding.
+        cfg: Sizes.
         rngs: Source of initial values.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        mlp_dim: int,
-        *,
-        num_layers: int,
-        num_heads: int,
-        image_size: int,
-        patch_size: int,
-        theta: float = 10_000.0,
-        rngs: nnx.Rngs,
-    ):
-        nn.vision.check_sizes(dim, num_heads, image_size, patch_size)
-        self.image_size, self.patch_size = image_size, patch_size
+    def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
+        dim, patch_size = cfg.dim, cfg.patch_size
+        self.image_size, self.patch_size = cfg.image_size, patch_size
         self.patches = nn.vision.patch_embedding(dim, patch_size, bias=False, rngs=rngs)
-        side, init = image_size // patch_size, nnx.initializers.normal(dim**-0.5)
+        side, init = cfg.image_size // patch_size, nnx.initializers.normal(dim**-0.5)
         self.class_token = nnx.Param(init(rngs.params(), (dim,), jnp.float32), axes=("embed",))
         self.positions = nnx.Param(init(rngs.params(), (side**2 + 1, dim), jnp.float32), axes=("position", "embed"))
         self.pre_norm = nn.LayerNorm(dim)
-        self.rope = ops.GridRope(dim // num_heads, side, theta)
+        self.rope = ops.GridRope(dim // cfg.num_heads, side, cfg.rope_theta)
         self.layers = nn.Stack(
             lambda _, rngs: nn.vision.EncoderBlock(
-                dim, mlp_dim, num_heads=num_heads, rope=self.rope, act=exact_gelu, eps=1e-5, rngs=rngs
+                dim, cfg.mlp_dim, num_heads=cfg.num_heads, rope=self.rope, act=exact_gelu, eps=1e-5, rngs=rngs
             ),
-            num_layers,
+            cfg.num_layers,
             rngs=rngs,
         )
         self.norm = nn.LayerNorm(dim)
@@ -131,24 +98,22 @@ class ShuffleProjector(nnx.Module):
     """Projector from patches to fewer vectors of the text's width: squares side by side, an MLP, a matmul.
 
     Args:
-        dim: Width of a patch's vector.
-        mlp_dim: Width of the MLP.
+        cfg: Sizes.
         text_dim: Width of the text model.
-        shuffle: Side of the squares of patches that become one vector.
         rngs: Source of initial values.
     """
 
-    def __init__(self, dim: int, mlp_dim: int, text_dim: int, *, shuffle: int, rngs: nnx.Rngs):
-        self.up = nn.Einsum("...E,FE->...F", (mlp_dim, dim * shuffle**2), ("mlp", "vision"), rngs=rngs)
-        self.down = nn.Einsum("...F,EF->...E", (mlp_dim, mlp_dim), ("vision", "mlp"), rngs=rngs)
-        self.proj = nn.Einsum("...E,DE->...D", (text_dim, mlp_dim), ("embed", "vision"), rngs=rngs)
-        self.shuffle = shuffle
+    def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
+        F = cfg.projector_dim
+        self.up = nn.Einsum("...E,FE->...F", (F, cfg.mlp_dim), ("mlp", "vision"), rngs=rngs)
+        self.down = nn.Einsum("...F,EF->...E", (F, F), ("vision", "mlp"), rngs=rngs)
+        self.proj = nn.Einsum("...E,DE->...D", (text_dim, F), ("embed", "vision"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "I P E"]) -> Float[Array, "I S D"]:
         I, P, E = x.shape
-        side = math.isqrt(P) // self.shuffle
+        side = math.isqrt(P) // SHUFFLE
         # The shuffle^2 patches of a square become one vector of width shuffle^2 * E: pixel shuffle, backwards.
-        squares = x.reshape(I, side, self.shuffle, side, self.shuffle, E).transpose(0, 1, 3, 2, 4, 5)
+        squares = x.reshape(I, side, SHUFFLE, side, SHUFFLE, E).transpose(0, 1, 3, 2, 4, 5)
         x = squares.reshape(I, side * side, -1)
         return self.proj(exact_gelu(self.down(exact_gelu(self.up(x)))))
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._vision import pad_to_squares, patch_context
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
@@ -164,17 +165,21 @@ class PixtralVision(nnx.Module):
             dtype: The dtype of the computation.
             remat: Policy of recomputation, see `nn.remat`.
         """
-        R, P = images.pixels.shape[:2]
-        P += -P % self.merge**2  # whole squares
-        pixels = jnp.pad(jnp.asarray(images.pixels, dtype), ((0, 0), (0, P - images.pixels.shape[1]), (0, 0)))
-        at = nn.vision.patch_positions(jnp.asarray(images.grids), P, self.merge)
-        # Images are documents of a packed row, and rotate by their own rows and columns.
-        places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
-        ctx = nn.make_context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
-        x = constrain(self.norm(self.patches(pixels.reshape(R, P, *self.shape))), "batch", "seq", "act_embed")
+        pixels, at = pad_to_squares(images, self.merge)
+        ctx = patch_context(at, (at.row, at.column), self.rope)
+        pixels = pixels.astype(dtype).reshape(*pixels.shape[:2], *self.shape)
+        x = constrain(self.norm(self.patches(pixels)), "batch", "seq", "act_embed")
         x, _, _ = self.layers(x, ctx, remat=remat)
         x = x if self.merger is None else self.merger(x)
         return self.down(exact_gelu(self.up(x))), None
+
+
+def inputs(tower: PixtralVision | None, cfg: Vision | None) -> dict[str, Any]:
+    """Returns the images that a text model with this encoder reads, nothing without one."""
+    if cfg is None:
+        return {}
+    images = nn.vision.PatchInput(tower, tokens=(cfg.image_token,), merge=cfg.merge, patch_dim=cfg.patch_dim)
+    return {"images": images}
 
 
 def _read_kind(hf: HFConfig, c: Any) -> str:

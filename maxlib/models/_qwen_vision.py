@@ -5,16 +5,16 @@ model.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._vision import pad_to_squares, patch_context
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
@@ -73,22 +73,16 @@ class Vision:
         return np.asarray(patches.pixels), np.asarray(patches.grids)
 
 
-class Block(nnx.Module):
+class Block(nn.vision.EncoderBlock):
     """Pre-norm layer in which each patch attends to all of its image; it may report what it returns as `kept`."""
 
     def __init__(self, cfg: Vision, *, keep: bool, rngs: nnx.Rngs):
-        E, N, self.keep = cfg.dim, cfg.num_heads, keep
-        rope = ops.AxialRope(E // N, cfg.rope_theta)
-        self.attn_norm = nn.LayerNorm(E, eps=1e-6)
-        self.attn = nn.Attention(
-            E, num_heads=N, head_dim=E // N, mask=ops.Full(), rope=rope, bias=True, out_bias=True, rngs=rngs
-        )
-        self.mlp_norm = nn.LayerNorm(E, eps=1e-6)
-        self.mlp = nn.MLP(E, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
+        rope = ops.AxialRope(cfg.dim // cfg.num_heads, cfg.rope_theta)
+        super().__init__(cfg.dim, cfg.mlp_dim, num_heads=cfg.num_heads, rope=rope, rngs=rngs)
+        self.keep = keep
 
     def __call__(self, x: Float[Array, "R P E"], ctx: nn.Context, cache: None = None):
-        x = x + self.attn(self.attn_norm(x), ctx)[0]
-        x = constrain(x + self.mlp(self.mlp_norm(x)), "batch", "seq", "act_embed")
+        x, cache, _ = super().__call__(x, ctx, cache)
         return x, cache, {"kept": x} if self.keep else {}
 
 
@@ -141,14 +135,10 @@ class QwenVision(nnx.Module):
             dtype: The dtype of the computation.
             remat: Policy of recomputation, see `nn.remat`.
         """
-        R, P = images.pixels.shape[:2]
-        P += -P % self.merge**2  # whole squares
-        pixels = jnp.pad(jnp.asarray(images.pixels, dtype), ((0, 0), (0, P - images.pixels.shape[1]), (0, 0)))
-        at = nn.vision.patch_positions(jnp.asarray(images.grids), P, self.merge)
-        x = self.patches(pixels.reshape(R, P, *self.shape)) + jnp.asarray(self._positions(at), dtype)
-        # Images are documents of a packed row, and rotate by their own rows and columns.
-        places, images_of = jnp.stack([at.row, at.column], axis=2), at.segment_ids
-        ctx = nn.make_context(R, P, positions=places, segment_ids=images_of, masks=(ops.Full(),), ropes=(self.rope,))
+        pixels, at = pad_to_squares(images, self.merge)
+        ctx = patch_context(at, (at.row, at.column), self.rope)
+        pixels = pixels.astype(dtype).reshape(*pixels.shape[:2], *self.shape)
+        x = self.patches(pixels) + jnp.asarray(self._positions(at), dtype)
         x = constrain(x, "batch", "seq", "act_embed")
         # What layers keep has rows.
         x, _, aux = self.layers(x, ctx, remat=remat, pipelined=not self.mergers)
@@ -173,6 +163,15 @@ class QwenVision(nnx.Module):
             return table(y, x) * (1 - right) + table(y, x + 1) * right
 
         return row(y) * (1 - down) + row(y + 1) * down
+
+
+def inputs(tower: QwenVision | None, cfg: Vision | None) -> dict[str, Any]:
+    """Returns the images that a text model with this encoder reads, nothing without one."""
+    if cfg is None:
+        return {}
+    tokens = cfg.image_token, cfg.video_token
+    images = nn.vision.PatchInput(tower, tokens=tokens, merge=cfg.merge, patch_dim=cfg.patch_dim, mrope=True)
+    return {"images": images}
 
 
 FIELDS = Fields(
@@ -228,8 +227,7 @@ def table() -> Table:
     for n, part in enumerate("qkv"):
         layer.append(Weight("attn.qkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))
         layer.append(Weight("attn.qkv.bias", f"attn.{part}.b", "(three N H) -> N H", {"three": n}))
-    layer += [replace(entry, hf_name=entry.hf_name.replace("self_attn.o_proj", "attn.proj")) for entry in names.ATTENTION
-              if ".o_proj." in entry.hf_name]  # fmt: skip
+    layer += [Weight("attn.proj.weight", "attn.o.w", "D (N H) -> D N H"), Weight("attn.proj.bias", "attn.o.b")]
     layer += [*names.linear("mlp.linear_fc1", "mlp.up"), *names.linear("mlp.linear_fc2", "mlp.down")]
     merger = [
         *names.layer_norm("norm", "norm"),

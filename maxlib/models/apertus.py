@@ -9,6 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, AttentionSizes
 from maxlib.ops import Llama3Scaling, Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
@@ -16,48 +18,24 @@ _SCALED = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of an Apertus; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with norms on the heads of queries and keys, and an ungated MLP under xIELU."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope=cfg.rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, rope=cfg.rope, qk_norm=True, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # down(xielu(up(x))): two matrices where SwiGLU has three.
         self.mlp = nn.MLP(D, cfg.mlp_dim, act=XIELU(), bias=False, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
 
 class Fixed(nnx.Variable):
@@ -92,15 +70,11 @@ class XIELU(nnx.Module):
         return (jnp.where(x32 > 0, a_p * x32 * x32, below) + beta * x32).astype(x.dtype)
 
 
-class Apertus(nn.Decoder):
+class Apertus(TextDecoder):
     """Apertus: a multilingual model with open data, whose layers train the shape of their activation."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
 _ROPE = fields.rope(default_theta=12_000_000.0, default_length=65_536)
@@ -116,9 +90,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         Computed("rope", _read_rope, _ROPE.write),
         fields.ATTENTION_BIAS,
     ],

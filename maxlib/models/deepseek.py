@@ -4,20 +4,21 @@ experts, and shared ones.
 V3 has another router than V2, and multi-token prediction modules; Kimi K2 has V3's architecture in other sizes.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
+from maxlib.models._sizes import ExpertSizes, LatentSizes, MTPSizes, mtp_table
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(LatentSizes, ExpertSizes, MTPSizes):
     """Sizes of a DeepSeek; `PRESETS` has the published ones.
 
     Version 2 scores experts by softmax, and a group of experts by its best score. Version 3 scores experts by sigmoid,
@@ -25,70 +26,18 @@ class Config:
     """
 
     version: Literal[2, 3]
-    vocab: int
-    num_layers: int
-    num_dense: int  # number of first layers with a plain MLP
-    dim: int
-    mlp_dim: int
-    expert_dim: int
-    num_heads: int
-    q_rank: int | None  # None: queries are projected directly, without a latent
-    kv_rank: int
-    nope_dim: int
-    v_dim: int
-    rope: Rope
-    num_experts: int
-    num_shared: int
-    top_k: int
-    num_groups: int = 1
-    top_groups: int = 1
     renormalize: bool = False
-    routed_scale: float = 1.0
-    norm_eps: float = 1e-6
-    tied: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training
-    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) to build
-    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; those not built are skipped
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Pre-norm layer of latent attention, with an MLP in the first `num_dense` and experts in all others."""
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = _attention(cfg, rngs=rngs)
+        self.attn = latent_attention(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # All heads compute their keys and values from one latent per token, [B, T, kv_rank]. The cache stores only this
-    # latent and one rotary key, [B, T, rope.dim]. A query has nope_dim dimensions without rotation, then rope.dim
-    # rotated ones.
-    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        scale *= (
-            ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
-        )  # squared: YaRN scales queries and keys by it
-    return nn.MLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
-        rope=cfg.rope,
-        scale=scale,
-        rngs=rngs,  # the norms of the latents have the default epsilon, independent of `norm_eps`
-    )
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -106,20 +55,14 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         expert_bias=cfg.version == 3,  # affects the choice, not the weights: balances the load without a loss
         rngs=rngs,
     )
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+    return deepseek_experts(cfg, router=router, rngs=rngs)
 
 
-class DeepSeek(nn.Decoder):
+class DeepSeek(TextDecoder):
     """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` multi-token prediction modules."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
-        self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)
         blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
         self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
@@ -211,8 +154,7 @@ FIELDS = Fields(
 
 def _table(cfg: Config) -> Table:
     layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *names.MLP, *names.MOE]
-    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
-    return [*names.decoder_table(layer), *modules]
+    return mtp_table(cfg, layer)
 
 
 def _yarn(

@@ -3,51 +3,30 @@ indexer chooses.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
+from maxlib.models._layers import TextDecoder, deepseek_experts, latent_scale
+from maxlib.models._sizes import ExpertSizes, LatentSizes, MTPSizes, mtp_table
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(LatentSizes, ExpertSizes, MTPSizes):
     """Sizes of a DeepSeek V3.2, or a GLM-5; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
     is_glm: bool = False  # whose indexer rotates pairs instead of halves
-    num_dense: int  # first layers, which have a plain MLP
-    dim: int
-    mlp_dim: int
-    expert_dim: int
-    num_heads: int
     q_rank: int
-    kv_rank: int
-    nope_dim: int
-    v_dim: int
-    rope: Rope
     index_heads: int  # of the indexer ...
     index_dim: int
     index_top: int  # ... and how many keys it chooses
-    num_experts: int
-    num_shared: int
-    top_k: int
-    num_groups: int
-    top_groups: int
-    renormalize: bool = True
     routed_scale: float = 2.5
-    norm_eps: float = 1e-6
-    tied: bool = False
-    losses: tuple[Any, ...] = ()  # what the routers report for training
     index_loss: nn.IndexLoss | None = None  # trains the indexers
-    num_mtp: int = 0  # modules that look further ahead than the next token (`predict_ahead`) ...
-    stored_mtp: int = field(default=0, compare=False)  # ... of those that the checkpoint has
 
     @property
     def index_rope(self) -> Rope:
@@ -63,7 +42,7 @@ class Block(nn.Layer):
         self.attn = _attention(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
-        self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
+        self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache, loss = self.attn.with_loss(self.attn_norm(x), ctx, cache)
@@ -75,15 +54,12 @@ class Block(nn.Layer):
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, a rotary key of 64 and an index key of 128.
-    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     # The norms of the latents have the default epsilon, whatever `norm_eps`.
     return nn.SparseMLA(
         cfg.dim,
         num_heads=cfg.num_heads,
         rope=cfg.rope,
-        scale=scale,
+        scale=latent_scale(cfg),
         q_rank=cfg.q_rank,
         kv_rank=cfg.kv_rank,
         nope_dim=cfg.nope_dim,
@@ -97,35 +73,11 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
     )
 
 
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Experts lie in groups, one per node; a token takes its k best of the best groups only, which bounds the traffic.
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
-    router = nn.Router(
-        cfg.dim,
-        cfg.num_experts,
-        top_k=cfg.top_k,
-        groups=groups,
-        score=jax.nn.sigmoid,
-        renormalize=cfg.renormalize,
-        scale=cfg.routed_scale,
-        expert_bias=True,
-        rngs=rngs,
-    )
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
-
-
-class DeepSeekV32(nn.Decoder):
+class DeepSeekV32(TextDecoder):
     """DeepSeek V3.2: the cost of attention to a long text is that of its indexer, once kernels skip what is hidden."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
-        self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)
         blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
         self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
@@ -211,8 +163,7 @@ def _indexer() -> list[Weight]:
 
 def _table(cfg: Config) -> Table:
     layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *_indexer(), *names.MLP, *names.MOE]
-    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
-    return [*names.decoder_table(layer), *modules]
+    return mtp_table(cfg, layer)
 
 
 # fmt: off

@@ -1,6 +1,5 @@
 """Falcon-H1 (TII 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, with muP's factors."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,33 +9,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
+from maxlib.models._layers import TextDecoder, attention, mamba2
+from maxlib.models._sizes import DECODER, MAMBA, AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes, MambaSizes):
     """Sizes of a Falcon-H1; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     mamba_dim: int  # of all heads of Mamba
-    mamba_heads: int
-    mamba_groups: int = 1
-    mamba_state: int
-    conv_width: int = 4
-    conv_bias: bool = True
-    mamba_bias: bool = False
     out_bias: bool = False
     normed: bool = False  # whether Mamba's output is, ...
     norm_first: bool = True  # ... before it is gated
-    dt_limit: tuple[float, float] = (0.0, math.inf)
     embed_factor: float = 1.0
     head_factor: float = 1.0
     key_factor: float = 1.0
@@ -47,7 +34,6 @@ class Config:
     mamba_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # on gate, x, b, c and dt
     mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate and on the output
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
 
@@ -60,7 +46,17 @@ class Block(nn.Layer):
         gate, self.mlp_out = cfg.mlp_factors
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn = _attention(cfg, rngs=rngs)
-        self.mamba = _mamba(cfg, rngs=rngs)
+        order = "norm_first" if cfg.norm_first else "gate_first"
+        self.mamba = mamba2(
+            D,
+            cfg,
+            head_dim=cfg.mamba_dim // cfg.mamba_heads,
+            out_bias=cfg.out_bias,
+            factors=cfg.mamba_factors,
+            norm=order if cfg.normed else None,
+            norm_eps=cfg.norm_eps,
+            rngs=rngs,
+        )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, act=ScaledSiLU(gate), bias=cfg.mlp_bias, rngs=rngs)
         self.attn_in, self.attn_out = cfg.attention_in, cfg.attention_out
@@ -93,49 +89,14 @@ class ScaledSiLU:
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     # A factor on keys is one on scores.
     scale = cfg.key_factor * cfg.head_dim**-0.5
-    return nn.Attention(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        num_kv_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
-        bias=cfg.attention_bias,
-        out_bias=cfg.attention_bias,
-        rope=cfg.rope,
-        scale=scale,
-        rngs=rngs,
-    )
+    return attention(cfg, rope=cfg.rope, bias=cfg.attention_bias, out_bias=cfg.attention_bias, scale=scale, rngs=rngs)
 
 
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    width = cfg.mamba_dim // cfg.mamba_heads
-    order = "norm_first" if cfg.norm_first else "gate_first"
-    return nn.Mamba2(
-        cfg.dim,
-        num_heads=cfg.mamba_heads,
-        head_dim=width,
-        state_dim=cfg.mamba_state,
-        conv_width=cfg.conv_width,
-        conv_bias=cfg.conv_bias,
-        bias=cfg.mamba_bias,
-        out_bias=cfg.out_bias,
-        num_groups=cfg.mamba_groups,
-        dt_limit=cfg.dt_limit,
-        factors=cfg.mamba_factors,
-        norm=order if cfg.normed else None,
-        norm_eps=cfg.norm_eps,
-        rngs=rngs,
-    )
-
-
-class FalconH1(nn.Decoder):
+class FalconH1(TextDecoder):
     """Falcon-H1: every layer has both attention and a recurrent state."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""
@@ -153,16 +114,6 @@ def _read_inner(hf: HFConfig, c: Any) -> int:
     return expand * c.dim if inner is None else inner
 
 
-def _read_heads(hf: HFConfig, c: Any) -> int:
-    heads, width = hf.take("mamba_n_heads", 128), hf.take("mamba_d_head", "auto", kind=object)
-    if c.mamba_dim % heads or width not in ("auto", c.mamba_dim // heads):
-        raise ValueError(
-            f"{hf.where('mamba_n_heads')} times mamba_d_head must be mamba_d_ssm, or mamba_expand times hidden_size, "
-            f"{c.mamba_dim}; got {heads} heads of {width}."
-        )
-    return heads
-
-
 def _factors(name: str, hf_name: str, count: int) -> Computed:
     """Makes the entry for several factors, ones unless a config has them."""
 
@@ -178,21 +129,14 @@ def _factors(name: str, hf_name: str, count: int) -> Computed:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(default_length=8192),
         Computed("mamba_dim", _read_inner, lambda width, cfg: {"mamba_d_ssm": width}),
-        Computed("mamba_heads", _read_heads, lambda number, cfg: {"mamba_n_heads": number}),
-        Field("mamba_groups", "mamba_n_groups"),
-        Field("mamba_state", "mamba_d_state"),
-        Field("conv_width", "mamba_d_conv"),
-        Field("conv_bias", "mamba_conv_bias"),
-        Field("mamba_bias", "mamba_proj_bias"),
+        mamba_heads(lambda c: c.mamba_dim),
+        *MAMBA,
         Field("out_bias", "projectors_bias"),
         Field("normed", "mamba_rms_norm"),
         Field("norm_first", "mamba_norm_before_gate"),
-        fields.dt_limit(),
         Field("embed_factor", "embedding_multiplier"),
         Field("head_factor", "lm_head_multiplier"),
         Field("key_factor", "key_multiplier"),

@@ -6,67 +6,48 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models._layers import GemmaDecoder, PreNorm, attention
+from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, fields, names
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WindowSizes):
     """Sizes of a Gemma 2; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     window: int = 4096  # of the local layers
-    # LOCAL or GLOBAL for each layer; None: in turn, local first.
-    layer_types: tuple[str, ...] | None = None
     query_scalar: int = 256  # scores are divided by its square root
     attention_softcap: float | None = 50.0
     final_softcap: float | None = 30.0
-    norm_eps: float = 1e-6
     tied: bool = True
     attention_bias: bool = False
 
-    def __post_init__(self):
-        fields.check_layer_types(self)
-
     @property
-    def masks(self) -> tuple[ops.Mask, ...]:
-        """The mask of each layer."""
-        masks = {LOCAL: ops.Causal() & ops.SlidingWindow(self.window), GLOBAL: ops.Causal()}
-        return tuple(masks[kind] for kind in self.layer_types or _in_turn(self))
+    def types(self) -> tuple[str, ...]:
+        """SLIDING or FULL; by default in turn, SLIDING first, for each layer."""
+        return self.layer_types or _in_turn(self)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Sandwich norms: each branch is normalized before and after, so that its output has a learned scale."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         # Scores become 50 * tanh(q . k / sqrt(query_scalar) / 50): none is larger than 50.
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
+        self.attn = attention(
+            cfg,
             mask=mask,
             rope=cfg.rope,
-            scale=cfg.query_scalar**-0.5,
-            softcap=cfg.attention_softcap,
             bias=bias,
             out_bias=bias,
+            scale=cfg.query_scalar**-0.5,
+            softcap=cfg.attention_softcap,
             rngs=rngs,
         )
         self.attn_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
@@ -74,42 +55,26 @@ class Block(nn.Layer):
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm), cache, {}
-
 
 def _in_turn(cfg: Any) -> tuple[str, ...]:
-    return tuple(GLOBAL if i % 2 else LOCAL for i in range(cfg.num_layers))
+    return tuple(FULL if i % 2 else SLIDING for i in range(cfg.num_layers))
 
 
-class Gemma2(nn.Decoder):
+class Gemma2(GemmaDecoder):
     """Gemma 2: every other layer only attends to the last 4096 tokens; scores and logits are capped by a tanh."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg, self.softcap = cfg, cfg.final_softcap
-        # Scaled by sqrt(D), the vectors come out with variance one.
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-        """Returns the scaled vectors of `tokens`."""
-        # The factor is rounded to the compute dtype, as Gemma was trained.
-        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+        super().__init__(cfg, lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
+        self.softcap = cfg.final_softcap
 
 
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(),
         fields.WINDOW,
-        fields.layer_types(LOCAL, GLOBAL, usual=_in_turn),
+        fields.layer_types(SLIDING, FULL, usual=_in_turn),
         Field("query_scalar", "query_pre_attn_scalar"),
         Field("attention_softcap", "attn_logit_softcapping"),
         Field("final_softcap", "final_logit_softcapping"),

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _gemma3_vision as vision
+from maxlib.models._layers import GemmaDecoder, PreNorm, attention
+from maxlib.models._sizes import DECODER, AttentionSizes
 from maxlib.ops import LinearScaling, Rope
 from maxlib.weights import Family, Field, Fields, HFConfig, Multimodal, Renamed, Table, fields, names
 
@@ -21,22 +21,15 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Gemma 3; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rope: Rope  # of the global layers
     local_rope: Rope
     window: int  # of the local layers
     layer_types: tuple[str, ...] | None = None  # LOCAL or GLOBAL for each layer; None: every sixth is global
     query_scalar: int = 256  # scores are divided by its square root
-    norm_eps: float = 1e-6
     tied: bool = True
     attention_bias: bool = False
     vision: Vision | None = None
@@ -54,35 +47,27 @@ def _pattern(num_layers: int, period: int = 6) -> tuple[str, ...]:
     return tuple(LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Sandwich norms, as in Gemma 2; the norms of queries and keys do what its soft caps did."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
         mask, rope = _mask_and_rope(cfg, kind)
         self.attn_norm = _norm(cfg, cfg.dim)
-        self.attn = nn.Attention(
-            cfg.dim,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
+        self.attn = attention(
+            cfg,
             mask=mask,
             rope=rope,
-            q_norm=_norm(cfg, cfg.head_dim),
-            k_norm=_norm(cfg, cfg.head_dim),
-            scale=cfg.query_scalar**-0.5,
+            qk_norm=True,
+            plus_one=True,
             bias=cfg.attention_bias,
             out_bias=cfg.attention_bias,
+            scale=cfg.query_scalar**-0.5,
             rngs=rngs,
         )
         self.attn_post_norm = _norm(cfg, cfg.dim)
         self.mlp_norm = _norm(cfg, cfg.dim)
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, act=jax.nn.gelu, rngs=rngs)
         self.mlp_post_norm = _norm(cfg, cfg.dim)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm), cache, {}
 
 
 def _norm(cfg: Config, dim: int) -> nn.RMSNorm:
@@ -95,41 +80,27 @@ def _mask_and_rope(cfg: Config, kind: str) -> tuple[ops.Mask, Rope]:
     return (both_ways, cfg.rope) if kind == GLOBAL else (both_ways & ops.SlidingWindow(cfg.window), cfg.local_rope)
 
 
-class Gemma3(nn.Decoder):
+class Gemma3(GemmaDecoder):
     """Gemma 3: only one layer of six caches the whole text; with `cfg.vision` it reads images.
 
     Local layers rotate with a base of 10k, global ones with 1M, which long texts stretch.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        # Scaled by sqrt(D), the vectors come out with variance one.
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, init=nnx.initializers.normal(cfg.dim**-0.5), rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
-        self.norm = _norm(cfg, cfg.dim)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
-        self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
+        self.tower = None if cfg.vision is None else vision.SigLIP(cfg.vision, rngs=rngs)
+        self.projector = None if cfg.vision is None else vision.PoolProjector(cfg.vision, cfg.dim, rngs=rngs)
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (vision_config := self.cfg.vision) is None:
+        encoder = self.cfg.vision
+        if encoder is None:
             return {}
-        return {
-            "images": nn.vision.ImageInput(
-                self.tower,
-                self.projector,
-                token=vision_config.image_token,
-                num_tokens=vision_config.num_tokens,
-                bidirectional=True,
-            )
-        }
-
-    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-        """Returns the scaled vectors of `tokens`."""
-        # The factor is rounded to the compute dtype, as Gemma was trained.
-        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+        images = nn.vision.ImageInput(
+            self.tower, self.projector, token=encoder.image_token, num_tokens=encoder.num_tokens, bidirectional=True
+        )
+        return {"images": images}
 
 
 CONTEXT = 131_072  # what configs that give no length mean
@@ -147,9 +118,7 @@ def _by_period(hf: HFConfig, c: Any) -> tuple[str, ...]:
 TEXT = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(layer_type=GLOBAL, default_theta=1e6, default_length=CONTEXT),
         fields.rope(
             "local_rope",

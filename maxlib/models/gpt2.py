@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
@@ -85,6 +86,7 @@ class Attention(nn.SequenceMixer):
         (q, k), v = self.queries_and_keys(x, ctx), constrain(self.v(x), "batch", "seq", "act_heads", None)
         mask_hint = ctx.mask_hint(self.mask, cache)
         k_start, k_end = ctx.key_intervals(self.mask)  # query t attends to keys from k_start[t] to k_end[t]
+        q, k, v = map(nn.remat.mark_heads, (q, k, v), ("q", "k", "v"))
         if cache is not None:
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         options = {
@@ -94,7 +96,7 @@ class Attention(nn.SequenceMixer):
             "mask_hint": mask_hint,
         }
         out = nn.attend(q, k, v, k_start, k_end, **options)
-        return self.o(out), cache  # [B, T, N, H] -> [B, T, D]
+        return self.o(checkpoint_name(out, "heads")), cache  # [B, T, N, H] -> [B, T, D]
 
     def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16):
         """Returns an empty cache for `batch` rows of up to `capacity` tokens."""
@@ -124,7 +126,8 @@ class MLP(nnx.Module):
         self.down = nn.Einsum("...F,FD->...D", (cfg.mlp_dim, cfg.dim), ("mlp", "embed"), bias=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(constrain(jax.nn.gelu(self.up(x), approximate=True), "batch", "seq", "act_mlp"))
+        h = jax.nn.gelu(checkpoint_name(self.up(x), "up"), approximate=True)
+        return self.down(constrain(h, "batch", "seq", "act_mlp"))
 
 
 class GPT2(nn.Decoder):

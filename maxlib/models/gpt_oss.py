@@ -7,94 +7,58 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import FULL, SLIDING, WindowSizes
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, mxfp4, names
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WindowSizes):
     """Sizes of a GPT-OSS; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     num_experts: int
     top_k: int
-    rope: Rope
     window: int = 128  # of the sliding layers
-    # SLIDING or FULL for each layer; None: in turn, SLIDING first.
-    layer_types: tuple[str, ...] | None = None
     act_alpha: float = 1.702  # of `ops.ClampedSwiGLU`
     act_limit: float = 7.0
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = True
     losses: tuple[Any, ...] = ()  # router losses for training
 
-    def __post_init__(self):
-        fields.check_layer_types(self)
-
     @property
-    def masks(self) -> tuple[ops.Mask, ...]:
-        """The mask of each layer."""
-        masks = {SLIDING: ops.Causal() & ops.SlidingWindow(self.window), FULL: ops.Causal()}
-        return tuple(masks[kind] for kind in self.layer_types or _in_turn(self))
+    def types(self) -> tuple[str, ...]:
+        """SLIDING or FULL; by default in turn, SLIDING first, for each layer."""
+        return self.layer_types or _in_turn(self)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with a sink in each head's softmax and experts in place of the MLP."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # A sink is an extra logit [N] per softmax, without a value, so that a head may attend to nothing.
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=mask,
-            rope=cfg.rope,
-            bias=bias,
-            out_bias=bias,
-            sinks=True,
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, mask=mask, rope=cfg.rope, bias=bias, out_bias=bias, sinks=True, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, bias=True, rngs=rngs)
         # (clip(up) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit): no expert can overflow.
         act = ops.ClampedSwiGLU(cfg.act_alpha, cfg.act_limit)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, activation=act, bias=True, losses=cfg.losses, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h, aux = self.moe(self.mlp_norm(x), ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
 
 def _in_turn(cfg: Any) -> tuple[str, ...]:
     return tuple(FULL if i % 2 else SLIDING for i in range(cfg.num_layers))
 
 
-class GptOss(nn.Decoder):
+class GptOss(TextDecoder):
     """GPT-OSS: every other layer only attends to the last 128 tokens, and every layer has experts."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
 
 
 _YARN = YarnScaling(32.0, 4096, truncate=False)

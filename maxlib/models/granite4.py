@@ -2,7 +2,6 @@
 MLP.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
+from maxlib.models import _sizes as sizes
+from maxlib.models._layers import TextDecoder, attention, mamba2
+from maxlib.models._sizes import AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
@@ -18,42 +20,34 @@ MAMBA, FULL = "mamba", "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes, MambaSizes):
     """Sizes of a Granite 4; `PRESETS` has the published ones. Dense models have neither experts nor Mamba."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     expert_dim: int
     shared_dim: int  # of the MLP that every token passes
     num_experts: int = 0
     top_k: int = 0
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     # Whether attention is rotated: hybrids have no positions but those that Mamba brings.
     rotated: bool = False
     layer_types: tuple[str, ...]
     mamba_expand: int = 2  # width of all heads of Mamba together, in widths of the model
     mamba_heads: int = 1
-    mamba_groups: int = 1
     mamba_state: int = 128
-    conv_width: int = 4
-    conv_bias: bool = True
-    mamba_bias: bool = False
-    dt_limit: tuple[float, float] = (0.0, math.inf)
     embed_factor: float = 1.0
     score_factor: float = 1.0  # in place of head_dim ** -0.5
     residual_factor: float = 1.0
     logit_divisor: float = 1.0
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        _check(self)
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}")
+        if MAMBA in self.layer_types and self.mamba_expand * self.dim % self.mamba_heads:
+            raise ValueError(
+                f"mamba_heads must divide mamba_expand * dim = {self.mamba_expand * self.dim}, got {self.mamba_heads}"
+            )
 
 
 class Block(nn.Layer):
@@ -63,7 +57,8 @@ class Block(nn.Layer):
         D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
+        width = cfg.mamba_expand * D // cfg.mamba_heads
+        self.mamba: Any = mamba2(D, cfg, head_dim=width, norm_eps=cfg.norm_eps, rngs=rngs) if kind == MAMBA else None
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         mlp = nn.GatedMLP(D, cfg.shared_dim, rngs=rngs)
         self.mlp: Any = None if cfg.num_experts else mlp
@@ -82,43 +77,13 @@ class Block(nn.Layer):
         return (self.attn or self.mamba).init_cache(batch, capacity, dtype)
 
 
-def _check(cfg: Config) -> None:
-    if len(cfg.layer_types) != cfg.num_layers:
-        raise ValueError(f"layer_types must name {cfg.num_layers} layers, got {len(cfg.layer_types)}")
-    if MAMBA in cfg.layer_types and cfg.mamba_expand * cfg.dim % cfg.mamba_heads:
-        raise ValueError(
-            f"mamba_heads must divide mamba_expand * dim = {cfg.mamba_expand * cfg.dim}, got {cfg.mamba_heads}"
-        )
-
-
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    rope = cfg.rope if cfg.rotated else None
-    return nn.Attention(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        num_kv_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
+    return attention(
+        cfg,
+        rope=cfg.rope if cfg.rotated else None,
         bias=cfg.attention_bias,
         out_bias=cfg.attention_bias,
-        rope=rope,
         scale=cfg.score_factor,
-        rngs=rngs,
-    )
-
-
-def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
-    width = cfg.mamba_expand * cfg.dim // cfg.mamba_heads
-    return nn.Mamba2(
-        cfg.dim,
-        num_heads=cfg.mamba_heads,
-        head_dim=width,
-        state_dim=cfg.mamba_state,
-        conv_width=cfg.conv_width,
-        conv_bias=cfg.conv_bias,
-        bias=cfg.mamba_bias,
-        num_groups=cfg.mamba_groups,
-        dt_limit=cfg.dt_limit,
-        norm_eps=cfg.norm_eps,
         rngs=rngs,
     )
 
@@ -129,17 +94,13 @@ def _experts(cfg: Config, shared: nn.GatedMLP, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class Granite4(nn.Decoder):
+class Granite4(TextDecoder):
     """Granite 4: Mamba-2 in most layers, attention in a few; four factors control the size of activations and
     logits.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layer_types, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layer_types, rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""
@@ -165,18 +126,6 @@ def _read_types(hf: HFConfig, c: Any) -> tuple[str, ...]:
     return tuple(SPELLINGS[kind] for kind in types)
 
 
-def _read_heads(hf: HFConfig, c: Any) -> int:
-    """Returns the number of heads of Mamba; with `mamba_expand` it says how wide they are."""
-    heads, inner = hf.take("mamba_n_heads", 128), c.mamba_expand * c.dim
-    width = hf.take("mamba_d_head", "auto", kind=object)
-    if inner % heads or width not in ("auto", inner // heads):
-        raise ValueError(
-            f"{hf.where('mamba_n_heads')} times mamba_d_head must be mamba_expand times hidden_size, {inner}; got "
-            f"{heads} heads of {width}."
-        )
-    return heads
-
-
 FIELDS = Fields(
     Config,
     [
@@ -190,13 +139,8 @@ FIELDS = Fields(
         Computed("rotated", _read_rotated, lambda on, cfg: {"position_embedding_type": "rope" if on else "nope"}),
         Computed("layer_types", _read_types, lambda types, cfg: {"layer_types": list(types)}),
         Field("mamba_expand"),
-        Computed("mamba_heads", _read_heads, lambda number, cfg: {"mamba_n_heads": number}),
-        Field("mamba_groups", "mamba_n_groups"),
-        Field("mamba_state", "mamba_d_state"),
-        Field("conv_width", "mamba_d_conv"),
-        Field("conv_bias", "mamba_conv_bias"),
-        Field("mamba_bias", "mamba_proj_bias"),
-        fields.dt_limit(),
+        mamba_heads(lambda c: c.mamba_expand * c.dim),
+        *sizes.MAMBA,
         *fields.MULTIPLIERS,
         fields.ATTENTION_BIAS,
     ],

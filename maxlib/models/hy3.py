@@ -3,81 +3,46 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, attention
+from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, Ignore, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Hy3; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
     num_dense: int  # number of first layers with a plain MLP
-    dim: int
     mlp_dim: int
     expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     num_experts: int
     num_shared: int = 1
     top_k: int
     routed_scale: float = 2.826
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
     stored_mtp: int = field(default=0, compare=False)  # prediction modules in the files, which are passed over
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with norms on the heads of queries and keys; after the first `num_dense` with experts."""
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope=cfg.rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, rope=cfg.rope, qk_norm=True, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
-    router = nn.Router(
-        cfg.dim,
-        cfg.num_experts,
-        top_k=cfg.top_k,
-        score=jax.nn.sigmoid,
-        scale=cfg.routed_scale,
-        expert_bias=True,
-        rngs=rngs,
-    )
+    router = nn.router.sigmoid_router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, scale=cfg.routed_scale, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 

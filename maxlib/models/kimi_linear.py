@@ -5,30 +5,22 @@ without positions, with DeepSeek V3's experts.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, deepseek_experts
+from maxlib.models._sizes import ExpertSizes, mixtral_experts
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ExpertSizes):
     """Sizes of a Kimi Linear; `PRESETS` has the published one."""
 
-    vocab: int
-    num_layers: int
-    num_dense: int  # first layers, which have a plain MLP
     # LINEAR or FULL for each layer; None: every fourth and the last are FULL.
     layer_types: tuple[str, ...] | None = None
-    dim: int
-    mlp_dim: int
-    expert_dim: int
-    num_heads: int
     q_rank: int | None = None  # None: queries have no latent
     kv_rank: int
     nope_dim: int
@@ -37,16 +29,8 @@ class Config:
     delta_heads: int  # of linear attention ...
     delta_dim: int
     conv_width: int
-    num_experts: int
-    num_shared: int
-    top_k: int
-    num_groups: int = 1
-    top_groups: int = 1
-    renormalize: bool = True
-    routed_scale: float
     norm_eps: float = 1e-5
     max_length: int = 1_048_576
-    losses: tuple[Any, ...] = ()  # what the routers report for training
 
     def __post_init__(self):
         fields.check_layer_types(self)
@@ -54,10 +38,10 @@ class Config:
     @property
     def kinds(self) -> list[tuple[str, bool]]:
         """The type of each layer, and whether it has a plain MLP."""
-        return [(kind, i < self.num_dense) for i, kind in enumerate(self.layer_types or _pattern(self.num_layers))]
+        return list(zip(self.layer_types or _pattern(self.num_layers), self.dense, strict=True))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Pre-norm layer of linear or latent attention, with an MLP in the first `num_dense` and experts in all others."""
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
@@ -66,18 +50,7 @@ class Block(nn.Layer):
         self.delta: Any = _delta_attention(cfg, rngs=rngs) if kind == LINEAR else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
-        self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = (self.attn or self.delta)(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty state, or latents."""
-        return (self.attn or self.delta).init_cache(batch, capacity, dtype)
+        self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
 
 
 def _pattern(num_layers: int) -> tuple[str, ...]:
@@ -110,24 +83,6 @@ def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
         shared_dim=cfg.shared_dim,
         rngs=rngs,
     )
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Scores are sigmoids; a bias that counts for the choice only, not for the weights, evens the load.
-    router = nn.Router(
-        cfg.dim,
-        cfg.num_experts,
-        top_k=cfg.top_k,
-        groups=groups,
-        score=jax.nn.sigmoid,
-        renormalize=cfg.renormalize,
-        scale=cfg.routed_scale,
-        expert_bias=True,
-        rngs=rngs,
-    )
-    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # every token takes it
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
 class KimiLinear(nn.Decoder):
@@ -244,11 +199,6 @@ def _delta(cfg: Config) -> list[Weight]:
 
 def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
-    # w1, w3 and w2 are gate, up and down, as in Mixtral's files.
-    experts = [
-        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
-        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
-    ]
     shared = [
         Weight(f"{moe}.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in ("gate", "up", "down")
     ]
@@ -262,7 +212,15 @@ def _table(cfg: Config) -> Table:
         for i in range(cfg.num_dense)
         for part in ("gate", "up", "down")
     ]
-    layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *_delta(cfg), *names.MLP, *router, *experts, *shared]
+    layer = [
+        *names.NORMS,
+        *names.mla(cfg.q_rank, cfg.nope_dim),
+        *_delta(cfg),
+        *names.MLP,
+        *router,
+        *mixtral_experts(moe),
+        *shared,
+    ]
     return [*also, *names.decoder_table(layer)]
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
@@ -16,12 +16,10 @@ CONV, FULL = "conv", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of an LFM2; `PRESETS` has the published ones."""
 
     vocab: int = 65_536
-    num_layers: int
-    dim: int
     num_experts: int | None = None
     num_dense: int | None = None  # number of first layers with a plain MLP
     expert_dim: int | None = None
@@ -30,10 +28,6 @@ class Config:
     renormalize: bool | None = None  # the weights of a token's experts sum to one
     routed_scale: float | None = None
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     # CONV or FULL for each layer; None: all are FULL.
     layer_types: tuple[str, ...] | None = None
     conv_width: int = 3
@@ -53,44 +47,20 @@ class Config:
         return tuple((kind, i >= dense) for i, kind in enumerate(types))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Mixes tokens by a short convolution or attention, then passes each through an MLP or experts."""
 
     def __init__(self, cfg: Config, kind: str, sparse: bool, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.conv: Any = _convolution(cfg, rngs=rngs) if kind == CONV else None
+        self.attn: Any = attention(cfg, rope=cfg.rope, qk_norm=True, rngs=rngs) if kind == FULL else None
+        self.conv: Any = (
+            nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
+            if kind == CONV
+            else None
+        )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = (self.attn or self.conv)(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty cache: keys and values, or the last inputs of the convolution."""
-        return (self.attn or self.conv).init_cache(batch, capacity, dtype)
-
-
-def _convolution(cfg: Config, *, rngs: nnx.Rngs) -> nn.ShortConvolution:
-    return nn.ShortConvolution(cfg.dim, conv_width=cfg.conv_width, bias=cfg.conv_bias, rngs=rngs)
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    return nn.Attention(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        num_kv_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
-        rope=cfg.rope,
-        q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-        k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-        rngs=rngs,
-    )
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -108,15 +78,11 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
-class LFM2(nn.Decoder):
+class LFM2(TextDecoder):
     """LFM2: two of three layers are short convolutions, which only cache the last two tokens."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
 
 
 DENSE, SPARSE = "lfm2", "lfm2_moe"

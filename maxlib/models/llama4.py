@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _llama4_vision as vision
+from maxlib.models._layers import PreNorm, TextDecoder
+from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Llama3Scaling, Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
@@ -18,18 +19,11 @@ LOCAL, GLOBAL = "chunked_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Llama 4; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
     expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     chunk: int
     num_experts: int
     top_k: int = 1
@@ -37,7 +31,6 @@ class Config:
     qk_norm: bool = True  # on rotated layers
     temperature: nn.TemperatureTuning | None = None  # on all others
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
     # None: all but every fourth are rotated, these see their chunk only, and every `moe_every`th has experts.
     kinds: tuple["Kind", ...] | None = None
@@ -45,7 +38,12 @@ class Config:
     vision: Vision | None = None
 
     def __post_init__(self):
-        _check(self)
+        if len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"kinds (no_rope_layers) must say what each of the {self.num_layers} layers is, got {len(self.layers)}"
+            )
+        if self.qk_norm and self.rope.scaling is not None and self.rope.scaling.magnitude != 1:
+            raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {self.rope.scaling}")
 
     @property
     def layers(self) -> "tuple[Kind, ...]":
@@ -53,7 +51,7 @@ class Config:
         return _usual(self) if self.kinds is None else self.kinds
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer, rotated and local or neither, with experts or with an MLP."""
 
     def __init__(self, cfg: Config, kind: "Kind", *, rngs: nnx.Rngs):
@@ -66,7 +64,7 @@ class Block(nn.Layer):
             num_heads=cfg.num_heads,
             num_kv_heads=cfg.num_kv_heads,
             head_dim=cfg.head_dim,
-            mask=_masks(cfg)[kind.layer_type],
+            mask=ops.Causal() & ops.Chunked(cfg.chunk) if kind.layer_type == LOCAL else ops.Causal(),
             rope=cfg.rope if kind.rotated else None,
             temperature=None if kind.rotated else cfg.temperature,
             q_norm=norm,
@@ -79,13 +77,6 @@ class Block(nn.Layer):
         self.mlp: Any = None if kind.sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if kind.sparse else None
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
 
 class Kind(NamedTuple):
     """The kind of a layer: LOCAL or GLOBAL, whether it is rotated, and whether it has experts."""
@@ -93,20 +84,6 @@ class Kind(NamedTuple):
     layer_type: str
     rotated: bool
     sparse: bool
-
-
-def _check(cfg: Config) -> None:
-    if len(cfg.layers) != cfg.num_layers:
-        raise ValueError(
-            f"kinds (no_rope_layers) must say what each of the {cfg.num_layers} layers is, got {len(cfg.layers)}"
-        )
-    if cfg.qk_norm and cfg.rope.scaling is not None and cfg.rope.scaling.magnitude != 1:
-        raise ValueError(f"with qk_norm (use_qk_norm) the rope must have magnitude 1, got {cfg.rope.scaling}")
-
-
-def _masks(cfg: Config) -> dict[str, ops.Mask]:
-    # Within chunks of the text, or all of it.
-    return {LOCAL: ops.Causal() & ops.Chunked(cfg.chunk), GLOBAL: ops.Causal()}
 
 
 def _usual(cfg: Any) -> tuple[Kind, ...]:
@@ -129,7 +106,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     )
 
 
-class Llama4(nn.Decoder):
+class Llama4(TextDecoder):
     """Llama 4: three layers of four attend within chunks of 8192 tokens, the fourth to all tokens without positions
     (iRoPE).
 
@@ -137,24 +114,20 @@ class Llama4(nn.Decoder):
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.tower = None if cfg.vision is None else cfg.vision.tower(rngs)
-        self.projector = None if cfg.vision is None else cfg.vision.projector(cfg.dim, rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layers, rngs=rngs)
+        self.tower = None if cfg.vision is None else vision.Llama4Vision(cfg.vision, rngs=rngs)
+        self.projector = None if cfg.vision is None else vision.ShuffleProjector(cfg.vision, cfg.dim, rngs=rngs)
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (vision_config := self.cfg.vision) is None:
+        encoder = self.cfg.vision
+        if encoder is None:
             return {}
-        return {
-            "images": nn.vision.ImageInput(
-                self.tower, self.projector, token=vision_config.image_token, num_tokens=vision_config.num_tokens
-            )
-        }
+        images = nn.vision.ImageInput(
+            self.tower, self.projector, token=encoder.image_token, num_tokens=encoder.num_tokens
+        )
+        return {"images": images}
 
 
 def _read_kinds(hf: HFConfig, c: Any) -> tuple[Kind, ...] | None:
@@ -220,15 +193,13 @@ TEXT = Fields(
         "chunk": 8192,
         "num_experts": 16,
     },
-    # transformers takes a null for something else than the default.
-    null=dict.fromkeys(
-        (
-            *("vocab", "num_layers", "dim", "mlp_dim", "expert_dim", "num_heads", "chunk", "num_experts", "top_k"),
-            *("moe_every", "qk_norm", "norm_eps", "tied", "attention_bias"),
-        ),
-        fields.REQUIRED,
-    )
-    | {"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+    null={
+        "num_kv_heads": fields.num_heads,
+        "head_dim": fields.equal_heads,
+        # To transformers a null means that there is none.
+        "chunk": fields.REQUIRED,
+        "qk_norm": fields.REQUIRED,
+    },
 )
 FIELDS = fields.Multimodal(
     TEXT,

@@ -5,50 +5,39 @@ sixth layer, small experts.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, sigmoid_router
+from maxlib.models._sizes import FULL, SLIDING, AttentionSizes, RouterSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Table, Weight, fields, names
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes, RouterSizes):
     """Sizes of a MiMo-V2; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
     num_dense: int  # number of first layers with a plain MLP
-    dim: int
     mlp_dim: int
-    expert_dim: int
-    num_heads: int
     num_kv_heads: int  # of full layers; sliding ones have twice as many
-    head_dim: int
     v_dim: int
     v_scale: float = 0.707
-    rope: Rope
     local_rope: Rope
     window: int = 129
     # FULL or SLIDING for each layer; None: the first and every sixth are FULL.
     layer_types: tuple[str, ...] | None = None
-    num_experts: int
-    top_k: int
-    num_groups: int = 1
-    top_groups: int = 1
-    renormalize: bool = True
-    routed_scale: float = 1.0
     norm_eps: float = 1e-5
-    tied: bool = False
     attention_bias: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training
 
     def __post_init__(self):
-        _check(self)
+        fields.check_layer_types(self)
+        if self.rope.dim != self.local_rope.dim:
+            raise ValueError(
+                f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {self.rope.dim} and "
+                f"{self.local_rope.dim} dimensions"
+            )
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -57,7 +46,7 @@ class Config:
         return tuple((kind, i < self.num_dense) for i, kind in enumerate(types))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with keys wider than values; a window comes with sinks, twice the key heads and its own rope."""
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
@@ -70,7 +59,7 @@ class Block(nn.Layer):
             head_dim=cfg.head_dim,
             v_dim=cfg.v_dim,
             v_scale=cfg.v_scale,
-            mask=_masks(cfg)[kind],
+            mask=causal(cfg.window if slides else None),
             rope=cfg.local_rope if slides else cfg.rope,
             sinks=slides,
             bias=cfg.attention_bias,
@@ -79,26 +68,6 @@ class Block(nn.Layer):
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
-
-def _masks(cfg: Config) -> dict[str, ops.Mask]:
-    return {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(cfg.window)}
-
-
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.rope.dim != cfg.local_rope.dim:
-        raise ValueError(
-            f"rope and local_rope must turn equal parts of a head (partial_rotary_factor), got {cfg.rope.dim} and "
-            f"{cfg.local_rope.dim} dimensions"
-        )
 
 
 def _usual(c: Any) -> tuple[str, ...]:
@@ -119,31 +88,15 @@ class Attention(nn.Attention):
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.top_groups < cfg.num_groups else None
-    # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
-    router = nn.Router(
-        cfg.dim,
-        cfg.num_experts,
-        top_k=cfg.top_k,
-        groups=groups,
-        score=jax.nn.sigmoid,
-        renormalize=cfg.renormalize,
-        scale=cfg.routed_scale,
-        expert_bias=True,
-        rngs=rngs,
-    )
+    router = sigmoid_router(cfg.dim, cfg, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
-class MiMoV2(nn.Decoder):
+class MiMoV2(TextDecoder):
     """MiMo-V2: five layers of six attend to 129 tokens, so the cache of a long text is small."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
 
 
 def _by_pattern(hf: HFConfig, c: Any) -> tuple[str, ...]:
@@ -208,11 +161,9 @@ FIELDS = Fields(
     fixed_if_present={
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
-        "mlp_bias": False,
         "n_shared_experts": (None, 0),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "use_qk_norm": False,
         "swa_num_key_value_heads": lambda c: 2 * c.num_kv_heads,
         "moe_layer_freq": lambda c: [int(i >= c.num_dense) for i in range(c.num_layers)],
     },

@@ -5,72 +5,43 @@ experts.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes, mixtral_experts
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a MiniMax-M2; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     num_experts: int
     top_k: int
-    norm_eps: float = 1e-6
-    tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with norms over all heads of queries and of keys, and experts in place of the MLP."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # The rope turns the first half of each head; the rest carries no position.
-        self.attn = nn.Attention(
-            D,
-            num_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
-            rope=cfg.rope,
-            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
-            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, rope=cfg.rope, qk_norm=True, across_heads=True, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        # Sigmoid scores; a bias on the choice of experts, but not on their weights, balances the load.
-        router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, score=jax.nn.sigmoid, expert_bias=True, rngs=rngs)
+        router = nn.router.sigmoid_router(D, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h, aux = self.moe(self.mlp_norm(x), ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
 
-
-class MiniMaxM2(nn.Decoder):
+class MiniMaxM2(TextDecoder):
     """MiniMax-M2: full attention and experts in every layer, without shared experts or dense layers."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
@@ -118,16 +89,11 @@ FIELDS = Fields(
 
 def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
-    # w1, w3 and w2 are gate, up and down, as in Mixtral's files.
-    experts = [
-        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
-        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
-    ]
     router = [
         Weight(f"{moe}.gate.weight", "moe.router.gate.w"),
         Weight(f"{moe}.e_score_correction_bias", "moe.router.expert_bias"),
     ]
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *router, *experts])
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *router, *mixtral_experts(moe)])
 
 
 # fmt: off

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, AttentionSizes, causal
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Table, fields, names
 
@@ -20,23 +21,15 @@ Vision = vision.Vision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Mistral; `PRESETS` has the published ones."""
 
     ministral: bool = False
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     sharpening: float = 0.0  # of late queries, in Ministral 3
     # None: every token attends to all earlier ones.
     window: int | None = None
     norm_eps: float = 1e-5
-    tied: bool = False
     vision: Vision | None = None
 
     def __post_init__(self):
@@ -50,49 +43,26 @@ class Config:
         """The factor on late queries: `1 + sharpening * log(1 + floor(index / length))`."""
         return shared.temperature(self.rope, self.sharpening)
 
-    @property
-    def mask(self) -> ops.Mask:
-        # A token attends to itself and window - 1 earlier ones. After L layers information has moved L * window tokens.
-        return ops.Causal() if self.window is None else ops.Causal() & ops.SlidingWindow(self.window)
 
-
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer, under a mask that may have a window."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=cfg.mask,
-            rope=cfg.rope,
-            temperature=cfg.temperature,
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, mask=causal(cfg.window), rope=cfg.rope, temperature=cfg.temperature, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
-
-class Mistral(nn.Decoder):
+class Mistral(TextDecoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.tower = (
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
@@ -100,16 +70,7 @@ class Mistral(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (vision_config := self.cfg.vision) is None:
-            return {}
-        return {
-            "images": nn.vision.PatchInput(
-                self.tower,
-                tokens=(vision_config.image_token,),
-                merge=vision_config.merge,
-                patch_dim=vision_config.patch_dim,
-            )
-        }
+        return vision.inputs(self.tower, self.cfg.vision)
 
 
 _ROPE = fields.rope()
@@ -125,9 +86,7 @@ TEXT = Fields(
     Config,
     [
         Computed("ministral", lambda hf, c: c.model_type == "ministral3", lambda value, cfg: {}),
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         Computed("rope", _read_rope, _ROPE.write),
         Computed(
             "sharpening",

@@ -5,91 +5,42 @@ shared one, and Pixtral's image encoder.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
-from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
+from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
+from maxlib.models._sizes import ExpertSizes, LatentSizes
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Multimodal, Table, fields, names
 
 Vision = vision.Vision
-MASK = ops.Causal()
 _LENGTH = 1_048_576  # of a config that does not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(LatentSizes, ExpertSizes):
     """Sizes of a Mistral 4; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
     num_dense: int = 0  # number of first layers with a plain MLP
-    dim: int
-    mlp_dim: int
-    expert_dim: int
-    num_heads: int
-    q_rank: int | None  # None: queries have no latent
-    kv_rank: int
-    nope_dim: int
-    v_dim: int
-    rope: Rope
     sharpening: float
-    num_experts: int
     num_shared: int = 1
-    top_k: int
-    num_groups: int = 1
-    top_groups: int = 1
-    renormalize: bool = True
-    routed_scale: float = 1.0
-    norm_eps: float = 1e-6
-    tied: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
     def __post_init__(self):
         shared.check_sharpened(self.rope, "mistral4")
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Pre-norm layer of latent attention, with an MLP in the first `num_dense` and experts in all others."""
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = _attention(cfg, rngs=rngs)
+        self.attn = latent_attention(cfg, temperature=shared.temperature(cfg.rope, cfg.sharpening), rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
-
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache stores one latent [B, T, R] per token for all heads, R = 256, and one rotary key of 64.
-    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
-    # The norms of the latents have the default epsilon, independent of `norm_eps`.
-    return nn.MLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
-        rope=cfg.rope,
-        mask=MASK,
-        scale=scale,
-        temperature=shared.temperature(cfg.rope, cfg.sharpening),
-        rngs=rngs,
-    )
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -100,28 +51,21 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
         cfg.num_experts,
         top_k=cfg.top_k,
         groups=groups,
-        score=jax.nn.softmax,
         renormalize=cfg.renormalize,
         scale=cfg.routed_scale,
         rngs=rngs,
     )
-    shared_mlp = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)  # applied to every token
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared_mlp, losses=cfg.losses, rngs=rngs)
+    return deepseek_experts(cfg, router=router, rngs=rngs)
 
 
-class Mistral4(nn.Decoder):
+class Mistral4(TextDecoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        dense = [i < cfg.num_dense for i in range(cfg.num_layers)]
-        self.layers = nn.Stack(lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), dense, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)
         self.tower = (
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
@@ -129,16 +73,7 @@ class Mistral4(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads, if it has an encoder of them."""
-        if (vision_config := self.cfg.vision) is None:
-            return {}
-        return {
-            "images": nn.vision.PatchInput(
-                self.tower,
-                tokens=(vision_config.image_token,),
-                merge=vision_config.merge,
-                patch_dim=vision_config.patch_dim,
-            )
-        }
+        return vision.inputs(self.tower, self.cfg.vision)
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:

@@ -6,65 +6,44 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes, causal, mixtral_experts
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Mixtral; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     num_experts: int
     top_k: int
     window: int | None = None  # None: every token attends to all earlier ones
     norm_eps: float = 1e-5
-    tied: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.02)`
 
-    @property
-    def mask(self) -> ops.Mask:
-        return ops.Causal() if self.window is None else ops.Causal() & ops.SlidingWindow(self.window)
 
-
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with experts in place of the MLP."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, num_heads=N, num_kv_heads=K, head_dim=H, mask=cfg.mask, rope=cfg.rope, rngs=rngs)
+        self.attn = attention(cfg, mask=causal(cfg.window), rope=cfg.rope, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # Softmax over the E experts, then the best k of them, whose weights are divided by their sum.
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h, aux = self.moe(self.mlp_norm(x), ctx)  # aux: the router's losses and loads
-        return nn.residual(x, h, "mlp"), cache, aux
 
-
-class Mixtral(nn.Decoder):
+class Mixtral(TextDecoder):
     """Mixtral: Mistral with eight experts per layer, of which each token uses two."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
 FIELDS = Fields(
@@ -87,13 +66,8 @@ FIELDS = Fields(
 
 def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
-    # w1, w3 and w2 are gate, up and down. Each expert is a tensor of its own there, an index of one array here.
-    experts = [
-        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
-        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
-    ]
     router = Weight(f"{moe}.gate.weight", "moe.router.gate.w")
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, router, *experts])
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, router, *mixtral_experts(moe)])
 
 
 # fmt: off

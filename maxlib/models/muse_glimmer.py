@@ -10,24 +10,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models._layers import PreNorm, TextDecoder
+from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Muse Glimmer's text; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     rotated: tuple[bool, ...] | None = None  # each layer; None: all but every fourth, counted from the last
     window: int = 2048  # of the sliding layers
     layer_types: tuple[str, ...] | None = None  # FULL or SLIDING; None: every fourth, counted from the last, is FULL
@@ -36,14 +29,13 @@ class Config:
     final_softcap: float = 20.0
     norm_eps: float = 1e-5
     post_norm_eps: float = 1e-8  # of the norms behind attention and MLP
-    tied: bool = False
     tower: str | None = None  # kind of the image encoder in the files; only None is computed
 
     def __post_init__(self):
         fields.check_layer_types(self)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Sandwich norms, as in Gemma 2, around gated attention and an MLP."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
@@ -68,15 +60,10 @@ class Block(nn.Layer):
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.post_norm_eps, plus_one=True)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm), cache, {}
-
 
 def _masks_and_ropes(cfg: Config) -> tuple[tuple[ops.Mask, Rope | None], ...]:
     """Returns the mask and the rotation of each layer."""
-    masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(cfg.window)}
+    masks = {FULL: causal(None), SLIDING: causal(cfg.window)}
     types, rotated = cfg.layer_types or _usual(cfg), cfg.rotated or _usually_rotated(cfg)
     return tuple((masks[kind], cfg.rope if turned else None) for kind, turned in zip(types, rotated, strict=True))
 
@@ -90,7 +77,7 @@ def _usually_rotated(c: Any) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in _usual(c))
 
 
-class MuseGlimmer(nn.Decoder):
+class MuseGlimmer(TextDecoder):
     """Muse Glimmer: three layers have a window of 2048 tokens and RoPE, the fourth full attention without positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -99,12 +86,9 @@ class MuseGlimmer(nn.Decoder):
                 f"the image encoder of this model (vision_config, {cfg.tower}) is not computed. Read its text alone: "
                 "from_pretrained(..., tower=None)"
             )
-        self.cfg, self.softcap = cfg, cfg.final_softcap
         kinds = _masks_and_ropes(cfg)
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), kinds, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), kinds, rngs=rngs)
+        self.softcap = cfg.final_softcap
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of `tokens`, each of mean square one."""
@@ -135,9 +119,7 @@ def _write_rotated(value: tuple[bool, ...] | None, cfg: Any) -> dict[str, Any]:
 TEXT = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(),
         Computed("rotated", _read_rotated, _write_rotated),
         fields.WINDOW,

@@ -9,6 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import sigmoid_router
+from maxlib.models._sizes import RouterSizes
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
 MAMBA, EXPERTS, FULL, MLP = "M", "E", "*", "-"
@@ -18,7 +20,7 @@ NAMES |= {"mamba": MAMBA, "attention": FULL}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RouterSizes):
     """Sizes of a Nemotron 3; `PRESETS` has the published ones."""
 
     pattern: str
@@ -37,17 +39,9 @@ class Config:
     conv_width: int = 4
     conv_bias: bool = True
     dt_min: float = 0.001  # least step
-    num_experts: int
-    top_k: int
-    expert_dim: int
     shared_dim: int
     latent_dim: int | None = None  # width that experts see; None: all of it
-    num_groups: int = 1  # of experts
-    top_groups: int = 1
-    renormalize: bool = True  # the weights of a token's experts sum to `routed_scale`
-    routed_scale: float = 1.0
     norm_eps: float = 1e-5
-    losses: tuple[Any, ...] = ()  # router losses for training
 
     @property
     def num_layers(self) -> int:
@@ -63,7 +57,7 @@ class Block(nn.Layer):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
         self.mamba: Any = _mamba(cfg, rngs=rngs) if kind == MAMBA else None
         self.moe: Any = _experts(cfg, rngs=rngs) if kind == EXPERTS else None
-        self.mlp: Any = _mlp(cfg, rngs=rngs) if kind == MLP else None
+        self.mlp: Any = nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs) if kind == MLP else None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, aux = self.norm(x), {}
@@ -83,10 +77,6 @@ class Block(nn.Layer):
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `max(x, 0)^2`."""
     return jnp.square(jax.nn.relu(x))
-
-
-def _mlp(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLP:
-    return nn.MLP(cfg.dim, cfg.mlp_dim, act=squared_relu, bias=False, rngs=rngs)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
@@ -112,19 +102,7 @@ def _mamba(cfg: Config, *, rngs: nnx.Rngs) -> nn.Mamba2:
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # DeepSeek V3's router: scores are sigmoids, and a bias that counts for the choice only evens the load.
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups) if cfg.num_groups > 1 else None
-    router = nn.Router(
-        cfg.dim,
-        cfg.num_experts,
-        top_k=cfg.top_k,
-        groups=groups,
-        score=jax.nn.sigmoid,
-        expert_bias=True,
-        renormalize=cfg.renormalize,
-        scale=cfg.routed_scale,
-        rngs=rngs,
-    )
+    router = sigmoid_router(cfg.dim, cfg, rngs=rngs)
     shared = nn.MLP(cfg.dim, cfg.shared_dim, act=squared_relu, bias=False, rngs=rngs)
     return nn.MoE(
         cfg.dim,
@@ -209,17 +187,6 @@ FIELDS = Fields(
         # Multi-token prediction modules are not read.
         *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     ),
-    absent={
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "max_length": 4096,
-        "mamba_heads": 128,
-        "num_experts": 8,
-        "top_k": 2,
-        "expert_dim": 7688,
-        "shared_dim": 7688,
-    },
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

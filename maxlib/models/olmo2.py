@@ -9,29 +9,21 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import TextDecoder, attention
+from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of an OLMo; `PRESETS` has the published ones. With a window it is an OLMo 3."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rope: Rope  # without its scaling on sliding layers
     window: int | None = None  # of the sliding layers
     # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
     layer_types: tuple[str, ...] | None = None
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
 
     def __post_init__(self):
@@ -60,19 +52,9 @@ class Block(nn.Layer):
     """Post-norm inside the residual: `x + norm(branch(x))`, so that the stream itself is never normed."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope, *, rngs: nnx.Rngs):
-        D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
-        self.attn = nn.Attention(
-            D,
-            num_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
-            mask=mask,
-            rope=rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.norm.HeadsRMSNorm(N * H, eps=cfg.norm_eps),
-            k_norm=nn.norm.HeadsRMSNorm(K * H, eps=cfg.norm_eps),
-            rngs=rngs,
+        D, bias = cfg.dim, cfg.attention_bias
+        self.attn = attention(
+            cfg, mask=mask, rope=rope, qk_norm=True, across_heads=True, bias=bias, out_bias=bias, rngs=rngs
         )
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
@@ -88,15 +70,11 @@ def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
     return tuple(SLIDING if (i + 1) % period else FULL for i in range(num_layers))
 
 
-class OLMo2(nn.Decoder):
+class OLMo2(TextDecoder):
     """OLMo 2 and 3: norms moved behind the branches for stable training; in OLMo 3 three layers of four slide."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *cfg.kinds[kind], rngs=rngs), cfg.types, rngs=rngs)
 
 
 def _is_3(c: Any) -> bool:
@@ -138,9 +116,7 @@ def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         Computed("rope", _read_rope, _write_rope),
         Computed(
             "window",

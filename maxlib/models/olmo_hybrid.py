@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, delta_net
+from maxlib.models._sizes import DeltaSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
@@ -15,27 +15,16 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DeltaSizes):
     """Sizes of an OLMo Hybrid; `PRESETS` has the published one."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
     num_kv_heads: int
     max_length: int
     rope: Rope | None = None
-    num_key_heads: int  # of linear attention ...
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int = 4  # ... and of the convolution before it
     turns: bool = True  # whether a step may be greater than 1
     # LINEAR or FULL for each layer; None: every fourth is FULL.
     layer_types: tuple[str, ...] | None = None
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
 
     def __post_init__(self):
@@ -52,12 +41,14 @@ class Config:
         return self.layer_types or _pattern(self.num_layers)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Gated DeltaNet with norms before the branches, or OLMo 3's layer, whose norms follow them and span all heads."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
+        self.delta: Any = (
+            delta_net(cfg, max_step=2.0 if cfg.turns else 1.0, norm_eps=1e-5, rngs=rngs) if kind == LINEAR else None
+        )
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         if kind == LINEAR:
             self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -65,19 +56,6 @@ class Block(nn.Layer):
         else:
             self.attn_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
             self.mlp_post_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        if self.delta is not None:
-            h, cache = self.delta(self.attn_norm(x), ctx, cache)
-            x = nn.residual(x, h, "attn")
-            return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
-        h, cache = self.attn(x, ctx, cache)
-        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        return nn.residual(x, self.mlp(x), "mlp", norm=self.mlp_post_norm), cache, {}
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty state, or keys and values."""
-        return (self.attn or self.delta).init_cache(batch, capacity, dtype)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
@@ -96,34 +74,16 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     )
 
 
-def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
-    return nn.GatedDeltaNet(
-        cfg.dim,
-        num_heads=cfg.num_value_heads,
-        num_key_heads=cfg.num_key_heads,
-        key_dim=cfg.key_dim,
-        value_dim=cfg.value_dim,
-        conv_width=cfg.conv_width,
-        max_step=2.0 if cfg.turns else 1.0,
-        norm_eps=1e-5,  # independent of the epsilon of other norms
-        rngs=rngs,
-    )
-
-
 def _pattern(num_layers: int) -> tuple[str, ...]:
     types = [LINEAR if (i + 1) % 4 else FULL for i in range(num_layers)]
     return tuple(types) if FULL in types else (*types[:-1], FULL)  # at least one attends
 
 
-class OLMoHybrid(nn.Decoder):
+class OLMoHybrid(TextDecoder):
     """OLMo Hybrid: only the recurrent states encode the order of tokens; attention has no positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.types, rngs=rngs)
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope | None:

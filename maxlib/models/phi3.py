@@ -7,28 +7,22 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, AttentionSizes, causal
 from maxlib.ops import LongRopeScaling, Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Phi-3; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rope: Rope  # Phi-4-mini turns three quarters of a head
     window: int | None = None  # None: every token attends to all earlier ones
     norm_eps: float = 1e-5
-    tied: bool = False
 
     def __post_init__(self):
         if not isinstance(self.rope.scaling, LongRopeScaling | None) or self.rope.interleaved:
@@ -37,28 +31,19 @@ class Config:
                 f"interleaved, got {self.rope}"
             )
 
-    @property
-    def mask(self) -> ops.Mask:
-        return ops.Causal() if self.window is None else ops.Causal() & ops.SlidingWindow(self.window)
 
-
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer, under a mask that may have a window."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(D, num_heads=N, num_kv_heads=K, head_dim=H, mask=cfg.mask, rope=cfg.rope, rngs=rngs)
+        self.attn = attention(cfg, mask=causal(cfg.window), rope=cfg.rope, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
-
-class Phi3(nn.Decoder):
+class Phi3(TextDecoder):
     """Phi-3: Llama for long texts, with a searched frequency divisor for each pair of rotary dimensions.
 
     LongRoPE (Ding et al. 2024, arXiv:2402.13753) has two lists of factors: one up to the original training length, one
@@ -66,13 +51,9 @@ class Phi3(nn.Decoder):
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
         if isinstance(cfg.rope.scaling, LongRopeScaling):
             self.recompute_cache_at = cfg.rope.scaling.original_length + 1
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
 _ROPE = fields.rope(partial=True, default_length=4096)  # Phi-4-mini turns three quarters of a head
@@ -93,9 +74,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         Computed("rope", _read_rope, _ROPE.write),
         fields.WINDOW,
     ],

@@ -3,84 +3,46 @@ values.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, FULL, WindowSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Table, fields, names
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WindowSizes):
     """Sizes of a Qwen2; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    # FULL or SLIDING for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = None
-    window: int | None = None  # of the sliding layers
-    norm_eps: float = 1e-6
-    tied: bool = False
-
-    def __post_init__(self):
-        fields.check_layer_types(self)
-
-    @property
-    def masks(self) -> tuple[ops.Mask, ...]:
-        """The mask of each layer."""
-        if self.layer_types is None or self.window is None:
-            return (ops.Causal(),) * self.num_layers
-        masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
-        return tuple(masks[kind] for kind in self.layer_types)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with biases on queries, keys and values, and none on the output."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
-        D, N, K, H = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D, num_heads=N, num_kv_heads=K, head_dim=H, mask=mask, rope=cfg.rope, bias=True, rngs=rngs
-        )
+        self.attn = attention(cfg, mask=mask, rope=cfg.rope, bias=True, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
-
-class Qwen2(nn.Decoder):
+class Qwen2(TextDecoder):
     """Qwen2: Llama with biases on queries, keys and values; in long contexts upper layers may use sliding windows."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         # The stack finds how the masks repeat, so that as many layers as possible are scanned.
-        self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
 
 
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(),
         *fields.upper_layers_slide(FULL, absent=28, window=4096),
     ],
@@ -90,10 +52,6 @@ FIELDS = Fields(
     absent={"head_dim": fields.equal_heads},
     null={"num_kv_heads": fields.num_heads},
 )
-
-
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
 # fmt: off
@@ -124,4 +82,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("qwen2", Qwen2, FIELDS, _table, PRESETS)
+FAMILY = Family("qwen2", Qwen2, FIELDS, llama_table, PRESETS)

@@ -1,95 +1,47 @@
 """Qwen3, dense (Qwen team 2025, arXiv:2505.09388): a norm on each head of queries and keys before their rotation."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, FULL, WindowSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Table, fields, names
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WindowSizes):
     """Sizes of a Qwen3; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    # FULL or SLIDING for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = None
-    window: int | None = None  # of the sliding layers
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
 
-    def __post_init__(self):
-        fields.check_layer_types(self)
 
-    @property
-    def masks(self) -> tuple[ops.Mask, ...]:
-        """The mask of each layer."""
-        if self.layer_types is None or self.window is None:
-            return (ops.Causal(),) * self.num_layers
-        masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
-        return tuple(masks[kind] for kind in self.layer_types)
-
-
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer with norms on queries and keys."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         # One scale [H] for all heads. Scores stay bounded: |q . k| <= H * max(scale_q) * max(scale_k).
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=mask,
-            rope=cfg.rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, mask=mask, rope=cfg.rope, qk_norm=True, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
-
-class Qwen3(nn.Decoder):
+class Qwen3(TextDecoder):
     """Qwen3: Qwen2 with norms on queries and keys in place of biases, and a head width of its own."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda mask, rngs: Block(cfg, mask, rngs=rngs), cfg.masks, rngs=rngs)
 
 
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(),
         *fields.upper_layers_slide(FULL, absent=28, window=4096),
         fields.ATTENTION_BIAS,
@@ -99,10 +51,6 @@ FIELDS = Fields(
     absent={"head_dim": 128},
     null={"num_kv_heads": fields.num_heads},
 )
-
-
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
 
 
 # fmt: off
@@ -120,4 +68,4 @@ PRESETS = {
     "qwen3-32b": replace(_8B, num_layers=64, dim=5120, mlp_dim=25_600, num_heads=64),
 }
 
-FAMILY = Family("qwen3", Qwen3, FIELDS, _table, PRESETS)
+FAMILY = Family("qwen3", Qwen3, FIELDS, llama_table, PRESETS)

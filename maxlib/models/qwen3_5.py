@@ -4,18 +4,18 @@ It takes images of any size. Image tokens have positions by time, row and column
 positions, which is plain RoPE. The multi-token prediction module is loaded only with `num_mtp=1`; it takes text only.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
+from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net
+from maxlib.models._sizes import AttentionSizes, DeltaSizes, MTPSizes, by_interval, every
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed, Table, Weight, fields, names
+from maxlib.weights import Family, Fields, Ignore, Multimodal, Renamed, Table, Weight, fields, names
 
 Vision = vision.Vision
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -23,70 +23,42 @@ SECTIONS = (11, 11, 10)  # rotated pairs of a head that M-RoPE turns by time, by
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes, DeltaSizes, MTPSizes):
     """Sizes of a Qwen3.5; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int | None = None
     expert_dim: int | None = None
     shared_dim: int | None = None
     num_experts: int | None = None
     top_k: int | None = None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     sections: tuple[int, ...] = SECTIONS
-    num_key_heads: int = 16  # this and the next four are sizes of the DeltaNet layers
-    num_value_heads: int
+    num_key_heads: int = 16
     key_dim: int = 128
     value_dim: int = 128
-    conv_width: int = 4  # tokens that the short convolution over queries, keys and values sees
     layer_types: tuple[str, ...] | None = None  # LINEAR or FULL for each layer; None: every fourth is FULL
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     vision: Vision | None = None
-    num_mtp: int = 0  # multi-token prediction modules (`predict_ahead`) to build: 0 or 1
-    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; the model does not depend on it
 
     def __post_init__(self):
-        _check(self)
+        fields.check_layer_types(self)
+        if self.num_mtp not in (0, 1):
+            raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {self.num_mtp}")
+        if self.vision is not None and self.vision.deepstack:
+            raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
+        _rotary(self)  # MRope checks the sections
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Mixes tokens by linear attention or attention, then passes each through experts or an MLP."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == FULL else None
-        self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
+        self.delta: Any = delta_net(cfg, norm_eps=cfg.norm_eps, rngs=rngs) if kind == LINEAR else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if cfg.mlp_dim is None else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = (self.attn or self.delta)(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty cache: keys and values, or a state."""
-        return (self.attn or self.delta).init_cache(batch, capacity, dtype)
-
-
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.num_mtp not in (0, 1):
-        raise ValueError(f"num_mtp must be 0 or 1, the one module of the releases, got {cfg.num_mtp}")
-    if cfg.vision is not None and cfg.vision.deepstack:
-        raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {cfg.vision.deepstack}")
-    _rotary(cfg)  # MRope checks the sections
 
 
 def _rotary(cfg: Config) -> Rope | ops.MRope:
@@ -94,36 +66,20 @@ def _rotary(cfg: Config) -> Rope | ops.MRope:
     return cfg.rope if cfg.vision is None else ops.MRope(cfg.rope, cfg.sections)
 
 
-def _pattern(num_layers: int, period: int = 4) -> tuple[str, ...]:
-    return tuple(LINEAR if (i + 1) % period else FULL for i in range(num_layers))
+def _usual(c: Any) -> tuple[str, ...]:
+    return every(4, c.num_layers, LINEAR, FULL)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
-    return nn.Attention(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        num_kv_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
+    return attention(
+        cfg,
         rope=_rotary(cfg),
-        out_gate_act=jax.nn.sigmoid,
+        qk_norm=True,
+        plus_one=True,
         bias=cfg.attention_bias,
         out_bias=cfg.attention_bias,
-        q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
-        k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
-        rngs=rngs,
-    )
-
-
-def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
-    return nn.GatedDeltaNet(
-        cfg.dim,
-        num_heads=cfg.num_value_heads,
-        num_key_heads=cfg.num_key_heads,
-        key_dim=cfg.key_dim,
-        value_dim=cfg.value_dim,
-        conv_width=cfg.conv_width,
-        norm_eps=cfg.norm_eps,
+        out_gate_act=jax.nn.sigmoid,
         rngs=rngs,
     )
 
@@ -135,17 +91,17 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
-class Qwen35(nn.Decoder):
+class Qwen35(TextDecoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(
-            lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layer_types or _pattern(cfg.num_layers), rngs=rngs
+        super().__init__(
+            cfg,
+            lambda kind, rngs: Block(cfg, kind, rngs=rngs),
+            cfg.layer_types or _usual(cfg),
+            plus_one=True,
+            rngs=rngs,
         )
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
         blocks = [Block(cfg, FULL, rngs=rngs) for _ in range(cfg.num_mtp)]
         self.mtp = nnx.List(
@@ -155,23 +111,7 @@ class Qwen35(nn.Decoder):
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads; empty for a text model."""
-        if (encoder := self.cfg.vision) is None:
-            return {}
-        return {
-            "images": nn.vision.PatchInput(
-                self.tower,
-                tokens=(encoder.image_token, encoder.video_token),
-                merge=encoder.merge,
-                patch_dim=encoder.patch_dim,
-                mrope=True,
-            )
-        }
-
-
-def _by_interval(hf: HFConfig, c: Any) -> tuple[str, ...]:
-    if (period := hf.take("full_attention_interval", 4)) < 1:
-        raise ValueError(f"{hf.where('full_attention_interval')} must be at least 1, got {period}.")
-    return _pattern(c.num_layers, period)
+        return vision.inputs(self.tower, self.cfg.vision)
 
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
@@ -202,7 +142,7 @@ TEXT = Fields(
         fields.rope(partial=True, default_fraction=0.25),
         vision.sections(SECTIONS),
         *fields.LINEAR_ATTENTION,
-        fields.layer_types(LINEAR, FULL, usual=lambda c: _pattern(c.num_layers), absent=_by_interval),
+        fields.layer_types(LINEAR, FULL, usual=_usual, absent=by_interval(LINEAR, FULL)),
         fields.ATTENTION_BIAS,
         fields.mtp(absent=0, hf_name="mtp_num_hidden_layers"),
     ],
@@ -211,9 +151,6 @@ TEXT = Fields(
     fixed={"hidden_act": "silu"},
     fixed_if_present={
         "attn_output_gate": True,
-        "use_sliding_window": False,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
         "mlp_only_layers": ([],),
         "mtp_use_dedicated_embeddings": False,
     },

@@ -6,40 +6,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Qwen3 with experts; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int  # of layers without experts
     expert_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     num_experts: int
     top_k: int
     renormalize: bool = True  # the weights of a token's experts sum to one
     sparse_step: int = 1  # every how many layers one has experts, ...
     dense_layers: tuple[int, ...] = ()  # ... but for these
     window: int | None = None  # of all layers
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-
-    @property
-    def mask(self) -> ops.Mask:
-        return ops.Causal() if self.window is None else ops.Causal() & ops.SlidingWindow(self.window)
 
     @property
     def sparse(self) -> tuple[bool, ...]:
@@ -48,35 +36,18 @@ class Config:
         return tuple((i + 1) % every == 0 and i not in dense for i in range(self.num_layers))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Qwen3's layer, with experts or with an MLP."""
 
     def __init__(self, cfg: Config, *, sparse: bool, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=cfg.mask,
-            rope=cfg.rope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            rngs=rngs,
+        self.attn = attention(
+            cfg, mask=causal(cfg.window), rope=cfg.rope, qk_norm=True, bias=bias, out_bias=bias, rngs=rngs
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
         self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux
 
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -85,15 +56,11 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
 
-class Qwen3MoE(nn.Decoder):
+class Qwen3MoE(TextDecoder):
     """Qwen3 with experts: no shared expert, and no layer without experts in the published ones."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda sparse, rngs: Block(cfg, sparse=sparse, rngs=rngs), cfg.sparse, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda sparse, rngs: Block(cfg, sparse=sparse, rngs=rngs), cfg.sparse, rngs=rngs)
 
 
 def _read_num_experts(hf: HFConfig, c: Any) -> int:

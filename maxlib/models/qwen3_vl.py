@@ -13,39 +13,36 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
 
 Vision = vision.Vision
 SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
-MASK = ops.Causal()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Qwen3-VL; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int  # not used by models with experts
     expert_dim: int | None = None
     num_experts: int | None = None
     top_k: int | None = None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     sections: tuple[int, ...] = SECTIONS
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = False
     vision: Vision
     losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
 
     def __post_init__(self):
-        _check(self)
+        self.mrope  # noqa: B018  # its sections are checked
+        if len(self.vision.deepstack) > self.num_layers:
+            raise ValueError(
+                f"deepstack (deepstack_visual_indexes) must feed at most the {self.num_layers} layers of text "
+                f"(num_hidden_layers), got {self.vision.deepstack}"
+            )
 
     @property
     def mrope(self) -> ops.MRope:
@@ -53,25 +50,13 @@ class Config:
         return ops.MRope(self.rope, self.sections)
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Qwen3's layer, with experts or with an MLP; `added` comes from the image encoder."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=MASK,
-            rope=cfg.mrope,
-            bias=bias,
-            out_bias=bias,
-            q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps),
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, rope=cfg.mrope, qk_norm=True, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if cfg.num_experts is None else None
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
@@ -83,21 +68,8 @@ class Block(nn.Layer):
         cache: Any = None,
         added: Float[Array, "B T D"] | None = None,
     ):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        x = nn.residual(x, h, "mlp")
+        x, cache, aux = super().__call__(x, ctx, cache)
         return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
-
-
-def _check(cfg: Config) -> None:
-    cfg.mrope  # noqa: B018  # its sections are checked
-    if len(cfg.vision.deepstack) > cfg.num_layers:
-        raise ValueError(
-            f"deepstack (deepstack_visual_indexes) must feed at most the {cfg.num_layers} layers of text "
-            f"(num_hidden_layers), got {cfg.vision.deepstack}"
-        )
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -106,32 +78,19 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
-class Qwen3VL(nn.Decoder):
+class Qwen3VL(TextDecoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
         # The first layers get features of images, so they are scanned by themselves.
         has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Returns the images that the model reads."""
-        vision_config = self.cfg.vision
-        return {
-            "images": nn.vision.PatchInput(
-                self.tower,
-                tokens=(vision_config.image_token, vision_config.video_token),
-                merge=vision_config.merge,
-                patch_dim=vision_config.patch_dim,
-                mrope=True,
-            )
-        }
+        return vision.inputs(self.tower, self.cfg.vision)
 
 
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"

@@ -1,76 +1,48 @@
 """Seed-OSS (ByteDance Seed 2025): Llama's block at 36B, with biases on queries, keys and values only."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, AttentionSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Family, Field, Fields, Table, fields, names
+from maxlib.weights import Family, Field, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionSizes):
     """Sizes of a Seed-OSS; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    norm_eps: float = 1e-6
-    tied: bool = False
     attention_bias: bool = True  # on queries, keys and values ...
     out_bias: bool = False  # ... and on what attention returns
     mlp_bias: bool = False
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer, whose attention has its two kinds of biases apart."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        D, biases = cfg.dim, dict[str, Any](bias=cfg.attention_bias, out_bias=cfg.out_bias)
+        D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope=cfg.rope,
-            **biases,
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, rope=cfg.rope, bias=cfg.attention_bias, out_bias=cfg.out_bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
 
-
-class SeedOss(nn.Decoder):
+class SeedOss(TextDecoder):
     """Seed-OSS: a Llama whose heads together are twice as wide as the residual stream, for texts of 512k tokens."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(),
         fields.ATTENTION_BIAS,
         Field("out_bias", "attention_out_bias"),
@@ -83,10 +55,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 PRESETS = {
     "seed-oss-36b": Config(
@@ -96,4 +64,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("seed_oss", SeedOss, FIELDS, _table, PRESETS)
+FAMILY = Family("seed_oss", SeedOss, FIELDS, llama_table, PRESETS)

@@ -6,47 +6,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WindowSizes):
     """Sizes of a SmolLM3; `PRESETS` has the published ones."""
 
-    vocab: int
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     # Whether each layer has rotary positions; None: all but every fourth.
     rotated: tuple[bool, ...] | None = None
-    # FULL or SLIDING for each layer; None: all are FULL.
-    layer_types: tuple[str, ...] | None = None
-    window: int | None = None  # of the sliding layers
-    norm_eps: float = 1e-6
     tied: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
 
     def __post_init__(self):
-        _check(self)
-
-    @property
-    def masks(self) -> tuple[ops.Mask, ...]:
-        """The mask of each layer."""
-        if self.layer_types is None or self.window is None:
-            return (ops.Causal(),) * self.num_layers
-        masks = {FULL: ops.Causal(), SLIDING: ops.Causal() & ops.SlidingWindow(self.window)}
-        return tuple(masks[kind] for kind in self.layer_types)
+        fields.check_layer_types(self)
+        if self.rotated is not None and len(self.rotated) != self.num_layers:
+            raise ValueError(
+                f"rotated (no_rope_layers) must have {self.num_layers} entries, one for each layer, got {len(self.rotated)}"
+            )
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -54,55 +38,31 @@ class Config:
         return tuple(self.rope if rotated else None for rotated in self.rotated or _rotated(self.num_layers))
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Llama's layer; without a rope, its attention gets the order of tokens only from the causal mask."""
 
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            mask=mask,
-            rope=rope,
-            bias=bias,
-            out_bias=bias,
-            rngs=rngs,
-        )
+        self.attn = attention(cfg, mask=mask, rope=rope, bias=bias, out_bias=bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn")
-        return nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp"), cache, {}
-
-
-def _check(cfg: Config) -> None:
-    fields.check_layer_types(cfg)
-    if cfg.rotated is not None and len(cfg.rotated) != cfg.num_layers:
-        raise ValueError(
-            f"rotated (no_rope_layers) must have {cfg.num_layers} entries, one for each layer, got {len(cfg.rotated)}"
-        )
 
 
 def _rotated(num_layers: int, interval: int = 4) -> tuple[bool, ...]:
     return tuple((i + 1) % interval != 0 for i in range(num_layers))
 
 
-class SmolLM3(nn.Decoder):
+class SmolLM3(TextDecoder):
     """SmolLM3: three layers with rotary positions, one without, which generalises better to longer texts."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(
-            lambda kind, rngs: Block(cfg, *kind, rngs=rngs), tuple(zip(cfg.masks, cfg.ropes, strict=True)), rngs=rngs
+        super().__init__(
+            cfg,
+            lambda kind, rngs: Block(cfg, *kind, rngs=rngs),
+            tuple(zip(cfg.masks, cfg.ropes, strict=True)),
+            rngs=rngs,
         )
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
 def _read_rotated(hf: HFConfig, c: Any) -> tuple[bool, ...] | None:
@@ -126,9 +86,7 @@ def _by_rotation(hf: HFConfig, c: Any) -> tuple[str, ...]:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        *fields.ATTENTION,
+        *DECODER,
         fields.rope(default_theta=2_000_000.0),
         Computed("rotated", _read_rotated, _write_rotated),
         fields.layer_types(FULL, SLIDING, usual=lambda c: (FULL,) * c.num_layers, absent=_by_rotation),
@@ -144,10 +102,6 @@ FIELDS = Fields(
 )
 
 
-def _table(cfg: Config) -> Table:
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
-
-
 # fmt: off
 PRESETS = {
     "smollm3-3b": Config(
@@ -157,4 +111,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("smollm3", SmolLM3, FIELDS, _table, PRESETS)
+FAMILY = Family("smollm3", SmolLM3, FIELDS, llama_table, PRESETS)

@@ -24,6 +24,9 @@ from maxlib.nn import router as router
 from maxlib.nn import stack as stack
 from maxlib.nn import tree as tree
 from maxlib.nn import vision as vision
+from maxlib.nn._capture import capture as capture
+from maxlib.nn._capture import named_values as named_values
+from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual

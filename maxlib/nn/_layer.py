@@ -44,4 +44,5 @@ def residual(
         norm: A norm of `h` after the branch; policies keep what it reads.
     """
     h = checkpoint_name(h, name)
-    return constrain(x + (h if norm is None else norm(h)), "batch", "seq", "act_embed")
+    x = constrain(x + (h if norm is None else norm(h)), "batch", "seq", "act_embed")
+    return checkpoint_name(x, "resid_mid") if name == "attn" else x

@@ -43,7 +43,7 @@ class PlainMatmul:
         implementation: Name of an implementation of `ops.grouped_matmul`; None chooses the best one.
     """
 
-    implementation: Literal["jax_mosaic_gpu", "tokamax", "ragged_dot", "tiled", "mosaic_gpu", "reference"] | None = None
+    implementation: Literal["tokamax", "ragged_dot", "tiled", "mosaic_gpu", "reference"] | None = None
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` in the dtype of `x`."""

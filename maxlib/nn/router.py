@@ -157,6 +157,45 @@ class Router(nnx.Module):
         return logits if self.groups is None else scores
 
 
+def sigmoid_router(
+    dim: int,
+    num_experts: int,
+    *,
+    top_k: int,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    rngs: nnx.Rngs,
+) -> Router:
+    """Makes the router of DeepSeek V3 (arXiv:2412.19437): sigmoid scores, groups, and a bias that balances the load.
+
+    The bias enters the choice of experts, but not their weights. With fewer `top_groups` than `num_groups`, experts
+    come from the groups with the largest sums of their two best scores.
+
+    Args:
+        dim: Width D of the tokens.
+        num_experts: Number E of experts.
+        top_k: Experts per token.
+        num_groups: Number of groups of experts.
+        top_groups: Number of groups that the experts of a token come from.
+        renormalize: True makes the weights of a token sum to `scale`.
+        scale: Factor on the weights.
+        rngs: Source of initial values.
+    """
+    return Router(
+        dim,
+        num_experts,
+        top_k=top_k,
+        score=jax.nn.sigmoid,
+        renormalize=renormalize,
+        scale=scale,
+        groups=GroupLimit(num_groups, top_groups) if top_groups < num_groups else None,
+        expert_bias=True,
+        rngs=rngs,
+    )
+
+
 class ScaledRouter(nnx.Module):
     """Router that normalizes its input and scales each expert's weight (Gemma 4).
 

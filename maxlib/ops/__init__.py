@@ -1,5 +1,6 @@
 """Pure functions on arrays: no modules, no configuration."""
 
+from maxlib.kernels.tile_sizes import tile_sizes as tile_sizes
 from maxlib.ops import tiles as tiles
 from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention import Causal as Causal
@@ -58,4 +59,3 @@ from maxlib.ops._rope_scaling import RopeScaling as RopeScaling
 from maxlib.ops._rope_scaling import YarnScaling as YarnScaling
 from maxlib.ops._rope_scaling import yarn_mscale as yarn_mscale
 from maxlib.ops._short_convolution import short_convolution as short_convolution
-from maxlib.ops._tuning import tile_sizes as tile_sizes

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops import _findings, _tuning
+from maxlib.kernels.tile_sizes import TileSizes, chosen_tiles
+from maxlib.ops import _findings
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -32,11 +32,6 @@ class Call:
     platform: str
     device_kind: str
     features: frozenset[str] = frozenset()
-
-    @property
-    def key(self) -> str:
-        """Returns the key of its shape in tables of tile sizes."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +60,10 @@ class Kernel:
     tiles: Callable[[Any], TileSizes | None] | None = None
     takes_mask_hint: bool = False
 
-    def sizes(self, call: Call) -> _tuning.Tuned | None:
-        """Returns the tile sizes that it runs a call with; those set in code and in tables come before its own."""
+    def sizes(self, call: Call) -> TileSizes | None:
+        """Returns the tile sizes that it runs a call with: those of `ops.tile_sizes` around it, or its own."""
         default = self.tiles and self.tiles(call)
-        return None if default is None else _tuning.choose(default, call.key, call.device_kind)
+        return default and chosen_tiles(default)
 
 
 class Choice(NamedTuple):
@@ -93,7 +88,7 @@ class Explanation:
         chosen: Name of the implementation; None if the requested one cannot run the call.
         reason: Why it was chosen.
         refused: Why each of the others cannot run the call, or is not chosen.
-        tiles: `sizes` of the chosen one's tiles, a class of `ops.tiles`, and their `source`; None if it has none.
+        tiles: Tile sizes of the chosen one, a class of `ops.tiles`; None if it has none.
     """
 
     op: str
@@ -101,7 +96,7 @@ class Explanation:
     chosen: str | None
     reason: str
     refused: dict[str, str]
-    tiles: _tuning.Tuned | None = None
+    tiles: TileSizes | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.op} {self.call}", f"-> {self.chosen or 'error'}: {self.reason}"]
@@ -188,7 +183,7 @@ class Op:
         if name is None and self[answer.chosen].platforms is None:
             self._warn(answer)
         # Chosen once, and static from then on: the backward pass may be traced later, outside of `ops.tile_sizes`.
-        return Choice(answer.chosen, answer.tiles and answer.tiles.sizes)
+        return Choice(answer.chosen, answer.tiles)
 
     def _warn(self, answer: Explanation) -> None:
         """Logs once for each reason why an accelerator runs plain XLA, if it has kernels for this operation."""

@@ -1,7 +1,7 @@
-"""Tables of measurements per device kind: implementations that failed `check`, and the best tiles of `tune`.
+"""Implementations that failed `python -m maxlib.ops check`, in a table for each device kind.
 
-The user's tables are in a cache directory (`MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`).
-The package may ship tables of tiles, over which the user's take precedence. Each table is read once per process.
+Tables are in a cache directory (`MAXLIB_CACHE`, or `maxlib` under `XDG_CACHE_HOME`, or `~/.cache/maxlib`). Each is read
+once per process.
 """
 
 import contextlib
@@ -11,20 +11,17 @@ import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from maxlib._utils.files import cache_directory
+from maxlib._utils.files import cache_directory, write_atomically
 
 IGNORE = "MAXLIB_IGNORE_CHECKS"
 """Environment variable: set to 1 to ignore the failures that `check` found."""
 
-SHIPPED = Path(__file__).with_name("tables")
 
-
-def file_of(device_kind: str, folder: Path | None = None) -> Path:
+def file_of(device_kind: str) -> Path:
     """Returns the path of a device kind's table."""
     name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
-    return (cache_directory() if folder is None else folder) / f"{name}.json"
+    return cache_directory() / f"{name}.json"
 
 
 def versions() -> dict[str, str]:
@@ -37,55 +34,28 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def findings(device_kind: str) -> dict[str, Any]:
-    """Returns `{"refused": {name: reason}, "tiles": {key: sizes}}` of a device kind; empty if nothing was measured.
-
-    Failures only apply to this machine, and to the versions with which they were found. Unreadable files are ignored.
-    """
-    shipped, user = _read(file_of(device_kind, SHIPPED)), _read(file_of(device_kind))
-    return {"refused": user["refused"], "tiles": shipped["tiles"] | user["tiles"]}
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads a table; what is damaged, or failed with other versions, is left out."""
+def failures(device_kind: str) -> dict[str, str]:
+    """Returns `{name: reason}` of a device kind, found here with these versions; nothing from a damaged file."""
     try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError):
-        table = None
-    table = table if isinstance(table, dict) else {}
-    sections = {name: table.get(name) for name in ("refused", "tiles")}
-    entries = {name: dict(section) if isinstance(section, dict) else {} for name, section in sections.items()}
-    # Tiles tuned with another compiler are still a good choice, but its failures do not apply.
-    return entries | ({} if table.get("versions") == versions() else {"refused": {}})
+        table = json.loads(file_of(device_kind).read_text())
+        return dict(table["refused"]) if table["versions"] == versions() else {}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
 
 
 def refused(op: str, implementation: str, device_kind: str) -> str | None:
     """Returns why an implementation failed `check` on this kind of device, or None."""
     if os.environ.get(IGNORE) == "1":
         return None
-    why = findings(device_kind)["refused"].get(f"{op}/{implementation}")
+    why = failures(device_kind).get(f"{op}/{implementation}")
     return why and f"failed `python -m maxlib.ops check` here ({why}); {file_of(device_kind)} says so"
 
 
-def tiles(key: str, device_kind: str) -> dict[str, Any] | None:
-    """Returns the fastest tile sizes that `tune` measured for a key, a kernel and a shape, or None."""
-    return findings(device_kind)["tiles"].get(key)
-
-
-def write(device_kind: str, **changes: dict[str, Any]) -> Path:
-    """Merges `refused` or `tiles` into the user's table of a device kind; a value of None removes an entry.
-
-    Returns:
-        The path of the table.
-    """
+def write(device_kind: str, changes: dict[str, str | None]) -> Path:
+    """Merges failures into the table of a device kind; a value of None removes an entry. Returns the table's path."""
+    refused = {name: why for name, why in (failures(device_kind) | changes).items() if why is not None}
     path = file_of(device_kind)
-    table: dict[str, Any] = {"device": device_kind, **_read(path), "versions": versions()}
-    for name, entries in changes.items():
-        table[name] = {key: value for key, value in (table[name] | entries).items() if value is not None}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Write atomically, because other processes may be reading.
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(table, indent=1) + "\n")
-    partial.replace(path)
-    findings.cache_clear()
+    table = {"device": device_kind, "versions": versions(), "refused": refused}
+    write_atomically(path, json.dumps(table, indent=1) + "\n")
+    failures.cache_clear()
     return path

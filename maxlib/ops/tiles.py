@@ -10,8 +10,8 @@ from maxlib.ops._attention.splash import SplashTiles
 from maxlib.ops._attention.splash import splash_tiles as splash_tiles
 from maxlib.ops._attention.split_kv import SplitTiles
 from maxlib.ops._attention.tokamax_triton import TritonAttentionTiles
-from maxlib.ops._grouped_matmul.ragged_tiles import RaggedBlackwellTiles, RaggedHopperTiles, TritonTiles
 from maxlib.ops._grouped_matmul.tiled import TiledTiles
+from maxlib.ops._grouped_matmul.tokamax_triton import TritonTiles
 from maxlib.ops._recurrent.gated_delta_chunked import DeltaTiles
 from maxlib.ops._recurrent.kimi_delta_chunked import KimiTiles
 from maxlib.ops._recurrent.ssd_chunked import SSDTiles
@@ -24,8 +24,6 @@ __all__ = [
     "HopperLatentTiles",
     "KimiTiles",
     "MegabloxTiles",
-    "RaggedBlackwellTiles",
-    "RaggedHopperTiles",
     "SSDTiles",
     "SplashTiles",
     "SplitTiles",

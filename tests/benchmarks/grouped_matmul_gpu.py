@@ -48,8 +48,8 @@ def counts_of(M: int, E: int) -> dict[str, np.ndarray]:
 
 
 NAMES = {
-    "matmul": ["default", "jax_mosaic_gpu", "tokamax", "mosaic_gpu", "tiled", "dense"],
-    "SwiGLU": ["default", "jax_mosaic_gpu", "tokamax", "mosaic_gpu", "two matmuls", "tiled", "dense"],
+    "matmul": ["default", "tokamax", "mosaic_gpu", "tiled", "dense"],
+    "SwiGLU": ["default", "tokamax", "mosaic_gpu", "two matmuls", "tiled", "dense"],
 }
 MATMULS = {"matmul": {"forward": 1, "gradients": 2}, "SwiGLU": {"forward": 2, "gradients": 6}}  # with gate and up again
 

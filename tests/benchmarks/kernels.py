@@ -25,7 +25,7 @@ from maxlib import ops, weights
 from maxlib.ops._attention import table
 from maxlib.ops._attention.table import ATTENTION, AttentionCall
 from maxlib.ops._dispatch import Call, Op
-from maxlib.ops._grouped_matmul import jax_mosaic_gpu, tokamax_triton
+from maxlib.ops._grouped_matmul import tokamax_triton
 from maxlib.ops._recurrent import jax_linear_attention
 
 DEVICES = {
@@ -45,7 +45,6 @@ PROVEN = (
     "tokamax_triton",
     "splash",
     "megablox",
-    "jax_mosaic_gpu",
     "jax_linear_attention",
 )
 RECURRENCES = {
@@ -112,8 +111,6 @@ def _answer(device: tuple[str, str], op: Op, call: Any, *, training: bool) -> Ke
     chosen = str(answer.chosen)
     if training and chosen == "tokamax_triton" and "softcap" in call.features:
         return Kernel(op.name, "tokamax_triton and chunked", ("gradients of a softcap",))
-    if training and chosen == "jax_mosaic_gpu" and answer.tiles and answer.tiles.sizes.d_weights is None:
-        return Kernel(op.name, "jax_mosaic_gpu and tiled", ("gradients of experts' weights",))
     if chosen in PROVEN:
         return Kernel(op.name, chosen)
     lacking = _lacks(call) if op is ATTENTION else (RECURRENCES.get(op.name, "experts"),)
@@ -150,7 +147,6 @@ def _all_installed() -> Iterator[None]:
         for module, name in (
             (table, "is_installed"),
             (table, "has_triton_attention"),
-            (jax_mosaic_gpu, "has_triton"),
             (tokamax_triton, "has_triton"),
         ):
             stack.enter_context(mock.patch.object(module, name, return_value=True))

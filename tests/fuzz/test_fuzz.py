@@ -17,7 +17,6 @@ from maxlib.weights import _family, files
 from tests.fuzz import (
     read_array_record,
     read_config,
-    read_metrics,
     read_quantized,
     read_report,
     read_tokenizer,
@@ -27,8 +26,8 @@ from tests.fuzz import (
 from tests.fuzz.mutate import SNIPPETS
 
 QUICK = {"adapters": 15, "chat_template": 20, "report": 3, "array_record": 20, "plan": 40}
-FAST = ("config", "generation", "layouts", "metrics", "names", "parquet", "quantized", "records", "safetensors")
-QUICK |= dict.fromkeys((*FAST, "step_records", "tokenizer", "tokens_manifest"), 80)
+FAST = ("config", "generation", "layouts", "parquet", "quantized", "records", "safetensors")
+QUICK |= dict.fromkeys((*FAST, "tokenizer", "tokens_manifest"), 80)
 
 
 @pytest.mark.full
@@ -100,7 +99,7 @@ def test_lines_that_json_cannot_hold(line, tmp_path):
     ],
 )
 def test_a_damaged_line_of_a_run_is_left_out(file, line, tmp_path):
-    read_metrics.make(tmp_path)
+    read_report.make(tmp_path)
     before = str(observability.goodput(tmp_path)), observability.read_jsonl(tmp_path / "metrics.jsonl")
     path = tmp_path / file
     path.write_bytes(line if file == "config.json" else path.read_bytes() + line + b"\n")

@@ -1,9 +1,5 @@
 """Apertus against transformers: an ungated MLP whose activation has trained parameters, norms on heads."""
 
-import pytest
-
-from maxlib.models import apertus
-from maxlib.weights import HFConfig
 from tests.models import conformance
 from tests.models.conformance import Conformance
 
@@ -46,11 +42,3 @@ class TestApertus(Conformance):
 
 
 transformers_cases = TestApertus.transformers_cases
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    """Also the scaling of the rope."""
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.ApertusConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *apertus.FIELDS.required]}
-    assert apertus.FIELDS.read(HFConfig(short)) == apertus.FIELDS.read(HFConfig(theirs.to_dict()))

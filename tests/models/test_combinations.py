@@ -1,7 +1,4 @@
-"""This year's families on several devices, with packed rows: each is compared with itself on one device.
-
-Kinds of layers with remat, adapters, int8 and caches are in `test_layer_combinations`.
-"""
+"""This year's families on several devices, with packed rows: each is compared with itself on one device."""
 
 import contextlib
 import dataclasses
@@ -118,9 +115,3 @@ def test_devices_change_nothing(family, kind):
         else:
             got = gradients(*spread, batch)
         assert_same(got, on_one_device(family))
-
-
-@functools.partial(jax.jit, compiler_options=QUICKLY)
-def step(model, tokens, cache, valid=None):
-    out = model(tokens, cache=cache, valid=valid, dtype=jnp.float32)
-    return model.logits(out.hidden), out.cache

@@ -4,8 +4,6 @@ YaRN.
 
 import pytest
 
-from maxlib.models import deepseek
-from maxlib.weights import HFConfig
 from tests.models import mtp
 from tests.models.conformance import Conformance
 
@@ -48,6 +46,7 @@ REFUSED = {
 
 class DeepSeek(Conformance):
     family = "deepseek"
+    stated = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts_per_tok": 2}
     base = BASE
     rules = Conformance.rules | {"expert": "data"}
     depths = (3, 4)  # the first have no experts
@@ -74,7 +73,6 @@ class TestV2(DeepSeek):
         },
         "v2_lite": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     }
-    elsewhere = {"n_group", "num_experts_per_tok", "routed_scaling_factor"}  # in TestV3
     matters = {  # each field once, here or below
         "topk_group": 1,
         "topk_method": "greedy",
@@ -102,8 +100,6 @@ class TestV3(DeepSeek):
             "n_shared_experts": 2,
         },
     }
-    # In TestV2; the modules of the last are read on request.
-    elsewhere = {"topk_group", "rms_norm_eps", "rope_parameters", "num_nextn_predict_layers"}
     matters = {
         "n_group": 3,
         "num_experts_per_tok": 2,
@@ -131,18 +127,6 @@ def test_prediction_modules_are_those_of_transformers(modules):
 @pytest.mark.full
 def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     mtp.check_export(modules[-1], tmp_path)
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    for cls, model_type in (
-        (transformers.DeepseekV2Config, "deepseek_v2"),
-        (transformers.DeepseekV3Config, "deepseek_v3"),
-    ):
-        theirs = cls(num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2)
-        names = [*deepseek.FIELDS.required, "model_type", "qk_rope_head_dim", "max_position_embeddings"]
-        short = {name: getattr(theirs, name) for name in names}
-        assert deepseek.FIELDS.read(HFConfig(short)) == deepseek.FIELDS.read(HFConfig(theirs.to_dict())), model_type
 
 
 def transformers_cases():

@@ -62,7 +62,6 @@ class TestDeepSeekV32(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    elsewhere = {"num_nextn_predict_layers"}  # modules are read on request
     refused = Conformance.refused | {
         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
         "layer_types": ["full_attention"] * 4,
@@ -80,6 +79,7 @@ class TestDeepSeekV32(Conformance):
     slot_axis = -2  # [rows, slots, latent]
 
 
+@pytest.mark.full
 class TestGLM5(TestDeepSeekV32):
     config = "GlmMoeDsaConfig"
     base = TestDeepSeekV32.base | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -90,7 +90,6 @@ class TestGLM5(TestDeepSeekV32):
     matters = {
         name: value for name, value in TestDeepSeekV32.matters.items() if name not in ("n_group", "topk_group")
     } | {"n_group": 4}
-    elsewhere = TestDeepSeekV32.elsewhere | {"topk_group"}  # of one group
     refused = TestDeepSeekV32.refused | {
         "mlp_layer_types": ["sparse", "dense"],
         "layer_types": ["full_attention"] * 2,
@@ -116,11 +115,3 @@ def test_glm_in_its_older_spellings():
     for more in ({"index_topk_pattern": "FS"}, {"index_topk_freq": 4}):
         with pytest.raises(ValueError, match="a choice that layers share is not computed"):
             deepseek_v32.FIELDS.read(HFConfig(config | more))
-
-
-@pytest.mark.parametrize("name", ["DeepseekV32Config", "GlmMoeDsaConfig"])
-def test_what_a_config_leaves_out_is_as_in_transformers(name):
-    theirs = getattr(pytest.importorskip("transformers"), name)()
-    short = {name: getattr(theirs, name) for name in ["model_type", *deepseek_v32.FIELDS.required]}
-    short |= {"qk_rope_head_dim": 64, "max_position_embeddings": theirs.max_position_embeddings}
-    assert deepseek_v32.FIELDS.read(HFConfig(short)) == deepseek_v32.FIELDS.read(HFConfig(theirs.to_dict()))

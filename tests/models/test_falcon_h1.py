@@ -54,11 +54,6 @@ class TestFalconH1(Conformance):
     }
     refused = {"hidden_act": "gelu", "sliding_window": 5, "mamba_n_heads": 5, "mamba_d_head": 8}
     refused |= {"ssm_multipliers": [1.0] * 4, "mlp_multipliers": [1.0]}
-    # They decide which weights there are, or of which shape; chunks and what is generated are no part of the function.
-    elsewhere = {
-        *("mamba_d_ssm", "mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_conv_bias"),
-        *("mamba_proj_bias", "projectors_bias", "mamba_rms_norm", "mamba_chunk_size", "num_logits_to_keep"),
-    }
     presets = {"falcon-h1-0.5b": 0.521}
     # Slots, inputs of the convolution, heads of states.
     windows = {"normed": {SEQ, 3, 4}, "normed_first_biases": {SEQ, 2, 4}, "not_normed": {SEQ, 3, 4}}
@@ -66,54 +61,8 @@ class TestFalconH1(Conformance):
 
 transformers_cases = TestFalconH1.transformers_cases
 
-# The config.json of Falcon-H1-0.5B.
-RELEASED = {
-    "architectures": ["FalconH1ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attention_in_multiplier": 1.0,
-    "attention_out_multiplier": 0.9375,
-    "attn_layer_indices": None,
-    "embedding_multiplier": 5.656854249492381,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "initializer_range": 0.02,
-    "intermediate_size": 2048,
-    "key_multiplier": 0.39062499999999994,
-    "lm_head_multiplier": 0.0390625,
-    "mamba_chunk_size": 128,
-    "mamba_conv_bias": True,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_d_ssm": 1536,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 24,
-    "mamba_norm_before_gate": False,
-    "mamba_proj_bias": False,
-    "mamba_rms_norm": False,
-    "mamba_use_mlp": True,
-    "max_position_embeddings": 16384,
-    "mlp_bias": False,
-    "mlp_multipliers": [0.8838834764831844, 0.5859375],
-    "model_type": "falcon_h1",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 2,
-    "projectors_bias": False,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 100000000000.0,
-    "ssm_in_multiplier": 1.25,
-    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
-    "ssm_out_multiplier": 0.23570226039551587,
-    "tie_word_embeddings": False,
-    "vocab_size": 32784,
-}
-
 
 def test_heads_that_do_not_fill_the_width_are_refused():
-    with pytest.raises(ValueError, match="mamba_n_heads times mamba_d_head must be mamba_d_ssm"):
-        falcon_h1.FIELDS.read(HFConfig(RELEASED | {"mamba_n_heads": 20}))
+    written = falcon_h1.FIELDS.write(falcon_h1.PRESETS["falcon-h1-0.5b"])
+    with pytest.raises(ValueError, match="mamba_n_heads times mamba_d_head must be 1536 .mamba_d_ssm"):
+        falcon_h1.FIELDS.read(HFConfig(written | {"mamba_n_heads": 20}))

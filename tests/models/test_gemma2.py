@@ -3,7 +3,7 @@
 from maxlib.models import gemma2
 from tests.models.conformance import BASE, Conformance
 
-LOCAL, GLOBAL = gemma2.LOCAL, gemma2.GLOBAL
+LOCAL, GLOBAL = gemma2.SLIDING, gemma2.FULL
 
 
 class TestGemma2(Conformance):

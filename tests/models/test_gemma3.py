@@ -78,6 +78,7 @@ class TestGemma3(Conformance):
 transformers_cases = TestGemma3.transformers_cases
 
 
+@pytest.mark.full
 def test_every_sixth_layer_is_global_unless_said_otherwise():
     transformers = pytest.importorskip("transformers")
     for changes in ({}, {"sliding_window_pattern": 4}):

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import inference, nn, sharding, training
+from maxlib import nn, sharding, training
 from maxlib.models import gemma4
 from maxlib.models._gemma4_config import GLOBAL, LOCAL, OWN, SHARES, TAKES
 from maxlib.training._pipelined_gradient import pipelined_gradient
@@ -87,7 +87,6 @@ class TestGemma4(Conformance):
         "num_kv_shared_layers": 13,
         "per_layer_config": {"0": {"head_dim": 12}},
     }
-    elsewhere = {"top_k_experts", "use_bidirectional_attention", "pad_token_id"}  # below, and with images
     presets = {
         # With both encoders; files also have keys and values of layers that take others', so that E4B comes to 8.0.
         "gemma4-e2b": 5.10,
@@ -251,66 +250,3 @@ def test_pipelines_equal_one_device_or_refuse_vectors_of_layers(tmp_path):
         for path, gradient in want.items():
             scale = float(jnp.abs(gradient[...]).max())
             np.testing.assert_allclose(got[path][...], gradient[...], atol=1e-4 * scale, err_msg=path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", TestGemma4.cases)
-def test_greedy_text_is_that_of_transformers(tmp_path, name):
-    """Prompts of several lengths, beyond the window; one cache serves the layers that share keys."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    _, model = made(tmp_path, name)
-    maxlib.save_pretrained(model, tmp_path / "export")
-    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", **how)
-    prompts = [parity.tokens(61, 12)[0, :n].tolist() for n in (3, 9, 12)]
-    ours = inference.Generator(model, cache_dtype=jnp.float32, dtype=jnp.float32)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with torch.no_grad():
-        # Without a mask, transformers hides the prompts' token 0, its padding.
-        rows = [torch.tensor([p]) for p in prompts]
-        texts = [theirs.generate(row, attention_mask=torch.ones_like(row), **options) for row in rows]
-        want = [text[0, len(p) :].tolist() for text, p in zip(texts, prompts, strict=True)]
-    assert ours.generate(prompts, max_new_tokens=12) == want
-
-
-VISION = {
-    "vision_config": {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
-                      "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
-    "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
-                     "subsampling_conv_channels": [4, 4]},
-}  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["shared", "keys_as_values"])
-def test_text_of_a_model_that_sees_and_hears_is_that_of_transformers(tmp_path, name):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    text = TestGemma4.base | TestGemma4.cases[name] | {"use_bidirectional_attention": "vision", "pad_token_id": 0}
-    tied = text.get("tie_word_embeddings", True)
-    config = transformers.Gemma4Config(text_config=text, tie_word_embeddings=tied, **VISION)
-    torch.manual_seed(0)
-    theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path)
-    tokens = parity.tokens(61, 24)
-    with torch.no_grad():
-        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    assert_close(parity.logits(maxlib.from_pretrained(tmp_path), tokens), want, 1e-4)
-
-
-@pytest.mark.full
-def test_text_of_a_unified_model_is_that_of_transformers(tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    text = BASE | TestGemma4.cases["keys_as_values"] | {"rope_parameters": ROPES, "head_dim": 8, "global_head_dim": 12}
-    config = transformers.Gemma4UnifiedConfig(
-        text_config=text,
-        vision_config={"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16, "patch_size": 2},
-        audio_config={"audio_embed_dim": 12},
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    theirs = transformers.Gemma4UnifiedForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path)
-    tokens = parity.tokens(61, 24)
-    with torch.no_grad():
-        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    assert_close(parity.logits(maxlib.from_pretrained(tmp_path), tokens), want, 1e-4)

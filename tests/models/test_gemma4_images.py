@@ -1,7 +1,6 @@
 """Gemma 4 with images against transformers: its tower, the 12B model without one, and the attention masks."""
 
 import dataclasses
-import itertools
 from typing import ClassVar
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import maxlib
-from maxlib import inference, nn, ops
+from maxlib import nn, ops
 from maxlib.models import _gemma4_towers as towers
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
@@ -40,6 +39,7 @@ TEXT = text.TestGemma4.base | {"pad_token_id": 0, "use_bidirectional_attention":
 TEXT |= {"layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 4}
 
 
+@pytest.mark.full  # by default sound, with images, is
 class TestGemma4Images(ImageConformance):
     family = "gemma4"
     config = "Gemma4Config"
@@ -80,19 +80,6 @@ class TestGemma4Images(ImageConformance):
         "vision_config.head_dim": 6,
         "vision_config.rope_parameters": {"rope_type": "yarn"},
     }
-    # What the tests of text perturb; tokens of which a model reads nothing but whether they are placeholders.
-    elsewhere: ClassVar = {
-        *IDS,
-        *UNREAD,
-        "text_config",
-        "vision_config",
-        "tie_word_embeddings",
-        "vision_config.model_type",
-    } | {
-        f"text_config.{name}"
-        for name in ({*text.TestGemma4.matters, *text.TestGemma4.refused} | text.TestGemma4.elsewhere)
-    }
-    tower_shapes: ClassVar = {*TOWER, "use_clipped_linears", "standardize"}
     presets: ClassVar = {}
     test_presets_have_the_published_size = None  # with those of text
 
@@ -144,32 +131,6 @@ class TestGemma4Images(ImageConformance):
         with pytest.raises(ValueError, match="reads text only"):
             blind.check_inputs(rows, images=parity.images(case))
 
-    @pytest.mark.full
-    def test_greedy_text_is_that_of_transformers(self, name, made, tmp_path):
-        """Prompts of two lengths with images, with a cache and without."""
-        torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-        case, directory, model = made(name)
-        how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        theirs = transformers.AutoModelForImageTextToText.from_pretrained(directory, **how)
-        rows = [case["tokens"][0, :15], case["tokens"][1, :9]]
-        ours = inference.Generator(model, dtype=jnp.float32)
-        got = ours.generate([row.tolist() for row in rows], images=parity.images(case), max_new_tokens=8)
-        for i, row in enumerate(rows):
-            ids = torch.from_numpy(row[None]).long()
-            own = self.by_row(case, i)
-            own = nn.vision.Patches(own.pixels.reshape(-1, own.pixels.shape[-1]), own.grids.reshape(-1, 3))
-            own = dataclasses.replace(own, grids=own.grids[own.grids.any(axis=1)])
-            pixels, positions = map(torch.from_numpy, parity.by_position(own, model.cfg.vision.merge))
-            given = {"pixel_values": pixels, "image_position_ids": positions, "mm_token_type_ids": (ids == IMAGE).int()}
-            options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            with torch.no_grad():
-                text = theirs.generate(ids, attention_mask=torch.ones_like(ids), **given, **options)
-            assert got[i] == text[0, len(row) :].tolist()
-            # Without a cache all scores of the text at once, up to a placeholder, which has no image.
-            new = np.array(list(itertools.takewhile(lambda token: token < AUDIO, got[i])), np.int32)
-            scores = parity.logits(model, np.concatenate([row, new])[None], own)[0, len(row) - 1 :]
-            np.testing.assert_array_equal(scores.argmax(axis=1)[: len(new)], new)
-
 
 @pytest.mark.full
 class TestUnifiedImages(TestGemma4Images):
@@ -193,8 +154,6 @@ class TestUnifiedImages(TestGemma4Images):
         "vision_config.model_type": "gemma4_vision",
         "vision_config.model_patch_size": 8,
     }
-    elsewhere: ClassVar = TestGemma4Images.elsewhere | {"text_config.pad_token_id"}
-    tower_shapes: ClassVar = {*vision_base, "model_patch_size"}
 
     test_images_that_do_not_fit_are_refused = None
     test_images_see_both_ways_in_local_layers_only = None
@@ -246,6 +205,7 @@ def test_patches_of_a_processor_are_put_in_squares():
             nn.vision.pad_patches_by_position(given[0], bad, merge=3)
 
 
+@pytest.mark.full
 def test_patches_are_those_of_the_processors():
     pytest.importorskip("torch")
     pytest.importorskip("PIL")

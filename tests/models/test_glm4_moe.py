@@ -4,9 +4,6 @@ biases.
 
 import pytest
 
-from maxlib.models import glm4_moe
-from maxlib.ops import Rope
-from maxlib.weights import HFConfig
 from tests.models import mtp
 from tests.models.conformance import BASE, Conformance
 
@@ -16,6 +13,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_po
 class TestGLM4MoE(Conformance):
     family = "glm4_moe"
     config = "Glm4MoeConfig"
+    stated = {"hidden_size": 768}
     base = BASE | {
         "moe_intermediate_size": 12,
         "n_routed_experts": 12,
@@ -42,7 +40,6 @@ class TestGLM4MoE(Conformance):
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     }
-    elsewhere = {"num_nextn_predict_layers"}  # modules are read on request
     matters = {
         "n_group": 3,
         "topk_group": 1,
@@ -77,12 +74,3 @@ def test_prediction_modules_are_those_of_transformers(modules):
 @pytest.mark.full
 def test_prediction_modules_are_left_out_unless_asked_for(modules, tmp_path):
     mtp.check_export(modules[-1], tmp_path)
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.Glm4MoeConfig(hidden_size=768)
-    short = {name: getattr(theirs, name) for name in ["model_type", *glm4_moe.FIELDS.required]}
-    cfg = glm4_moe.FIELDS.read(HFConfig(short | {"max_position_embeddings": 131072}))
-    assert cfg == glm4_moe.FIELDS.read(HFConfig(theirs.to_dict()))
-    assert (cfg.head_dim, cfg.rope) == (8, Rope(4, max_length=131072))  # half a head

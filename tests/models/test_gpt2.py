@@ -39,14 +39,6 @@ class TestGPT2(Conformance):
             "tie_word_embeddings": False,
         },
     }
-    # Of heads for classification, and of the order in which transformers rounds.
-    elsewhere = {
-        "reorder_and_upcast_attn",
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-    }
     matters = {
         "n_head": 2,
         "layer_norm_epsilon": 0.1,

@@ -1,12 +1,6 @@
 """GPT-OSS against transformers: sinks, biases, alternating windows, YaRN with untruncated bounds, the clamp."""
 
-import json
-
-import pytest
-
-from maxlib.models import gpt_oss
 from maxlib.models.gpt_oss import FULL, SLIDING
-from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
 
 YARN = {  # whose ramp lies within the few pairs of a small head
@@ -64,10 +58,3 @@ class TestGptOss(Conformance):
 
 
 transformers_cases = TestGptOss.transformers_cases
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = json.loads(transformers.GptOssConfig().to_json_string(use_diff=False))
-    short = {name: theirs[name] for name in ("model_type", *gpt_oss.FIELDS.required)}
-    assert gpt_oss.FIELDS.read(HFConfig(short)) == gpt_oss.FIELDS.read(HFConfig(theirs))

@@ -75,12 +75,6 @@ class TestGranite4(Conformance):
         "mamba_d_head": 8,
         "mamba_expand": 3,
     }
-    # They decide which weights there are, or of which shape; nothing here is rotated, and chunks are no part of the
-    # function.
-    elsewhere = {
-        *("rope_parameters", "mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_conv_bias", "mamba_proj_bias"),
-        *("shared_intermediate_size", "mamba_chunk_size"),
-    }
     presets = {
         "granite-4.0-1b": 1.632,
         "granite-4.0-micro": 3.403,
@@ -103,64 +97,6 @@ def test_both_names_of_layers_are_read():
     read = lambda *types: granite4.FIELDS.read(HFConfig(config | {"layer_types": list(types)})).layer_types
     assert read("linear_attention", "full_attention", "mamba") == (MAMBA, FULL, MAMBA) == read(MAMBA, FULL, MAMBA)
     assert granite4.FIELDS.read(HFConfig(config)).layer_types == (MAMBA,) * 3
-
-
-# The config.json of Granite 4.0 1B.
-RELEASED = {
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attention_multiplier": 0.0078125,
-    "bos_token_id": 100257,
-    "embedding_multiplier": 12,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "init_method": "mup",
-    "initializer_range": 0.1,
-    "intermediate_size": 4096,
-    "layer_types": ["attention"] * 40,
-    "logits_scaling": 8,
-    "mamba_chunk_size": 256,
-    "mamba_conv_bias": True,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 256,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 128,
-    "mamba_proj_bias": False,
-    "max_position_embeddings": 131072,
-    "model_type": "granitemoehybrid",
-    "normalization_function": "rmsnorm",
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 0,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 4,
-    "num_local_experts": 0,
-    "output_router_logits": False,
-    "pad_token_id": 100256,
-    "position_embedding_type": "rope",
-    "residual_multiplier": 0.22,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.01,
-    "shared_intermediate_size": 4096,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.56.0",
-    "use_cache": True,
-    "vocab_size": 100352,
-}
-
-
-def test_a_preset_without_mamba_is_what_the_release_says():
-    """But for the sizes of Mamba, which belong to no layer."""
-    fields, want = HFConfig(RELEASED), granite4.PRESETS["granite-4.0-1b"]
-    cfg = granite4.FIELDS.read(fields)
-    fields.done()
-    assert dataclasses.replace(cfg, mamba_heads=want.mamba_heads, mamba_state=want.mamba_state) == want
 
 
 def test_heads_of_mamba_have_a_whole_width():

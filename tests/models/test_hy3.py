@@ -1,9 +1,5 @@
 """Hy3 against transformers: norms on heads, dense first layers, a bias on the choice of experts, shared ones."""
 
-import pytest
-
-from maxlib.models import hy3
-from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
@@ -33,8 +29,6 @@ class TestHy3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
     }
-    # One decides which weights there are; the other rounds.
-    elsewhere = {"num_shared_experts", "enable_moe_fp32_combine"}
     refused = Conformance.refused | {
         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
         "first_k_dense_replace": 1,  # beside two dense ones
@@ -52,11 +46,3 @@ class TestHy3(Conformance):
 
 
 transformers_cases = TestHy3.transformers_cases
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.HYV3Config()
-    short = {name: getattr(theirs, name) for name in ["model_type", *hy3.FIELDS.required]}
-    short["max_position_embeddings"] = theirs.max_position_embeddings
-    assert hy3.FIELDS.read(HFConfig(short)) == hy3.FIELDS.read(HFConfig(theirs.to_dict()))

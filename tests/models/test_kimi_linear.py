@@ -49,13 +49,6 @@ class TestKimiLinear(Conformance):
         "tie_word_embeddings": True,  # transformers ties nothing here
         "layer_types": [LINEAR, "chunked", LINEAR, FULL],
     }
-    # What decides which weights there are, what is of no effect with one group, and the length.
-    elsewhere = {
-        *kimi_linear.FIELDS.ignored,
-        "layer_types", "mlp_layer_types", "topk_group", "model_max_length", "linear_num_heads", "linear_head_dim",
-        "num_shared_experts",
-    }  # fmt: skip
-    absent = {"head_dim"}  # of no effect
     presets = {"kimi-linear-48b-a3b": 49.122}
     depths = None
     windows = {"in_turn": {3, 2}, "groups": {2}}  # inputs of the convolution, heads of states, rows of latents

@@ -30,11 +30,6 @@ class TestLFM2(Conformance):
     }
     matters = {"norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     refused = {"block_use_swiglu": False, "layer_types": [CONV, "chunked", CONV, FULL]}
-    # They decide which weights there are, or of which shape.
-    elsewhere = {
-        *("layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias"),
-        *("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"),
-    }
     presets = {
         "lfm2-350m": 0.354,
         "lfm2-700m": 0.742,
@@ -49,6 +44,7 @@ class TestLFM2(Conformance):
 
 class TestLFM2Experts(Conformance):
     family = "lfm2"
+    test_what_a_config_leaves_out_is_as_in_transformers = None  # it must say what each layer is
     config = "Lfm2MoeConfig"
     base = (
         BASE
@@ -71,7 +67,6 @@ class TestLFM2Experts(Conformance):
         "routed_scaling_factor": 2.5,
     }
     refused = {"layer_types": [CONV, "chunked", FULL]}
-    elsewhere = {"layer_types", "conv_L_cache", "conv_bias", "num_dense_layers", "use_expert_bias"}
     presets = TestLFM2.presets
     windows = {"experts": {SEQ, 2}, "unbiased_experts": {SEQ, 2}}
     depths = None

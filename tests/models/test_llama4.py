@@ -73,7 +73,6 @@ class TestLlama4(Conformance):
         "no_rope_layers": [1],  # for two layers
         "attention_chunk_size": None,
     }
-    absent = {"intermediate_size_mlp"}  # the first case has experts in every layer
     # What Hugging Face counts in the released files, in billions.
     presets = {"llama4-17b-16e": 108.6418, "llama4-17b-128e": 401.5838}
     depths = (4, 8)
@@ -82,6 +81,7 @@ class TestLlama4(Conformance):
 transformers_cases = TestLlama4.transformers_cases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [

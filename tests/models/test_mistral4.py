@@ -14,7 +14,7 @@ from maxlib.weights import HFConfig
 from maxlib.weights.files import Header, write_file
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, assert_close
-from tests.models.test_mistral_images import GLUE, NEW, Pixtral
+from tests.models.test_mistral_images import Pixtral
 
 ROPE = {
     "rope_type": "yarn",
@@ -82,7 +82,6 @@ class Mistral4:
     presets = {"mistral-small-4-119b": 119.40}
     rules = Conformance.rules | {"expert": "data"}
     slot_axis = -2  # [rows, slots, latent]
-    gradients_by_default = True
 
 
 @pytest.mark.full
@@ -99,6 +98,11 @@ class TestMistral4(Mistral4, Pixtral):
 
 class TestText(Mistral4, Conformance):
     config = "Mistral4Config"
+    stated = {
+        "rope_parameters": ROPE
+        | {"original_max_position_embeddings": 8192, "max_position_embeddings": 1_048_576}
+        | {"partial_rotary_factor": 0.5}
+    }
     base = TEXT
     cases = {"groups": GROUPS | {"vocab_size": 53}, "halves_tied": HALVES}
     matters = MATTERS
@@ -139,7 +143,7 @@ def released(tmp_path_factory):
     return path, plain
 
 
-@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("sees", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_released_float8_is_read_like_plain_weights(sees, released, tmp_path):
     path, plain = released
     model = maxlib.from_pretrained(path, dtype="float32", **({} if sees else {"vision": None}))
@@ -175,87 +179,25 @@ def test_scores_without_yarns_magnitude(tmp_path):
     assert np.abs(got - case["logits"]).max() > 0.01 * case["logits"].std()
 
 
-# --- what the release says ---
-
-_119B = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "first_k_dense_replace": 0,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "kv_lora_rank": 256,
-    "max_position_embeddings": 1048576,
-    "mlp_bias": False,
-    "model_type": "mistral4",
-    "moe_intermediate_size": 2048,
-    "n_group": 1,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 32,
-    "pretraining_tp": 1,
-    "q_lora_rank": 1024,
-    "qk_head_dim": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_interleave": True,
-    "rope_parameters": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 128.0,
-        "llama_4_scaling_beta": 0.1,
-        "max_position_embeddings": 1048576,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 8192,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 10000.0,
-        "rope_type": "yarn",
-        "type": "yarn",
-    },
-    "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_cache": True,
-    "v_head_dim": 128,
-    "vocab_size": 131072,
-}
-RELEASED = GLUE | {"text_config": _119B, "vision_config": NEW, "tie_word_embeddings": False}
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.Mistral4Config().to_dict()
-    short = {name: theirs[name] for name in ["model_type", *mistral4.FIELDS.required, "rope_parameters"]}
-    whole = HFConfig(theirs)
-    assert mistral4.FIELDS.read(HFConfig(short)) == mistral4.FIELDS.read(whole)
-    whole.done()
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor must be qk_rope_head_dim \(64\) of 128, got 0.25"),
+        ({"partial_rotary_factor": 4 / 14}, r"partial_rotary_factor must be qk_rope_head_dim \(6\) of 14, got"),
         ({"llama_4_scaling_beta": None}, "rope_parameters.llama_4_scaling_beta must be given, but it is null"),
         ({"rope_type": "default", "type": "default"}, r"a mistral4 sharpens its queries .*rope_parameters"),
         ({"max_position_embeddings": 4096}, "max_position_embeddings"),
     ],
 )
 def test_ropes_that_cannot_be_are_refused(change, match):
-    rope = _119B["rope_parameters"] | change
+    config = parity.golden("mistral4")["groups"]["config"]
+    config = config | {"rope_parameters": config["rope_parameters"] | change}
     with pytest.raises(ValueError, match=match):
-        mistral4.FIELDS.read(HFConfig(_119B | {"rope_parameters": rope}))
+        mistral4.FIELDS.read(HFConfig(config))
 
 
 def test_a_mistral3_of_another_text_is_no_mistral4(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(RELEASED))
+    config = parity.golden("mistral4")["sees"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert maxlib.weights.read_model(tmp_path)[0] is mistral4.FAMILY
     with pytest.raises(ValueError, match="text_config.model_type must be 'mistral4', got 'mistral'"):
-        mistral4.FIELDS.read(HFConfig(RELEASED | {"text_config": _119B | {"model_type": "mistral"}}))
+        mistral4.FIELDS.read(HFConfig(config | {"text_config": config["text_config"] | {"model_type": "mistral"}}))

@@ -4,14 +4,10 @@ transformers has the text only within a model that sees. A class around its text
 stands for it here; a test compares with the whole.
 """
 
-import dataclasses
-
 import pytest
 
 import maxlib
-from maxlib.models import muse_glimmer
 from maxlib.models.muse_glimmer import FULL, SLIDING
-from maxlib.weights import HFConfig
 from tests.models import conformance, parity
 from tests.models.conformance import Conformance, assert_close
 
@@ -133,35 +129,3 @@ def test_text_of_a_model_that_sees_is_that_of_transformers(tmp_path):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     assert_close(parity.logits(maxlib.from_pretrained(tmp_path, tower=None), tokens), want, 1e-4)
-
-
-# What the release says of its text.
-RELEASED = {
-    "model_type": "muse_glimmer_text",
-    "hidden_size": 6656,
-    "intermediate_size": 19968,
-    "num_hidden_layers": 52,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 202048,
-    "max_position_embeddings": 131072,
-    "hidden_activation": "silu",
-    "rms_norm_eps": 1e-5,
-    "post_norm_eps": 1e-8,
-    "qk_scale_factor": 3.87,
-    "final_logit_softcapping": 20.0,
-    "output_multiplier": 0.19611613513818404,
-    "sliding_window": 2048,
-    "tie_word_embeddings": False,
-    "layer_types": ([SLIDING] * 3 + [FULL]) * 13,
-    "layer_rope_theta": ([500000.0] * 3 + [0.0]) * 13,
-    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
-}
-
-
-def test_preset_is_what_the_release_says():
-    fields = HFConfig({"model_type": "muse_glimmer", "text_config": RELEASED, "vision_config": {}})
-    cfg = muse_glimmer.FIELDS.read(fields)
-    assert dataclasses.replace(cfg, tower=None) == muse_glimmer.PRESETS["muse-glimmer-30b"]
-    fields.done()

@@ -28,6 +28,7 @@ NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 class TestNemotronH(Conformance):
     family = "nemotron_h"
+    test_what_a_config_leaves_out_is_as_in_transformers = None  # it must say what each layer is
     config = "NemotronHConfig"
     dtype = "float64"
     gradients = 1e-3  # what float32 differs by from float64 here
@@ -61,21 +62,6 @@ class TestNemotronH(Conformance):
     refused = {"mlp_hidden_act": "silu", "mamba_hidden_act": "gelu", "mlp_bias": True, "attention_bias": True}
     refused |= {"tie_word_embeddings": True, "sliding_window": 5, "residual_in_fp32": True, "n_shared_experts": 2}
     refused |= {"layers_block_type": [MAMBA, "chunked"]}
-    absent = {"intermediate_size"}  # the first case has no dense MLP
-    # They decide which weights there are, or of which shape; or nothing reads them. Groups are in the second case.
-    elsewhere = {
-        *SIZES,
-        *nemotron_h.FIELDS.ignored,
-        *(
-            "moe_latent_size",
-            "use_bias",
-            "use_conv_bias",
-            "conv_kernel",
-            "n_group",
-            "topk_group",
-            "hybrid_override_pattern",
-        ),
-    }
     presets = {"nemotron-3-nano-30b-a3b": 31.578, "nemotron-3-super-120b-a12b": 120.669}
     depths = None
     windows = {"latent": {SEQ, 3, 4}, "groups_biases": {SEQ, 2, 4}}
@@ -100,68 +86,9 @@ def test_the_number_of_chosen_groups_matters(tmp_path):
     assert np.abs(one - two).max() > 1e-3 * two.std()
 
 
-# The config.json of Nemotron 3 Nano, in the spelling of its time.
-RELEASED = {
-    "architectures": ["NemotronHForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "chunk_size": 128,
-    "conv_kernel": 4,
-    "eos_token_id": 2,
-    "expand": 2,
-    "head_dim": 128,
-    "hidden_dropout": 0.0,
-    "hidden_size": 2688,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "initializer_range": 0.02,
-    "intermediate_size": 1856,
-    "layer_norm_epsilon": 1e-05,
-    "mamba_head_dim": 64,
-    "mamba_hidden_act": "silu",
-    "mamba_num_heads": 64,
-    "mamba_proj_bias": False,
-    "mamba_ssm_cache_dtype": "float32",
-    "max_position_embeddings": 262144,
-    "mlp_bias": False,
-    "mlp_hidden_act": "relu2",
-    "model_type": "nemotron_h",
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "n_group": 1,
-    "n_groups": 8,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "norm_eps": 1e-05,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 52,
-    "num_key_value_heads": 2,
-    "num_logits_to_keep": 1,
-    "pad_token_id": 0,
-    "partial_rotary_factor": 1.0,
-    "rescale_prenorm_residual": True,
-    "residual_in_fp32": False,
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "sliding_window": None,
-    "ssm_state_size": 128,
-    "tie_word_embeddings": False,
-    "time_step_floor": 0.0001,
-    "time_step_max": 0.1,
-    "time_step_min": 0.001,
-    "topk_group": 1,
-    "use_bias": False,
-    "use_cache": True,
-    "use_conv_bias": True,
-    "use_mamba_kernels": True,
-    "vocab_size": 131072,
-}
-
-
 def test_names_and_letters_of_layers_are_read():
-    read = lambda **fields: nemotron_h.FIELDS.read(HFConfig(RELEASED | fields)).pattern
+    written = nemotron_h.FIELDS.write(nemotron_h.PRESETS["nemotron-3-nano-30b-a3b"])
+    read = lambda **fields: nemotron_h.FIELDS.read(HFConfig(written | fields)).pattern
     names = ["mamba", "moe", "attention", "mlp"]
     assert (
         read(layers_block_type=names, num_hidden_layers=4)

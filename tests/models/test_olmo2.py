@@ -71,6 +71,7 @@ def test_sliding_layers_rotate_like_full_ones_without_scaling(change):
         olmo2.FIELDS.read(HFConfig(fields))
 
 
+@pytest.mark.full
 def test_every_fourth_layer_sees_everything():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Olmo3Config(**BASE | {"num_hidden_layers": 9})

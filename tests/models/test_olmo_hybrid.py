@@ -3,14 +3,10 @@
 import json
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
 import maxlib
-from maxlib.models import olmo_hybrid
 from maxlib.models.olmo_hybrid import FULL, LINEAR
-from maxlib.ops import Rope
-from maxlib.weights import HFConfig
 from tests.models import parity
 from tests.models.conformance import BASE, SEQ, Conformance
 
@@ -51,8 +47,6 @@ class TestOLMoHybrid(Conformance):
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
     refused = {"hidden_act": "gelu", "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
-    # The first decides which weights there are; the others how rates are drawn.
-    elsewhere = {"layer_types", *olmo_hybrid.FIELDS.ignored}
     presets = {"olmo-hybrid-7b": 7.431}
     depths = (4, 8)
     windows = {"in_turn": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
@@ -74,15 +68,3 @@ def test_other_names_of_norms_are_read(tmp_path):
     save_file(tensors, tmp_path / "other" / "model.safetensors")
     want, got = (parity.logits(maxlib.from_pretrained(path), case["tokens"]) for path in (written, tmp_path / "other"))
     np.testing.assert_array_equal(got, want)
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.OlmoHybridConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *olmo_hybrid.FIELDS.required]}
-    cfg = olmo_hybrid.FIELDS.read(HFConfig(short))
-    assert cfg == olmo_hybrid.FIELDS.read(HFConfig(theirs.to_dict()))
-    assert cfg.rope == Rope(128, max_length=65_536)
-    fields = HFConfig(theirs.to_dict() | {"rope_parameters": NOPE})
-    assert olmo_hybrid.FIELDS.read(fields) == olmo_hybrid.PRESETS["olmo-hybrid-7b"]
-    fields.done()

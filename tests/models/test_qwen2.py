@@ -3,10 +3,10 @@
 import pytest
 
 from maxlib.models import qwen2
-from maxlib.models.qwen2 import FULL, SLIDING
 from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
@@ -57,6 +57,7 @@ class TestQwen2(Conformance):
 transformers_cases = TestQwen2.transformers_cases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [

@@ -1,10 +1,10 @@
 """Qwen3 against transformers: norms of queries and keys, wide heads, windows on some layers."""
 
 from maxlib.models import qwen3
-from maxlib.models.qwen3 import FULL, SLIDING
 from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 import maxlib
 from maxlib import inference, training
 from maxlib.models import qwen3_5
-from maxlib.ops import Rope
 from maxlib.weights import HFConfig
 from tests.models import parity, qwen_mtp
 from tests.models.conformance import BASE, SEQ, Conformance
@@ -57,7 +56,6 @@ class TestQwen35(Conformance):
         "mtp_use_dedicated_embeddings": True,
         "layer_types": [LINEAR],
     }
-    elsewhere = {"layer_types"}  # other weights
     presets = {
         "qwen3.5-0.8b": 0.853,
         "qwen3.5-2b": 2.213,
@@ -85,7 +83,6 @@ class TestQwen35MoE(TestQwen35):
     base = {name: value for name, value in BASE.items() if name != "intermediate_size"} | SMALL | EXPERTS
     cases = {"experts": {"layer_types": KINDS, "linear_key_head_dim": 8}}
     matters = {"num_experts_per_tok": 2, "rms_norm_eps": 0.1}
-    elsewhere = {"layer_types", "rope_parameters"}
     refused = {"norm_topk_prob": False, "decoder_sparse_step": 2, "hidden_act": "gelu"}
     windows = {"experts": {SEQ, 3, 4}}
     rules = Conformance.rules | {"expert": "data"}
@@ -128,7 +125,6 @@ class TestQwen35Images(ImageConformance):
         "text_config.rope_parameters": SECTIONS | {"mrope_section": [3, 1, 0]},
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
     }
-    elsewhere = ImageConformance.elsewhere | {"text_config.layer_types"}
     refused = ImageConformance.refused | {
         "text_config.rope_parameters.mrope_section": [1, 2, 1],
         "vision_config.model_type": "siglip_vision_model",
@@ -146,11 +142,6 @@ class TestQwen35MoEImages(TestQwen35Images):
     text_base = TestQwen35MoE.base | {"rope_parameters": SECTIONS}
     cases = {"images_experts": {"text": {"layer_types": KINDS, "linear_key_head_dim": 8}}}
     matters = {"text_config.num_experts_per_tok": 2}
-    elsewhere = TestQwen35Images.elsewhere | {
-        "text_config.rms_norm_eps",
-        "text_config.rope_parameters",
-        "vision_config.rope_parameters",
-    }
     rules = ImageConformance.rules | {"expert": "data"}
 
 
@@ -240,13 +231,3 @@ def test_the_module_reads_text_only():
     batch = jax.tree.map(jnp.asarray, batch)
     with pytest.raises(ValueError, match="this batch has images: train with NextToken"):
         jax.eval_shape(lambda model: training.MTP()(model, batch), model)
-
-
-@pytest.mark.parametrize("config", ["Qwen3_5TextConfig", "Qwen3_5MoeTextConfig"])
-def test_what_a_config_leaves_out_is_as_in_transformers(config):
-    transformers = pytest.importorskip("transformers")
-    theirs = getattr(transformers, config)()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_5.FIELDS.required]}
-    cfg = qwen3_5.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
-    assert cfg == qwen3_5.FIELDS.read(HFConfig(theirs.to_dict()))
-    assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head

@@ -2,8 +2,6 @@
 renormalisation.
 """
 
-import pytest
-
 from maxlib.models import qwen3_moe
 from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
@@ -73,12 +71,3 @@ def test_dense_layers_stand_where_the_config_says():
     assert layers(1, [0, 4]) == (False, True, True, True, False, True)
     assert layers(3, []) == (False, False, True, False, False, True)
     assert layers(2, [1]) == (False, False, False, True, False, True)
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.Qwen3MoeConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_moe.FIELDS.required]}
-    cfg = qwen3_moe.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
-    assert cfg == qwen3_moe.FIELDS.read(HFConfig(theirs.to_dict()))
-    assert cfg.head_dim == 64  # dim / heads, other than for the dense models

@@ -3,7 +3,6 @@
 import pytest
 
 from maxlib.models import qwen3_next
-from maxlib.ops import Rope
 from maxlib.weights import HFConfig
 from tests.models import parity, qwen_mtp
 from tests.models.conformance import BASE, SEQ, Conformance
@@ -60,7 +59,6 @@ class TestQwen3Next(Conformance):
         "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
     }
     refused = Conformance.refused | {"use_sliding_window": True, "layer_types": [LINEAR, "chunked"]}
-    elsewhere = {"mlp_only_layers", "layer_types"}  # other weights
     presets = {"qwen3-next-80b-a3b": 79.674}
     rules = Conformance.rules | {"expert": "data"}
     windows = {
@@ -86,15 +84,6 @@ def test_layers_are_what_the_config_says():
     ]
     with pytest.raises(ValueError, match="full_attention_interval must be at least 1"):
         kinds(full_attention_interval=0)
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.Qwen3NextConfig()
-    short = {name: getattr(theirs, name) for name in ["model_type", *qwen3_next.FIELDS.required]}
-    cfg = qwen3_next.FIELDS.read(HFConfig(short | {"max_position_embeddings": 32768}))
-    assert cfg == qwen3_next.FIELDS.read(HFConfig(theirs.to_dict()))
-    assert cfg.rope == Rope(64, max_length=32768)  # a quarter of a head
 
 
 @pytest.mark.full

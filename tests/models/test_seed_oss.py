@@ -1,9 +1,5 @@
 """Seed-OSS against transformers: separate options for the biases of attention and output."""
 
-import pytest
-
-from maxlib.models import seed_oss
-from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
@@ -30,16 +26,8 @@ class TestSeedOss(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    elsewhere = {"attention_out_bias"}  # the second case has it; it decides which weights there are
     refused = Conformance.refused | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 3}
     presets = {"seed-oss-36b": 36.15}
 
 
 transformers_cases = TestSeedOss.transformers_cases
-
-
-def test_what_a_config_leaves_out_is_as_in_transformers():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.SeedOssConfig()
-    short = {name: getattr(theirs, name) for name in [*BASE, "model_type"]}
-    assert seed_oss.FIELDS.read(HFConfig(short)) == seed_oss.FIELDS.read(HFConfig(theirs.to_dict()))

@@ -3,11 +3,11 @@
 import pytest
 
 from maxlib.models import smollm3
-from maxlib.models.smollm3 import FULL, SLIDING
 from maxlib.weights import HFConfig
 from tests.models import conformance
 from tests.models.conformance import Conformance
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 BASE = conformance.BASE | dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -55,6 +55,7 @@ class TestSmolLM3(Conformance):
 transformers_cases = TestSmolLM3.transformers_cases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [

@@ -1,6 +1,5 @@
 """Every kernel that claims to run on the accelerator here, at the sizes of training: 2k to 32k tokens, forward and
-backward, against float32, ten runs bitwise alike (of cuDNN and tokamax: ten right ones). On a CPU the same code
-compares `chunked` at small sizes.
+backward, against float32, ten runs bitwise alike (of cuDNN and tokamax: ten right ones).
 """
 
 import jax
@@ -8,52 +7,24 @@ import jax.numpy as jnp
 import pytest
 
 from maxlib import quantization
-from maxlib.ops._check import worker
-from maxlib.ops._check.cases import CASES, Attention
+from maxlib.ops._check import compare
+from maxlib.ops._check.cases import CASES
+from maxlib.ops._check.run import implementations
 from maxlib.quantization import _blocks
 from maxlib.quantization._matmul import Quantized
 
-WIDENS = {"ragged_dot"}  # on GPUs XLA multiplies every row with every expert, which does not fit
-KERNELS = [(name, one) for name, case in CASES.items() for one in worker.names(case.op)]
-
-
-def compare(case, implementation, dtype):
-    given = case.arrays(dtype)
-    run, how = worker._runner(case, implementation, given)
-    return (
-        {"status": "refused", "why": how}
-        if run is None
-        else worker._compared(
-            case,
-            run,
-            given,
-            worker._truth(case, given),
-            worker.REPEATS,
-            same=(case.op, implementation) not in worker.VARY,
-        )
-    )
+KERNELS = [(name, kernel) for name, case in CASES.items() for kernel in implementations(case.op)]
 
 
 @pytest.mark.gpu
 @pytest.mark.tpu
-@pytest.mark.parametrize(("name", "implementation"), KERNELS, ids=[" ".join(one) for one in KERNELS])
+@pytest.mark.parametrize(("name", "implementation"), KERNELS, ids=[" ".join(pair) for pair in KERNELS])
 def test_kernels_are_right_at_the_sizes_of_training(name, implementation):
-    if implementation in WIDENS and jax.default_backend() == "gpu":
-        pytest.skip(f"{implementation} does not fit at this size")
-    found = compare(CASES[name], implementation, jnp.bfloat16)
-    if found["status"] == "refused":
-        pytest.skip(found["why"])
-    assert found["status"] == "right", found
-
-
-@pytest.mark.parametrize("name", ["window", "eight documents"])
-def test_the_comparison_finds_a_kernel_that_is_wrong(name, monkeypatch):
-    case = CASES[name].small()
-    assert isinstance(case, Attention) and compare(case, "chunked", jnp.float32)["status"] == "right"
-    right = worker.bound
-    scaled = lambda op, one: lambda *args, **more: right(op, one)(*args, **more) * (1.001 if one == "chunked" else 1)
-    monkeypatch.setattr(worker, "bound", scaled)
-    assert compare(case, "chunked", jnp.float32)["status"] == "wrong"
+    job = implementation, CASES[name]
+    row = compare.prepare(job) or compare.compare(job)
+    if row["status"] == "refused":
+        pytest.skip(row["why"])
+    assert row["status"] == "right", row
 
 
 @pytest.mark.gpu

@@ -85,14 +85,13 @@ PAIRWISE = [
 
 
 @pytest.mark.parametrize(
-    ("implementation", "softcap", "z_loss", "smoothing", "ignore_index", "chunk", "dtype", "weighted"),
-    [pytest.param("chunked", *row, marks=() if i in (1, 2, 3) else pytest.mark.full) for i, row in enumerate(PAIRWISE)]
-    + [pytest.param("reference", *row, marks=() if i == 2 else pytest.mark.full) for i, row in enumerate(PAIRWISE[:4])],
+    ("softcap", "z_loss", "smoothing", "ignore_index", "chunk", "dtype", "weighted"),
+    [pytest.param(*row, marks=() if i in (1, 2, 3) else pytest.mark.full) for i, row in enumerate(PAIRWISE)],
 )
-def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, dtype, weighted, implementation):
+def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, dtype, weighted):
     hidden, weight, targets, weights = inputs(dtype, ignore_index=ignore_index)
     options = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}
-    own = dict(label_smoothing=smoothing, chunk=chunk, implementation=implementation, **options)
+    own = dict(label_smoothing=smoothing, chunk=chunk, **options)
 
     def loss(hidden, weight, weights):
         out = fused_linear_cross_entropy(hidden, weight, targets, weights=weights if weighted else None, **own)
@@ -219,16 +218,14 @@ def test_memory_is_bounded_by_the_chunk(field):
     tokens, dim, vocab, chunk = 2048, 16, 4000, 128
     args = jnp.zeros((tokens, dim)), jnp.zeros((vocab, dim)), jnp.zeros(tokens, jnp.int32)
 
-    def temporary(implementation):
+    def temporary(chunk):
         def total(h, w, y):
-            return jnp.sum(
-                getattr(fused_linear_cross_entropy(h, w, y, chunk=chunk, implementation=implementation), field)
-            )
+            return jnp.sum(getattr(fused_linear_cross_entropy(h, w, y, chunk=chunk), field))
 
         return jax.jit(jax.grad(total, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary("chunked") < 4 * (3 * chunk * vocab + 2 * vocab * dim + 4 * tokens * dim)
-    assert temporary("reference") > 4 * tokens * vocab
+    assert temporary(chunk) < 4 * (3 * chunk * vocab + 2 * vocab * dim + 4 * tokens * dim)
+    assert temporary(tokens) > 4 * tokens * vocab
 
 
 @pytest.fixture
@@ -331,8 +328,6 @@ BAD = {
     "z_loss must not be negative": {"z_loss": -1.0},
     "label_smoothing must be in": {"label_smoothing": 1.5},
     "at least 1 token": {"chunk": 0},
-    "implementation must be": {"implementation": "fast"},
-    "whole weight": {"implementation": "reference", "axis_name": "tensor"},
 }
 
 

@@ -14,12 +14,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
-from maxlib.ops import _dispatch
 from maxlib.ops._recurrent import jax_linear_attention as module
 from maxlib.ops._recurrent import recurrence
-from maxlib.ops._recurrent.gated_delta import GATED_DELTA as GATED_DELTA_OP
 from maxlib.ops._recurrent.jax_linear_attention import installed_version
-from maxlib.ops._recurrent.recurrence import RecurrentCall
 from maxlib.plan._targets import devices_of, has_gpu_compiler, parse_target
 from tests.ops import linear_attention_package as package
 from tests.ops.hopper import gpu, no_gpu
@@ -90,35 +87,6 @@ def test_where_they_are_not_installed_the_reason_says_how(rule, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "says"),
-    [
-        (H100, "jax_linear_attention is not installed: pip install 'maxlib[linear-attention]'"),
-        (A100, "jax_linear_attention is for NVIDIA's Hopper"),
-    ],
-    ids=str,
-)
-def test_a_gpu_says_once_why_a_recurrence_runs_in_plain_xla(device, says, monkeypatch, caplog):
-    monkeypatch.setattr(_dispatch, "_warned", set())
-    monkeypatch.setattr(module, "installed_version", lambda: None)
-    call = lambda tokens: RecurrentCall(
-        batch=1,
-        tokens=tokens,
-        key_heads=2,
-        heads=4,
-        key_dim=128,
-        value_dim=128,
-        dtype="bfloat16",
-        platform=device[0],
-        device_kind=device[1],
-    )
-    for _ in range(2):
-        assert GATED_DELTA_OP.choose(call(64)).kernel == "chunked"
-        assert GATED_DELTA_OP.choose(call(1)).kernel == "sequential"
-    (said,) = caplog.records
-    assert said.message.startswith(f"gated_delta_rule runs 'chunked' on {device[1]}") and says in said.message
-
-
-@pytest.mark.parametrize(
     ("rule", "change", "reason"),
     [
         *[(rule, dict(dtype=jnp.float32), "not in float32") for rule in RECURRENCES.values()],
@@ -137,12 +105,6 @@ def test_what_they_cannot_run_is_explained(rule, change, reason, installed):
     found = explained(rule, **change)
     assert found.chosen == "chunked" and reason in found.refused[NAME]
     assert explained(rule, **change, implementation=NAME).chosen is None
-
-
-def test_what_they_cannot_run_is_an_error(rule):
-    x = jax.tree.map(jnp.asarray, rule.inputs(tokens=20))
-    with pytest.raises(ValueError, match=rf"{rule.op}: {NAME} was requested, but it .*Pass implementation=None"):
-        rule(x, implementation=NAME)
 
 
 def test_arrays_that_vary_over_a_mesh_axis_are_refused(installed, monkeypatch):

@@ -62,13 +62,6 @@ def test_the_transpose_of_narrow_operands(kinds, interpreted):
     np.testing.assert_array_equal(got, loop(rows, np.zeros((3, 7, 5)), counts, d_out)[2])
 
 
-@pytest.mark.parametrize(("dtype", "out", "theirs"), [("bfloat16", None, True), ("int8", "float32", False)])
-def test_the_explanation_says_where_another_kernel_multiplies(dtype, out, theirs):
-    rows, weights = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((512, 256), (4, 128, 256)))
-    found = ops.explain_grouped_matmul(rows, weights, out_dtype=out and jnp.dtype(out), device=("tpu", "v5p"))
-    assert found.chosen == "megablox" and ("ragged_dot" in found.reason) != theirs
-
-
 @pytest.mark.full
 def test_stages_of_a_pipeline(interpreted):
     """Under `jax.vmap` each runs by itself, with its own gradient."""

@@ -13,8 +13,7 @@ import jax_triton
 import numpy as np
 from triton.runtime import interpreter
 
-from maxlib.ops._grouped_matmul.ragged_tiles import TritonTile, TritonTiles
-from maxlib.ops._grouped_matmul.tokamax_triton import tokamax
+from maxlib.ops._grouped_matmul.tokamax_triton import TritonTile, TritonTiles, tokamax
 from tests.ops.test_grouped_matmul import arrays, loop
 
 COUNTS = {

@@ -50,3 +50,22 @@ def merge_sinks(
     total = jnp.logaddexp(seen, sink)
     keep = jnp.exp(seen - total)
     return (out * keep[..., None]).astype(out.dtype), jnp.where(total == lowest, -jnp.inf, total)
+
+
+def sinks_gradient(
+    sinks: Float[Array, " N"],
+    out: Float[Array, "B T N Hv"],
+    lse: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N Hv"],
+) -> Float[Array, " N"]:
+    """Returns the gradient of the sinks: a sink takes `exp(sink - lse)` of a row's weights, and has no value.
+
+    Args:
+        sinks: The additional logit of each head.
+        out: Output with the sinks included.
+        lse: Log-sum-exp with the sinks included.
+        d_out: Gradient of the output.
+    """
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
+    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
+    return -jnp.sum(share * delta, axis=(0, 1)).astype(sinks.dtype)

@@ -3,7 +3,7 @@
 Shapes: B rows, T new tokens, S keys, D width, N heads, R latent size (with the rotated key where cached), H head width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -138,7 +138,8 @@ class MLA(SequenceMixer):
             cache = cache.extend(latent, ctx)
             latent = cache.latent
         run = self._absorbed if cache is not None and x.shape[1] == 1 else self._naive
-        return self.o(run(q, latent.astype(x.dtype), ctx, ctx.mask_hint(self.mask, cache))), cache
+        heads = run(q, latent.astype(x.dtype), ctx, ctx.mask_hint(self.mask, cache))
+        return self.o(checkpoint_name(heads, "heads")), cache
 
     def queries(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T N H"]:
         """Returns queries `B T N H`, the unrotated part first."""
@@ -223,7 +224,7 @@ class MLA(SequenceMixer):
         """Returns the queries and keys `B T N H` that enter the scores, for probes."""
         return self.queries(x, ctx), self._keys(self.latents(x, ctx))
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        if self.temperature is not None:
-            yield "temperature tuning"
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return () if self.temperature is None else ("temperature tuning",)

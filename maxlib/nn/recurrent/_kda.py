@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D width, N heads of width H, R rank of the gates, W taps of the convolution.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -45,6 +44,8 @@ class KimiDeltaAttention(SequenceMixer):
     """
 
     op: ClassVar[str | None] = "kimi_delta_attention"
+    kind: ClassVar[str | None] = "Kimi delta attention"
+    features: ClassVar[tuple[str, ...]] = ("short convolution",)
 
     def __init__(
         self,
@@ -58,8 +59,6 @@ class KimiDeltaAttention(SequenceMixer):
         rngs: nnx.Rngs,
     ):
         D, N, H, R, W = dim, num_heads, head_dim, head_dim, conv_width
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
 
         def project() -> Einsum:
             return Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), rngs=rngs)
@@ -103,7 +102,8 @@ class KimiDeltaAttention(SequenceMixer):
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         # [B, T, D] -> [B, T, R] -> [B, T, N, H]
         gate = constrain(self.gate_up(self.gate_down(x)), *HEADS).astype(out.dtype)
-        return self.o((out * jax.nn.sigmoid(gate)).astype(x.dtype)), cache
+        heads = checkpoint_name((out * jax.nn.sigmoid(gate)).astype(x.dtype), "heads")
+        return self.o(heads), cache
 
     def _rates(self, x: Array) -> tuple[Array, Array]:
         """Returns log decays, `B T N H`, and steps, `B T N`, in float32 or wider."""
@@ -128,12 +128,3 @@ class KimiDeltaAttention(SequenceMixer):
         N, H = self.num_heads, self.head_dim
         effect, tail = 4 * N * H * 2 * H, (self.conv_width - 1) * 3 * N * H * split.width  # the effect is float32
         return gather_traffic(split, (effect + tail) / split.heads)
-
-    @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "Kimi delta attention"
-
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield "short convolution"

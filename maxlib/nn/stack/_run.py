@@ -115,6 +115,7 @@ def _apply_layers(layers, x, ctx, caches, policy, inputs, scanned: bool) -> tupl
     for i, layer in enumerate(layers):
         layer_input = () if inputs is None or inputs[i] is None else (inputs[i],)
         apply = functools.partial(_apply, ctx=ctx, in_remat=policy is not None)
+        x = _named(x, "resid_pre")  # `nn.capture` counts layers by this name
         if policy is not None:
             prevent_cse = (False, True, False, *(False,) * len(layer_input)) if in_turn else not scanned
             apply = rematerialised(apply, policy, prevent_cse=prevent_cse)
@@ -123,7 +124,7 @@ def _apply_layers(layers, x, ctx, caches, policy, inputs, scanned: bool) -> tupl
             if in_turn:
                 layer, x = gradients_first(layer, x)
         y, new_cache, aux = apply(layer, x, None if caches is None else caches[i], *layer_input)
-        x = x.updated(y.x, **y.shared) if isinstance(y, Carry) else y
+        x = _named(x.updated(y.x, **y.shared) if isinstance(y, Carry) else y, "resid_post")
         new_caches.append(new_cache)
         auxes.append(aux)
     return x, None if caches is None else new_caches, auxes
@@ -141,6 +142,14 @@ def _apply(layer, x, cache, *layer_input, ctx, in_remat: bool):
     if isinstance(y, Carry):
         y = Carry(y.x, {name: value for name, value in y.shared.items() if name not in x.shared})
     return y, cache, aux
+
+
+def _named(x: Any, name: str) -> Any:
+    """Names the first array of the activations, which is the residual stream."""
+    if isinstance(x, Carry):
+        return Carry(_named(x.x, name), x.shared)
+    leaves, tree = jax.tree.flatten(x)
+    return tree.unflatten([checkpoint_name(leaves[0], name), *leaves[1:]])
 
 
 def _map_activations(fn: Callable[[jax.Array], jax.Array], x: Any) -> Any:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib._utils.varying import vary_alike
-from maxlib.kernels.attention.merge import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
 
 INPUTS = ("query", "key", "value")
 UNUSED = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")
@@ -112,10 +112,7 @@ def _forward(mask: Mask, q, k, v, sinks):
 def _backward(mask: Mask, residuals, d_out):
     q, k, v, sinks, out, lse = residuals
     dq, dk, dv = _kernel(mask, q, k, v, jnp.swapaxes(lse, 1, 2), out, d_out)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
-    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)  # of the weights of a row, [1, 1, N] - [B, T, N]
-    d_sinks = -jnp.sum(share * delta, axis=(0, 1))
-    return dq, dk, dv, d_sinks.astype(sinks.dtype)
+    return dq, dk, dv, sinks_gradient(sinks, out, lse, d_out)
 
 
 _attend.defvjp(_forward, _backward)

@@ -287,7 +287,9 @@ class BidirectionalBlocks(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class _And(Mask):
+class _Pair(Mask):
+    """Base class of two masks together."""
+
     left: Mask
     right: Mask
 
@@ -299,6 +301,8 @@ class _And(Mask):
     def prefix(self) -> int:
         return max(self.left.prefix, self.right.prefix)
 
+
+class _And(_Pair):
     @property
     def ring(self) -> int | None:
         rings = [mask.ring for mask in (self.left, self.right) if mask.ring is not None]
@@ -326,19 +330,7 @@ class _And(Mask):
         return jnp.maximum(a, c), jnp.minimum(b, d)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Or(Mask):
-    left: Mask
-    right: Mask
-
-    @property
-    def _has_window(self) -> bool:
-        return self.left._has_window or self.right._has_window
-
-    @property
-    def prefix(self) -> int:
-        return max(self.left.prefix, self.right.prefix)
-
+class _Or(_Pair):
     @property
     def ring(self) -> int | None:
         # A span is always in a single call.

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 
@@ -43,6 +44,6 @@ def reference(
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak)
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
-    probs = rearrange(weights / safe, "B (K G) T S -> B K G T S", K=K)
+    probs = rearrange(checkpoint_name(weights / safe, "attention_pattern"), "B (K G) T S -> B K G T S", K=K)
     out = rearrange(jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(compute)), "B T K G H -> B T (K G) H")
     return out.astype(q.dtype), rearrange(lse[..., 0], "B N T -> B T N")

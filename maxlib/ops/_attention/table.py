@@ -17,11 +17,12 @@ where cuDNN would pad values. The log-sum-exp, which rings need, comes from `spl
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
-from maxlib.ops import _tuning
+from maxlib.kernels.tile_sizes import chosen_tiles
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width
 from maxlib.ops._attention.cudnn_sinks import refuses_sinks
@@ -82,12 +83,6 @@ class AttentionCall(Call):
     tracked: bool = False
     shared: bool = False
 
-    @property
-    def key(self) -> str:
-        # Lengths count by powers of two, widths exactly: they decide what fits into registers. So does a soft-cap.
-        widths = {"Hk": self.key_dim, "Hv": self.value_dim} | ({"softcap": 1} if "softcap" in self.features else {})
-        return _tuning.key_of({"T": self.queries, "S": self.keys}, widths)
-
     def __str__(self) -> str:
         uses = ", ".join(sorted(self.features)) or "no extra features"
         uses = f"{uses}; mask: {self.mask or 'intervals'}{'; values are channels of the keys' if self.shared else ''}"
@@ -111,7 +106,7 @@ def splash_refuses(call: AttentionCall) -> str | None:
         return "needs to know where intervals begin: pass mask_hint= (ops.StaticMask), or no k_start"
     if call.mask.window is not None and call.mask.kind != "causal":
         return "takes a window only under a causal mask"
-    block = _tuning.choose(_splash_tiles(call), call.key, call.device_kind).sizes.forward
+    block = chosen_tiles(_splash_tiles(call)).forward
     if (count := block.count(call.queries, call.keys)) > MOST_BLOCKS:
         return f"takes at most {MOST_BLOCKS} blocks of {block.queries} x {block.keys}, not {count}: split the sequence"
     return None
@@ -137,12 +132,17 @@ def _names_no_mask(call: AttentionCall) -> str | None:
     return None
 
 
+def _gpu_refuses(call: AttentionCall, fits: Callable[[str], bool], generations: str) -> str | None:
+    """Returns the reason why a kernel for some GPUs, in half precision, cannot run `call`, or None."""
+    if not fits(call.device_kind):
+        return f"is for NVIDIA's {generations}, not for {call.device_kind}"
+    return None if call.dtype in HALF else f"takes queries in bfloat16 or float16, not in {call.dtype}"
+
+
 def cudnn_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why cuDNN cannot run `call`, or None."""
-    if not is_ampere_or_later(call.device_kind):
-        return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
-    if call.dtype not in HALF:
-        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    if reason := _gpu_refuses(call, is_ampere_or_later, "GPUs since Ampere"):
+        return reason
     # Heads of 256 need the registers of Hopper's warpgroups.
     widest = 256 if is_hopper(call.device_kind) or is_blackwell(call.device_kind) else 128
     width = head_width(call.key_dim, call.value_dim, call.device_kind)
@@ -158,10 +158,9 @@ def cudnn_refuses(call: AttentionCall) -> str | None:
 def tokamax_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why tokamax cannot run `call`, or None."""
     blackwell = is_blackwell(call.device_kind)
-    if not (blackwell or is_hopper(call.device_kind)):
-        return f"is for NVIDIA's Hopper and Blackwell (H100, H200, B200, B300 ...), not for {call.device_kind}"
-    if call.dtype not in HALF:
-        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    generations = "Hopper and Blackwell (H100, H200, B200, B300 ...)"
+    if reason := _gpu_refuses(call, lambda kind: is_hopper(kind) or is_blackwell(kind), generations):
+        return reason
     # On Blackwell wider heads do not fit into shared memory in the backward pass.
     for name, width, widest in (("Hk", call.key_dim, 192), ("Hv", call.value_dim, 128)):
         if width > (widest if blackwell else 256):
@@ -173,10 +172,8 @@ def tokamax_refuses(call: AttentionCall) -> str | None:
 
 def tokamax_triton_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why tokamax's kernels in Triton cannot run `call`, or None."""
-    if not is_ampere_or_later(call.device_kind):
-        return f"is for NVIDIA's GPUs since Ampere, not for {call.device_kind}"
-    if call.dtype not in HALF:
-        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    if reason := _gpu_refuses(call, is_ampere_or_later, "GPUs since Ampere"):
+        return reason
     if (width := max(call.key_dim, call.value_dim)) > WIDEST:
         return f"takes heads of at most {WIDEST}, what fits into registers, not {width}"
     if call.tracked:
@@ -191,10 +188,8 @@ def _not_installed(least: tuple[int, ...]) -> str:
 
 def mosaic_gpu_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why maxlib's kernels for Hopper cannot run `call`, or None."""
-    if not is_hopper(call.device_kind):
-        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
-    if call.dtype not in HALF:
-        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    if reason := _gpu_refuses(call, is_hopper, "Hopper (H100, H200, GH200, H800, H20)"):
+        return reason
     for name, width in (("Hk", call.key_dim), ("Hv", call.value_dim)):
         if width % 16 or width > gpu.WIDEST:
             return f"takes heads whose width is a multiple of 16, at most {gpu.WIDEST}, not {name}={width}"
@@ -203,10 +198,8 @@ def mosaic_gpu_refuses(call: AttentionCall) -> str | None:
 
 def mosaic_gpu_mla_refuses(call: AttentionCall) -> str | None:
     """Returns the reason why maxlib's kernel for latents on Hopper cannot run `call`, or None."""
-    if not is_hopper(call.device_kind):
-        return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
-    if call.dtype not in HALF:
-        return f"takes queries in bfloat16 or float16, not in {call.dtype}"
+    if reason := _gpu_refuses(call, is_hopper, "Hopper (H100, H200, GH200, H800, H20)"):
+        return reason
     if not call.shared or call.kv_heads > 1:
         return "takes one key head whose first channels are the values: pass their width as v"
     return split_refuses(call) or gpu.latents_refuse(call.key_dim, call.value_dim)
@@ -310,24 +303,9 @@ def without_device(call: AttentionCall) -> str:
     return stand_in if ATTENTION.refusal(ATTENTION[stand_in], call) is None else "chunked"
 
 
-class AttentionTable(tuple[Kernel, ...]):
-    """The implementations of attention, in order of preference; prints as a Markdown table of what they support."""
-
-    def __str__(self) -> str:
-        rows = [["implementation", "runs on", *FEATURES], ["---"] * (len(FEATURES) + 2)]
-        for kernel in self:
-            where = "everything" if kernel.platforms is None else ", ".join(sorted(kernel.platforms))
-            marks = ("yes" if name in kernel.features else "-" for name in FEATURES)
-            rows.append([f"`{kernel.name}`", where, *marks])
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-    def _repr_markdown_(self) -> str:
-        return str(self)
-
-
-def attention_implementations() -> AttentionTable:
+def attention_implementations() -> tuple[Kernel, ...]:
     """Returns the implementations of `attention`, in order of preference.
 
-    Each has a `name`, `platforms` (None for all), `features`, and a line `about` it. The result prints as a table.
+    Each has a `name`, `platforms` (None for all), `features`, and a line `about` it.
     """
-    return AttentionTable(KERNELS)
+    return KERNELS

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_blackwell, is_hopper
-from maxlib.kernels.attention.merge import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import attend_backward, chunked_tiles
 from maxlib.ops._attention.masks import MaskHint, StaticMask
@@ -152,7 +152,7 @@ def _backward(static: Static, residuals, d_out):
     run = _by_kernel if static.softcap is None and pairs <= MOST_PAIRS else _by_blocks
     with jax.named_scope("attention_backward"):
         dq, dk, dv = run(static, q, k, v, start, end, out, lse, d_out)
-    return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, out, lse, d_out), None, None
+    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, out, lse, d_out), None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -232,10 +232,3 @@ def _by_blocks(static: Static, q, k, v, start, end, out, lse, d_out):
     (_, T, N, _), S = q.shape, k.shape[1]
     spec = chunked_tiles(T, N, S, "gpu").spec(q.shape, S, static.scale, static.softcap)
     return attend_backward(spec, (q, k, v, None, start, end), out, lse, d_out, jnp.zeros_like(lse))[:3]
-
-
-def _sinks_gradient(sinks, out, lse, d_out):
-    """Returns the gradient of the sinks: a sink takes `exp(sink - lse)` of a row's weights, and has no value."""
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
-    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
-    return -jnp.sum(share * delta, axis=(0, 1)).astype(sinks.dtype)

@@ -1,1 +1,1 @@
-"""Implementation of `python -m maxlib.ops`: tests and times the kernels on this machine, and tunes their tiles."""
+"""Implementation of `python -m maxlib.ops check`: compares the kernels with float32 on this machine."""

@@ -1,7 +1,6 @@
 """The public losses and log-probabilities: they check their arguments and remove ignored tokens."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +8,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.ops._cross_entropy.chunked import chunked, chunked_per_token
-from maxlib.ops._cross_entropy.terms import AxisName, Options, Terms, logits_of, terms_of
+from maxlib.ops._cross_entropy.terms import AxisName, Options
 
-Implementation = Literal["chunked", "reference"]
 IGNORED = -1, -100  # maxlib's targets without a loss, and those of Hugging Face's labels
 
 
@@ -53,7 +51,6 @@ def fused_linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk: int | None = None,
     axis_name: AxisName | None = None,
-    implementation: Implementation | None = None,
 ) -> CrossEntropy:
     """Computes the cross-entropy of `hidden @ weight.T` against `targets`, a chunk of tokens at a time.
 
@@ -82,7 +79,6 @@ def fused_linear_cross_entropy(
         axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
             and `targets` are equal along it, and so are the results. Other axes are not named here: sum `.loss` over
             them.
-        implementation: "chunked" (the default) or "reference", the specification, which computes all logits at once.
 
     Raises:
         ValueError: Shapes disagree, an option is out of range, or (outside `jit`) a target is.
@@ -92,14 +88,12 @@ def fused_linear_cross_entropy(
     if axis_name is None:
         _check_targets(targets, weight.shape[0], ignore_index)
     options = Options(softcap, z_loss, label_smoothing, axis_name)
-    run = _implementation(implementation, axis_name)
-
     valid = is_learned(targets, ignore_index)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that a NaN in them does not reach a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     ids, weights = jnp.where(valid, targets, 0).astype(jnp.int32), jnp.where(valid, weights, 0)
-    loss, terms = run(rows, weight, ids.reshape(-1), weights.reshape(-1), chunk, options)
+    loss, terms = chunked(rows, weight, ids.reshape(-1), weights.reshape(-1), chunk, options)
     per_token = terms.token_loss, terms.log_prob, terms.lse, terms.correct
     return CrossEntropy(loss, *(_where_valid(x, valid) for x in per_token))
 
@@ -171,28 +165,6 @@ def is_learned(targets: Any, ignore_index: int | None = None) -> Any:
 def _where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
     """Reshapes per-token results to the shape of the targets, 0 (False) at ignored targets."""
     return jnp.where(valid, x.reshape(valid.shape), jnp.zeros((), x.dtype))
-
-
-def _reference(
-    rows: Float[Array, "M D"],
-    weight: Float[Array, "V D"],
-    targets: Int[Array, " M"],
-    weights: Float[Array, " M"],
-    chunk: int | None,
-    options: Options,
-) -> tuple[Array, Terms]:
-    """Computes the weighted sum of the losses and the per-token terms from all logits at once."""
-    terms = terms_of(logits_of(rows, weight.astype(rows.dtype), options), targets, options)
-    return jnp.sum(weights * terms.token_loss), terms
-
-
-def _implementation(name: str | None, axis_name: AxisName | None) -> Callable:
-    known = {None: chunked, "chunked": chunked, "reference": _reference}
-    if name not in known:
-        raise ValueError(f"implementation must be 'chunked', 'reference' or None; got {name!r}")
-    if name == "reference" and axis_name is not None:
-        raise ValueError("implementation='reference' needs the whole weight; use 'chunked' with axis_name")
-    return known[name]
 
 
 def _check_shapes(hidden, weight, targets, weights) -> None:

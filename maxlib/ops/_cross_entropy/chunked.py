@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from maxlib._utils.loops import each, scan
+from maxlib._utils.varying import vary, varying
 from maxlib.hardware import current_device
 from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, Terms, logits_gradient, logits_of, terms_of
 
@@ -157,17 +158,16 @@ def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
 
 def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):
     """Marks operands as varying over the mesh axes that any of them varies over, so that JAX sums their gradients."""
-    varying = [_varying(x) for x in (rows, weight, targets, weights)]
+    axes = [varying(x) for x in (rows, weight, targets, weights)]
     split = _axes(axis_name)
-    if _is_checked(split) and not split <= varying[1]:
+    if _is_checked(split) and not split <= axes[1]:
         raise ValueError(
-            f"axis_name={axis_name!r} must name the axes over which weight is split; it varies over "
-            f"{sorted(varying[1])}"
+            f"axis_name={axis_name!r} must name the axes over which weight is split; it varies over {sorted(axes[1])}"
         )
     # Targets and weights must not vary over the vocabulary's axis: every device scores the same tokens.
-    everywhere = frozenset().union(*varying)
+    everywhere = frozenset().union(*axes)
     along = everywhere - split
-    return _vary(rows, everywhere), _vary(weight, everywhere), _vary(targets, along), _vary(weights, along)
+    return vary(rows, everywhere), vary(weight, everywhere), vary(targets, along), vary(weights, along)
 
 
 def _full_cotangent(cotangent: Array, axis_name: AxisName | None) -> Array:
@@ -182,17 +182,8 @@ def _is_checked(axes: frozenset[str]) -> bool:
     """Returns True if JAX tracks varying axes (`check_vma`); then the device's index on an axis is marked as
     varying.
     """
-    return all(axis in _varying(jax.lax.axis_index(axis)) for axis in axes)
+    return all(axis in varying(jax.lax.axis_index(axis)) for axis in axes)
 
 
 def _axes(name: AxisName | None) -> frozenset[str]:
     return frozenset(() if name is None else (name,) if isinstance(name, str) else name)
-
-
-def _varying(x: Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _vary(x: Array, axes: frozenset[str]) -> Array:
-    missing = tuple(sorted(axes - _varying(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.loops import each
+from maxlib._utils.varying import vary, varying
 from maxlib.ops._cross_entropy.api import check_chunk
-from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split, _vary, _varying
+from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split
 from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of, vocab_size
 
 
@@ -242,11 +243,11 @@ def _by_chunks(f: Callable, rows: tuple, weights: tuple, chunk: int | None, axis
     M, count = rows[0].shape[0], _chunks(rows[0], weights[0], chunk)
     # Mark the weights as varying over the mesh axes of rows, so that their gradients are summed over devices once
     # instead of once per chunk.
-    everywhere = frozenset().union(*(_varying(x) for x in (*rows, *weights)))
+    everywhere = frozenset().union(*(varying(x) for x in (*rows, *weights)))
     rows = tuple(
-        _vary(x, everywhere if jnp.issubdtype(x.dtype, jnp.floating) else everywhere - _axes(axis_name)) for x in rows
+        vary(x, everywhere if jnp.issubdtype(x.dtype, jnp.floating) else everywhere - _axes(axis_name)) for x in rows
     )
-    weights = tuple(_vary(w, everywhere).astype(jnp.promote_types(w.dtype, jnp.float32)) for w in weights)
+    weights = tuple(vary(w, everywhere).astype(jnp.promote_types(w.dtype, jnp.float32)) for w in weights)
     run = jax.checkpoint(lambda xs, weights: f(*xs, *weights))
     out = each(lambda xs: run(xs, weights), tuple(_split(x, count) for x in rows))
     # [count, size, ...] -> [M, ...]: chunk i has every count-th row (`_split`).

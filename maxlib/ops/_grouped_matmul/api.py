@@ -1,6 +1,5 @@
 """The public grouped matmul and its transpose: their calls, their kernels, and the choice between them."""
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -13,10 +12,10 @@ from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
 from maxlib.ops import _findings
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Kernel, Op, Shaped
-from maxlib.ops._grouped_matmul import jax_mosaic_gpu, megablox, tokamax_triton
+from maxlib.ops._grouped_matmul import megablox, tokamax_triton
 from maxlib.ops._grouped_matmul.call import GroupedCall
 from maxlib.ops._grouped_matmul.tiled import tiled, tiled_outer, tiled_tiles
-from maxlib.ops._grouped_matmul.xla import ragged_dot, ragged_outer, reference, reference_outer
+from maxlib.ops._grouped_matmul.xla import ragged_dot, reference
 
 ExpertWeightOrder = Literal["EOI", "EIO"]
 
@@ -45,11 +44,10 @@ def grouped_matmul(
         out_dtype: Dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
             accumulated in int32), and there is no gradient. None: the dtype of `rows`.
         implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
-            "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) and
-            "jax_mosaic_gpu" (on NVIDIA's Blackwell) JAX's, the latter but for the gradient of the weights: tokamax's,
-            if it is installed, or "tiled". "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) uses
-            kernels in Triton. "tiled" (the default elsewhere) computes tiles of rows in XLA, at a cost proportional to
-            the rows. "ragged_dot" is XLA's own. "reference" is the specification, a loop over experts.
+            "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) JAX's, and
+            "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) kernels in Triton. "ragged_dot" is XLA's
+            own, on TPU the default for operands of 8 bits. "tiled" (the default elsewhere) computes tiles of rows in
+            XLA, at a cost proportional to the rows. "reference" is the specification, a loop over experts.
 
     Returns:
         One row of outputs for each row.
@@ -82,7 +80,7 @@ def grouped_outer(
         d_out: Gradients of the results, sorted by expert.
         rows: Inputs of the forward matmul.
         rows_per_expert: Number of rows of each expert.
-        implementation: As in `grouped_matmul`.
+        implementation: "megablox" (the default on TPU), "tiled" (elsewhere) or None.
 
     Returns:
         A matrix for each expert, in float32 (float64 for float64).
@@ -124,11 +122,7 @@ def explain_grouped_matmul(
         ValueError: No implementation has this name, or the device is unknown.
     """
     call = describe(rows, weights, weight_order, out_dtype, explained_device(device))
-    answer = GROUPED_MATMUL.explain(call, implementation)
-    if answer.chosen == "megablox" and not megablox.takes(call):
-        reason = f"{answer.reason}; for these operands it calls XLA's own, ragged_dot"
-        return dataclasses.replace(answer, reason=reason)
-    return answer
+    return GROUPED_MATMUL.explain(call, implementation)
 
 
 def describe(
@@ -207,12 +201,15 @@ def _hopper_refuses(call: GroupedCall) -> str | None:
     """Returns the reason why maxlib's kernels for Hopper cannot run a call, or None."""
     if not is_hopper(call.device_kind):
         return f"is for NVIDIA's Hopper (H100, H200, GH200, H800, H20), not for {call.device_kind}"
-    return call.refuses_operands() or call.refuses_widths(64)
+    if reason := call.refuses_operands():
+        return reason
+    for axis, width in (("I", call.inputs), ("O", call.outputs)):
+        if width % 64:
+            return f"takes widths that are multiples of 64, not {axis}={width}"
+    return None
 
 
 GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
-DENSE = "on CPUs and GPUs, and with libtpu 0.0.42 in the gradient of weights, XLA multiplies every row by every expert"
-DEFINITION = "it is the specification"
 
 GROUPED_MATMUL = Op(
     "grouped_matmul",
@@ -226,14 +223,6 @@ GROUPED_MATMUL = Op(
             tiles=lambda call: grouped_tiles(call.inputs, call.outputs),
         ),
         Kernel(
-            "jax_mosaic_gpu",
-            jax_mosaic_gpu.jax_mosaic_gpu,
-            "JAX's kernels for NVIDIA's Blackwell and Hopper, and for the gradient of the weights tokamax's or XLA",
-            GPU,
-            refuses=jax_mosaic_gpu.refuses,
-            tiles=lambda call: jax_mosaic_gpu.tiles_for(call.device_kind, call.rows, call.experts),
-        ),
-        Kernel(
             "tokamax",
             tokamax_triton.tokamax,
             "tokamax's kernels in Triton for NVIDIA's GPUs since Ampere",
@@ -241,17 +230,26 @@ GROUPED_MATMUL = Op(
             refuses=tokamax_triton.refuses,
             tiles=lambda call: tokamax_triton.TritonTiles(),
         ),
-        Kernel("megablox", megablox.megablox, "JAX's TPU kernels in both passes", TPU, tiles=megablox.default_tiles),
+        Kernel(
+            "megablox",
+            megablox.megablox,
+            "JAX's TPU kernels in both passes",
+            TPU,
+            refuses=megablox.refuses,
+            tiles=megablox.default_tiles,
+        ),
+        # For narrow operands. libtpu 0.0.42 multiplies every row by every expert in its gradient of the weights, and so
+        # does XLA on other platforms.
+        Kernel("ragged_dot", ragged_dot, "XLA's own for TPUs, also for operands of 8 bits", TPU),
         Kernel(
             "tiled",
             tiled,
             "tiles of rows in XLA, at a cost proportional to the rows",
             tiles=lambda call: tiled_tiles(call.rows, call.experts),
         ),
-        Kernel("ragged_dot", ragged_dot, "XLA's own", by_name=DENSE),
-        Kernel("reference", reference, "the reference, a loop over experts", by_name=DEFINITION),
+        Kernel("reference", reference, "the reference, a loop over experts", by_name="it is the specification"),
     ),
-    fused=("mosaic_gpu", "jax_mosaic_gpu", "tokamax"),
+    fused=("mosaic_gpu", "tokamax"),
 )
 
 GROUPED_OUTER = Op(
@@ -271,7 +269,5 @@ GROUPED_OUTER = Op(
             "tiles of rows in XLA",
             tiles=lambda call: tiled_tiles(call.rows, call.experts),
         ),
-        Kernel("ragged_dot", ragged_outer, "XLA's own", by_name=DENSE),
-        Kernel("reference", reference_outer, "the reference, a loop over experts", by_name=DEFINITION),
     ),
 )

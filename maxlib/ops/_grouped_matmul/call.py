@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from maxlib.ops import _tuning
 from maxlib.ops._dispatch import Call
 
 
@@ -31,10 +30,6 @@ class GroupedCall(Call):
     is_array: bool = True
 
     @property
-    def key(self) -> str:
-        return _tuning.key_of({"M": self.rows}, {"E": self.experts, "I": self.inputs, "O": self.outputs})
-
-    @property
     def weight_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the weights."""
         sizes = {"E": self.experts, "O": self.outputs, "I": self.inputs}
@@ -52,10 +47,3 @@ class GroupedCall(Call):
         if self.out_dtype is not None:
             return "only returns the dtype of its rows"
         return None if self.is_array else "takes arrays; it would restore a quantized weight for all experts at once"
-
-    def refuses_widths(self, multiple: int) -> str | None:
-        """Returns the reason why kernels that take multiples of a width cannot run it, or None."""
-        for axis, width in zip(self.weight_order, self.weight_shape, strict=True):
-            if axis != "E" and width % multiple:
-                return f"takes widths that are multiples of {multiple}, not {axis}={width}"
-        return None

@@ -1,7 +1,6 @@
 """Gated linear units, which combine a gate and an up projection, also those of each row's expert."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -74,8 +73,8 @@ def grouped_glu(
         implementation: As in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
             `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and
             applies the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the
-            activation. By default it runs only activations of arithmetic, min, max, exp, tanh and the logistic
-            function.
+            activation. By default it runs `swiglu`, `geglu` and `ClampedSwiGLU`; it is compiled with others of
+            arithmetic, min, max, exp, tanh and the logistic function.
 
     Returns:
         One row of outputs for each row.
@@ -87,7 +86,7 @@ def grouped_glu(
     _check(rows, gate, up, rows_per_expert, (gate_bias, up_bias), weight_order)
     choice = GROUPED_MATMUL.choose(describe(rows, gate, weight_order, None), implementation)
     biases = () if gate_bias is None else (gate_bias, up_bias)
-    if choice.kernel != "mosaic_gpu" or (implementation is None and not _lowers(activation)):
+    if choice.kernel != "mosaic_gpu" or (implementation is None and not _is_fused(activation)):
         products = [
             grouped_matmul(rows, w, rows_per_expert, weight_order=weight_order, implementation=implementation)
             for w in (gate, up)
@@ -104,21 +103,9 @@ def grouped_glu(
     )
 
 
-# What the kernel is compiled with for Hopper by every version of jax, of what activations are made of.
-ARITHMETIC = {"add", "sub", "mul", "div", "neg", "min", "max", "integer_pow", "square"}
-LOWERED = ARITHMETIC | {"exp", "exp2", "tanh", "logistic", "convert_element_type", "jit", "pjit"}
-
-
-@functools.cache
-def _lowers(activation: Callable[[Array, Array], Array]) -> bool:
-    """Returns True if the kernel can apply an activation, so that it runs where nobody has asked for it."""
-    block = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    return _primitives(jax.make_jaxpr(activation)(block, block).jaxpr) <= LOWERED
-
-
-def _primitives(program: Any) -> set[str]:
-    inner = [x.jaxpr for eqn in program.eqns for x in eqn.params.values() if hasattr(x, "jaxpr")]
-    return {eqn.primitive.name for eqn in program.eqns}.union(*map(_primitives, inner))
+def _is_fused(activation: Callable[[Array, Array], Array]) -> bool:
+    """Returns True for activations with which every version of jax compiles the kernel."""
+    return activation in (swiglu, geglu) or isinstance(activation, ClampedSwiGLU)
 
 
 # Experts whose biases are selected row by row: a select of each takes about as long as passing a row through memory.

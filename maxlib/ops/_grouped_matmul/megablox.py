@@ -20,7 +20,7 @@ from maxlib.kernels.grouped_matmul.rows import only_used
 from maxlib.kernels.unbatched import unbatched
 from maxlib.kernels.vector_memory import asking, vmem_of
 from maxlib.ops._grouped_matmul.call import GroupedCall
-from maxlib.ops._grouped_matmul.xla import ragged_dot, summed_in
+from maxlib.ops._grouped_matmul.xla import summed_in
 
 DTYPES = ("bfloat16", "float32")
 
@@ -30,26 +30,23 @@ def megablox(
     weights: Num[Array, "E O I"] | Num[Array, "E I O"],
     rows_per_expert: Int[Array, " E"],
     weight_order: str = "EOI",
-    out_dtype: Any = None,
+    out_dtype: None = None,
     tiles: MegabloxTiles | None = None,
 ) -> Num[Array, "M O"]:
-    """Computes `grouped_matmul` with JAX's kernel; operands narrower than bfloat16 use XLA's, without a gradient.
-
-    Tiles are shrunk to the call; by default they are `Matmuls.tiles`.
-    """
-    if out_dtype is not None or str(rows.dtype) not in DTYPES:
-        return ragged_dot(rows, weights, rows_per_expert, weight_order, out_dtype)
+    """Computes `grouped_matmul` with JAX's kernel. Tiles are shrunk to the call; by default `Matmuls.tiles`."""
     of = matmuls(rows, weights, weight_order, current_device()[1])
     return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of))
 
 
-def takes(call: GroupedCall) -> bool:
-    """Returns True if JAX's kernel multiplies the rows of a call, and not XLA's."""
-    return call.out_dtype is None and call.dtype in DTYPES
+def refuses(call: GroupedCall) -> str | None:
+    """Returns the reason why the kernel cannot run a call, or None."""
+    if call.out_dtype is None and call.dtype in DTYPES:
+        return None
+    return "takes bfloat16 and float32, and returns the dtype of its rows"
 
 
 def default_tiles(call: GroupedCall) -> MegabloxTiles | None:
-    """Chooses the tiles of a call; None for operands that XLA multiplies."""
+    """Chooses the tiles of a call; None for narrow operands, which `megablox_outer` widens."""
     if call.dtype not in DTYPES:
         return None
     width, weight_width = jnp.dtype(call.dtype).itemsize, jnp.dtype(call.weight_dtype).itemsize

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Int, Num
 
 from maxlib.kernels.unbatched import unbatched
 
@@ -31,19 +31,6 @@ def reference(
         x = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))
         out = out + jnp.einsum(f"MI,{weight_order[1:]}->MO", x, w, preferred_element_type=exact)
     return out.astype(out_dtype or rows.dtype)
-
-
-def reference_outer(
-    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
-) -> Float[Array, "E O I"]:
-    """Computes `grouped_outer` by its definition."""
-    ends, row = jnp.cumsum(rows_per_expert), jnp.arange(rows.shape[0])
-    sums = []
-    for e in range(rows_per_expert.shape[0]):
-        mine = ((row >= ends[e] - rows_per_expert[e]) & (row < ends[e]))[:, None]
-        d, x = (jnp.where(mine, a, jnp.zeros_like(a)) for a in (d_out, rows))
-        sums.append(jnp.einsum("MO,MI->OI", d, x, preferred_element_type=accumulator(rows.dtype)))
-    return jnp.stack(sums).astype(summed_in(rows.dtype))
 
 
 def accumulator(dtype: Any) -> Any:
@@ -82,15 +69,6 @@ def ragged_dot(
         rows, weights if out_dtype else weights.astype(rows.dtype), rows_per_expert, weight_order, dtype
     )
     return jnp.where(used, out, 0).astype(out_dtype or rows.dtype)
-
-
-def ragged_outer(
-    d_out: Num[Array, "M O"], rows: Num[Array, "M I"], rows_per_expert: Int[Array, " E"]
-) -> Float[Array, "E O I"]:
-    """Computes `grouped_outer` with `jax.lax.ragged_dot_general`."""
-    used = (jnp.arange(rows.shape[0]) < rows_per_expert.sum())[:, None]
-    d, x = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d_out, rows))
-    return _general(d, x, rows_per_expert, _OUTER, accumulator(rows.dtype)).astype(summed_in(rows.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

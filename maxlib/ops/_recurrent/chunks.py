@@ -5,12 +5,14 @@ Shapes: B rows, n chunks, C tokens of a chunk, K key heads (groups), G heads of 
 
 import dataclasses
 import functools
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import vary_alike
 from maxlib.kernels.tile_sizes import TileSizes
 
 
@@ -36,6 +38,28 @@ def in_blocks(a: Array, blocks: int, tokens: int) -> Array:
     """Splits `B T ...` into blocks of tokens, `blocks B t ...`; the last one is padded with zeros, without effect."""
     a = jnp.pad(a, [(0, 0), (0, blocks * tokens - a.shape[1])] + [(0, 0)] * (a.ndim - 2))
     return jnp.moveaxis(a.reshape(a.shape[0], blocks, tokens, *a.shape[2:]), 1, 0)
+
+
+def over_blocks(block: Callable, xs: Any, state: Array, tokens: int) -> tuple[Array, Array]:
+    """Passes a state through blocks of tokens.
+
+    The backward pass saves only the inputs and the state before each block and computes the rest again, so memory per
+    token does not depend on the size of the state.
+
+    Args:
+        block: Function of the state before a block and its inputs that returns the state after it, and its outputs,
+            `B t ...`.
+        xs: Inputs, `blocks B t ...`.
+        state: State before the first block.
+        tokens: Number T of tokens without the padding.
+
+    Returns:
+        The outputs, `B T ...`, and the state after the last block.
+    """
+    xs, state = vary_alike((xs, state))
+    state, out = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), state, xs)
+    # [blocks, B, t, ...] -> [B, T, ...]
+    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
 
 
 def in_chunks(a: Array, heads: int, size: int) -> Array:

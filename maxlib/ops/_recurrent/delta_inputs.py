@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib._xla_workarounds import inner, scaled
-from maxlib.ops._recurrent.recurrence import Settings
+from maxlib.ops._recurrent.recurrence import Settings, check_floating, check_shapes, require
 
 EPS = 1e-6  # added to the squared norm of a query or key
 
@@ -33,6 +33,26 @@ class DeltaInputs(NamedTuple):
     log_decay: Array
     beta: Array
     is_start: Any
+
+
+def check_inputs(op: str, q, k, v, log_decay, beta, is_start, valid, initial_state, *, by_channel: bool) -> None:
+    """Raises ValueError unless shapes agree; `by_channel` if every channel of a key has its own decay."""
+    check_floating(op, q=(q, "B T K Hk"), k=(k, "B T K Hk"), v=(v, "B T N Hv"))
+    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
+    require(op, k.shape == q.shape, "q and k must have the same shape", f"{q.shape} and {k.shape}")
+    require(op, v.shape[:2] == (B, T), "q, k and v must agree in B and T", f"{q.shape} and {v.shape}")
+    if by_channel:
+        require(op, K == N, "q and v must have the same heads", f"{q.shape} and {v.shape}")
+    require(op, K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
+    require(op, T > 0, "there must be at least one token", "T=0")
+    check_shapes(
+        op,
+        log_decay=(log_decay, q.shape if by_channel else (B, T, N)),
+        beta=(beta, (B, T, N)),
+        is_start=(is_start, (B, T)),
+        valid=(valid, (B, T)),
+        initial_state=(initial_state, (B, N, Hk, Hv)),
+    )
 
 
 def prepare(q, k, v, log_decay, beta, is_start, valid) -> DeltaInputs:

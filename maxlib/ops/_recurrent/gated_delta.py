@@ -4,27 +4,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib._utils.varying import is_tracked, vary_alike
+from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import inner, stored
 from maxlib.hardware import explained_device
 from maxlib.ops._cost import register_flops
-from maxlib.ops._dispatch import Choice, Explanation, Kernel, Shaped
+from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
 from maxlib.ops._recurrent.across_devices import delta_across_devices
 from maxlib.ops._recurrent.chunks import for_each_head
-from maxlib.ops._recurrent.delta_inputs import DeltaInputs, normalized, prepare
+from maxlib.ops._recurrent.delta_inputs import DeltaInputs, check_inputs, normalized, prepare
 from maxlib.ops._recurrent.gated_delta_chunked import DeltaTiles, chunked, delta_tiles
 from maxlib.ops._recurrent.recurrence import (
-    CHUNKED,
-    SEQUENTIAL,
     AxisName,
-    RecurrentCall,
     Settings,
-    check_floating,
-    check_shapes,
-    device_of,
+    describe,
     recurrent_op,
-    require,
     run_kernel,
     without_padding,
 )
@@ -72,8 +66,9 @@ def gated_delta_rule(
     Raises:
         ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
-    _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    choice = GATED_DELTA.choose(_describe(q, v, l2_norm, axis_name), implementation)
+    check_inputs("gated_delta_rule", q, k, v, log_decay, beta, is_start, valid, initial_state, by_channel=False)
+    call = describe(k, v, None, l2_norm=l2_norm, with_transition=axis_name is not None)
+    choice = GATED_DELTA.choose(call, implementation)
     return _gated_delta_rule(
         q,
         k,
@@ -115,26 +110,9 @@ def explain_gated_delta_rule(
     Raises:
         ValueError: When no implementation has this name, or the device is unknown.
     """
-    return GATED_DELTA.explain(_describe(q, v, l2_norm, axis_name, explained_device(device)), implementation)
-
-
-def _describe(q, v, l2_norm, axis_name, device: tuple[str, str] | None = None) -> RecurrentCall:
-    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    platform, device_kind = device_of(device)
-    return RecurrentCall(
-        batch=B,
-        tokens=T,
-        key_heads=K,
-        heads=N,
-        key_dim=Hk,
-        # A device with a part of the sequence computes its state transition along with its values.
-        value_dim=Hv if axis_name is None else Hv + Hk,
-        dtype=str(v.dtype),
-        l2_norm=l2_norm,
-        tracked=is_tracked(q, v),
-        platform=platform,
-        device_kind=device_kind,
-    )
+    device = explained_device(device)
+    call = describe(q, v, device, l2_norm=l2_norm, with_transition=axis_name is not None)
+    return GATED_DELTA.explain(call, implementation)
 
 
 def _flops(q, k, v, *_) -> float:
@@ -163,24 +141,6 @@ def _by_key_head(x: DeltaInputs) -> DeltaInputs:
     """Groups value heads by key head: `B T N ...` to `B T K G ...`."""
     v, log_decay, beta = (a.reshape(*a.shape[:2], x.k.shape[2], -1, *a.shape[3:]) for a in (x.v, x.log_decay, x.beta))
     return x._replace(v=v, log_decay=log_decay, beta=beta)
-
-
-def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:
-    op = "gated_delta_rule"
-    check_floating(op, q=(q, "B T K Hk"), k=(k, "B T K Hk"), v=(v, "B T N Hv"))
-    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    require(op, k.shape == q.shape, "q and k must have the same shape", f"{q.shape} and {k.shape}")
-    require(op, v.shape[:2] == (B, T), "q, k and v must agree in B and T", f"{q.shape} and {v.shape}")
-    require(op, K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
-    require(op, T > 0, "there must be at least one token", "T=0")
-    check_shapes(
-        op,
-        log_decay=(log_decay, (B, T, N)),
-        beta=(beta, (B, T, N)),
-        is_start=(is_start, (B, T)),
-        valid=(valid, (B, T)),
-        initial_state=(initial_state, (B, N, Hk, Hv)),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- token by token
@@ -225,13 +185,9 @@ def _step(state: Array, x: DeltaInputs) -> tuple[Array, Array]:
 
 GATED_DELTA = recurrent_op(
     "gated_delta_rule",
-    Kernel(
-        jax_linear_attention.NAME,
-        jax_linear_attention.gated_delta,
-        jax_linear_attention.ABOUT,
-        frozenset({"gpu"}),
-        refuses=jax_linear_attention.refuses_gated_delta,
-    ),
-    Kernel("chunked", chunked, CHUNKED, tiles=delta_tiles),
-    Kernel("sequential", sequential, SEQUENTIAL),
+    jax_linear_attention=jax_linear_attention.gated_delta,
+    refuses=jax_linear_attention.refuses_gated_delta,
+    chunked=chunked,
+    tiles=delta_tiles,
+    sequential=sequential,
 )

@@ -1,8 +1,13 @@
-"""Gated delta rule in matmuls, chunk by chunk, in blocks of chunks (Yang et al. 2024, arXiv:2412.06464).
+"""Gated delta rule in matmuls, chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
-A block computes for all its chunks at once what does not need the state, then passes the state through them
-(`gated_delta_block.py`). The backward pass saves only the inputs and the state at the beginning of each block and
-recomputes the rest, so memory per token does not depend on the size of the state.
+Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
+document, else 0. The values V that a chunk writes into the state S solve one unit triangular system:
+
+- `T = (I + strict_lower(beta k k^T D))^-1`, and `V = T beta (v - exp(G) k S)`
+- `o = exp(G) q S + (q k^T D) V`, and `S <- exp(G[C]) S + k^T (exp(G[C] - G) V)`
+
+Only S depends on the previous chunk: a block computes the rest for all its chunks at once, then passes the state
+through them.
 
 Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value heads of each, Hk and Hv wide.
 """
@@ -10,17 +15,24 @@ Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value h
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib._utils.varying import vary_alike
-from maxlib.ops._recurrent.chunks import ChunkTiles, count_starts, in_blocks, in_chunks, joined
+from maxlib.ops._recurrent.chunks import (
+    ChunkTiles,
+    count_starts,
+    decays,
+    for_each_head,
+    in_blocks,
+    in_chunks,
+    joined,
+    over_blocks,
+)
 from maxlib.ops._recurrent.delta_inputs import DeltaInputs, normalized
-from maxlib.ops._recurrent.gated_delta_block import backward, forward
-from maxlib.ops._recurrent.inverse import SMALL
+from maxlib.ops._recurrent.inverse import SMALL, unit_lower_inverse
 from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings
 
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `DeltaInputs`
@@ -45,24 +57,6 @@ def delta_tiles(call: RecurrentCall) -> DeltaTiles:
     return DeltaTiles(128, 128) if small else DeltaTiles()
 
 
-class _Static(NamedTuple):
-    """Static parameters: tokens of a chunk, and how the call runs."""
-
-    size: int
-    settings: Settings
-
-    def chunks(self, x: DeltaInputs) -> DeltaInputs:
-        """Cuts a block, `B t ...`, into chunks; widens and normalizes its queries and keys."""
-        pairs = zip(x, _HEADS, strict=True)
-        cut: Any = [None if a is None else in_chunks(a, heads, self.size) for a, heads in pairs]
-        return normalized(DeltaInputs(*cut), self.settings)
-
-    @property
-    def dot(self) -> Callable[..., Array]:
-        """Einsum in the chosen precision."""
-        return functools.partial(jnp.einsum, precision=self.settings.precision)
-
-
 def chunked(x: DeltaInputs, state: Array, settings: Settings) -> tuple[Array, Array]:
     """Applies the recurrence chunk by chunk.
 
@@ -78,38 +72,35 @@ def chunked(x: DeltaInputs, state: Array, settings: Settings) -> tuple[Array, Ar
     size = min(tiles.chunk, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
     blocks, per_block = tiles.count(tokens, size)
     xs: DeltaInputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
-    xs, state = vary_alike((xs._replace(is_start=count_starts(xs.is_start, size)), state))
-    out, state = cast(tuple[Array, Array], _apply(_Static(size, settings), xs, state))
-    # [blocks, B, t, K, G, Hv] -> [B, T, K, G, Hv]
-    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
+    xs = xs._replace(is_start=count_starts(xs.is_start, size))
+    dot = functools.partial(jnp.einsum, precision=settings.precision)
+
+    def block(state, x):
+        pairs = zip(x, _HEADS, strict=True)
+        cut: Any = [None if a is None else in_chunks(a, heads, size) for a, heads in pairs]
+        state, out = _block(state, normalized(DeltaInputs(*cut), settings), dot)
+        return state, joined(out, 2).astype(x.v.dtype)
+
+    return over_blocks(block, xs, state, tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(static: _Static, xs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-    """Passes the state through all blocks; returns the outputs, `blocks B t K G Hv`, and the last state."""
-    return _apply_forward(static, xs, state)[0]
+def _block(state: Array, x: DeltaInputs, dot: Callable) -> tuple[Array, Array]:
+    """Computes the state after a block and its outputs, `n B K G C Hv`."""
+    # q and k are `n B K C Hk`, v is `n B K G C Hv`, rates are `n B K G C`, and `is_start` counts starts, `n B C`.
+    decay, into, out_of, across = decays(x.log_decay, x.is_start)
+    rows = jnp.concatenate([x.k, x.q], axis=-2)
+    of_k, of_q = jnp.split(for_each_head(dot("nbkid,nbkjd->nbkij", rows, x.k), x.v.shape[3]), 2, axis=-2)
+    inverse = unit_lower_inverse(jnp.tril(x.beta[..., None] * of_k * decay, -1))
 
+    def step(state, chunk):
+        x, rows, into, out_of, across, inverse = chunk
+        # [2C, Hk] [Hk, Hv]: what keys and queries read.
+        by_keys, by_queries = jnp.split(dot("bkgid,bkgdv->bkgiv", rows, state), 2, axis=-2)
+        missing = x.v - into[..., None] * by_keys
+        values = dot("bkgij,bkgjv->bkgiv", inverse, x.beta[..., None] * missing)
+        written = dot("bkgid,bkgiv->bkgdv", rows[..., : x.v.shape[-2], :], out_of[..., None] * values)
+        return across[..., None, None] * state + written, (values, into[..., None] * by_queries)
 
-def _apply_forward(static: _Static, xs: DeltaInputs, state: Array):
-    def step(state, x):
-        after, out = forward(state, static.chunks(x), static.dot)
-        return after, (joined(out, 2).astype(x.v.dtype), state)
-
-    last, (out, before) = jax.lax.scan(step, state, xs)
-    return (out, last), (xs, before)
-
-
-def _apply_backward(static: _Static, saved: tuple[DeltaInputs, Array], cotangents: tuple[Array, Array]):
-    (xs, before), (d_out, d_last) = saved, cotangents
-
-    def step(d_state, block):
-        state, x, d_out = block
-        x, uncut = jax.vjp(static.chunks, x)
-        d, d_state = backward(state, x, in_chunks(d_out, 2, static.size).astype(state.dtype), d_state, static.dot)
-        return d_state, uncut(d)[0]._replace(is_start=None)
-
-    d_first, d_xs = jax.lax.scan(step, d_last, (before, xs, d_out), reverse=True)
-    return d_xs, d_first
-
-
-_apply.defvjp(_apply_forward, _apply_backward)
+    chunks = x, for_each_head(rows, x.v.shape[3]), into, out_of, across, inverse
+    state, (values, out) = jax.lax.scan(step, state, chunks)
+    return state, out + dot("nbkgij,nbkgjv->nbkgiv", of_q * decay, values)

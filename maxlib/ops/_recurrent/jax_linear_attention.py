@@ -28,8 +28,6 @@ from maxlib.ops._recurrent.delta_inputs import DeltaInputs, normalized
 from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings
 from maxlib.ops._recurrent.ssd_chunked import SSDInputs
 
-NAME = "jax_linear_attention"
-ABOUT = "kernels of jax-linear-attention for Hopper, in both passes"
 INSTALL = "pip install 'maxlib[linear-attention]' on Python 3.12 or later"
 VERSION = (0, 1)  # whose functions below the public ones are called here
 CHUNK = 64

@@ -4,25 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib._utils.varying import is_tracked, vary_alike
+from maxlib._utils.varying import vary_alike
 from maxlib.hardware import explained_device
 from maxlib.ops._cost import register_flops
-from maxlib.ops._dispatch import Choice, Explanation, Kernel, Shaped
+from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
 from maxlib.ops._recurrent.across_devices import delta_across_devices
-from maxlib.ops._recurrent.delta_inputs import DeltaInputs, normalized, prepare
+from maxlib.ops._recurrent.delta_inputs import DeltaInputs, check_inputs, normalized, prepare
 from maxlib.ops._recurrent.kimi_delta_chunked import KimiTiles, chunked, kimi_tiles
 from maxlib.ops._recurrent.recurrence import (
-    CHUNKED,
-    SEQUENTIAL,
     AxisName,
-    RecurrentCall,
     Settings,
-    check_floating,
-    check_shapes,
-    device_of,
+    describe,
     recurrent_op,
-    require,
     run_kernel,
     without_padding,
 )
@@ -70,8 +64,8 @@ def kimi_delta_attention(
     Raises:
         ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
-    _check(q, k, v, log_decay, beta, is_start, valid, initial_state)
-    choice = KIMI_DELTA.choose(_describe(q, v, axis_name), implementation)
+    check_inputs("kimi_delta_attention", q, k, v, log_decay, beta, is_start, valid, initial_state, by_channel=True)
+    choice = KIMI_DELTA.choose(describe(k, v, None, with_transition=axis_name is not None), implementation)
     return _kimi_delta_attention(
         q,
         k,
@@ -112,26 +106,8 @@ def explain_kimi_delta_attention(
     Raises:
         ValueError: When no implementation has this name, or the device is unknown.
     """
-    return KIMI_DELTA.explain(_describe(q, v, axis_name, explained_device(device)), implementation)
-
-
-def _describe(q, v, axis_name, device: tuple[str, str] | None = None) -> RecurrentCall:
-    (B, T, N, Hk), Hv = q.shape, v.shape[-1]
-    platform, device_kind = device_of(device)
-    return RecurrentCall(
-        batch=B,
-        tokens=T,
-        key_heads=N,
-        heads=N,
-        key_dim=Hk,
-        # A device with a part of the sequence computes its state transition along with its values.
-        value_dim=Hv if axis_name is None else Hv + Hk,
-        dtype=str(v.dtype),
-        tracked=is_tracked(q, v),
-        letters=("N", "N", "Hk", "Hv"),
-        platform=platform,
-        device_kind=device_kind,
-    )
+    call = describe(q, v, explained_device(device), with_transition=axis_name is not None)
+    return KIMI_DELTA.explain(call, implementation)
 
 
 def _flops(q, k, v, *_) -> float:
@@ -155,23 +131,6 @@ def _kimi_delta_attention(
     kernel, shape = KIMI_DELTA[choice.kernel], (B, N, Hk, Hv)
     out, state = run_kernel(kernel, settings, x, initial_state, shape, axis_name, delta_across_devices)
     return without_padding(out.astype(v.dtype), valid), state
-
-
-def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:
-    op = "kimi_delta_attention"
-    check_floating(op, q=(q, "B T N Hk"), v=(v, "B T N Hv"))
-    (B, T, N, Hk), Hv = q.shape, v.shape[-1]
-    require(op, v.shape[:3] == (B, T, N), "q and v must agree in B, T and N", f"{q.shape} and {v.shape}")
-    require(op, T > 0, "there must be at least one token", "T=0")
-    check_shapes(
-        op,
-        k=(k, q.shape),
-        log_decay=(log_decay, q.shape),
-        beta=(beta, (B, T, N)),
-        is_start=(is_start, (B, T)),
-        valid=(valid, (B, T)),
-        initial_state=(initial_state, (B, N, Hk, Hv)),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- token by token
@@ -209,13 +168,9 @@ def _step(state: Array, x: DeltaInputs) -> tuple[Array, Array]:
 
 KIMI_DELTA = recurrent_op(
     "kimi_delta_attention",
-    Kernel(
-        jax_linear_attention.NAME,
-        jax_linear_attention.kimi_delta,
-        jax_linear_attention.ABOUT,
-        frozenset({"gpu"}),
-        refuses=jax_linear_attention.refuses_kimi_delta,
-    ),
-    Kernel("chunked", chunked, CHUNKED, tiles=kimi_tiles),
-    Kernel("sequential", sequential, SEQUENTIAL),
+    jax_linear_attention=jax_linear_attention.kimi_delta,
+    refuses=jax_linear_attention.refuses_kimi_delta,
+    chunked=chunked,
+    tiles=kimi_tiles,
+    sequential=sequential,
 )

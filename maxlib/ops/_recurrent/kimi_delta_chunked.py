@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib._utils.varying import vary_alike
-from maxlib.ops._recurrent.chunks import ChunkTiles, in_blocks, in_chunks, joined
+from maxlib.ops._recurrent.chunks import ChunkTiles, in_blocks, in_chunks, joined, over_blocks
 from maxlib.ops._recurrent.delta_inputs import DeltaInputs, normalized
 from maxlib.ops._recurrent.inverse import unit_lower_inverse
 from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings
@@ -65,16 +64,13 @@ def chunked(x: DeltaInputs, state: Array, settings: Settings) -> tuple[Array, Ar
     size = min(tiles.chunk, 1 << (tokens - 1).bit_length())  # a power of two
     blocks, per_block = tiles.count(tokens, size)
     xs: DeltaInputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
-    xs, state = vary_alike((xs, state))
 
     def block(state, x):
         cut = DeltaInputs(*(in_chunks(a, heads, size) for a, heads in zip(x, _HEADS, strict=True)))
         dot = functools.partial(jnp.einsum, precision=settings.precision)
         return _block(state, normalized(cut, settings), dot)
 
-    state, out = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), state, xs)
-    # [blocks, B, t, N, Hv] -> [B, T, N, Hv]
-    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
+    return over_blocks(block, xs, state, tokens)
 
 
 def _block(state: Array, x: DeltaInputs, dot: Callable) -> tuple[Array, Array]:

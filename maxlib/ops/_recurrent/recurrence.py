@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops import _tuning
-from maxlib.ops._dispatch import Call, Kernel, Op
+from maxlib.ops._dispatch import Call, Kernel, Op, Shaped
 
 AxisName = str | tuple[str, ...]
 FEW = 8  # tokens up to which the recurrence is faster than a chunk
-SEQUENTIAL = f"the reference, token by token: the fastest form for up to {FEW} tokens"
-CHUNKED = "chunks of tokens in matmuls, by XLA"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,6 @@ class RecurrentCall(Call):
         value_dim: Columns of a state: the width of values, with those of a transition if the sequence is split.
         l2_norm: True if queries and keys have unit norm.
         tracked: True if JAX tracks the mesh axes that arrays vary over (`jax.shard_map` with `check_vma`).
-        letters: The letters by which the operation names heads and widths, in the order above.
     """
 
     batch: int
@@ -43,31 +40,86 @@ class RecurrentCall(Call):
     value_dim: int
     l2_norm: bool = True
     tracked: bool = False
-    letters: tuple[str, str, str, str] = ("K", "N", "Hk", "Hv")
-
-    @property
-    def key(self) -> str:
-        _, _, key_dim, value_dim = self.letters
-        widths = {"heads": self.heads // self.key_heads, key_dim: self.key_dim, value_dim: self.value_dim}
-        return _tuning.key_of({"T": self.tokens}, widths)
 
     def __str__(self) -> str:
-        sizes = (self.batch, self.tokens, self.key_heads, self.heads, self.key_dim, self.value_dim)
-        named = zip(("B", "T", *self.letters), sizes, strict=True)
-        shape = " ".join(f"{letter}={size}" for letter, size in named)
-        return f"{shape} {self.dtype} on {self.platform} ({self.device_kind})"
+        return (
+            f"B={self.batch} T={self.tokens} K={self.key_heads} N={self.heads} Hk={self.key_dim} Hv={self.value_dim} "
+            f"{self.dtype} on {self.platform} ({self.device_kind})"
+        )
 
 
-def recurrent_op(name: str, *kernels: Kernel) -> Op:
-    """Returns the operation with these kernels, in order of preference.
+def describe(
+    k: Shaped,
+    v: Shaped,
+    device: tuple[str, str] | None,
+    *,
+    l2_norm: bool = True,
+    with_transition: bool = False,
+) -> RecurrentCall:
+    """Describes a call.
+
+    Args:
+        k: Keys, `B T K Hk`.
+        v: Values, `B T N Hv`.
+        device: Platform and kind of the device; None for the one in use.
+        l2_norm: True if queries and keys have unit norm.
+        with_transition: True if a device computes the transition of its part of a split sequence beside its values.
+    """
+    (B, T, K, Hk), (N, Hv) = k.shape, v.shape[2:]
+    platform, device_kind = device or current_device()
+    return RecurrentCall(
+        batch=B,
+        tokens=T,
+        key_heads=K,
+        heads=N,
+        key_dim=Hk,
+        value_dim=Hv + Hk if with_transition else Hv,
+        dtype=str(v.dtype),
+        l2_norm=l2_norm,
+        tracked=is_tracked(k, v),
+        platform=platform,
+        device_kind=device_kind,
+    )
+
+
+def recurrent_op(
+    name: str,
+    *,
+    jax_linear_attention: Callable,
+    refuses: Callable,
+    chunked: Callable,
+    tiles: Callable,
+    sequential: Callable,
+) -> Op:
+    """Returns the operation with its three kernels, in order of preference.
 
     Decoding has one or a few tokens at a time, so a chunk would be mostly padding: "sequential" comes first there.
+
+    Args:
+        name: Name of the operation in `maxlib.ops`.
+        jax_linear_attention: Kernels of that package.
+        refuses: Function of a call that returns why these cannot run it, or None.
+        chunked: The form in matmuls.
+        tiles: Its tile sizes, a function of a call.
+        sequential: The form token by token.
     """
 
     def first(call: RecurrentCall) -> str | None:
         return "sequential" if call.tokens <= FEW else None
 
-    return Op(name, kernels, first=first, fused=("jax_linear_attention",))
+    package = "jax_linear_attention"
+    kernels = (
+        Kernel(
+            package,
+            jax_linear_attention,
+            "kernels of jax-linear-attention for Hopper, in both passes",
+            frozenset({"gpu"}),
+            refuses=refuses,
+        ),
+        Kernel("chunked", chunked, "chunks of tokens in matmuls, by XLA", tiles=tiles),
+        Kernel("sequential", sequential, f"the reference, token by token: the fastest form for up to {FEW} tokens"),
+    )
+    return Op(name, kernels, first=first, fused=(package,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +183,6 @@ def run_kernel(
 def without_padding(out: Array, valid: Array | None) -> Array:
     """Sets the outputs of padding to zero."""
     return out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
-
-
-def device_of(device: tuple[str, str] | None) -> tuple[str, str]:
-    """Returns the platform and the kind of a device; None for the device in use."""
-    return device or current_device()
 
 
 def require(op: str, holds: bool, must: str, got: Any) -> None:

@@ -4,22 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib._utils.varying import is_tracked, vary_alike
+from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import for_each_token
 from maxlib.hardware import explained_device
 from maxlib.ops._cost import register_flops
-from maxlib.ops._dispatch import Choice, Explanation, Kernel, Shaped
+from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
 from maxlib.ops._recurrent.across_devices import ssd_across_devices
 from maxlib.ops._recurrent.recurrence import (
-    CHUNKED,
-    SEQUENTIAL,
     AxisName,
-    RecurrentCall,
     Settings,
     check_floating,
     check_shapes,
-    device_of,
+    describe,
     recurrent_op,
     require,
     run_kernel,
@@ -69,7 +66,7 @@ def ssd(
         ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
     """
     _check(x, dt, a, b, c, d, is_start, valid, initial_state)
-    choice = SSD.choose(_describe(x, b), implementation)
+    choice = SSD.choose(describe(b, x, None), implementation)
     return _ssd(x, b, c, dt, a, d, is_start, valid, initial_state, axis_name=axis_name, choice=choice)
 
 
@@ -95,25 +92,7 @@ def explain_ssd(
     Raises:
         ValueError: When no implementation has this name, or the device is unknown.
     """
-    return SSD.explain(_describe(x, b, explained_device(device)), implementation)
-
-
-def _describe(x, b, device: tuple[str, str] | None = None) -> RecurrentCall:
-    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
-    platform, device_kind = device_of(device)
-    return RecurrentCall(
-        batch=B,
-        tokens=T,
-        key_heads=G,
-        heads=N,
-        key_dim=S,
-        value_dim=P,
-        dtype=str(x.dtype),
-        tracked=is_tracked(x, b),
-        letters=("G", "N", "S", "P"),
-        platform=platform,
-        device_kind=device_kind,
-    )
+    return SSD.explain(describe(b, x, explained_device(device)), implementation)
 
 
 def _flops(x, b, *_) -> float:
@@ -205,13 +184,9 @@ def _step(state: Array, x: SSDInputs) -> tuple[Array, Array]:
 
 SSD = recurrent_op(
     "ssd",
-    Kernel(
-        jax_linear_attention.NAME,
-        jax_linear_attention.ssd,
-        jax_linear_attention.ABOUT,
-        frozenset({"gpu"}),
-        refuses=jax_linear_attention.refuses_ssd,
-    ),
-    Kernel("chunked", chunked, CHUNKED, tiles=ssd_tiles),
-    Kernel("sequential", sequential, SEQUENTIAL),
+    jax_linear_attention=jax_linear_attention.ssd,
+    refuses=jax_linear_attention.refuses_ssd,
+    chunked=chunked,
+    tiles=ssd_tiles,
+    sequential=sequential,
 )

@@ -5,10 +5,8 @@ document, else 0. With u = dt x:
 
     S <- exp(A[C]) S + (exp(A[C] - A) u)^T b,  y = (c b^T D) u + exp(A) S c, with the S before
 
-The first product of y is masked attention without a softmax; the rest depends on the previous chunk. Chunks are
-processed in blocks: a block computes what its chunks add to the state at once, then passes the state through them. The
-backward pass saves only the state at the beginning of each block and recomputes the rest, so memory per token does not
-depend on the size of the state.
+The first product of y is masked attention without a softmax; the rest depends on the previous chunk. A block computes
+what its chunks add to the state at once, then passes the state through them.
 
 Shapes: n chunks of a block, B rows, C tokens of a chunk, G groups, R heads of each, P wide, S the size of b and c.
 """
@@ -21,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib._utils.varying import vary_alike
 from maxlib.ops._recurrent.chunks import (
     ChunkTiles,
     count_starts,
@@ -30,6 +27,7 @@ from maxlib.ops._recurrent.chunks import (
     in_blocks,
     in_chunks,
     joined,
+    over_blocks,
 )
 from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings
 
@@ -88,11 +86,9 @@ def chunked(x: SSDInputs, state: Array, settings: Settings) -> tuple[Array, Arra
     size = min(tiles.chunk, tokens)
     blocks, per_block = tiles.count(tokens, size)
     xs: SSDInputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
-    xs, state = vary_alike((xs._replace(is_start=count_starts(xs.is_start, size)), state))
-    block = jax.checkpoint(functools.partial(_block, size=size, precision=settings.precision), prevent_cse=False)
-    state, out = jax.lax.scan(block, state, xs)
-    # [blocks, B, t, G, R, P] -> [B, T, G, R, P]
-    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :tokens], state
+    xs = xs._replace(is_start=count_starts(xs.is_start, size))
+    block = functools.partial(_block, size=size, precision=settings.precision)
+    return over_blocks(block, xs, state, tokens)
 
 
 def _block(state: Array, x: SSDInputs, *, size: int, precision: jax.lax.Precision) -> tuple[Array, Array]:

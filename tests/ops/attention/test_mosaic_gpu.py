@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.kernels.attention.mosaic_gpu import config, memory, mosaic_gpu
 from maxlib.kernels.attention.tiles import tiles_of, walk
-from maxlib.ops import attention, explain_attention
+from maxlib.ops import explain_attention
 from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases, emulator
@@ -77,11 +77,6 @@ def test_keys_are_summed_over_parts_of_their_heads_where_processors_would_be_idl
     case = cases.Case((4, 1), (64, 96), (40, 150), None, True, None)  # two rows of two blocks of keys
     assert config.key_gradient_parts(4, 4) == {1: 1, 2: 2, 132: 4}[processors]
     check(mosaic_gpu, case, some_masks(case, 1), jnp.float32, 1e-5)
-
-
-def test_a_divisor_of_the_heads_fills_the_processors():
-    assert [config.key_gradient_parts(64, groups) for groups in (1, 3, 8, 12)] == [1, 3, 8, 12]
-    assert [config.key_gradient_parts(blocks, 12) for blocks in (528, 527, 133, 132, 100)] == [1, 2, 4, 4, 6]
 
 
 DECODING = [
@@ -147,12 +142,6 @@ def test_a_cache_of_latents_of_which_little_is_filled(filled, emulated):
 def test_gradients_of_latents_are_those_of_keys_and_values(emulated):
     case = LATENTS[0]
     check_latents(case, some_masks(case, 1), jnp.float32, 1e-5, results=everything)
-
-
-def test_parts_of_latents_fill_the_processors():
-    """By rounds of 132 blocks of threads; short caches are not cut."""
-    assert [config.latent_parts(blocks, 32768) for blocks in (8, 16, 128, 132)] == [16, 8, 1, 1]
-    assert config.latent_parts(8, 800) == 1 and config.latent_parts(70, 32768) > 1
 
 
 @no_gpu
@@ -229,13 +218,6 @@ def explain(device=HOPPER, widths=(128, 128), dtype=jnp.bfloat16, **options):
     return explain_attention(q, k, v, device=device, **options)
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H20"])
-def test_hopper_gets_these_kernels_for_what_cudnn_does_not_take(kind):
-    assert explain(("gpu", kind), implementation="mosaic_gpu").chosen == "mosaic_gpu"
-    assert explain(("gpu", kind)).chosen == "cudnn"
-    assert explain(("gpu", kind), softcap=30.0).chosen == "mosaic_gpu"
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -253,15 +235,6 @@ def test_what_they_cannot_run_is_explained(change, reason):
     answer = explain(**change)
     assert answer.chosen != "mosaic_gpu"
     assert re.search(reason, answer.refused["mosaic_gpu"])
-
-
-@no_gpu
-def test_asking_for_them_on_a_cpu_is_an_error():
-    q = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
-    with pytest.raises(
-        ValueError, match="mosaic_gpu was requested, but it runs on gpu, not on cpu; chunked can run it"
-    ):
-        attention(q, q, q, implementation="mosaic_gpu")
 
 
 TILES, WALK = jax.jit(tiles_of, static_argnums=(2, 3, 4)), jax.jit(walk)
@@ -286,7 +259,7 @@ def test_visited_and_full_tiles_are_those_of_the_mask(mask, emulated):
             assert all(full_row[column] for column in order[: steps[3]])
 
 
-@pytest.mark.parametrize("widths", FACTORS["widths"], ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (256, 256)], ids=str)
 def test_a_window_costs_what_it_covers(widths):
     """The number of visited tiles follows the window, in both passes."""
     T, window, sizes = 8192, 1024, (*widths, False)

@@ -124,17 +124,6 @@ def test_blocks_pad_little_and_divide():
 
 
 @pytest.mark.parametrize(
-    ("T", "Hk", "Hv", "parts"),
-    [(1, 128, 128, 1), (4096, 64, 64, 8), (8192, 128, 128, 8), (8193, 128, 128, None), (1024, 192, 128, None)],
-)
-def test_one_backward_kernel_where_its_parts_are_few(T, Hk, Hv, parts):
-    tiles = splash.splash_tiles(T, T, Hk, Hv)
-    dq, dkv = tiles.dq, tiles.dkv
-    assert (dq is None) == (parts is not None)
-    assert parts in (None, dkv.count(dkv.queries, T))
-
-
-@pytest.mark.parametrize(
     ("implementation", "T", "kernels"),
     [(None, 256, ("fwd", "dkv")), ("splash", 256, ("fwd", "dkv")), ("splash", 16384, ("fwd", "dq", "dkv"))],
 )

@@ -1,7 +1,6 @@
 """Tile sizes by head width, chosen so that a kernel fits into a streaming multiprocessor of Hopper.
 
-The sizes are the largest that compile without spilled registers (docs/kernels.md has the table); none has been timed
-yet.
+The sizes are the largest that compile without spilled registers.
 """
 
 import dataclasses

@@ -21,10 +21,9 @@ from jaxtyping import Array, Float, Int
 from maxlib.kernels import _compat
 from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.grouped_matmul import rows as row_tables
-from maxlib.kernels.grouped_matmul.mosaic_gpu.config import Tiles
+from maxlib.kernels.grouped_matmul.mosaic_gpu.config import REGISTERS, SUMMED, WARPGROUPS, Tiles
 
-WARPGROUPS, OUTPUTS, SUMMED = 2, 64, 64
-REGISTERS = 232, 40  # per thread of a compute and of the memory warpgroup
+OUTPUTS = 64  # of a warpgroup
 
 
 class Scratch(NamedTuple):

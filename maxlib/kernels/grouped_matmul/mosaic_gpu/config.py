@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped matmul, the largest that do not spill (docs/kernels.md); none has been timed yet."""
+"""Tile sizes of the grouped matmul, the largest whose registers do not spill."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,0 +1,243 @@
+"""Layers and models that many families share, made from their configurations.
+
+`llama.py` writes all of it out. Letters in shapes are those of `llama.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn, ops
+from maxlib.models._sizes import AttentionSizes, DeltaSizes, ExpertSizes, LatentSizes, MambaSizes, RouterSizes
+from maxlib.ops import Rope, YarnScaling
+
+
+class TextDecoder(nn.Decoder):
+    """Decoder of an embedding, layers, a norm and a head, which is the embedding if `cfg.tied`.
+
+    Args:
+        cfg: The configuration.
+        block: Makes a layer of a kind, `block(kind, rngs)`.
+        kinds: The kind of each layer, or the number of layers that are all alike.
+        embed_init: Initializer of the embedding.
+        plus_one: True adds one to the weights of the norm.
+        rngs: Source of initial values.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        block: Callable[[Any, nnx.Rngs], nnx.Module],
+        kinds: Sequence[Any] | int,
+        *,
+        embed_init: Any = None,
+        plus_one: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg = cfg
+        self.embed = nn.Embed(cfg.vocab, cfg.dim, init=embed_init, rngs=rngs)
+        self.layers = nn.Stack(block, kinds, rngs=rngs)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=plus_one)
+        self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+class GemmaDecoder(TextDecoder):
+    """Decoder whose embedding is scaled by sqrt(D) at the input, and whose norms add one to their weights."""
+
+    def __init__(self, cfg: Any, block: Callable[[Any, nnx.Rngs], nnx.Module], kinds: Any, *, rngs: nnx.Rngs):
+        # Scaled by sqrt(D), the vectors come out with variance one.
+        super().__init__(cfg, block, kinds, embed_init=nnx.initializers.normal(cfg.dim**-0.5), plus_one=True, rngs=rngs)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the scaled vectors of `tokens`."""
+        # The factor is rounded to the compute dtype, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+        return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
+
+
+class PreNorm(nn.Layer):
+    """Llama's layer: each branch reads the normed residual stream, and adds to it.
+
+    A subclass makes `attn_norm` and a mixer of tokens, `attn` or another one, then `mlp_norm` and `mlp` or `moe`. With
+    `attn_post_norm` and `mlp_post_norm`, the results of the branches are normed before they are added. A norm that it
+    leaves out is skipped.
+    """
+
+    attn_norm: nn.RMSNorm | None = None
+    attn_post_norm: nn.RMSNorm | None = None
+    delta: Any = None
+    conv: Any = None
+    mlp_norm: nn.RMSNorm | None = None
+    mlp_post_norm: nn.RMSNorm | None = None
+    mlp: Any = None
+    moe: Any = None
+
+    @property
+    def mixer(self) -> Any:
+        """The layer that mixes tokens."""
+        return self.attn or self.delta or self.conv
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        h, cache = self.mixer(x if self.attn_norm is None else self.attn_norm(x), ctx, cache)
+        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
+        h = x if self.mlp_norm is None else self.mlp_norm(x)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return nn.residual(x, h, "mlp", norm=self.mlp_post_norm), cache, aux
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns the mixer's empty cache."""
+        return self.mixer.init_cache(batch, capacity, dtype)
+
+
+def attention(
+    cfg: AttentionSizes,
+    *,
+    mask: ops.Mask = ops.Causal(),
+    rope: Rope | ops.MRope | None,
+    qk_norm: bool = False,
+    across_heads: bool = False,
+    plus_one: bool = False,
+    bias: bool = False,
+    out_bias: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    temperature: Callable[[Array], Array] | None = None,
+    out_gate_act: Callable[[Array], Array] | None = None,
+    rngs: nnx.Rngs,
+) -> nn.Attention:
+    """Makes grouped-query attention with the sizes of `cfg`; most arguments are those of `nn.Attention`.
+
+    `qk_norm` adds an RMSNorm of each head of queries and keys before their rotation, or with `across_heads` one of all
+    heads together; `plus_one` is that of these norms.
+    """
+
+    def norm(heads: int) -> Any:
+        if not qk_norm:
+            return None
+        if across_heads:
+            return nn.norm.HeadsRMSNorm(heads * cfg.head_dim, eps=cfg.norm_eps)
+        return nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=plus_one)
+
+    return nn.Attention(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        mask=mask,
+        rope=rope,
+        q_norm=norm(cfg.num_heads),
+        k_norm=norm(cfg.num_kv_heads),
+        bias=bias,
+        out_bias=out_bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        temperature=temperature,
+        out_gate_act=out_gate_act,
+        rngs=rngs,
+    )
+
+
+def latent_attention(
+    cfg: LatentSizes, *, temperature: Callable[[Array], Array] | None = None, rngs: nnx.Rngs
+) -> nn.MLA:
+    """Makes latent attention with the sizes of `cfg`.
+
+    All heads compute keys and values from one latent per token, [B, T, kv_rank]. The cache stores only this latent and
+    one rotary key, [B, T, rope.dim]. A query has `nope_dim` dimensions without rotation, then `rope.dim` rotated ones.
+    """
+    return nn.MLA(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        q_rank=cfg.q_rank,
+        kv_rank=cfg.kv_rank,
+        nope_dim=cfg.nope_dim,
+        v_dim=cfg.v_dim,
+        rope=cfg.rope,
+        scale=latent_scale(cfg),
+        temperature=temperature,
+        rngs=rngs,  # the norms of the latents have the default epsilon, independent of `norm_eps`
+    )
+
+
+def latent_scale(cfg: LatentSizes) -> float:
+    """Returns the factor on the scores of latent attention."""
+    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+        scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
+    return scale
+
+
+def sigmoid_router(dim: int, cfg: RouterSizes, *, rngs: nnx.Rngs) -> nn.Router:
+    """Makes DeepSeek V3's router of tokens of width `dim` with the sizes of `cfg`."""
+    return nn.router.sigmoid_router(
+        dim,
+        cfg.num_experts,
+        top_k=cfg.top_k,
+        num_groups=cfg.num_groups,
+        top_groups=cfg.top_groups,
+        renormalize=cfg.renormalize,
+        scale=cfg.routed_scale,
+        rngs=rngs,
+    )
+
+
+def deepseek_experts(cfg: ExpertSizes, *, router: nn.Router | None = None, rngs: nnx.Rngs) -> nn.MoE:
+    """Makes DeepSeek's experts with the sizes of `cfg`: many small ones, and shared ones for every token.
+
+    Args:
+        cfg: The sizes.
+        router: The router; None means DeepSeek V3's.
+        rngs: Source of initial values.
+    """
+    router = sigmoid_router(cfg.dim, cfg, rngs=rngs) if router is None else router
+    shared = nn.GatedMLP(cfg.dim, cfg.num_shared * cfg.expert_dim, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+def mamba2(
+    dim: int,
+    cfg: MambaSizes,
+    *,
+    head_dim: int,
+    out_bias: bool | None = None,
+    factors: tuple[float, float, float, float, float] | None = None,
+    norm: Literal["norm_first", "gate_first"] | None = "gate_first",
+    norm_eps: float,
+    rngs: nnx.Rngs,
+) -> nn.Mamba2:
+    """Makes Mamba-2 with the sizes of `cfg`; the other arguments are those of `nn.Mamba2`."""
+    return nn.Mamba2(
+        dim,
+        num_heads=cfg.mamba_heads,
+        head_dim=head_dim,
+        num_groups=cfg.mamba_groups,
+        state_dim=cfg.mamba_state,
+        conv_width=cfg.conv_width,
+        conv_bias=cfg.conv_bias,
+        bias=cfg.mamba_bias,
+        out_bias=out_bias,
+        dt_limit=cfg.dt_limit,
+        factors=factors,
+        norm=norm,
+        norm_eps=norm_eps,
+        rngs=rngs,
+    )
+
+
+def delta_net(cfg: DeltaSizes, *, max_step: float = 1.0, norm_eps: float, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
+    """Makes gated DeltaNet with the sizes of `cfg`; the other arguments are those of `nn.GatedDeltaNet`."""
+    return nn.GatedDeltaNet(
+        cfg.dim,
+        num_heads=cfg.num_value_heads,
+        num_key_heads=cfg.num_key_heads,
+        key_dim=cfg.key_dim,
+        value_dim=cfg.value_dim,
+        conv_width=cfg.conv_width,
+        max_step=max_step,
+        norm_eps=norm_eps,
+        rngs=rngs,
+    )

@@ -1,0 +1,206 @@
+"""Sizes that many families share, and what config.json and weight files call them.
+
+`llama.py` writes its sizes out. Letters are those of `llama.py`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxlib import ops
+from maxlib.ops import Rope
+from maxlib.weights import Computed, Field, HFConfig, Table, Weight, fields, names
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of every decoder; `fields.DECODER` says where config.json has them, and `num_heads` is beside them."""
+
+    vocab: int  # V
+    num_layers: int
+    dim: int  # D
+    num_heads: int  # N
+    norm_eps: float = 1e-6
+    tied: bool = False  # the head is the embedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes(Sizes):
+    """Sizes of a decoder with grouped-query attention (`fields.ATTENTION`)."""
+
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    rope: Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSizes(AttentionSizes):
+    """Sizes of a decoder some of whose layers have a sliding window."""
+
+    layer_types: tuple[str, ...] | None = None  # FULL or SLIDING for each layer; None: the usual ones
+    window: int | None = None  # of the sliding layers
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """FULL or SLIDING for each layer; without `layer_types` all are FULL."""
+        return self.layer_types or (FULL,) * self.num_layers
+
+    @property
+    def masks(self) -> tuple[ops.Mask, ...]:
+        """The mask of each layer."""
+        return tuple(causal(self.window if kind == SLIDING else None) for kind in self.types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes(Sizes):
+    """Sizes of a decoder with DeepSeek's latent attention (`fields.MLA`)."""
+
+    q_rank: int | None  # None: queries are projected directly, without a latent
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rope: Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSizes:
+    """Sizes of experts and of their router (`fields.DEEPSEEK_EXPERTS` and `fields.GROUPS`)."""
+
+    expert_dim: int
+    num_experts: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True  # the weights of a token's experts sum to `routed_scale`
+    routed_scale: float = 1.0
+    losses: tuple[Any, ...] = ()  # router losses for training
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes(Sizes, RouterSizes):
+    """Sizes of a decoder with DeepSeek's experts: shared ones too, and first layers without."""
+
+    num_dense: int  # number of first layers with a plain MLP
+    mlp_dim: int
+    num_shared: int
+
+    @property
+    def dense(self) -> list[bool]:
+        """Whether each layer has a plain MLP."""
+        return [i < self.num_dense for i in range(self.num_layers)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSizes(Sizes):
+    """Sizes of a decoder with gated DeltaNet (`fields.LINEAR_ATTENTION`)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4  # of the convolution over queries, keys and values
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSizes:
+    """Sizes of Mamba-2 (`MAMBA`)."""
+
+    mamba_heads: int
+    mamba_groups: int = 1
+    mamba_state: int
+    mamba_bias: bool = False
+    conv_width: int = 4
+    conv_bias: bool = True
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # the smallest and the largest step
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPSizes:
+    """Numbers of multi-token prediction modules."""
+
+    num_mtp: int = 0  # modules (`predict_ahead`) to build
+    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; those not built are skipped
+
+
+def causal(window: int | None) -> ops.Mask:
+    """Returns the causal mask, within the last `window` tokens (the token itself included) unless it is None."""
+    return ops.Causal() if window is None else ops.Causal() & ops.SlidingWindow(window)
+
+
+def mtp_table(cfg: Any, layer: Sequence[Weight]) -> Table:
+    """Makes the table of a decoder with multi-token prediction modules, numbered as further layers."""
+    modules = names.mtp_table(layer, first=cfg.num_layers, used=cfg.num_mtp, stored=cfg.stored_mtp, tied=cfg.tied)
+    return [*names.decoder_table(layer), *modules]
+
+
+def llama_table(cfg: Any) -> Table:
+    """Makes the table of a decoder with Llama's names, whose layers may have biases and norms of heads."""
+    return names.decoder_table([*names.NORMS, *names.ATTENTION, *names.MLP])
+
+
+def mixtral_experts(moe: str) -> list[Weight]:
+    """Lists the weights of experts with Mixtral's names: w1, w3 and w2 are gate, up and down, one tensor per expert.
+
+    Args:
+        moe: The file's name of the layer of experts.
+    """
+    return [
+        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
+        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+    ]
+
+
+# Fields of most decoders: those of `AttentionSizes` but the rope, and `mlp_dim`.
+DECODER = (*fields.DECODER, fields.MLP, *fields.ATTENTION)
+
+
+# Mamba-2, in the names of Granite 4 and Falcon-H1, without the number of heads.
+MAMBA = (
+    Field("mamba_groups", "mamba_n_groups"),
+    Field("mamba_state", "mamba_d_state"),
+    Field("conv_width", "mamba_d_conv"),
+    Field("conv_bias", "mamba_conv_bias"),
+    Field("mamba_bias", "mamba_proj_bias"),
+    fields.dt_limit(),
+)
+
+
+def mamba_heads(inner: Callable[[Any], int]) -> Computed:
+    """Makes the entry for the number of heads of Mamba, which must agree with the width of a head.
+
+    Args:
+        inner: Function from the preceding fields to the width of all heads together.
+    """
+
+    def read(hf: HFConfig, c: Any) -> int:
+        heads, width = hf.take("mamba_n_heads", 128), hf.take("mamba_d_head", "auto", kind=object)
+        if inner(c) % heads or width not in ("auto", inner(c) // heads):
+            raise ValueError(
+                f"{hf.where('mamba_n_heads')} times mamba_d_head must be {inner(c)} (mamba_d_ssm, or mamba_expand times "
+                f"hidden_size), got {heads} heads of {width}."
+            )
+        return heads
+
+    return Computed("mamba_heads", read, lambda number, cfg: {"mamba_n_heads": number})
+
+
+def by_interval(*types: str) -> Callable[[HFConfig, Any], tuple[str, ...]]:
+    """Returns the reader of two types of layers: every `full_attention_interval`th is the second, others the first."""
+
+    def read(hf: HFConfig, c: Any) -> tuple[str, ...]:
+        if (period := hf.take("full_attention_interval", 4)) < 1:
+            raise ValueError(f"{hf.where('full_attention_interval')} must be at least 1, got {period}.")
+        return every(period, c.num_layers, *types)
+
+    return read
+
+
+def every(period: int, num_layers: int, usual: str, other: str) -> tuple[str, ...]:
+    """Returns the types of layers of which every `period`th is `other`."""
+    return tuple(usual if (i + 1) % period else other for i in range(num_layers))

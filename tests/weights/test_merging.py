@@ -1,0 +1,95 @@
+"""Merged models: averages, SLERP against its formula in float64, TIES against PEFT's, and experts from dense models."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from peft.utils import merge_utils
+
+from maxlib import adapters, nn, ops
+from maxlib.models import llama, mixtral
+from maxlib.weights import merging
+
+SIZES: Any = {"vocab": 32, "num_layers": 2, "dim": 16, "mlp_dim": 24, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+def make(seed):
+    return llama.Llama(llama.Config(**SIZES, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(seed))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return [make(seed) for seed in range(3)]
+
+
+def arrays(model):
+    return {path: np.asarray(v[...]) for path, v in nn.variables(nn.unstack(model)).items()}
+
+
+def test_an_average_is_weighted_and_keeps_dtypes(models):
+    merged = arrays(merging.average(iter(models), weights=[1, 2, 1]))
+    for path, a, b, c in ((path, *(arrays(model)[path] for model in models)) for path in merged):
+        np.testing.assert_allclose(merged[path], (a + 2.0 * b + c) / 4, atol=1e-6)
+    half = merging.average([jax.tree.map(lambda x: x.astype(jnp.bfloat16), models[0])] * 3)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
+
+
+def test_slerp_is_the_formula_for_each_matrix_alone(models):
+    merged, first, second = (arrays(m) for m in (merging.slerp(*models[:2], 0.3), *models[:2]))
+    for path, a, b in ((path, first[path].astype(np.float64), second[path].astype(np.float64)) for path in merged):
+        angle = np.arccos(min(np.vdot(a, b) / np.linalg.norm(a) / np.linalg.norm(b), 1.0))
+        line = angle < 1e-4
+        near, far = (0.7, 0.3) if line else (np.sin(0.7 * angle) / np.sin(angle), np.sin(0.3 * angle) / np.sin(angle))
+        np.testing.assert_allclose(merged[path], near * a + far * b, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(("density", "majority"), [(0.3, "total"), (1.0, "frequency")])
+@pytest.mark.filterwarnings("ignore")
+def test_ties_is_that_of_peft(models, density, majority):
+    base = make(7)
+    options: Any = {"density": density, "weights": [0.5, 1.0, 2.0], "majority": majority}
+    merged, start = arrays(merging.ties(models, base=base, **options)), arrays(base)
+    for path in merged:
+        changes = [torch.tensor(arrays(model)[path] - start[path]) for model in models]
+        theirs = merge_utils.ties(changes, torch.tensor(options["weights"]), density, majority)
+        np.testing.assert_allclose(merged[path], start[path] + theirs.numpy(), atol=1e-5, err_msg=path)
+
+
+def test_adapters_are_merged_by_their_arrays(models):
+    tuned = [adapters.add(models[0], adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(seed)) for seed in (1, 2)]
+    factors = [nn.partition(model)[0] for model in tuned]
+    averaged = merging.average(factors)
+    chex.assert_trees_all_close(averaged, jax.tree.map(lambda a, b: (a + b) / 2, *factors), atol=1e-6)
+
+
+def test_experts_from_a_dense_model_compute_what_it_does():
+    dense = make(0)
+    sizes: Any = {name: size for name, size in SIZES.items() if name != "mlp_dim"}
+    experts: Any = {"expert_dim": 24, "num_experts": 4, "top_k": 2}
+    sparse = mixtral.Mixtral(mixtral.Config(**sizes, **experts, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(1))
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 32)
+    grown = merging.upcycle(dense, sparse)
+    assert jax.tree.structure(grown) == jax.tree.structure(sparse)
+    np.testing.assert_allclose(
+        grown(tokens, dtype=jnp.float32).hidden, dense(tokens, dtype=jnp.float32).hidden, atol=1e-5
+    )
+    wider = llama.Llama(llama.Config(**SIZES | {"mlp_dim": 32}, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"has no counterpart .*: both must have the same sizes"):
+        merging.upcycle(wider, sparse)
+
+
+def test_models_that_do_not_fit_are_refused(models):
+    other = llama.Llama(llama.Config(**SIZES | {"mlp_dim": 32}, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(0))
+    merges: Any = (lambda: merging.average([models[0], other]), lambda: merging.slerp(models[0], other, 0.5))
+    for merge in merges:
+        with pytest.raises(ValueError, match="same config"):
+            merge()
+    with pytest.raises(ValueError, match="density must lie"):
+        merging.ties(models, density=0.0)
+    with pytest.raises(ValueError, match="a weight for each"):
+        merging.average(models, weights=[1.0])
