@@ -24,6 +24,7 @@ from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
+    cast_matrices,
     check_inputs,
     check_length,
     check_prefix,
@@ -33,9 +34,11 @@ from maxlib.inference._generate import (
 from maxlib.inference._ngrams import NGrams
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 from maxlib.inference._slots import (
+    Caches,
     Draws,
     Features,
     History,
+    Making,
     Settings,
     Slots,
     empty_slots,
@@ -168,7 +171,7 @@ class _Prefill:
 
     request: Request
     slot: int
-    cache: Any = None
+    caches: Caches | None = None
     hidden: Any = None
     num_done: int = 0
 
@@ -203,15 +206,20 @@ class LocalEngine:
         chunk: Number of tokens of prompts computed between two decoding steps. Longer prompts are computed in chunks,
             so that running rows need not wait for them.
         reuse: False computes every prompt anew, except for completions of one prompt.
-        num_drafts: Number of tokens that a step drafts for each row: those after the last occurrence of the row's last
-            tokens in its text (n-grams). Texts do not change; copying tasks take fewer steps.
+        num_drafts: Number of tokens that a step drafts for each row and verifies at once. Texts do not change.
+        drafter: What drafts: "ngram" takes the tokens after the last occurrence of the row's last tokens in its text;
+            "mtp" the model's own MTP module, with `num_drafts=1`; or a model that drafts for this one
+            (`nn.mtp.Drafter`), such as a `models.gemma4_assistant.Gemma4Assistant`.
         tokenizer: Tokenizer for `stop`, texts that end a completion.
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`.
         seed: Seed of the random keys of calls without a key.
 
+    Attributes: `num_steps`, the decoding steps so far; `num_drafted` and `num_accepted`, the drafts in them.
+
     Raises:
-        ValueError: when a layer's cache cannot be addressed by row, or drafts could not be removed from it.
+        ValueError: when a layer's cache cannot be addressed by row, the model or drafter does not draft, or a rejected
+            draft could not be removed from a cache.
     """
 
     def __init__(
@@ -223,6 +231,7 @@ class LocalEngine:
         chunk: SupportsIndex = 512,
         reuse: bool = True,
         num_drafts: SupportsIndex = 0,
+        drafter: Any = "ngram",
         tokenizer: Any = None,
         dtype: Any = jnp.bfloat16,
         cache_dtype: Any = None,
@@ -234,15 +243,16 @@ class LocalEngine:
         self.generator, self._keys = Generator(model, dtype=dtype, cache_dtype=cache_dtype), Keys(seed)
         model = self.generator.model
         _check_rows(model)
-        layers = jax.eval_shape(lambda: model.init_cache(1, 1 << 20)).layers  # rings are shorter than this
-        self._rewinds = nn.cache.can_rewind(layers)
         # With these, keys depend on tokens of the prompt after them.
         needs_length = any(rope.needs_length for rope in getattr(model, "ropes", ()))
         self._splits = not needs_length and not any(mask.prefix for mask in getattr(model, "masks", ()))
-        if self.num_drafts and not (self._rewinds and self._splits):
-            raise ValueError(
-                f"{type(model).__name__} has a cache from which a rejected draft cannot be removed; use num_drafts=0"
-            )
+        self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
+        if self.num_drafts:
+            _check_drafter(model, drafter, self.num_drafts)
+            self._drafter = None if isinstance(drafter, str) else cast_matrices(nn.unstack(drafter), dtype)
+            self._check_rewinds(needs_length)
+        self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
+        self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
         self._lock, self._turnstile = threading.Lock(), threading.Lock()
         self._driver: threading.Thread | None = None
@@ -263,6 +273,27 @@ class LocalEngine:
         self._state: Slots | None = None
         self._features = Features()
         self._pending: collections.deque[tuple[list[_Drawing], Draws]] = collections.deque()
+
+    def _making(self, capacity: int, num_drafts: int) -> Making:
+        """Returns how caches of a capacity are made."""
+        return Making(capacity, self.generator.cache_dtype, num_drafts, self._mtp)
+
+    def _cache_shapes(self, num_drafts: int) -> list[nn.cache.Cache]:
+        """Returns the shapes of the caches of one row, in which all rings are shorter than the text."""
+        caches = jax.eval_shape(lambda: self._making(1 << 20, num_drafts).caches(self.generator.model, 1))
+        return [cache for cache in (caches.model, caches.mtp) if cache is not None]
+
+    def _check_rewinds(self, needs_length: bool) -> None:
+        """Raises ValueError if a rejected draft cannot be removed from the caches."""
+        name, layers = type(self.generator.model).__name__, [c.layers for c in self._cache_shapes(self.num_drafts)]
+        if needs_length:
+            raise ValueError(f"{name} rotates by the length of the text so far, which a rejected draft makes wrong")
+        if not all(map(nn.cache.can_rewind, layers)):
+            kinds = {type(cache).__name__ for cache in nn.cache.layer_caches(layers)}
+            raise ValueError(
+                f"{name} has layers that only keep a state ({', '.join(sorted(kinds))}), from which a rejected draft "
+                "cannot be removed: generate without drafts"
+            )
 
     def update(self, weights: Any) -> None:
         """Replaces weights as `Generator.update` does; compiled programs stay in use.
@@ -518,6 +549,8 @@ class LocalEngine:
         if self._impl not in ("", impl):
             raise ValueError(f"an engine's keys must be of one implementation, got {impl} after {self._impl}")
         self._impl = impl
+        if inputs and self._mtp:
+            raise ValueError(f'{type(self.generator.model).__name__} drafts from text only: use drafter="ngram"')
         self._check_length(prompt, limit)
         stop_texts = StopTexts(self.tokenizer.decode, stop) if stop else None
         return Request(
@@ -612,8 +645,8 @@ class LocalEngine:
         # A conversation goes on in its slot; what only begins alike leaves the other one in place.
         row = self._cached[source]
         goes_on = source in free and row is not None and length >= len(row.prompt)
-        cache = take_row(self._state.cache, source, length)
-        return _Prefill(request, source if goes_on else oldest, cache, num_done=length)
+        caches = take_row(self._state.caches, source, length)
+        return _Prefill(request, source if goes_on else oldest, caches, num_done=length)
 
     def _fit_slots(self) -> None:
         """Makes the slots large enough for all that wait, and smaller when they are much too large and none is used."""
@@ -621,8 +654,8 @@ class LocalEngine:
         needed = max(len(request.prompt) + request._limit for request in self._waiting)
         size = self.capacity or min(shared_capacity(needed), limit)
         if self._state is not None and size > self._size:
-            cache = grown(self.generator.model, self._state.cache, size, self.generator.cache_dtype)
-            self._state = dataclasses.replace(self._state, cache=cache)
+            caches = grown(self.generator.model, self._state.caches, self._making(size, self.num_drafts))
+            self._state = dataclasses.replace(self._state, caches=caches)
         elif self._state is None or (4 * size <= self._size and not any(self._rows)):
             self._state, self._cached = None, [None] * self.slots
         else:
@@ -640,7 +673,8 @@ class LocalEngine:
             cached = row.prompt + row.tokens[:-1]  # the last token has not been run
             length = _common_length(cached, request.prompt)
             if self._rewinds:
-                length = min(length, len(request.prompt) - 1)  # the hidden state of the last one is needed
+                # The hidden state of the last one is needed, and the MTP module also read the token after each one.
+                length = min(length - self._mtp, len(request.prompt) - 1)
             elif self._rows[slot] is not None or length < len(cached) or length == len(request.prompt):
                 continue  # a state is that of all its tokens
             if length >= max(best[1] + 1, _SHORTEST_PREFIX):
@@ -657,13 +691,18 @@ class LocalEngine:
         num_left = len(request.prompt) - job.num_done
         count = min(num_left, self.chunk) if self._splits and not request._inputs else num_left
         if count:
-            tokens, valid = (np.zeros((1, min(_bucket(count), self._size)), dtype) for dtype in (np.int32, bool))
+            shape = (1, min(_bucket(count), self._size))
+            tokens, valid, after = np.zeros(shape, np.int32), np.zeros(shape, bool), np.full(shape, -1, np.int32)
             tokens[0, :count], valid[0, :count] = request.prompt[job.num_done : job.num_done + count], True
-            if job.cache is None:
-                options = {"capacity": self._size, "dtype": make.dtype, "cache_dtype": make.cache_dtype}
-                job.cache, job.hidden = prefill(make.model, tokens, valid, request._inputs, **options)
+            following = request.prompt[job.num_done + 1 : job.num_done + 1 + count]
+            after[0, : len(following)] = following
+            if job.caches is None:
+                making = self._making(self._size, self.num_drafts)
+                job.caches, job.hidden = prefill(
+                    make.model, tokens, valid, after, request._inputs, making=making, dtype=make.dtype
+                )
             else:
-                job.cache, job.hidden = extend(make.model, job.cache, tokens, valid, dtype=make.dtype)
+                job.caches, job.hidden = extend(make.model, job.caches, tokens, valid, after, dtype=make.dtype)
             job.num_done += count
         if job.num_done == len(request.prompt):
             self._insert(job)
@@ -674,7 +713,8 @@ class LocalEngine:
         """Starts the row of a prompt that is computed."""
         request, slot, vocab = job.request, job.slot, self.generator.vocab
         if self._state is None:
-            self._state = empty_slots(job.cache, request._key, slots=self.slots)
+            count = self.num_drafts if self._mtp or self._drafter is not None else 0
+            self._state = empty_slots(job.caches, request._key, slots=self.slots, num_drafts=count)
         if request._sampler.penalizes and self._state.history is None:
             shape = (self.slots, vocab)
             history = History(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
@@ -685,8 +725,9 @@ class LocalEngine:
             prompt[0, request.prompt] = True
         self._state, draws = insert(
             self.generator.model,
+            self._drafter,
             self._state,
-            job.cache,
+            job.caches,
             job.hidden,
             request._key,
             slot,
@@ -705,9 +746,11 @@ class LocalEngine:
         """Starts a step of all rows, whose tokens are read later."""
         assert self._state is not None
         rows, bias = list(self._rows), self._bias(self._rows)
+        self.num_steps += 1
         drafts, num_drafts = self._drafts(rows)
         self._state, draws = step(
             self.generator.model,
+            self._drafter,
             self._state,
             np.array([row is not None for row in rows]),
             drafts,
@@ -732,17 +775,23 @@ class LocalEngine:
         self._features |= _features(rows)
         return self._features
 
-    def _drafts(self, rows: Sequence[Request | None]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns drafts of each row, `S N`, and how many there are; N is 0 unless some row has drafts."""
+    def _drafts(self, rows: Sequence[Request | None]) -> tuple[np.ndarray | None, np.ndarray]:
+        """Returns drafts of each row, `S N`, and how many there are. N is 0 if no row has drafts; None stands for the
+        drafts of a model, which the devices have.
+        """
         drafts, counts = np.zeros((len(rows), self.num_drafts), np.int32), np.zeros(len(rows), np.int32)
+        has_model = self._mtp or self._drafter is not None
         for n, row in enumerate(rows):
             # What processors and penalties do to later tokens depends on the drafts.
             if row is None or not self.num_drafts or row._processors or row._sampler.penalizes:
                 continue
-            row._ngrams = row._ngrams or NGrams(row.prompt)
-            guesses = row._ngrams.drafts(row.tokens, min(self.num_drafts, row._limit - len(row.tokens) - 1))
-            drafts[n, : len(guesses)], counts[n] = guesses, len(guesses)
-        return (drafts if counts.any() else drafts[:, :0]), counts
+            counts[n] = min(self.num_drafts, row._limit - len(row.tokens))
+            if not has_model:
+                row._ngrams = row._ngrams or NGrams(row.prompt)
+                guesses = row._ngrams.drafts(row.tokens, int(counts[n]))
+                drafts[n, : len(guesses)], counts[n] = guesses, len(guesses)
+            self.num_drafted += int(counts[n])
+        return (None if has_model else drafts if counts.any() else drafts[:, :0]), counts
 
     def _bias(self, rows: Sequence[Request | None]) -> np.ndarray | None:
         """Returns what processors add to the logits of each row; None without processors. A row whose processor fails
@@ -769,6 +818,7 @@ class LocalEngine:
         """Appends the tokens of a step to its rows, and frees the slots of those that end."""
         draws = jax.device_get(draws)
         for n, slot, row in drawings:
+            self.num_accepted += int(draws.taken[n])
             # A row that stopped may be in one more step, which had already been started.
             for place in range(0 if row.done else 1 + int(draws.taken[n])):
                 if row._alternatives and draws.best is not None:
@@ -833,6 +883,28 @@ def _features(rows: Sequence[Request | None]) -> Features:
 def _power(number: int) -> int:
     """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
     return 1 << (number - 1).bit_length() if number else 0
+
+
+def _check_drafter(model: Any, drafter: Any, num_drafts: int) -> None:
+    """Raises ValueError if there is no such source of drafts for the model."""
+    if drafter == "ngram":
+        return
+    if isinstance(drafter, str):
+        if drafter != "mtp" or num_drafts != 1:
+            raise ValueError(
+                f'drafter must be "ngram", "mtp" with num_drafts=1, or a model, got {drafter!r} with {num_drafts}'
+            )
+        if not isinstance(model, nn.mtp.SupportsDrafting):
+            raise ValueError(
+                f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; pass "
+                "drafter=, a model that drafts for it"
+            )
+        return
+    if not isinstance(drafter, nn.mtp.Drafter):
+        raise ValueError(
+            f"drafter must have the methods of nn.mtp.Drafter, as a gemma4_assistant does, got {type(drafter).__name__}"
+        )
+    drafter.check_target(model)
 
 
 def _have_equal_prompts(a: Request, b: Request) -> bool:

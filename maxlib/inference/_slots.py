@@ -63,6 +63,47 @@ class Features:
 
 
 @nn.pytree
+class Caches:
+    """Caches of rows: of the model, and of its MTP module if that drafts."""
+
+    model: nn.cache.Cache
+    mtp: nn.cache.Cache | None
+
+    def with_length(self, length: Int[Array, " S"]) -> "Caches":
+        """Returns caches in which the tokens after `length` are forgotten."""
+        return Caches(*(None if x is None else dataclasses.replace(x, length=length) for x in (self.model, self.mtp)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Making:
+    """How caches are made; a static argument.
+
+    Attributes:
+        capacity: Maximum number of tokens in a row.
+        dtype: Dtype of cached values.
+        num_drafts: Number of tokens to rewind, for which rings get spare slots.
+        mtp: True makes a cache of the MTP module, too.
+    """
+
+    capacity: int
+    dtype: Any
+    num_drafts: int
+    mtp: bool
+
+    def caches(self, model: Any, rows: int) -> Caches:
+        """Returns empty caches."""
+        cache = self._rewindable(empty_cache(model, rows, self.capacity, self.dtype))
+        if not self.mtp:
+            return Caches(cache, None)
+        return Caches(cache, self._rewindable(model.init_draft_cache(rows, self.capacity, dtype=self.dtype)))
+
+    def _rewindable(self, cache: nn.cache.Cache) -> nn.cache.Cache:
+        # A drafter attends to one key more than the window has.
+        layers = nn.cache.make_rewindable(cache.layers, self.num_drafts + 1) if self.num_drafts else cache.layers
+        return dataclasses.replace(cache, layers=layers)
+
+
+@nn.pytree
 class History:
     """The tokens of rows, for penalties.
 
@@ -80,15 +121,17 @@ class Slots:
     """Arrays of all slots.
 
     Attributes:
-        cache: Caches of the tokens that were run.
+        caches: Caches of the tokens that were run.
         token: The token after them.
+        drafts: Guesses of the tokens after `token`; None without a model that drafts.
         keys: Data of the rows' random keys.
         drawn: Number of tokens drawn for the row.
         history: None until a row has penalties.
     """
 
-    cache: nn.cache.Cache
+    caches: Caches
     token: Int[Array, " S"]
+    drafts: Int[Array, "S N"] | None
     keys: UInt32[Array, "S K"]
     drawn: Int[Array, " S"]
     history: History | None
@@ -111,46 +154,68 @@ class Draws:
     best: tuple[Int[Array | np.ndarray, "S M A"], Float[Array | np.ndarray, "S M A"]] | None
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "dtype", "cache_dtype"))
-def prefill(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], inputs, *, capacity, dtype, cache_dtype):
-    """Runs a prompt, or its first chunk, and returns its cache and the hidden state of its last token, `1 1 D`."""
-    return _run(model, empty_cache(model, 1, capacity, cache_dtype), tokens, valid, inputs, dtype)
+@functools.partial(jax.jit, static_argnames=("making", "dtype"))
+def prefill(
+    model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], inputs, *, making, dtype
+):
+    """Runs a prompt, or its first chunk, and returns its caches and the hidden state of its last token, `1 1 D`.
+
+    Args:
+        model: The model.
+        tokens: The tokens.
+        valid: False for padding.
+        after: The token after each, -1 where it is not known; only the MTP module reads them.
+        inputs: Images and audio by name.
+        making: How caches are made.
+        dtype: Dtype of the computation.
+    """
+    return _run(model, making.caches(model, 1), tokens, valid, after, inputs, dtype)
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
-def extend(model, cache, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, dtype):
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="caches")
+def extend(model, caches, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], *, dtype):
     """Runs the next chunk of a prompt, and returns the same as `prefill`."""
-    return _run(model, cache, tokens, valid, {}, dtype)
+    return _run(model, caches, tokens, valid, after, {}, dtype)
 
 
-def _run(model, cache, tokens, valid, inputs, dtype):
-    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **inputs)
-    return out.cache, jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+def _run(model, caches, tokens, valid, after, inputs, dtype):
+    out = model(tokens, valid=valid, cache=caches.model, dtype=dtype, **inputs)
+    mtp = caches.mtp
+    if mtp is not None:
+        _, mtp = model.draft(out.hidden, jnp.maximum(after, 0), valid=after >= 0, cache=mtp)
+    return Caches(out.cache, mtp), jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+
+
+def _ahead(model, hidden: Float[Array, "S M D"], after: Int[Array, "S M"], valid, mtp, place: Int[Array, " S"]):
+    """Runs the MTP module over tokens, and returns its guess after a place of each row, `S 1`, and its cache."""
+    hidden, mtp = model.draft(hidden, after, valid=valid, cache=mtp)
+    last = jnp.take_along_axis(hidden, place[:, None, None], axis=1)
+    return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), mtp
 
 
 @jax.jit
-def take_row(cache: nn.cache.Cache, slot, length) -> nn.cache.Cache:
-    """Copies the first `length` tokens of a slot's cache as a cache of one row."""
-    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
-    return dataclasses.replace(row, length=jnp.full(1, length, jnp.int32))
+def take_row(caches: Caches, slot, length) -> Caches:
+    """Copies the first `length` tokens of a slot's caches as caches of one row."""
+    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), caches)
+    return row.with_length(jnp.full(1, length, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnames="slots")
-def empty_slots(cache, key, *, slots) -> Slots:
-    """Makes the arrays of empty slots, of the shapes of one row."""
-    row = Slots(cache, jnp.zeros(1, jnp.int32), key[None], jnp.zeros(1, jnp.int32), None)
+@functools.partial(jax.jit, static_argnames=("slots", "num_drafts"))
+def empty_slots(caches, key, *, slots, num_drafts) -> Slots:
+    """Makes the arrays of empty slots, of the shapes of one row; `num_drafts` is 0 unless a model drafts."""
+    one = jnp.zeros(1, jnp.int32)
+    row = Slots(caches, one, jnp.zeros((1, num_drafts), jnp.int32) if num_drafts else None, key[None], one, None)
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), row)
 
 
-def grown(model: Any, cache: nn.cache.Cache, capacity: int, dtype: Any) -> nn.cache.Cache:
-    """Returns a cache of a larger capacity with the same contents.
+def grown(model: Any, caches: Caches, making: Making) -> Caches:
+    """Returns caches of a larger capacity with the same contents.
 
     Token `i` is in slot `i` of a cache that is not full, so arrays only get longer; also where a cache is a ring from
     some capacity on.
     """
-    rows = len(cache.length)
-    larger = jax.eval_shape(lambda: model.init_cache(rows, capacity, dtype=dtype))
-    leaves, tree = jax.tree.leaves(cache), jax.tree.structure(larger)
+    larger = jax.eval_shape(lambda: making.caches(model, len(caches.model.length)))
+    leaves, tree = jax.tree.leaves(caches), jax.tree.structure(larger)
     shapes = [x.shape for x in jax.tree.leaves(larger)]
     return tree.unflatten(_padded(leaves, shapes=tuple(shapes)))
 
@@ -164,13 +229,16 @@ def _padded(arrays, *, shapes):
 
 
 @functools.partial(jax.jit, static_argnames=("features", "impl"), donate_argnames="state")
-def insert(model, state: Slots, cache, hidden, key, slot, prompt, settings: Settings, bias, *, features, impl):
+def insert(
+    model, drafter, state: Slots, caches, hidden, key, slot, prompt, settings: Settings, bias, *, features, impl
+):
     """Draws the first token of a prompt, and writes its row into a slot, overwriting the previous row completely.
 
     Args:
         model: The model.
+        drafter: A model that drafts for it, or None.
         state: All slots.
-        cache: The prompt's cache.
+        caches: The prompt's caches.
         hidden: The hidden state of its last token.
         key: Data of the row's key.
         slot: Index of the slot.
@@ -189,7 +257,13 @@ def insert(model, state: Slots, cache, hidden, key, slot, prompt, settings: Sett
     token = draws.token[:, 0]
     if history is not None:
         history = _counted(history, token, jnp.array([True]))
-    row = Slots(cache, token, key[None], jnp.ones(1, jnp.int32), history)
+    if caches.mtp is None:
+        count = 0 if state.drafts is None else state.drafts.shape[1]
+        drafts = None if drafter is None else drafter.draft(model, hidden, token, caches.model, count=count)
+    else:
+        drafts, mtp = _ahead(model, hidden, token[:, None], None, caches.mtp, jnp.zeros(1, jnp.int32))
+        caches = Caches(caches.model, mtp)
+    row = Slots(caches, token, drafts, key[None], jnp.ones(1, jnp.int32), history)
     state = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row)
     return state, draws
 
@@ -197,9 +271,10 @@ def insert(model, state: Slots, cache, hidden, key, slot, prompt, settings: Sett
 @functools.partial(jax.jit, static_argnames=("features", "dtype", "impl"), donate_argnames="state")
 def step(
     model,
+    drafter,
     state: Slots,
     active: Bool[Array, " S"],
-    drafts: Int[Array, "S N"],
+    drafts: Int[Array, "S N"] | None,
     num_drafts: Int[Array, " S"],
     settings: Settings,
     bias: Float[Array, "S V"] | None,
@@ -217,21 +292,32 @@ def step(
     Returns:
         The new state, and the draws.
     """
+    drafts = state.drafts if drafts is None else drafts
     inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
-    out = model(inputs, valid=valid, cache=state.cache, dtype=dtype)
+    out = model(inputs, valid=valid, cache=state.caches.model, dtype=dtype)
     logits = model.logits(out.hidden).astype(jnp.float32)
     draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
     right = (draws.token[:, :-1] == drafts) & (place[:, 1:] <= num_drafts[:, None])
     taken = jnp.cumprod(right, axis=1).sum(axis=1)
-    cache, num_new = out.cache, jnp.where(active, 1 + taken, 0)
-    if drafts.shape[1]:  # later slots are overwritten
-        cache = dataclasses.replace(cache, length=state.cache.length + num_new)
-    token = jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
+    num_new = jnp.where(active, 1 + taken, 0)
+    caches, token = Caches(out.cache, state.caches.mtp), jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
     token = jnp.where(active, token, state.token)
+    if drafts.shape[1]:  # later slots are overwritten
+        caches = caches.with_length(state.caches.model.length + num_new)
+    next_drafts = None
+    if caches.mtp is not None:
+        used = active[:, None] & (place <= taken[:, None])
+        mtp = dataclasses.replace(caches.mtp, length=state.caches.mtp.length)
+        next_drafts, mtp = _ahead(model, out.hidden, draws.token, used, mtp, taken)
+        caches = Caches(caches.model, mtp)
+    elif drafter is not None:
+        last = jnp.take_along_axis(out.hidden, taken[:, None, None], axis=1)
+        next_drafts = drafter.draft(model, last, token, caches.model, count=drafts.shape[1])
     history = None if state.history is None else _counted(state.history, token, active)
-    return Slots(cache, token, state.keys, state.drawn + num_new, history), dataclasses.replace(draws, taken=taken)
+    draws = dataclasses.replace(draws, taken=taken)
+    return Slots(caches, token, next_drafts, state.keys, state.drawn + num_new, history), draws
 
 
 def _counted(history: History, token: Int[Array, " S"], active: Bool[Array, " S"]) -> History:
