@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
@@ -712,21 +713,22 @@ class LocalEngine:
     def _insert(self, job: _Prefill) -> None:
         """Starts the row of a prompt that is computed."""
         request, slot, vocab = job.request, job.slot, self.generator.vocab
-        if self._state is None:
+        state = self._state
+        if state is None:
             count = self.num_drafts if self._mtp or self._drafter is not None else 0
-            self._state = empty_slots(job.caches, request._key, slots=self.slots, num_drafts=count)
-        if request._sampler.penalizes and self._state.history is None:
+            state = empty_slots(job.caches, request._key, slots=self.slots, num_drafts=count)
+        if request._sampler.penalizes and state.history is None:
             shape = (self.slots, vocab)
             history = History(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
-            self._state = dataclasses.replace(self._state, history=history)
+            state = dataclasses.replace(state, history=history)
         prompt = None
-        if self._state.history is not None:
+        if state.history is not None:
             prompt = np.zeros((1, vocab), bool)
             prompt[0, request.prompt] = True
         self._state, draws = insert(
             self.generator.model,
             self._drafter,
-            self._state,
+            state,
             job.caches,
             job.hidden,
             request._key,
@@ -801,11 +803,12 @@ class LocalEngine:
             return None
         bias = np.zeros((len(rows), self.generator.vocab), np.float32)
         for row, values in zip(rows, bias, strict=True):
+            if row is None:
+                continue
             try:
-                for process in row._processors if row is not None else ():
+                for process in row._processors:
                     values += process(row)
             except Exception as error:
-                assert row is not None
                 row._fail(error)
         return bias
 
@@ -857,13 +860,14 @@ def _of_prompts(name: str, inputs: Any, count: int) -> Sequence[Any]:
 def _settings(rows: Sequence[Request | None], vocab: int) -> Settings:
     """Returns the settings of rows as arrays; slots without a row are greedy."""
     samplers = [GREEDY if row is None else row._sampler for row in rows]
+    log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
+    penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
     return Settings(
-        np.array([s.temperature for s in samplers], np.float32),
-        np.array([min(s.top_k or 0, vocab) for s in samplers], np.int32),
-        np.array([s.top_p or 1.0 for s in samplers], np.float32),
-        np.log(np.array([s.min_p or 1.0 for s in samplers])).astype(np.float32)
-        - np.array([np.inf if s.min_p is None else 0.0 for s in samplers], np.float32),
-        np.array([(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers], np.float32),
+        temperature=jnp.asarray([sampler.temperature for sampler in samplers], jnp.float32),
+        top_k=jnp.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], jnp.int32),
+        top_p=jnp.asarray([sampler.top_p or 1.0 for sampler in samplers], jnp.float32),
+        log_min_p=jnp.asarray(log_min_p, jnp.float32),
+        penalties=jnp.asarray(penalties, jnp.float32),
     )
 
 

@@ -66,10 +66,9 @@ def openai_app(
         raise ImportError('a server needs Starlette and uvicorn: pip install "maxlib[serve]"') from None
     if tool_format is None and template is not None:
         tool_format = tool_call_format(template.source)
-    if max_length is None:
-        max_length = engine.capacity or getattr(engine.generator.model, "max_length", None) or 4096
+    longest: int = max_length or engine.capacity or getattr(engine.generator.model, "max_length", None) or 4096
     server = _Server(
-        engine, tokenizer, name, template, list(stop_token_ids), tool_format, max_length, max_body, max_waiting, api_key
+        engine, tokenizer, name, template, list(stop_token_ids), tool_format, longest, max_body, max_waiting, api_key
     )
     endpoints = {
         "/v1/completions": ("POST", server.completions),
@@ -245,7 +244,8 @@ class _Server:
         prompt = await self._ids(text, special=False)
         if fields.max_tokens is None:
             fields.max_tokens = max(1, self.max_length - len(prompt))
-        tool_format = self.tool_format if fields.tools or self.tool_format == "gpt-oss" else None
+        reads_calls = fields.tools or self.tool_format == "gpt-oss"
+        tool_format: ToolFormat | None = self.tool_format if reads_calls else None
         choices = await self._choices(fields, [prompt], tool_format, fields.tools)
         if fields.stream:
             return self._streamed(fields, choices, _chat_chunk)
@@ -324,7 +324,7 @@ class _Server:
         try:
             for number in range(len(prompts) * fields.n):
                 prompt = prompts[number // fields.n]
-                seeded = fields.seed is not None
+                key = None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number)
                 request = self.engine.submit(
                     prompt,
                     max_new_tokens=max(1, fields.max_tokens),
@@ -333,7 +333,7 @@ class _Server:
                     stop=fields.stop,
                     processors=processors,
                     alternatives=fields.num_alternatives,
-                    key=jax.random.fold_in(jax.random.key(fields.seed), number) if seeded else None,
+                    key=key,
                 )
                 writer = TextWriter(
                     self.tokenizer, prompt, stop=fields.stop, ends=ends, show_special=tool_format is not None

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
@@ -30,11 +29,11 @@ class Settings:
         penalties: The repetition, presence and frequency penalties.
     """
 
-    temperature: Float[Array | np.ndarray, " S"]
-    top_k: Int[Array | np.ndarray, " S"]
-    top_p: Float[Array | np.ndarray, " S"]
-    log_min_p: Float[Array | np.ndarray, " S"]
-    penalties: Float[Array | np.ndarray, "S 3"]
+    temperature: Float[Array, " S"]
+    top_k: Int[Array, " S"]
+    top_p: Float[Array, " S"]
+    log_min_p: Float[Array, " S"]
+    penalties: Float[Array, "S 3"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,8 @@ class Caches:
 
     def with_length(self, length: Int[Array, " S"]) -> "Caches":
         """Returns caches in which the tokens after `length` are forgotten."""
-        return Caches(*(None if x is None else dataclasses.replace(x, length=length) for x in (self.model, self.mtp)))
+        mtp = None if self.mtp is None else dataclasses.replace(self.mtp, length=length)
+        return Caches(dataclasses.replace(self.model, length=length), mtp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +148,10 @@ class Draws:
         best: The best tokens and their log-probabilities; None without alternatives.
     """
 
-    token: Int[Array | np.ndarray, "S M"]
-    log_prob: Float[Array | np.ndarray, "S M"]
-    taken: Int[Array | np.ndarray, " S"]
-    best: tuple[Int[Array | np.ndarray, "S M A"], Float[Array | np.ndarray, "S M A"]] | None
+    token: Int[Array, "S M"]
+    log_prob: Float[Array, "S M"]
+    taken: Int[Array, " S"]
+    best: tuple[Int[Array, "S M A"], Float[Array, "S M A"]] | None
 
 
 @functools.partial(jax.jit, static_argnames=("making", "dtype"))
@@ -293,6 +293,7 @@ def step(
         The new state, and the draws.
     """
     drafts = state.drafts if drafts is None else drafts
+    assert drafts is not None
     inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
@@ -307,7 +308,7 @@ def step(
     if drafts.shape[1]:  # later slots are overwritten
         caches = caches.with_length(state.caches.model.length + num_new)
     next_drafts = None
-    if caches.mtp is not None:
+    if caches.mtp is not None and state.caches.mtp is not None:
         used = active[:, None] & (place <= taken[:, None])
         mtp = dataclasses.replace(caches.mtp, length=state.caches.mtp.length)
         next_drafts, mtp = _ahead(model, out.hidden, draws.token, used, mtp, taken)
