@@ -177,6 +177,20 @@ class _Prefill:
     num_done: int = 0
 
 
+class _Turns:
+    """A lock that is fair to those who wait: without the door a thread that steps would get in first again."""
+
+    def __init__(self):
+        self._lock, self._door = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._door:
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class _Drawing(NamedTuple):
     """A row that draws in a step: its index among the step's rows, and its slot."""
 
@@ -255,7 +269,7 @@ class LocalEngine:
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
         self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
-        self._lock, self._turnstile = threading.Lock(), threading.Lock()
+        self._turns = _Turns()
         self._driver: threading.Thread | None = None
         self._driver_lock = threading.Lock()
         self._impl = ""
@@ -302,7 +316,7 @@ class LocalEngine:
         What is cached for reuse is dropped, because it is of the old weights. Rows in progress keep their caches and go
         on with the new weights.
         """
-        with self._turn():
+        with self._turns:
             self.generator.update(weights)
             self._cached, self._prompt = [None] * self.slots, None
             if self._job is not None:
@@ -468,7 +482,7 @@ class LocalEngine:
         tokens, valid = (np.zeros((1, _bucket(len(text))), dtype) for dtype in (np.int32, bool))
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
-        with self._turn():
+        with self._turns:
             scores = score_tokens(model, tokens, valid, alternatives=_power(count), dtype=self.generator.dtype)
         log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
         best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
@@ -476,7 +490,7 @@ class LocalEngine:
 
     def step(self) -> bool:
         """Computes the next chunk of waiting prompts and a token of each row, and returns False if nothing is left."""
-        with self._turn():
+        with self._turns:
             try:
                 self._step()
                 return not self.is_idle
@@ -516,16 +530,6 @@ class LocalEngine:
                 if self.is_idle:
                     self._driver = None
                     return
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Waits for the end of the current step. Without the turnstile a thread that steps would get in first again."""
-        with self._turnstile:
-            self._lock.acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _request(
         self,

@@ -15,7 +15,8 @@ from maxlib.inference._continuous import Request
 class LogitBias:
     """Adds a number to the logits of some tokens.
 
-        engine.generate(prompts, processors=[inference.LogitBias({7: -100.0}, vocab=256)], max_new_tokens=8)
+        engine = inference.LocalEngine(model)
+        engine.generate([[1, 2, 3]], processors=[inference.LogitBias({7: -100.0}, vocab=32)], max_new_tokens=2)
 
     Args:
         bias: The numbers by id.
@@ -41,11 +42,8 @@ class Grammar:
 
     The end of the text needs `stop_token_ids`: end-of-text ids are allowed where the text may end.
 
-    Its tokenizer comes from `Grammar.prepare`, once for all grammars.
-
-        tokens = inference.Grammar.prepare(tokenizer, vocab=256, stop_token_ids=[0])
-        number = inference.Grammar.regex("[0-9]+", tokens)
-        engine.generate(prompts, processors=[number], stop_token_ids=[0], max_new_tokens=8)
+    Its tokenizer comes from `Grammar.prepare`, once for all grammars. It keeps the state of each request that it
+    steers.
 
     Args:
         grammar: A grammar of llguidance in Lark's syntax, or as `Grammar.json_schema` and `Grammar.regex` make it.
