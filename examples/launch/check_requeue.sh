@@ -15,10 +15,14 @@ submit() {
     --output="$out/$name.log" examples/launch/pretrain.sbatch --out "$out/$name" "$@"
 }
 steps_of() {
-  grep -c '"loss"' "$out/$1/metrics.jsonl" 2>/dev/null || true
+  local file="$out/$1/metrics.jsonl"
+  if [ -f "$file" ]; then grep -c '"loss"' "$file" || true; else echo 0; fi
+}
+is_in_queue() {
+  squeue --noheader --jobs="$1" 2>/dev/null | grep -q .
 }
 wait_for() {
-  while squeue --noheader --jobs="$1" 2>/dev/null | grep -q .; do sleep 1; done
+  while is_in_queue "$1"; do sleep 1; done
 }
 
 mkdir -p "$out"
@@ -28,11 +32,11 @@ echo "untouched: $total steps"
 
 export JOB
 JOB=$(submit killed "$@")
-while (($(steps_of killed) < total / 2)); do sleep 0.2; done
+while (($(steps_of killed) < total / 2)) && is_in_queue "$JOB"; do sleep 0.2; done
 begin=$(date +%s)
 echo "killed after step $(steps_of killed)"
 eval "${KILL:-scancel --signal=KILL \$JOB.0}"
-until grep -q "resumed after step" "$out/killed.log"; do sleep 0.5; done
+until grep -q "resumed after step" "$out/killed.log" || ! is_in_queue "$JOB"; do sleep 0.5; done
 grep "resumed after step" "$out/killed.log"
 echo "$(($(date +%s) - begin)) s from the kill until it was restored"
 wait_for "$JOB"
