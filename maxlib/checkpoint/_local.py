@@ -210,8 +210,8 @@ class Local:
         entries, offset = [], 0
         for item, name, box, array in shards:
             content = _bytes(array)
-            entries.append([item, name, box, offset, content.size, zlib.crc32(content)])
-            offset += content.size
+            entries.append([item, name, box, offset, content.nbytes, zlib.crc32(content)])
+            offset += content.nbytes
         records_of_step = {"meta": meta, "data": data, "manifest": records.manifest(described), "shards": entries}
         header = records.to_text(records_of_step).encode()
         part = Part(step, self._store.run, jax.process_index(), jax.process_count())
@@ -283,7 +283,7 @@ class _Source:
             return self._box(item, name, leaf, tuple((0, size) for size in leaf.shape))
         values: dict[Box, np.ndarray] = {}
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: Any) -> np.ndarray:
             box = box_of(index, leaf.shape)
             if box not in values:  # devices may have copies
                 values[box] = self._box(item, name, leaf, box)
@@ -345,8 +345,8 @@ def _within(inner: Any, outer: Any) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def _read_header(part: Part, read_range: ReadRange) -> tuple[int, dict[str, Any]]:

@@ -188,13 +188,12 @@ def open_step(directory: epath.Path) -> StepRecords:
 
 @runtime_checkable
 class Source(Protocol):
-    """A stored step, whatever its files are.
+    """A stored step, whatever its files are."""
 
-    Attributes:
-        directory: Its name in messages.
-    """
-
-    directory: epath.Path
+    @property
+    def directory(self) -> epath.Path:
+        """Returns its name in messages."""
+        ...
 
     def open(self) -> StepRecords:
         """Reads the records. Raises DamagedError."""
