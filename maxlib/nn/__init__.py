@@ -28,6 +28,7 @@ from maxlib.nn._capture import capture as capture
 from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
+from maxlib.nn._dropout import with_dropout as with_dropout
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Trainer:
         remat: What layers keep for the backward pass; None keeps everything.
         microbatches: Number of parts of a batch whose gradients are computed one after the other.
         neftune_alpha: Size of the noise of token vectors in training; None for no noise.
+        dropout: Probability of a zero by name of an intermediate value (`nn.with_dropout`); None drops nothing.
         log_schedule: Schedule to log as `learning_rate`; the optimizer needs the same schedule.
         router_bias_update_rate: Step size of the expert biases of trained routers.
         layout: The mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
@@ -104,6 +105,7 @@ class Trainer:
         remat: nn.remat.Policy = None,
         microbatches: int = 1,
         neftune_alpha: float | None = None,
+        dropout: Mapping[str, float] | None = None,
         log_schedule: optax.Schedule | None = None,
         router_bias_update_rate: float = 1e-3,
         layout: sharding.Layout | None = None,
@@ -130,10 +132,11 @@ class Trainer:
             remat=remat,
             microbatches=microbatches,
             neftune_alpha=neftune_alpha,
+            dropout=dropout,
             log_schedule=log_schedule,
             router_bias_update_rate=router_bias_update_rate,
         )
-        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
         self.train_step = jit_step(train_step)
         self._eval_step = jax.jit(make_eval_step(loss, dtype=dtype))
         follow_layout(loader, layout)

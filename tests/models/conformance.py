@@ -46,9 +46,14 @@ def assert_close(got: Any, want: Any, atol: float = CLOSE) -> None:
 
 
 def _logits(
-    model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None, images: Any = None, audio: Any = None
+    model: Any,
+    tokens: np.ndarray,
+    segment_ids: np.ndarray | None = None,
+    images: Any = None,
+    audio: Any = None,
+    source: Any = None,
 ) -> np.ndarray:
-    inputs = {"segment_ids": segment_ids} | parity._given(images, audio)
+    inputs = {"segment_ids": segment_ids} | parity._given(images, audio, source)
     # Indexing a jax array would compile once more for every shape.
     return np.asarray(_forward(model, tokens, inputs))
 

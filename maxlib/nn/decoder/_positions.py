@@ -42,9 +42,13 @@ class LearnedPositions(nnx.Module):
         self.check(ctx.rope_length or 0)
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             self.check(int(ctx.positions.max()) + 1)
+        return self.rows(ctx.positions, dtype=dtype)
+
+    def rows(self, positions: Int[Array, "B T"], *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
+        """Returns these rows of the table in `dtype`; NaN for rows that it does not have."""
         # The table is small, so gather it over the width; then the lookup needs no communication. [B, T] -> [B, T, D]
         w = constrain(self.w[...], "position", None)
-        return jnp.asarray(jnp.take(w, ctx.positions, axis=0, mode="fill"), dtype)
+        return jnp.asarray(jnp.take(w, positions, axis=0, mode="fill"), dtype)
 
     def check(self, length: int) -> None:
         """Raises ValueError if `length` tokens exceed the table."""
@@ -85,7 +89,7 @@ class SinusoidalPositions:
         """Returns the vectors of any positions in float32; also those of real numbers, such as times of diffusion."""
         count = self.dim // 2
         steps = jnp.arange(count, dtype=jnp.float32) / (count - self.last_included)
-        angles = positions[..., None].astype(jnp.float32) * self.max_period**-steps
+        angles = jnp.einsum("...,i->...i", positions.astype(jnp.float32), self.max_period**-steps)
         pairs = jnp.sin(angles), jnp.cos(angles)
         if self.interleaved:
             return jnp.stack(pairs, axis=-1).reshape(*positions.shape, self.dim)
