@@ -52,6 +52,7 @@ class EncoderLM(nn.Decoder):
     """
 
     bias: nnx.Param | None
+    has_cache = False
 
     def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D+1"]:
         """Returns the input of the head, `norm(x)`, and a one if the head has a bias."""

@@ -28,6 +28,7 @@ class Config:
     dim: int
     mlp_dim: int
     num_heads: int
+    head_dim: int
     rope: Rope
     local_rope: Rope
     window: int = 128  # both sides together
@@ -41,10 +42,6 @@ class Config:
     tied: bool = True
     labels: tuple[str, ...] | None = None  # names of classes; None for masked tokens
     pooling: str = "cls"  # of classes: the first token, or the "mean" of all
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
 
     @property
     def kinds(self) -> list[tuple[bool, str]]:
@@ -122,7 +119,15 @@ def _absent_types(hf: HFConfig, c: Any) -> tuple[str, ...]:
     return _usual_types(c, hf.take("global_attn_every_n_layers", 3))
 
 
-def _read_rope(name: str, layer_type: str, theta_field: str, theta: float) -> Computed:
+def _read_head_dim(hf: HFConfig, c: Any) -> int:
+    return fields.equal_heads(c)
+
+
+def _write_nothing(value: int, cfg: Config) -> dict[str, Any]:
+    return {}
+
+
+def _rope_field(name: str, layer_type: str, theta_field: str, theta: float) -> Computed:
     return fields.rope(
         name,
         layer_type=layer_type,
@@ -141,8 +146,9 @@ FIELDS = Fields(
         Field("dim", "hidden_size"),
         fields.MLP,
         Field("num_heads", "num_attention_heads"),
-        _read_rope("rope", FULL, "global_rope_theta", 160_000.0),
-        _read_rope("local_rope", LOCAL, "local_rope_theta", 10_000.0),
+        Computed("head_dim", _read_head_dim, _write_nothing),
+        _rope_field("rope", FULL, "global_rope_theta", 160_000.0),
+        _rope_field("local_rope", LOCAL, "local_rope_theta", 10_000.0),
         Field("window", "local_attention"),
         fields.layer_types(LOCAL, FULL, usual=_usual_types, absent=_absent_types),
         Field("norm_eps"),
@@ -222,6 +228,7 @@ _BASE = Config(
     dim=768,
     mlp_dim=1152,
     num_heads=12,
+    head_dim=64,
     rope=Rope(64, 160_000.0, max_length=8192),
     local_rope=Rope(64, 10_000.0, max_length=8192),
     pooling="mean",

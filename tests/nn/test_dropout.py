@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxlib import adapters, nn, training
+from maxlib.training._step import make_gradient
 from tests.nn.tiny import filled_llama, tokens
 
 KEY = jax.random.key(0)
@@ -46,7 +48,7 @@ def test_the_backward_pass_drops_the_same(model):
 
 def test_adapters_drop_what_they_read(model):
     """The base reads all of it: while `b` is zero, nothing changes."""
-    adapted = adapters.add(model, adapters.LoRA(rank=2), key=KEY)
+    adapted = adapters.add(model, adapters.LoRA(rank=2), rngs=nnx.Rngs(0))
     noisy = nn.with_dropout(adapted, {"lora_input": 0.5}, KEY)
     ids = tokens(1, 8)
     hidden = model(ids, dtype=jnp.float32).hidden
@@ -60,7 +62,7 @@ def test_adapters_drop_what_they_read(model):
 def test_steps_draw_from_their_keys(model):
     ids = tokens(2, 9)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
-    gradient = jax.jit(training.make_gradient(training.NextToken(), dtype=jnp.float32, dropout={"mlp": 0.5}))
+    gradient = jax.jit(make_gradient(training.NextToken(), dtype=jnp.float32, dropout={"mlp": 0.5}))
     parts = nn.partition(model)
     first, same, other = (gradient(*parts, batch, jax.random.key(seed))[1] for seed in (0, 0, 1))
     assert first == same != other

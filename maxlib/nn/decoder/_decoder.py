@@ -63,6 +63,7 @@ class Decoder(nnx.Module):
         recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
             (LongRoPE in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
+        has_cache: False for an encoder, which cannot decode token by token.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
         layers_share: True if layers share values with later ones. Their `x` is then a `stack.Carry`.
         position_bias: What is added to the scores of self-attention in all layers, such as `nn.ALiBi`.
@@ -76,6 +77,7 @@ class Decoder(nnx.Module):
     mtp: Sequence[MTP] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
+    has_cache: bool = True
     layers_take_tokens: bool = False
     layers_share: bool = False
     position_bias: PositionBias | None = None
