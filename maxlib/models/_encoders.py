@@ -1,4 +1,4 @@
-"""Heads of encoders: for masked tokens, or for classes of whole sequences."""
+"""Heads of encoders: for masked tokens, or for classes of whole sequences. Letter in shapes: C = D + 1."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -54,19 +54,19 @@ class EncoderLM(nn.Decoder):
     bias: nnx.Param | None
     has_cache = False
 
-    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D+1"]:
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T C"]:
         """Returns the input of the head, `norm(x)`, and a one if the head has a bias."""
         hidden = super().leave(x, ctx)
         if self.bias is None:
             return hidden
         return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
 
-    def head_weight(self) -> Float[Array, "V D+1"]:
+    def head_weight(self) -> Float[Array, "V C"]:
         """Returns the head's matrix, and its bias as the last column."""
         weight = super().head_weight()
         return weight if self.bias is None else jnp.concatenate([weight, self.bias[...][:, None]], axis=1)
 
-    def logits(self, hidden: Float[Array, "B T D+1"]) -> Float[Array, "B T V"]:
+    def logits(self, hidden: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
         """Returns the scores of tokens or of classes in float32."""
         weight = self.head_weight().astype(hidden.dtype)
         logits = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)

@@ -99,7 +99,7 @@ class ModernBert(EncoderLM):
         """Returns normed vectors, and the context; see `nn.Decoder.enter`."""
         return super().enter(self.embed_norm(x), **inputs)
 
-    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D+1"]:
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T C"]:
         """Returns the input of the head; with mean pooling that of a document's mean, at each of its tokens."""
         x = self.final_norm(x)
         if self.cfg.labels is not None and self.cfg.pooling == "mean":
@@ -128,7 +128,7 @@ def _write_nothing(value: int, cfg: Config) -> dict[str, Any]:
 
 
 def _rope_field(name: str, layer_type: str, theta_field: str, theta: float) -> Computed:
-    return fields.rope(
+    stored = fields.rope(
         name,
         layer_type=layer_type,
         theta_field=theta_field,
@@ -136,6 +136,11 @@ def _rope_field(name: str, layer_type: str, theta_field: str, theta: float) -> C
         default_theta=theta,
         default_length=8192,
     )
+
+    def write(value: Rope, cfg: Config) -> dict[str, Any]:
+        return {**stored.write(value, cfg), "max_position_embeddings": value.max_length}
+
+    return Computed(name, stored.read, write)
 
 
 FIELDS = Fields(

@@ -159,7 +159,7 @@ def theirs(
     for (
         module
     ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
-        if sees and isinstance(module, torch.nn.Embedding):
+        if (sees or config.model_type in (*MASKED, "whisper", "t5gemma")) and isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
@@ -199,7 +199,9 @@ def arguments(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     if (read := source(case)) is None:
         return {"input_ids": ids, **seen(case, ids, dtype)}
     tokens, valid = torch.from_numpy(read.tokens).long(), torch.from_numpy(read.valid).long()
-    return {"input_ids": tokens, "attention_mask": valid, "decoder_input_ids": ids}
+    # T5Gemma takes its padding token for padding, where no mask says that it is real.
+    real = {"decoder_attention_mask": torch.ones_like(ids)} if case["config"]["model_type"] == "t5gemma" else {}
+    return {"input_ids": tokens, "attention_mask": valid, "decoder_input_ids": ids, **real}
 
 
 def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:

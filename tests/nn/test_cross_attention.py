@@ -110,7 +110,7 @@ def test_position_biases_are_added_to_the_scores(make):
     q, k, v = attn.project(x, nn.make_context(B, T))
     scores = np.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(H) + bias(jnp.arange(T)[None], jnp.arange(T))
     p = np.asarray(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)))
-    np.testing.assert_allclose(whole, attn.o(np.einsum("BNTS,BSNH->BTNH", p, v)), atol=1e-5)
+    np.testing.assert_allclose(whole, attn.o(jnp.einsum("BNTS,BSNH->BTNH", p, v)), atol=1e-5)
     packed, _ = attn(
         x.reshape(1, -1, D),
         nn.make_context(1, B * T, segment_ids=jnp.repeat(jnp.array([[1, 2]]), T, 1), position_bias=bias),

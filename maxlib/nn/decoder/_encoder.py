@@ -34,8 +34,8 @@ class Source:
     """
 
     tokens: Int[Array | np.ndarray, "B S"]
-    segment_ids: Int[Array | np.ndarray, "B S"] | None = None
-    valid: Bool[Array | np.ndarray, "B S"] | None = None
+    segment_ids: Int[Array | np.ndarray, "..."] | None = None
+    valid: Bool[Array | np.ndarray, "..."] | None = None
 
 
 class Encoder(nnx.Module):
