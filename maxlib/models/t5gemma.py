@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models._layers import CrossPreNorm, PreNorm, attention
+from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Copy, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
@@ -21,23 +22,16 @@ FULL, SLIDING = "full_attention", fields.SLIDING
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """Sizes of the encoder, or of the decoder."""
+class Side(AttentionSizes):
+    """Sizes of the encoder, or of the decoder. `Config.tied` counts for both."""
 
     vocab: int = 256_000
-    num_layers: int
-    dim: int
     mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
     layer_types: tuple[str, ...] | None = None  # None: in turn, SLIDING first
     window: int = 4096
     query_scalar: int = 256  # scores are divided by its square root
     attention_softcap: float | None = 50.0
     final_softcap: float | None = 30.0
-    norm_eps: float = 1e-6
     attention_bias: bool = False
 
     @property

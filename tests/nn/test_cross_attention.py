@@ -117,7 +117,7 @@ def test_position_biases_are_added_to_the_scores(make):
     )
     np.testing.assert_allclose(packed.reshape(B, T, D), whole, atol=1e-5)
     cache = nn.cache.Cache(attn.init_cache(B, T, jnp.float32), jnp.zeros(B, jnp.int32))
-    ctx = nn.make_context(B, 4, valid=jnp.arange(4) < jnp.array([[4], [2]]), cache=cache, position_bias=bias)
+    ctx = nn.make_context(B, 4, valid=jnp.arange(4)[None] < jnp.array([[4], [2]]), cache=cache, position_bias=bias)
     _, layer = attn(x[:, :4], ctx, cache.layers)
     cache = cache.advanced(layer, ctx)
     rest, _ = attn(jnp.stack([x[0, 4:], x[1, 2:4]]), nn.make_context(B, 2, cache=cache, position_bias=bias), layer)
@@ -125,6 +125,7 @@ def test_position_biases_are_added_to_the_scores(make):
     np.testing.assert_allclose(rest[1], whole[1, 2:4], atol=1e-5)
 
 
+@pytest.mark.full
 def test_buckets_are_those_of_transformers():
     modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
     torch = pytest.importorskip("torch")
@@ -135,6 +136,11 @@ def test_buckets_are_those_of_transformers():
         np.testing.assert_array_equal(ours[0, 0], theirs.numpy())
 
 
+def test_slopes_of_alibi_are_those_of_the_paper():
+    assert nn.ALiBi(8).slopes == [2**-i for i in range(1, 9)]
+
+
+@pytest.mark.full
 def test_slopes_of_alibi_are_those_of_transformers():
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     torch = pytest.importorskip("torch")
@@ -150,6 +156,7 @@ def test_layers_that_would_leave_out_a_bias_refuse_it():
         stack(jnp.ones((B, T, D)), nn.make_context(B, T, position_bias=nn.ALiBi(N)))
 
 
+@pytest.mark.full
 def test_sinusoidal_positions_are_those_of_the_papers():
     whisper = pytest.importorskip("transformers.models.whisper.modeling_whisper")
     ours = nn.SinusoidalPositions(8, last_included=True).vectors(jnp.arange(50))
