@@ -47,7 +47,6 @@ class Config:
     num_types: int = 2  # kinds of tokens, of the first and of the second text
     first_position: int = 0  # row of the first token; RoBERTa's is one behind its padding token
     norm_eps: float = 1e-12
-    tied: bool = True
     labels: tuple[str, ...] | None = None  # names of classes; None for masked tokens
 
     def __post_init__(self):
@@ -92,7 +91,7 @@ class Bert(EncoderLM):
             self.norm = Transform(
                 cfg.dim, nn.vision.exact_gelu, norm=nn.LayerNorm(cfg.dim, eps=cfg.norm_eps), rngs=rngs
             )
-            self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+            self.head = None  # tied to `embed`
         else:
             self.norm = Transform(cfg.dim, jnp.tanh, rngs=rngs)
             self.head = nn.Embed(len(cfg.labels), cfg.dim, rngs=rngs)
@@ -151,12 +150,11 @@ FIELDS = Fields(
         Field("num_types", "type_vocab_size"),
         Computed("first_position", _read_first_position, _write_first_position),
         Field("norm_eps", "layer_norm_eps"),
-        Field("tied", "tie_word_embeddings"),
         labels(_classifier),
     ],
     model_types={"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"},
     model_type=_model_type,
-    fixed={"hidden_act": "gelu"},
+    fixed={"hidden_act": "gelu", "tie_word_embeddings": True},
     fixed_if_present={"position_embedding_type": "absolute"},
     ignored=("hidden_dropout_prob", "attention_probs_dropout_prob"),
 )
@@ -210,7 +208,6 @@ def _head(cfg: Config, model: str) -> Table:
     return [
         *head,
         Weight(f"{name}.bias", "bias"),
-        Weight(f"{name}.decoder.weight", "head.w"),
         Copy(f"{name}.decoder.weight", of=f"{model}.embeddings.word_embeddings.weight"),
         Copy(f"{name}.decoder.bias", of=f"{name}.bias"),
         # Of pre-training's second task, and of other heads.

@@ -19,7 +19,7 @@ class TestT5(EncoderDecoderConformance):
         "decoder_start_token_id": 0,
     }
     cases = {"relu": {}, "gated": {"feed_forward_proj": "gated-gelu"}}
-    matters = {"layer_norm_epsilon": 0.1, "relative_attention_max_distance": 30, "scale_decoder_outputs": False}
+    matters = {"layer_norm_epsilon": 0.1, "relative_attention_max_distance": 30}
     refused = {"feed_forward_proj": "gated-silu", "decoder_start_token_id": 5, "attn_logit_softcapping": 50.0}
     presets = {
         "t5-small": 0.061,
