@@ -128,7 +128,7 @@ def test_classes_are_those_of_transformers(kind, tmp_path):
     assert_close(
         again.eval()(
             torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long(), **given
-        ).logits.detach(),
+        ).logits.detach().numpy(),
         out.logits.detach().numpy(),
         1e-5,
     )

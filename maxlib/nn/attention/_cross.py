@@ -142,7 +142,7 @@ class CrossAttention(SequenceMixer):
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        return self.o(checkpoint_name(out, "heads")), cache  # [B, T, N, H] -> [B, T, D]
+        return self.o(checkpoint_name(out, "cross_heads")), cache  # [B, T, N, H] -> [B, T, D]
 
     def _cached(self, cache: CrossCache | None, length: int) -> tuple[Array, Array, Array, Array, None]:
         """Returns keys, values, the interval of each of `length` tokens, and no hint.
