@@ -126,9 +126,9 @@ def test_classes_are_those_of_transformers(kind, tmp_path):
     assert not any(info.values()), info
     assert again.config.id2label == {0: "bad", 1: "fair", 2: "good"}
     assert_close(
-        again.eval()(
-            torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long(), **given
-        ).logits.detach().numpy(),
+        again.eval()(torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long(), **given)
+        .logits.detach()
+        .numpy(),
         out.logits.detach().numpy(),
         1e-5,
     )

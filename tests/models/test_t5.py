@@ -1,5 +1,15 @@
 """T5 against transformers: ReLU and a tied head, GeGLU as in v1.1."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxlib import nn, training
+from maxlib.training._batch_checks import check_first_batch
+from maxlib.training._step import make_gradient
+from tests.models import parity
 from tests.models.encoder_decoder import EncoderDecoderConformance
 
 
@@ -33,6 +43,24 @@ class TestT5(EncoderDecoderConformance):
         "flan-t5-xl": 2.85,
         "flan-t5-xxl": 11.14,
     }
+
+    @pytest.mark.full
+    def test_training_reads_sources(self, made):
+        """In one batch, in microbatches, and checked before the first step."""
+        case, _, model = made("relu")
+        tokens, source = jnp.asarray(case["tokens"]), parity.source(case)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "source": jax.tree.map(jnp.asarray, source)}
+        losses = [
+            make_gradient(training.NextToken(), dtype=jnp.float32, microbatches=count)(
+                *nn.partition(model), batch, jax.random.key(0)
+            )[1]
+            for count in (1, 2)
+        ]
+        logits = jnp.asarray(case["logits"])[:, :-1]
+        want = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        np.testing.assert_allclose(losses, [want, want], rtol=1e-4)
+        with pytest.raises(ValueError, match="a row for each of the 2 rows"):
+            check_first_batch(batch | {"source": nn.Source(source.tokens[:1])}, model)
 
 
 transformers_cases = TestT5.transformers_cases
