@@ -45,12 +45,13 @@ def bind_options(
         return loss
 
     def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
-        if (neftune_alpha or dropout) and key is None:
-            raise ValueError("NEFTune's noise and dropout need a key: call the loss with one, loss(model, batch, key)")
-        if dropout:
-            model = nn.with_dropout(model, dropout, jax.random.fold_in(key, 1))
-        if neftune_alpha:
-            model = with_embedding_noise(model, key, neftune_alpha)
+        if neftune_alpha or dropout:
+            if key is None:
+                raise ValueError(
+                    "NEFTune's noise and dropout need a key: call the loss with one, loss(model, batch, key)"
+                )
+            model = nn.with_dropout(model, dropout, jax.random.fold_in(key, 1)) if dropout else model
+            model = with_embedding_noise(model, key, neftune_alpha) if neftune_alpha else model
         return loss(model, batch, key, **options)
 
     return bound
