@@ -105,6 +105,11 @@ class Conformance:
     gradients: ClassVar[float] = 1e-4  # of their norms
     zero_gradients: ClassVar[str] = "$^"  # pattern of tensors whose gradient is zero but for rounding
 
+    @staticmethod
+    def tokens(vocab: int, seq: int) -> np.ndarray:
+        """Returns rows of ids."""
+        return parity.tokens(vocab, seq)
+
     def pytest_generate_tests(self, metafunc):
         """Every case; by default only the first is read and computed."""
         if "name" not in metafunc.fixturenames:
@@ -124,7 +129,7 @@ class Conformance:
         pytest.importorskip("torch")
         make = lambda changes: getattr(transformers, cls.config)(**cls.base | changes)
         configs = {name: make(changes) for name, changes in cls.cases.items()}
-        return {name: (config, parity.tokens(config.vocab_size, SEQ), cls.dtype) for name, config in configs.items()}
+        return {name: (config, cls.tokens(config.vocab_size, SEQ), cls.dtype) for name, config in configs.items()}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -193,7 +198,7 @@ class Conformance:
         )
         theirs = theirs.to(getattr(torch, self.dtype))
         assert not any(info.values()), info
-        tokens = parity.tokens(model.cfg.vocab, min(520, model.max_length or 520))[:1]
+        tokens = self.tokens(model.cfg.vocab, min(520, model.max_length or 520))[:1]
         with torch.no_grad():
             want = theirs(torch.from_numpy(tokens).long()).logits.float().numpy()
         assert_close(_logits(model, tokens), want, 1e-4)

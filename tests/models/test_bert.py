@@ -40,6 +40,12 @@ class TestBert(EncoderConformance):
     zero_gradients = r"key\.bias"  # the same number is added to all scores of a query
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
 
+    @staticmethod
+    def tokens(vocab, seq):
+        """Without 1: RoBERTa counts positions by the tokens that are not its padding."""
+        ids = parity.tokens(vocab, seq)
+        return np.where(ids == 1, 2, ids)
+
     @classmethod
     def transformers_cases(cls):
         """RoBERTa has a class of its own."""
@@ -51,9 +57,7 @@ class TestBert(EncoderConformance):
                 transformers.RobertaConfig if fields.pop("model_type", "bert") == "roberta" else transformers.BertConfig
             )
             configs[name] = kind(**fields)
-        # RoBERTa finds positions by the tokens that are not padding, 1.
-        tokens = np.where((ids := parity.tokens(61, 24)) == 1, 2, ids)
-        return {name: (config, tokens, cls.dtype) for name, config in configs.items()}
+        return {name: (config, cls.tokens(config.vocab_size, 24), cls.dtype) for name, config in configs.items()}
 
 
 transformers_cases = TestBert.transformers_cases
