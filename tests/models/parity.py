@@ -45,7 +45,15 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
             values[name] = np.asarray(np.float32(-1.2 if name.endswith("min") else 1.2) + 0.1 * noise)
         if name.endswith("A_log"):  # rates about 0.05: a state that keeps hundreds of tokens
             values[name] = np.float32(np.log(0.05)) + 0.3 * noise
+        if name.endswith("tid2eid"):  # experts of each id, of DeepSeek V4
+            values[name] = _experts(*shapes[name], experts=shapes[name.replace("tid2eid", "weight")][0])
     return values
+
+
+def _experts(vocab: int, top_k: int, *, experts: int) -> np.ndarray:
+    """Different experts for each id."""
+    first = np.random.RandomState(4).randint(0, experts, (vocab, 1))
+    return (first + np.arange(top_k) * (experts // top_k)) % experts
 
 
 def tokens(vocab: int, seq: int) -> np.ndarray:
@@ -267,7 +275,7 @@ def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> Non
     places = _numbered(own)
     flat = np.empty(sum(t.numel() for t in own.values()), np.float32)
     for name, index in stored(model, places).items():
-        flat[index.numpy()] = values[name]
+        flat[index.numpy()] = values[name]  # ids of experts, too: small integers are exact in float32
     for name, tensor in own.items():
         tensor.data.copy_(torch.from_numpy(np.asarray(flat[places[name].numpy()])))
 

@@ -66,7 +66,8 @@ class MoE(nnx.Module):
     Args:
         dim: Width D of the residual stream.
         mlp_dim: Width F of an expert.
-        router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`.
+        router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`; one
+            with `takes_tokens` is called as `router(x, ctx.tokens)`.
         activation: Combines an expert's gate and up projections, such as `swiglu`; without a gate, a function of one
             array.
         gated: False for experts without a gate (Nemotron).
@@ -148,7 +149,7 @@ class MoE(nnx.Module):
         """
         check_is_rows(x)
         valid = None if ctx is None else ctx.valid
-        routing = self.router(x if routed_by is None else routed_by)
+        routing = self._route(x if routed_by is None else routed_by, ctx)
         # [B, T, D] -> [B, T, L]
         h = x if self.enter is None else self.enter(x)
         y, computed = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
@@ -156,6 +157,12 @@ class MoE(nnx.Module):
         # [B, T, L] -> [B, T, D], applied once to the sum over experts
         y = y if self.leave is None else self.leave(y)
         return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, computed)
+
+    def _route(self, x, ctx: Context | None) -> Routing:
+        """Returns the router's decisions; some routers decide by the ids of tokens."""
+        if not getattr(self.router, "takes_tokens", False):
+            return self.router(x)
+        return self.router(x, None if ctx is None else ctx.tokens)
 
     def _shared(self, x):
         """Applies the shared layer and its gate."""
@@ -238,7 +245,7 @@ class MoE(nnx.Module):
         """Computes the output of a dropless call by a plain loop in which every expert computes every token (the
         specification).
         """
-        routing, inputs = self.router(x), x if self.enter is None else self.enter(x)
+        routing, inputs = self._route(x, ctx), x if self.enter is None else self.enter(x)
 
         def add(y, expert):
             e, gate, up, down = expert

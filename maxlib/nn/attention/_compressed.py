@@ -1,0 +1,280 @@
+"""Attention to a window and to compressed keys (DeepSeek-AI 2026, DeepSeek V4).
+
+Shapes: B rows, T new tokens, S keys, C entries, D width, N heads in G groups, H width of a head, R latent size.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlib import ops
+from maxlib.nn._linear import Einsum
+from maxlib.nn._pytree import pytree
+from maxlib.nn.attention._compressor import Compressor, EntryCache, rotate_last
+from maxlib.nn.attention._index_loss import HIDDEN
+from maxlib.nn.attention._indexer import Chosen, Indexer, fix
+from maxlib.nn.cache import KVCache, LayerCache, RingCache, kv_cache
+from maxlib.nn.decoder._context import Context, context_of
+from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.norm import RMSNorm, UnitRMSNorm
+from maxlib.nn.remat import mark_heads
+from maxlib.ops import Causal, Rope, SlidingWindow
+from maxlib.sharding import constrain, shard_map_by_name
+
+_TOKENS = ("batch", "seq", "act_heads", None)
+_QUERIES = ("batch", "q_seq", "attn_heads", None)
+_KEYS = ("batch", None, None, None)
+
+
+@pytree
+class CompressedKVCache(LayerCache):
+    """Cache of `CompressedAttention`; it cannot be rewound.
+
+    Attributes:
+        window: The last keys. Its values have width 0, because keys are the values.
+        entries: Compressed keys; None without a compressor.
+        index: Compressed keys of the indexer; None without one.
+    """
+
+    kind: ClassVar[str | None] = "ring and compressed"
+
+    window: KVCache | RingCache
+    entries: EntryCache | None = None
+    index: EntryCache | None = None
+
+    @property
+    def capacity(self) -> int | None:
+        """Maximum number of tokens that a row can hold; None without a limit."""
+        limits = [cache.capacity for cache in (self.window, self.entries) if cache is not None]
+        return min((slots for slots in limits if slots is not None), default=None)
+
+
+class EntryIndexer(Indexer):
+    """Indexer of compressed keys, which it makes by a compressor of its own. Its weights are stored and not trained.
+
+    Args:
+        dim: Width D of the residual stream.
+        q_rank: Size R of the latent of queries.
+        head_dim: Width of index queries and keys.
+        rate: Tokens of an entry.
+        norm_eps: Epsilon of the compressor's norm.
+        rope: Rotation of the last `rope.dim` numbers of index queries and keys.
+        rngs: Source of initial values.
+        **options: `num_heads` and `top_k` of an `Indexer`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        q_rank: int,
+        *,
+        head_dim: int,
+        rate: int,
+        norm_eps: float,
+        rope: Rope,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(dim, q_rank, head_dim=head_dim, rope=rope, rngs=rngs, **options)
+        self.compressor = Compressor(dim, head_dim, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
+        fix(self)
+
+    def _rotate(self, x: Array, ctx: Context) -> Array:
+        return rotate_last(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
+
+
+class CompressedAttention(SequenceMixer):
+    """Attention to the last tokens as they are, and to all earlier ones as compressed keys, in one softmax.
+
+    One key per token serves all heads, as key and as value: values are rotated by their position, so outputs are
+    rotated back by the query's. Queries come from a latent and have a norm without weight. Outputs of each group of
+    heads pass through a matrix of the group, then one matrix joins the groups. Each head has a sink.
+
+        attn = nn.CompressedAttention(
+            64, num_heads=4, head_dim=16, q_rank=32, groups=2, group_rank=24, window=128, rope=ops.Rope(8), rate=4,
+            rngs=nnx.Rngs(0),
+        )
+
+    Tokens must be in order. Devices that split a sequence gather keys and entries, under any strategy.
+
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number N of query heads.
+        head_dim: Width H of a head.
+        q_rank: Size R of the latent of queries.
+        groups: Number G of groups of heads, which divides N.
+        group_rank: Width of a group's output.
+        window: Tokens that a query attends to as they are, its own included.
+        rope: Rotation of the last `rope.dim` numbers of queries, keys and entries.
+        rate: Tokens of an entry; None for the window alone.
+        overlap: True if entries overlap (`Compressor`).
+        index: `num_heads`, `head_dim` and `top_k` of an `Indexer` that chooses entries; None attends to all.
+        norm_eps: Epsilon of all norms.
+        implementation: Name of an implementation of `ops.attention`; None chooses the best one.
+        rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `groups` does not divide `num_heads`, or there is an indexer without entries that overlap.
+    """
+
+    op: ClassVar[str | None] = "attention"
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        q_rank: int,
+        groups: int,
+        group_rank: int,
+        window: int,
+        rope: Rope,
+        rate: int | None = None,
+        overlap: bool = False,
+        index: dict[str, int] | None = None,
+        norm_eps: float = 1e-6,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        D, N, H, R, G = dim, num_heads, head_dim, q_rank, groups
+        if G < 1 or N % G:
+            raise ValueError(f"groups must divide num_heads; got {G} and {N}")
+        if index is not None and not (rate and overlap):
+            raise ValueError("an index chooses among entries that overlap: pass rate and overlap=True, or index=None")
+        self.q_down = Einsum("...D,RD->...R", (R, D), ("rank", "embed"), rngs=rngs)
+        self.q_norm = RMSNorm(R, eps=norm_eps)
+        self.q_up = Einsum("...R,NHR->...NH", (N, H, R), ("heads", "head_dim", "rank"), rngs=rngs)
+        self.kv = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), rngs=rngs)
+        self.kv_norm = RMSNorm(H, eps=norm_eps)
+        self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",))
+        # [B, T, G, N / G * H] -> [B, T, G, rank] -> [B, T, D]
+        self.group_out = Einsum(
+            "...GF,GRF->...GR", (G, group_rank, N // G * H), ("heads", "rank", "head_dim"), rngs=rngs
+        )
+        self.o = Einsum("...GR,DGR->...D", (D, G, group_rank), ("embed", "heads", "rank"), rngs=rngs)
+        self.compressor: Any = (
+            None
+            if rate is None
+            else Compressor(D, H, rate=rate, overlap=overlap, rope=rope, norm_eps=norm_eps, rngs=rngs)
+        )
+        self.indexer: Any = (
+            None
+            if rate is None or index is None
+            else EntryIndexer(D, R, rate=rate, norm_eps=norm_eps, rope=rope, rngs=rngs, **index)
+        )
+        self.head_norm, self.mask, self.rope = UnitRMSNorm(norm_eps), Causal() & SlidingWindow(window), rope
+        self.num_heads, self.head_dim, self.groups, self.implementation = N, H, G, implementation
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: CompressedKVCache | None = None
+    ) -> tuple[Float[Array, "B T D"], CompressedKVCache | None]:
+        """Mixes the tokens of each document; arguments and results are those of `Attention`."""
+        ctx = context_of(x, ctx)
+        cos, sin = ctx.rotary(self.rope)
+        latent = checkpoint_name(self.q_norm(self.q_down(x)), "latent")
+        q = self.head_norm(constrain(self.q_up(latent), *_TOKENS))
+        q = mark_heads(rotate_last(q, cos, sin, interleaved=self.rope.interleaved), "q")
+        # [B, T, H] -> [B, T, 1, H]
+        keys = rotate_last(self.kv_norm(self.kv(x))[:, :, None], cos, sin, interleaved=self.rope.interleaved)
+        keys, bounds = mark_heads(keys, "k"), ctx.key_intervals(self.mask)
+        window = None if cache is None else cache.window
+        if window is not None:
+            window, keys, _, *bounds = window.extend(keys, keys[..., :0], ctx, *bounds)
+        entries, seen, bias, caches = self._entries(x, latent, ctx, cache)
+        out = self._attend(q, keys.astype(q.dtype), bounds, entries, seen, bias)
+        out = rotate_last(out, cos, -sin, interleaved=self.rope.interleaved)
+        out = checkpoint_name(out, "heads")
+        # [B, T, N, H] -> [B, T, G, N / G * H]: neighbouring heads form a group.
+        grouped = self.group_out(out.reshape(*out.shape[:2], self.groups, -1))
+        return self.o(grouped), None if window is None else CompressedKVCache(window, *caches)
+
+    def _entries(self, x: Array, latent: Array, ctx: Context, cache: CompressedKVCache | None) -> tuple[Any, ...]:
+        """Returns the entries, the bounds of those that each token sees, a bias that hides others, and the caches."""
+        if self.compressor is None:
+            return None, (None, None), None, (None, None)
+        entries, kept = self.compressor(x, ctx, cache and cache.entries)
+        seen = self.compressor.seen(ctx, kept)
+        if self.indexer is None:
+            return entries.astype(x.dtype), seen, None, (kept, None)
+        # Nothing behind the choice has a gradient.
+        still, still_latent = jax.lax.stop_gradient((x, latent))
+        index_keys, index_kept = self.indexer.compressor(still, ctx, cache and cache.index)
+        bias = None
+        if entries.shape[1] > self.indexer.top_k:
+            chosen = self.indexer.choose(self.indexer.index(still, still_latent, index_keys, ctx), seen)
+            bias = _bias(chosen, entries.shape[1])
+        return entries.astype(x.dtype), seen, bias, (kept, index_kept)
+
+    def _attend(self, q: Array, keys: Array, bounds: Any, entries: Array | None, seen: Any, bias: Array | None):
+        """Attends to keys and entries under one softmax; each device computes its own queries and heads."""
+        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "implementation": self.implementation}
+
+        def local(q, keys, start, end, sinks, entries, entry_start, entry_end, bias):
+            H = q.shape[-1]  # values are the keys, in their whole width
+            out, lse = ops.attention(q, keys, H, k_start=start, k_end=end, sinks=sinks, return_lse=True, **options)
+            if entries is None:
+                return out
+            far, far_lse = ops.attention(
+                q, entries, H, k_start=entry_start, k_end=entry_end, bias=bias, return_lse=True, **options
+            )
+            # Two softmaxes are one, weighted by their sums: a token without entries has -inf, and a share of 1.
+            share = jax.nn.sigmoid(lse - far_lse)[..., None]
+            return (share * out + (1 - share) * far).astype(out.dtype)
+
+        if entries is not None and not entries.shape[1]:
+            entries, seen = None, (None, None)  # fewer tokens than an entry has
+        of_entries = None if entries is None else _KEYS
+        of_seen = None if entries is None else _QUERIES[:2]
+        of_bias = None if bias is None else ("batch", None, "q_seq", None)
+        names = [_QUERIES, _KEYS, _QUERIES[:2], _QUERIES[:2], ("attn_heads",), of_entries, of_seen, of_seen, of_bias]
+        run = shard_map_by_name(local, names, _QUERIES)
+        entries = None if entries is None else entries[:, :, None]
+        return constrain(run(q, keys, *bounds, self.sinks[...], entries, *seen, bias), *_TOKENS)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> CompressedKVCache:
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
+        window: Any = kv_cache(
+            batch, capacity, num_kv_heads=1, k_dim=self.head_dim, v_dim=0, ring=self.mask.ring, dtype=dtype
+        )
+        entries = None if self.compressor is None else self.compressor.init_cache(batch, capacity, dtype)
+        index = None if self.indexer is None else self.indexer.compressor.init_cache(batch, capacity, dtype)
+        return CompressedKVCache(window, entries, index)
+
+    def traffic(self, split: SplitSequence) -> Traffic:
+        """Returns the bytes of keys that devices gather in a training step, and of the inputs of entries."""
+        numbers = self.head_dim
+        for compressor in (self.compressor, self.indexer and self.indexer.compressor):
+            numbers += 0 if compressor is None else 2 * compressor.place.shape[1]
+        total = split.tokens * split.parts * split.width * numbers
+        return {"all-gather": (split.passes - 1) * total, "reduce-scatter": total}
+
+    @property
+    def kind(self) -> str:
+        """Names the kind in tables."""
+        if self.compressor is None:
+            return "shared-key window attention"
+        return "heavily compressed attention" if self.indexer is None else "compressed sparse attention"
+
+    def features(self) -> Iterator[str]:
+        """Yields the labels of its options for tables."""
+        yield "sinks"
+        if self.indexer is not None:
+            yield f"{self.indexer.top_k} chosen entries"
+
+
+def _bias(chosen: Chosen, entries: int) -> Float[Array, "B 1 T C"]:
+    """Returns 0 for entries that are chosen, and a number that hides all others."""
+
+    def local(*bounds_and_best: Array) -> Array:
+        return jnp.where(Chosen(*bounds_and_best).among_all(entries), 0.0, HIDDEN)
+
+    tokens = _QUERIES[:2]
+    run = shard_map_by_name(local, [tokens, tokens, (*tokens, None)], (*tokens, None))
+    # [B, T, C] -> [B, 1, T, C]: the same for all heads.
+    return run(chosen.start, chosen.end, chosen.best)[:, None]

@@ -1,0 +1,110 @@
+"""DeepSeek V4 against transformers: sequences longer than the window, than compressed keys and than the choice."""
+
+
+from maxlib.models import deepseek_v4
+from maxlib.models._sizes import SLIDING
+from maxlib.models.deepseek_v4 import HEAVY, SPARSE
+from maxlib.weights import HFConfig
+from tests.models import parity
+from tests.models.conformance import BASE, Conformance
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1.6e5,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "partial_rotary_factor": 0.5,
+    "attention_factor": 1.0,
+}
+ROPES = {"main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "compress": YARN}
+
+
+class TestDeepSeekV4(Conformance):
+    family = "deepseek_v4"
+    config = "DeepseekV4Config"
+    dtype = "float64"
+    gradients = 1e-3
+    base = BASE | {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "q_lora_rank": 14,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": ROPES,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "sliding_window": 5,
+        "compress_rates": {SPARSE: 4, HEAVY: 6},
+        # Of so many heads hardly ever all are zero, where any choice would do.
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "index_topk": 3,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 1.0,
+        "hc_mult": 3,
+        "pad_token_id": None,
+    }
+    cases = {
+        "every_kind": {
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, SPARSE, HEAVY],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        },
+        "in_turn": {
+            "num_hidden_layers": 5,
+            "layer_types": [HEAVY, SPARSE, HEAVY, SPARSE, HEAVY],
+            "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 3,
+            "compress_rates": {SPARSE: 2, HEAVY: 9},
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 3,
+            "vocab_size": 53,
+            "swiglu_limit": 10.0,
+        },
+    }
+    matters = {
+        "rms_norm_eps": 0.1,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "sliding_window": 4,
+        "index_topk": 2,
+        "swiglu_limit": 0.5,
+        "hc_sinkhorn_iters": 2,
+        "hc_eps": 0.1,
+        "rope_parameters.compress.factor": 4.0,
+    }
+    refused = {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_topk_prob": False,
+        "scoring_func": "sigmoid",
+        "num_key_value_heads": 2,
+        "n_shared_experts": 2,
+        "mlp_layer_types": ["moe", "hash_moe", "moe"],
+        "layer_types": ["full_attention"] * 3,
+        "qk_rope_head_dim": 4,
+    }
+    presets = {"deepseek-v4-flash": 283.84, "deepseek-v4-pro": 1571.82}
+    depths = None
+
+    def test_both_spellings_are_read(self, name):
+        """The release's: a ratio for each layer, and one more for its prediction module."""
+        config = parity.golden(self.family)[name]["config"]
+        scaling = {k: v for k, v in YARN.items() if k in ("factor", "original_max_position_embeddings")}
+        rates = config["compress_rates"]
+        ratios = {SLIDING: 0, SPARSE: 4, HEAVY: 128}
+        dropped = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
+        released = {k: v for k, v in config.items() if k not in dropped} | {
+            "compress_ratios": [*(ratios[kind] for kind in config["layer_types"]), 0],
+            "compress_rate_csa": rates[SPARSE], "compress_rate_hca": rates[HEAVY],
+            "num_hash_layers": config["mlp_layer_types"].count("hash_moe"), "qk_rope_head_dim": 8,
+            "rope_theta": 1e4, "compress_rope_theta": 1.6e5, "rope_scaling": scaling | {"type": "yarn"},
+        }  # fmt: skip
+        now, before = HFConfig(config), HFConfig(released)
+        assert deepseek_v4.FIELDS.read(before) == deepseek_v4.FIELDS.read(now)
+        now.done()
+        before.done()
+
+
+transformers_cases = TestDeepSeekV4.transformers_cases
