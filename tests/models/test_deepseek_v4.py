@@ -1,10 +1,19 @@
 """DeepSeek V4 against transformers: sequences longer than the window, than compressed keys and than the choice."""
 
+import json
 
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+import maxlib
+from maxlib import nn
 from maxlib.models import deepseek_v4
 from maxlib.models._sizes import SLIDING
 from maxlib.models.deepseek_v4 import HEAVY, SPARSE
 from maxlib.weights import HFConfig
+from maxlib.weights.files import Header, write_file
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance
 
@@ -105,6 +114,49 @@ class TestDeepSeekV4(Conformance):
         assert deepseek_v4.FIELDS.read(before) == deepseek_v4.FIELDS.read(now)
         now.done()
         before.done()
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def test_files_of_the_release(tmp_path):
+    """Its names, FP8 matrices in blocks of 128 x 128, and FP4 experts: equal to plain weights of the same values."""
+    config = parity.golden("deepseek_v4")["every_kind"]["config"] | {"hidden_size": 160, "moe_intermediate_size": 32}
+    cfg, random = deepseek_v4.FIELDS.read(HFConfig(config)), np.random.default_rng(0)
+    maxlib.save_pretrained(deepseek_v4.DeepSeekV4(cfg, rngs=nnx.Rngs(0)), tmp_path / "plain")
+    plain, release = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    for name, value in plain.items():
+        renamed = name.removeprefix("model.").replace("attn.norm.", "attn.kv_norm.")
+        renamed = renamed.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        release[renamed] = value
+        if value.ndim != 2 or not name.endswith("weight") or "w" not in name.split(".")[-2]:
+            continue
+        fp4 = ".experts." in name
+        rows, columns = value.shape
+        blocks = (rows, columns // 32) if fp4 else (-(-rows // 128), -(-columns // 128))
+        scales = (2.0 ** random.integers(-9, 9, blocks)).astype(ml_dtypes.float8_e8m0fnu)
+        if fp4:
+            stored = random.integers(-128, 128, (rows, columns // 2), np.int8)
+            bits = stored.view(np.uint8)
+            numbers = np.stack([E2M1[bits & 15], E2M1[bits >> 4]], axis=-1).reshape(rows, columns)
+        else:
+            stored = value.astype(ml_dtypes.float8_e4m3fn)
+            numbers = stored.astype(np.float32)
+        block = np.ones((1, 32) if fp4 else (128, 128), np.float32)
+        plain[name] = numbers * np.kron(scales.astype(np.float32), block)[:rows, :columns]
+        release |= {renamed: stored, f"{renamed.removesuffix('weight')}scale": scales}
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    written = json.loads((tmp_path / "plain" / "config.json").read_text())
+    for path, tensors, more in (("plain", plain, {}), ("release", release, {"quantization_config": quantization})):
+        (tmp_path / path).mkdir(exist_ok=True)
+        headers = [Header(name, t.dtype, t.shape) for name, t in tensors.items()]
+        write_file(tmp_path / path / "model.safetensors", headers, iter(tensors.values()))
+        (tmp_path / path / "config.json").write_text(json.dumps(written | more))
+    want, got = (
+        nn.variables(maxlib.from_pretrained(tmp_path / path, dtype="float32")) for path in ("plain", "release")
+    )
+    for path, value in want.items():
+        np.testing.assert_array_equal(got[path].get_value(), value.get_value(), err_msg=path)
 
 
 transformers_cases = TestDeepSeekV4.transformers_cases
