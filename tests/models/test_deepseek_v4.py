@@ -4,6 +4,7 @@ import json
 
 import ml_dtypes
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -15,7 +16,7 @@ from maxlib.models.deepseek_v4 import HEAVY, SPARSE
 from maxlib.weights import HFConfig
 from maxlib.weights.files import Header, write_file
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance
+from tests.models.conformance import BASE, Conformance, _logits, assert_close
 
 YARN = {
     "rope_type": "yarn",
@@ -73,7 +74,6 @@ class TestDeepSeekV4(Conformance):
     }
     matters = {
         "rms_norm_eps": 0.1,
-        "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.0,
         "sliding_window": 4,
         "index_topk": 2,
@@ -94,8 +94,18 @@ class TestDeepSeekV4(Conformance):
         "layer_types": ["full_attention"] * 3,
         "qk_rope_head_dim": 4,
     }
-    presets = {"deepseek-v4-flash": 283.84, "deepseek-v4-pro": 1571.82}
+    presets = {"deepseek-v4-flash": 284.335, "deepseek-v4-pro": 1573.0}  # what transformers counts, with indexers
     depths = None
+    windows = {"every_kind": {5, 2}, "in_turn": {5, 2}}  # slots of the window, and rows of entries
+
+    @pytest.mark.full
+    def test_left_padding_changes_nothing(self, name, exact):
+        """Compressed keys count from the first token, not from the first column (as transformers counts them)."""
+        case, _, model = exact(name)
+        want = _logits(model, case["tokens"])
+        padded = np.pad(case["tokens"], ((0, 0), (5, 0)))
+        valid = np.broadcast_to(np.arange(padded.shape[1]) >= 5, padded.shape).astype(np.int32)
+        assert_close(_logits(model, padded, valid)[:, 5:], want)
 
     def test_both_spellings_are_read(self, name):
         """The release's: a ratio for each layer, and one more for its prediction module."""

@@ -120,8 +120,8 @@ class Compressor(nnx.Module):
         """Returns the tokens of the entries of packed rows, in their order; what is left over is hidden from all."""
         last = self._is_last(ctx)
         B, T = last.shape
-        entry = jnp.where(last, jnp.cumsum(last, axis=1) - 1, T)
-        first = jnp.broadcast_to(jnp.arange(T)[None] - self.rate + 1, (B, T))
+        entry = jnp.where(last, jnp.cumsum(last, axis=1, dtype=jnp.int32) - 1, T)
+        first = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None] - self.rate + 1, (B, T))
         rows, empty = jnp.arange(B)[:, None], jnp.zeros((B, T // self.rate), jnp.int32)
         return Windows(*(empty.at[rows, entry].set(a, mode="drop") for a in (first, self._count(ctx) - 1)))
 
