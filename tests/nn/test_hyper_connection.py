@@ -58,7 +58,8 @@ def test_a_hash_router_chooses_by_id_and_weighs_by_score():
     moe = nn.MoE(D, 4, router=router, rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="layers_take_tokens = True"):
         moe(x)
-    assert moe(x, nn.make_context(1, 5, tokens=tokens))[0].shape == x.shape
+    y, aux = moe(x, nn.make_context(1, 5, tokens=tokens))
+    assert y.shape == x.shape and "moe/load" in aux and "moe/counts" not in aux  # there is no bias to move
 
 
 def test_scores_far_below_zero_have_a_finite_gradient():

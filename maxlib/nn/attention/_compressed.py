@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib.nn._linear import Einsum
-from maxlib.nn._pytree import pytree
-from maxlib.nn.attention._compressor import Compressor, EntryCache, rotate_last
-from maxlib.nn.attention._index_loss import HIDDEN
-from maxlib.nn.attention._indexer import Chosen, Indexer, fix
-from maxlib.nn.cache import KVCache, LayerCache, RingCache, kv_cache
+from maxlib.nn.attention._compressor import Compressor, rotate_last
+from maxlib.nn.attention._entries import CompressedKVCache, EntryIndexer, attend_entries
+from maxlib.nn.attention._indexer import Chosen
+from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES
+from maxlib.nn.cache import kv_cache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm, UnitRMSNorm
@@ -27,65 +27,7 @@ from maxlib.ops import Causal, Rope, SlidingWindow
 from maxlib.sharding import constrain, shard_map_by_name
 
 _TOKENS = ("batch", "seq", "act_heads", None)
-_QUERIES = ("batch", "q_seq", "attn_heads", None)
 _KEYS = ("batch", None, None, None)
-
-
-@pytree
-class CompressedKVCache(LayerCache):
-    """Cache of `CompressedAttention`; it cannot be rewound.
-
-    Attributes:
-        window: The last keys. Its values have width 0, because keys are the values.
-        entries: Compressed keys; None without a compressor.
-        index: Compressed keys of the indexer; None without one.
-    """
-
-    kind: ClassVar[str | None] = "ring and compressed"
-
-    window: KVCache | RingCache
-    entries: EntryCache | None = None
-    index: EntryCache | None = None
-
-    @property
-    def capacity(self) -> int | None:
-        """Maximum number of tokens that a row can hold; None without a limit."""
-        limits = [cache.capacity for cache in (self.window, self.entries) if cache is not None]
-        return min((slots for slots in limits if slots is not None), default=None)
-
-
-class EntryIndexer(Indexer):
-    """Indexer of compressed keys, which it makes by a compressor of its own. Its weights are stored and not trained.
-
-    Args:
-        dim: Width D of the residual stream.
-        q_rank: Size R of the latent of queries.
-        head_dim: Width of index queries and keys.
-        rate: Tokens of an entry.
-        norm_eps: Epsilon of the compressor's norm.
-        rope: Rotation of the last `rope.dim` numbers of index queries and keys.
-        rngs: Source of initial values.
-        **options: `num_heads` and `top_k` of an `Indexer`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        q_rank: int,
-        *,
-        head_dim: int,
-        rate: int,
-        norm_eps: float,
-        rope: Rope,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        super().__init__(dim, q_rank, head_dim=head_dim, rope=rope, rngs=rngs, **options)
-        self.compressor = Compressor(dim, head_dim, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
-        fix(self)
-
-    def _rotate(self, x: Array, ctx: Context) -> Array:
-        return rotate_last(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
 
 
 class CompressedAttention(SequenceMixer):
@@ -186,8 +128,8 @@ class CompressedAttention(SequenceMixer):
         window = None if cache is None else cache.window
         if window is not None:
             window, keys, _, *bounds = window.extend(keys, keys[..., :0], ctx, *bounds)
-        entries, seen, bias, caches = self._entries(x, latent, ctx, cache)
-        out = self._attend(q, keys.astype(q.dtype), bounds, entries, seen, bias)
+        entries, chosen, caches = self._entries(x, latent, ctx, cache)
+        out = self._attend(q, keys.astype(q.dtype), bounds, entries, chosen)
         out = rotate_last(out, cos, -sin, interleaved=self.rope.interleaved)
         out = checkpoint_name(out, "heads")
         # [B, T, N, H] -> [B, T, G, N / G * H]: neighbouring heads form a group.
@@ -195,47 +137,43 @@ class CompressedAttention(SequenceMixer):
         return self.o(grouped), None if window is None else CompressedKVCache(window, *caches)
 
     def _entries(self, x: Array, latent: Array, ctx: Context, cache: CompressedKVCache | None) -> tuple[Any, ...]:
-        """Returns the entries, the bounds of those that each token sees, a bias that hides others, and the caches."""
+        """Returns the entries, those that each token attends to, and the caches."""
         if self.compressor is None:
-            return None, (None, None), None, (None, None)
+            return None, None, (None, None)
         entries, kept = self.compressor(x, ctx, cache and cache.entries)
         seen = self.compressor.seen(ctx, kept)
         if self.indexer is None:
-            return entries.astype(x.dtype), seen, None, (kept, None)
+            return entries.astype(x.dtype), Chosen(*seen), (kept, None)
         # Nothing behind the choice has a gradient.
         still, still_latent = jax.lax.stop_gradient((x, latent))
         index_keys, index_kept = self.indexer.compressor(still, ctx, cache and cache.index)
-        bias = None
+        chosen = Chosen(*seen)
         if entries.shape[1] > self.indexer.top_k:
             chosen = self.indexer.choose(self.indexer.index(still, still_latent, index_keys, ctx), seen)
-            bias = _bias(chosen, entries.shape[1])
-        return entries.astype(x.dtype), seen, bias, (kept, index_kept)
+        return entries.astype(x.dtype), chosen, (kept, index_kept)
 
-    def _attend(self, q: Array, keys: Array, bounds: Any, entries: Array | None, seen: Any, bias: Array | None):
+    def _attend(self, q: Array, keys: Array, bounds: Any, entries: Array | None, chosen: Chosen | None) -> Array:
         """Attends to keys and entries under one softmax; each device computes its own queries and heads."""
         options: dict[str, Any] = {"scale": self.head_dim**-0.5, "implementation": self.implementation}
 
-        def local(q, keys, start, end, sinks, entries, entry_start, entry_end, bias):
-            H = q.shape[-1]  # values are the keys, in their whole width
-            out, lse = ops.attention(q, keys, H, k_start=start, k_end=end, sinks=sinks, return_lse=True, **options)
+        def local(q, keys, start, end, sinks, entries, *chosen):
+            # Values are the keys, in their whole width.
+            near = {"k_start": start, "k_end": end, "sinks": sinks, "return_lse": True}
+            out, lse = ops.attention(q, keys, q.shape[-1], **near, **options)
             if entries is None:
                 return out
-            far, far_lse = ops.attention(
-                q, entries, H, k_start=entry_start, k_end=entry_end, bias=bias, return_lse=True, **options
-            )
+            far, far_lse = attend_entries(q, entries, Chosen(*chosen), **options)
             # Two softmaxes are one, weighted by their sums: a token without entries has -inf, and a share of 1.
             share = jax.nn.sigmoid(lse - far_lse)[..., None]
             return (share * out + (1 - share) * far).astype(out.dtype)
 
-        if entries is not None and not entries.shape[1]:
-            entries, seen = None, (None, None)  # fewer tokens than an entry has
-        of_entries = None if entries is None else _KEYS
-        of_seen = None if entries is None else _QUERIES[:2]
-        of_bias = None if bias is None else ("batch", None, "q_seq", None)
-        names = [_QUERIES, _KEYS, _QUERIES[:2], _QUERIES[:2], ("attn_heads",), of_entries, of_seen, of_seen, of_bias]
-        run = shard_map_by_name(local, names, _QUERIES)
-        entries = None if entries is None else entries[:, :, None]
-        return constrain(run(q, keys, *bounds, self.sinks[...], entries, *seen, bias), *_TOKENS)
+        arrays, names = [q, keys, *bounds, self.sinks[...]], [HEADS, _KEYS, QUERIES, QUERIES, ("attn_heads",)]
+        if entries is None or chosen is None or not entries.shape[1]:  # the window only, or fewer tokens than an entry
+            arrays, names = [*arrays, None], [*names, None]
+        else:
+            arrays += [entries, chosen.start, chosen.end, chosen.best]
+            names += [ALL_KEYS, QUERIES, QUERIES, None if chosen.best is None else (*QUERIES, None)]
+        return constrain(shard_map_by_name(local, names, HEADS)(*arrays), *_TOKENS)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> CompressedKVCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
@@ -266,15 +204,3 @@ class CompressedAttention(SequenceMixer):
         yield "sinks"
         if self.indexer is not None:
             yield f"{self.indexer.top_k} chosen entries"
-
-
-def _bias(chosen: Chosen, entries: int) -> Float[Array, "B 1 T C"]:
-    """Returns 0 for entries that are chosen, and a number that hides all others."""
-
-    def local(*bounds_and_best: Array) -> Array:
-        return jnp.where(Chosen(*bounds_and_best).among_all(entries), 0.0, HIDDEN)
-
-    tokens = _QUERIES[:2]
-    run = shard_map_by_name(local, [tokens, tokens, (*tokens, None)], (*tokens, None))
-    # [B, T, C] -> [B, 1, T, C]: the same for all heads.
-    return run(chosen.start, chosen.end, chosen.best)[:, None]

@@ -47,6 +47,11 @@ class RouterLoss(Protocol):
         ...
 
 
+def takes_tokens(router: Any) -> bool:
+    """Returns True if a router decides by the ids of tokens."""
+    return getattr(router, "takes_tokens", False)
+
+
 class MoE(nnx.Module):
     """Mixture of experts: `sum over chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
 
@@ -141,8 +146,8 @@ class MoE(nnx.Module):
 
         Returns:
             The output, `B T D`, and arrays by name: the router's losses; `moe/load`, each expert's share of the choices
-            before any is dropped; `moe/counts`, how often each was chosen; with a capacity `moe/dropped`, the share of
-            dropped choices.
+            before any is dropped; `moe/counts`, how often each was chosen, unless the ids of tokens decide; with a
+            capacity `moe/dropped`, the share of dropped choices.
 
         Raises:
             ValueError: when `x` is not of shape `B T D`.
@@ -160,7 +165,7 @@ class MoE(nnx.Module):
 
     def _route(self, x, ctx: Context | None) -> Routing:
         """Returns the router's decisions; some routers decide by the ids of tokens."""
-        if not getattr(self.router, "takes_tokens", False):
+        if not takes_tokens(self.router):
             return self.router(x)
         return self.router(x, None if ctx is None else ctx.tokens)
 
@@ -236,7 +241,9 @@ class MoE(nnx.Module):
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, ctx) for loss in self.losses} | {"moe/load": counts / total}
         # Counts can be added over microbatches; shares cannot, because microbatches have different numbers of tokens.
-        aux["moe/counts"] = counts
+        # They move the expert biases; a choice by the token's id has none.
+        if not takes_tokens(self.router):
+            aux["moe/counts"] = counts
         if self.capacity_factor is not None:
             aux["moe/dropped"] = jnp.maximum(counts.sum() - computed.sum(), 0) / total
         return aux
