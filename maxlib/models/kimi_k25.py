@@ -1,5 +1,5 @@
-"""Kimi K2.5 to K2.7 (Moonshot AI 2026): Kimi K2, which is DeepSeek V3 in other sizes, with MoonViT, which encodes images
-of any size.
+"""Kimi K2.5 to K2.7 (Moonshot AI 2026): Kimi K2, which is DeepSeek V3 in other sizes, with MoonViT, which encodes
+images of any size.
 
 Shapes: R rows of patches, P patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text.
 """

@@ -51,7 +51,7 @@ class TestKimiK25(ImageConformance):
     }
     patch_dim = 48
     offset = 0
-    presets = {"kimi-k2.5": 1026.91}
+    presets = {"kimi-k2.5": 1026.879}
     slot_axis = -2
     depths = None
     rules = ImageConformance.rules | {"expert": "data"}
