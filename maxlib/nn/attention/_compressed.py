@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, S keys, C entries, D width, N heads in G groups, H width of a head, R latent size.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -199,8 +198,7 @@ class CompressedAttention(SequenceMixer):
             return "shared-key window attention"
         return "heavily compressed attention" if self.indexer is None else "compressed sparse attention"
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield "sinks"
-        if self.indexer is not None:
-            yield f"{self.indexer.top_k} chosen entries"
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return ("sinks",) if self.indexer is None else ("sinks", f"{self.indexer.top_k} chosen entries")

@@ -4,7 +4,6 @@ Shapes: B rows, T new tokens, S keys, K chosen keys, D width, N heads, Hi width 
 shared key.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -74,6 +73,7 @@ class SparseMLA(MLA):
 
     reorderable: ClassVar[bool] = False
     quantizable_cache: ClassVar[bool] = False
+    kind: ClassVar[str | None] = "sparse MLA"
 
     def __init__(
         self,
@@ -240,13 +240,9 @@ class SparseMLA(MLA):
         return IndexedLatentCache(latent, jnp.zeros((batch, capacity, self.indexer.dim), dtype))
 
     @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "sparse MLA"
-
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield f"{self.top_k} chosen keys" if self.indexer is not None else "shared choices"
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return (f"{self.top_k} chosen keys" if self.indexer is not None else "shared choices",)
 
 
 def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
