@@ -3,6 +3,7 @@
 Shapes: B rows, T new tokens, S keys, C entries, D width, N heads in G groups, H width of a head, R latent size.
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -22,8 +23,9 @@ from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm, UnitRMSNorm
 from maxlib.nn.remat import mark_heads
-from maxlib.ops import Causal, Rope, SlidingWindow
+from maxlib.ops import Causal, MaskHint, Rope, SlidingWindow, StaticMask
 from maxlib.sharding import constrain, shard_map_by_name
+from maxlib.sharding.layers import axis_size
 
 _TOKENS = ("batch", "seq", "act_heads", None)
 _KEYS = ("batch", None, None, None)
@@ -99,16 +101,9 @@ class CompressedAttention(SequenceMixer):
             "...GF,GRF->...GR", (G, group_rank, N // G * H), ("heads", "rank", "head_dim"), rngs=rngs
         )
         self.o = Einsum("...GR,DGR->...D", (D, G, group_rank), ("embed", "heads", "rank"), rngs=rngs)
-        self.compressor: Any = (
-            None
-            if rate is None
-            else Compressor(D, H, rate=rate, overlap=overlap, rope=rope, norm_eps=norm_eps, rngs=rngs)
-        )
-        self.indexer: Any = (
-            None
-            if rate is None or index is None
-            else EntryIndexer(D, R, rate=rate, norm_eps=norm_eps, rope=rope, rngs=rngs, **index)
-        )
+        options = {"rate": rate, "rope": rope, "norm_eps": norm_eps, "rngs": rngs}
+        self.compressor: Any = Compressor(D, H, overlap=overlap, **options) if rate else None
+        self.indexer: Any = EntryIndexer(D, R, **options, **index) if index else None
         self.head_norm, self.mask, self.rope = UnitRMSNorm(norm_eps), Causal() & SlidingWindow(window), rope
         self.num_heads, self.head_dim, self.groups, self.implementation = N, H, G, implementation
 
@@ -128,7 +123,11 @@ class CompressedAttention(SequenceMixer):
         if window is not None:
             window, keys, _, *bounds = window.extend(keys, keys[..., :0], ctx, *bounds)
         entries, chosen, caches = self._entries(x, latent, ctx, cache)
-        out = self._attend(q, keys.astype(q.dtype), bounds, entries, chosen)
+        # What kernels may know of the mask; with a cache they go by the bounds.
+        hint = ctx.mask_hint(self.mask) if cache is None else None
+        out = self._attend(
+            q, keys.astype(q.dtype), bounds, hint, entries, chosen, alone=cache is None and not ctx.packed
+        )
         out = rotate_last(out, cos, -sin, interleaved=self.rope.interleaved)
         out = checkpoint_name(out, "heads")
         # [B, T, N, H] -> [B, T, G, N / G * H]: neighbouring heads form a group.
@@ -151,22 +150,43 @@ class CompressedAttention(SequenceMixer):
             chosen = self.indexer.choose(self.indexer.index(still, still_latent, index_keys, ctx), seen)
         return entries.astype(x.dtype), chosen, (kept, index_kept)
 
-    def _attend(self, q: Array, keys: Array, bounds: Any, entries: Array | None, chosen: Chosen | None) -> Array:
-        """Attends to keys and entries under one softmax; each device computes its own queries and heads."""
-        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "implementation": self.implementation}
+    def _attend(
+        self,
+        q: Array,
+        keys: Array,
+        bounds: Any,
+        hint: MaskHint | None,
+        entries: Array | None,
+        chosen: Chosen | None,
+        *,
+        alone: bool,
+    ) -> Array:
+        """Attends to keys and entries under one softmax; each device computes its own queries and heads.
 
-        def local(q, keys, start, end, sinks, entries, *chosen):
-            # Values are the keys, in their whole width.
+        `alone` says that each row is one document, whose first entry every query may see.
+        """
+        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "implementation": self.implementation}
+        static, segments = (None, None) if hint is None else hint
+        if static is not None and axis_size("q_seq") > 1:
+            static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with key i
+
+        def local(q, keys, start, end, sinks, of_queries, of_keys, entries, *chosen):
+            ids = None if of_queries is None else (of_queries, of_keys)
             near = {"k_start": start, "k_end": end, "sinks": sinks, "return_lse": True}
-            out, lse = ops.attention(q, keys, q.shape[-1], **near, **options)
+            near_hint = None if static is None else MaskHint(static, ids)
+            # Values are the keys, in their whole width.
+            out, lse = ops.attention(q, keys, q.shape[-1], mask_hint=near_hint, **near, **options)
             if entries is None:
                 return out
-            far, far_lse = attend_entries(q, entries, Chosen(*chosen), **options)
+            far_hint = StaticMask("any") if alone else None
+            far, far_lse = attend_entries(q, entries, Chosen(*chosen), mask_hint=far_hint, **options)
             # Two softmaxes are one, weighted by their sums: a token without entries has -inf, and a share of 1.
             share = jax.nn.sigmoid(lse - far_lse)[..., None]
             return (share * out + (1 - share) * far).astype(out.dtype)
 
-        arrays, names = [q, keys, *bounds, self.sinks[...]], [HEADS, _KEYS, QUERIES, QUERIES, ("attn_heads",)]
+        arrays = [q, keys, *bounds, self.sinks[...], *(segments or (None, None))]
+        of_segments = (None, None) if segments is None else (QUERIES, _KEYS[:2])
+        names = [HEADS, _KEYS, QUERIES, QUERIES, ("attn_heads",), *of_segments]
         if entries is None or chosen is None or not entries.shape[1]:  # the window only, or fewer tokens than an entry
             arrays, names = [*arrays, None], [*names, None]
         else:

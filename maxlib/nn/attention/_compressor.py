@@ -163,7 +163,7 @@ class Compressor(nnx.Module):
         own = inputs[:, : T // self.rate * self.rate].reshape(B, T // self.rate, self.rate, W)
         if not before:
             return own
-        return jnp.concatenate([jnp.pad(own[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))), own], axis=2)
+        return jnp.concatenate([jnp.pad(own, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1], own], axis=2)
 
     def _halves(self, x: Float[Array, "B C reach W"]) -> Float[Array, "B C reach H"]:
         """Returns the first half of the tokens before, and the second half of an entry's own."""

@@ -18,7 +18,7 @@ from maxlib.nn.attention._indexer import Chosen, Indexer, fix, taken
 from maxlib.nn.attention._query_chunks import over_queries
 from maxlib.nn.cache import KVCache, LayerCache, RingCache
 from maxlib.nn.decoder._context import Context
-from maxlib.ops import Rope
+from maxlib.ops import Rope, StaticMask
 
 GATHER_FROM = 4  # times as many entries as are chosen
 
@@ -81,7 +81,13 @@ class EntryIndexer(Indexer):
 
 
 def attend_entries(
-    q: Float[Array, "B T N H"], entries: Float[Array, "B C H"], chosen: Chosen, *, scale: float, implementation: Any
+    q: Float[Array, "B T N H"],
+    entries: Float[Array, "B C H"],
+    chosen: Chosen,
+    *,
+    scale: float,
+    mask_hint: StaticMask | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attends to entries, which are keys and values of all heads.
 
@@ -93,6 +99,7 @@ def attend_entries(
         entries: All entries.
         chosen: Those that each query attends to.
         scale: Factor on scores.
+        mask_hint: Static description of the bounds.
         implementation: As in `ops.attention`.
 
     Returns:
@@ -112,6 +119,7 @@ def attend_entries(
         k_end=chosen.end,
         bias=bias,
         scale=scale,
+        mask_hint=mask_hint,
         implementation=implementation,
         return_lse=True,
     )
