@@ -37,7 +37,9 @@ class HyperConnection(nnx.Module):
     matrix that Sinkhorn's iterations make doubly stochastic, so that mixing neither grows nor shrinks the streams.
 
         connection = nn.HyperConnection(64, streams=4, rngs=nnx.Rngs(0))
-        h, mix = connection.read(x)  # x is B T 4 64
+        mlp = nn.GatedMLP(64, 128, rngs=nnx.Rngs(1))
+        x = jnp.ones((2, 8, 4, 64))  # B T n D
+        h, mix = connection.read(x)
         x = connection.write(x, mlp(h), mix, "mlp")
 
     Args:

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens, C entries, K chosen entries, N heads of width H, R latent size.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import ops
+from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._compressor import Compressor, EntryCache, rotate_last
 from maxlib.nn.attention._index_loss import HIDDEN
@@ -52,12 +53,13 @@ class EntryIndexer(Indexer):
     Args:
         dim: Width D of the residual stream.
         q_rank: Size R of the latent of queries.
+        num_heads: Number of index heads.
         head_dim: Width of index queries and keys.
+        top_k: Entries that a query attends to.
         rate: Tokens of an entry.
-        norm_eps: Epsilon of the compressor's norm.
         rope: Rotation of the last `rope.dim` numbers of index queries and keys.
+        norm_eps: Epsilon of the compressor's norm.
         rngs: Source of initial values.
-        **options: `num_heads` and `top_k` of an `Indexer`.
     """
 
     def __init__(
@@ -65,15 +67,19 @@ class EntryIndexer(Indexer):
         dim: int,
         q_rank: int,
         *,
+        num_heads: int,
         head_dim: int,
+        top_k: int,
         rate: int,
-        norm_eps: float,
         rope: Rope,
+        norm_eps: float,
         rngs: nnx.Rngs,
-        **options: Any,
     ):
-        super().__init__(dim, q_rank, head_dim=head_dim, rope=rope, rngs=rngs, **options)
-        self.compressor = Compressor(dim, head_dim, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
+        D, R, I, H = dim, q_rank, num_heads, head_dim
+        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
+        self.compressor = Compressor(D, H, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
+        self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
         fix(self)
 
     def _rotate(self, x: Array, ctx: Context) -> Array:

@@ -67,27 +67,30 @@ class Chosen:
 
 
 class Indexer(nnx.Module):
-    """Scores keys for queries, `sum over heads of w relu(q . k) / sqrt(Hi I)`; the best `top_k` are attended to.
+    """Base class of indexers, whose subclasses make keys: `sum over heads of w relu(q . k) / sqrt(Hi I)` scores a key.
 
-    Subclasses make the keys. No gradient passes through the choice: only an `IndexLoss` trains the weights.
+    No gradient passes through the choice of the best keys: only an `IndexLoss` trains the weights.
 
-    Args:
-        dim: Width D of the residual stream.
-        q_rank: Size R of the latent of queries.
+    Attributes:
+        q: Projection of the queries' latent to index queries.
+        weight: Projection of the input to a weight of each head.
+        dim: Width Hi of index queries and keys.
         num_heads: Number I of index heads; all share one key.
-        head_dim: Width Hi of index queries and keys.
         top_k: Keys that a query attends to.
-        rope: Rotation of `rope.dim` numbers of index queries and keys: the first ones, or as `_rotate` of a subclass
-            says.
-        rngs: Source of initial values.
+        rope: Rotation of `rope.dim` numbers of index queries and keys: the first ones, unless `_rotate` is overridden.
     """
 
-    def __init__(self, dim: int, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, rope: Rope, rngs: nnx.Rngs):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
-        # Queries are made of the latent that the layer's own queries are made of.
-        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        self.dim, self.num_heads, self.top_k, self.rope, self.scale = H, I, top_k, rope, (H * I) ** -0.5
+    q: Einsum
+    weight: Einsum
+    dim: int
+    num_heads: int
+    top_k: int
+    rope: Rope
+
+    @property
+    def scale(self) -> float:
+        """Factor on the weights of heads."""
+        return (self.dim * self.num_heads) ** -0.5
 
     def index(
         self, x: Float[Array, "B T D"], latent: Float[Array, "B T R"], keys: Float[Array, "B S Hi"], ctx: Context
@@ -144,16 +147,33 @@ class LightningIndexer(Indexer):
     Args:
         dim: Width D of the residual stream.
         q_rank: Size R of the latent of queries.
+        num_heads: Number I of index heads.
         head_dim: Width Hi of index queries and keys.
+        top_k: Keys that a query attends to.
+        rope: Rotation of the first `rope.dim` numbers of index queries and keys.
         trained: False for weights that are stored, but are no parameters.
         rngs: Source of initial values.
-        **options: `num_heads`, `top_k` and `rope` of an `Indexer`.
     """
 
-    def __init__(self, dim: int, q_rank: int, *, head_dim: int, trained: bool = False, rngs: nnx.Rngs, **options: Any):
-        super().__init__(dim, q_rank, head_dim=head_dim, rngs=rngs, **options)
-        self.k = Einsum("...D,HD->...H", (head_dim, dim), ("head_dim", "embed"), gather_once=True, rngs=rngs)
-        self.k_norm = LayerNorm(head_dim, eps=1e-6)
+    def __init__(
+        self,
+        dim: int,
+        q_rank: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        top_k: int,
+        rope: Rope,
+        trained: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        D, R, I, H = dim, q_rank, num_heads, head_dim
+        # Queries are made of the latent that the layer's own queries are made of.
+        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
+        self.k_norm = LayerNorm(H, eps=1e-6)
+        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
+        self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
         if not trained:
             fix(self)
 
