@@ -4,6 +4,7 @@ images of any size.
 Shapes: R rows of patches, P patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -54,16 +55,26 @@ class Vision:
         return 3 * self.patch_size**2
 
     def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
-        """Cuts an image into patches.
-
-        Args:
-            image: RGB as a processor normalises it, whose sides are multiples of `patch_size * merge`.
-
-        Returns:
-            Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
-        """
+        """Cuts a normalised RGB image into patches `n patch_dim`; returns them and their grid, `1 3`."""
         patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=1)
         return np.asarray(patches.pixels), np.asarray(patches.grids)
+
+    def patches(self, pixels: Any, grids: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
+        """Returns the arrays of Kimi's processor as the model takes them: square by square instead of row by row.
+
+        Args:
+            pixels: `pixel_values`, `n 3 p p`: the patches of all images.
+            grids: `image_grid_thw`, `I 3`: 1 frame, rows and columns of each image.
+            counts: Number of images in each row of tokens, for a row of patches for each of them; None for one row.
+        """
+        grids, m = np.asarray(grids), self.merge
+        images = np.split(np.asarray(pixels).reshape(-1, self.patch_dim), np.cumsum(grids.prod(axis=1))[:-1])
+        # [rows / m, m, columns / m, m, values] -> [rows / m, columns / m, m, m, values]
+        squares = [
+            image.reshape(height // m, m, width // m, m, -1).swapaxes(1, 2).reshape(height * width, -1)
+            for image, (_, height, width) in zip(images, grids, strict=True)
+        ]
+        return nn.vision.pad_patches(np.concatenate(squares), grids, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)

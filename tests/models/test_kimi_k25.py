@@ -57,4 +57,16 @@ class TestKimiK25(ImageConformance):
     rules = ImageConformance.rules | {"expert": "data"}
 
 
+@pytest.mark.full
+def test_patches_of_the_processor():
+    transformers = pytest.importorskip("transformers")
+    image = np.random.RandomState(0).randint(0, 256, (56, 84, 3)).astype(np.uint8)
+    arrays = transformers.Kimi_K25ImageProcessor()(images=[image], return_tensors="np")
+    vision = kimi_k25.Vision()
+    got = vision.patches(arrays["pixel_values"], arrays["image_grid_thw"])
+    pixels, grids = vision.cut((image / 127.5 - 1).transpose(2, 0, 1).astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(got.grids).reshape(-1, 3), grids)
+    np.testing.assert_allclose(np.asarray(got.pixels).reshape(pixels.shape), pixels, atol=1e-5)
+
+
 transformers_cases = TestKimiK25.transformers_cases
