@@ -1,5 +1,9 @@
 """Kimi K2.5 against transformers: DeepSeek V3 with images of several shapes, whose table of positions is resized."""
 
+import numpy as np
+import pytest
+
+from maxlib.models import kimi_k25
 from tests.models.conformance import BASE
 from tests.models.image_conformance import TOKENS, ImageConformance
 
