@@ -70,7 +70,9 @@ def test_patches_of_the_processor():
         cut.append(vision.cut(image)[0])
     grids = np.array([[1, *grid] for grid in images])
     got = vision.patches(np.concatenate(pixels), grids)
-    np.testing.assert_array_equal(np.asarray(got.pixels).reshape(-1, 3 * p * p), np.concatenate(cut))
+    np.testing.assert_array_equal(
+        np.asarray(got.pixels).reshape(-1, 3 * p * p)[:32], np.concatenate(cut)
+    )  # then padding
     np.testing.assert_array_equal(np.asarray(got.grids).reshape(-1, 3), grids)
 
 
