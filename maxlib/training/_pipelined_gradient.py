@@ -118,6 +118,7 @@ class _Parts:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
         embedded, inputs = model.embed_inputs(batch["tokens"], dtype=self.dtype, remat=self.remat, **inputs)
         x, ctx = model.enter(embedded, **inputs)
+        _check_activations(x, model)
         layers = model.layers
         layer_inputs = layers.inputs_by_group(model.layer_inputs(_activations(x), ctx))
         nn.stack.check_no_inputs(layer_inputs[layers.staged :])
@@ -153,6 +154,15 @@ def _check_model(model: Any) -> None:
         raise TypeError(
             "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
             f"layers repeat; got {type(model).__name__}"
+        )
+
+
+def _check_activations(x: Any, model: Any) -> None:
+    """Raises ValueError for integers among what passes from layer to layer, which have no gradient to send back."""
+    if not all(jnp.issubdtype(a.dtype, jnp.inexact) for a in jax.tree.leaves(x)):
+        raise ValueError(
+            f"the layers of {type(model).__name__} pass integers on, such as chosen keys, but a 1F1B pipeline sends back a "
+            "gradient of all that passes: use sharding.Pipeline(schedule='gpipe')"
         )
 
 
