@@ -29,6 +29,9 @@ from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._dropout import with_dropout as with_dropout
+from maxlib.nn._hash_router import HashRouter as HashRouter
+from maxlib.nn._hyper_connection import HyperConnection as HyperConnection
+from maxlib.nn._hyper_connection import HyperHead as HyperHead
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum
@@ -40,6 +43,7 @@ from maxlib.nn._position_bias import ALiBi as ALiBi
 from maxlib.nn._position_bias import RelativeBias as RelativeBias
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
+from maxlib.nn.attention._compressed import CompressedAttention as CompressedAttention
 from maxlib.nn.attention._cross import CrossAttention as CrossAttention
 from maxlib.nn.attention._grouped_query import Attention as Attention
 from maxlib.nn.attention._grouped_query import TemperatureTuning as TemperatureTuning

@@ -137,10 +137,15 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
         """Returns the routing of tokens `*B D`."""
+        return self.routing(x)
+
+    def routing(self, x: Float[Array, "*B D"], experts: Int[Array, "*B X"] | None = None) -> Routing:
+        """Returns the routing of tokens to given experts, or to those with the highest scores."""
         logits = _logits(self.gate, x)
         # [*B, D] -> [*B, E]
         scores = self.score(logits)
-        experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
+        if experts is None:
+            experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
         # [*B, X]: the scores of the chosen experts, without the bias.
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.renormalize:
@@ -155,6 +160,12 @@ class Router(nnx.Module):
             return scores + jnp.broadcast_to(self.expert_bias[...], scores.shape)
         # Logits have the same order as their scores, and still differ where the scores saturate.
         return logits if self.groups is None else scores
+
+
+def sqrt_softplus(logits: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+    """Returns `sqrt(log(1 + exp(logits)))`, the scores of DeepSeek V4."""
+    # The gradient of the root at 0 is infinite: no score is below the smallest normal number.
+    return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), jnp.finfo(logits.dtype).tiny))
 
 
 def sigmoid_router(

@@ -105,12 +105,14 @@ class AxialRope:
 
     Unlike `GridRope` it takes rows and columns as positions, so images may have any size. In Qwen's image encoders rows
     and columns have the same frequencies. In Pixtral's (arXiv:2410.07073) they alternate: of the `dim / 2` frequencies,
-    rows have those with even indices and columns those with odd indices.
+    rows have those with even indices and columns those with odd indices. In MoonViT (Kimi K2.5) pairs are neighbours,
+    which rotate by column and row in turn, with the same frequencies.
 
     Args:
         dim: Number of rotary dimensions, a multiple of 4.
         theta: Base of the frequencies.
         alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
+        interleaved: True if pairs are dimensions `2i` and `2i + 1`, as in MoonViT, instead of `i` and `i + dim / 2`.
 
     Raises:
         ValueError: When `dim` is not a multiple of 4.
@@ -119,16 +121,14 @@ class AxialRope:
     dim: int
     theta: float = 10_000.0
     alternating: bool = False
+    interleaved: bool = False
     needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.dim < 1:
             raise ValueError(f"AxialRope.dim must be a multiple of 4 (pairs for rows and for columns), got {self.dim}.")
-
-    @property
-    def interleaved(self) -> bool:
-        """Is False: pairs are dimensions `i` and `i + dim / 2`."""
-        return False
+        if self.alternating and self.interleaved:
+            raise ValueError("AxialRope must be alternating or interleaved, not both.")
 
     @property
     def max_length(self) -> None:
@@ -146,6 +146,10 @@ class AxialRope:
         (cos_y, sin_y), (cos_x, sin_x) = (axis.tables(positions[:, :, n]) for n in range(2))
         if self.alternating:  # [B, T, half] -> [B, T, half / 2]
             cos_y, sin_y, cos_x, sin_x = cos_y[:, :, ::2], sin_y[:, :, ::2], cos_x[:, :, 1::2], sin_x[:, :, 1::2]
+        if self.interleaved:  # [B, T, half / 2, 2] -> [B, T, half]
+            pairs = (cos_x, cos_y), (sin_x, sin_y)
+            cos, sin = (jnp.stack(pair, axis=-1).reshape(*positions.shape[:2], -1) for pair in pairs)
+            return cos, sin
         # [B, T, half / 2] by row and by column
         return jnp.concatenate([cos_y, cos_x], axis=-1), jnp.concatenate([sin_y, sin_x], axis=-1)
 

@@ -46,7 +46,15 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
             values[name] = np.asarray(np.float32(-1.2 if name.endswith("min") else 1.2) + 0.1 * noise)
         if name.endswith("A_log"):  # rates about 0.05: a state that keeps hundreds of tokens
             values[name] = np.float32(np.log(0.05)) + 0.3 * noise
+        if name.endswith("tid2eid"):  # experts of each id, of DeepSeek V4
+            values[name] = _experts(*shapes[name], experts=shapes[name.replace("tid2eid", "weight")][0])
     return values
+
+
+def _experts(vocab: int, top_k: int, *, experts: int) -> np.ndarray:
+    """Different experts for each id."""
+    first = np.random.RandomState(4).randint(0, experts, (vocab, 1))
+    return (first + np.arange(top_k) * (experts // top_k)) % experts
 
 
 def tokens(vocab: int, seq: int) -> np.ndarray:
@@ -215,6 +223,11 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
         pixels, sizes = whole(case, found)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
+    if case["config"]["model_type"] == "kimi_k25":  # whose patches lie row by row
+        patches = [pixels.reshape(-1, *pixels.shape[2:]) for pixels in row_by_row(found, 2)]
+        size = case["config"]["vision_config"]["patch_size"]
+        pixels = torch.from_numpy(np.concatenate(patches).reshape(-1, 3, size, size)).to(dtype)
+        return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(found.grids).long()}
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
@@ -242,6 +255,16 @@ def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, n
             image[:, y : y + p, x : x + p] = next(patches).reshape(3, p, p)
         pixels.append(image)
     return np.stack(pixels), sizes
+
+
+def row_by_row(found: nn.vision.Patches, merge: int) -> list[np.ndarray]:
+    """Patches of each image by row and column."""
+    sizes = found.grids.prod(axis=1)
+    images = np.split(found.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])
+    grids = [(height // merge, width // merge) for _, height, width in found.grids]
+    # [y, x, m, m, C] -> [y, m, x, m, C]
+    squares = [image.reshape(*grid, merge, merge, -1) for image, grid in zip(images, grids, strict=True)]
+    return [x.swapaxes(1, 2).reshape(len(x) * merge, x.shape[1] * merge, -1) for x in squares]
 
 
 def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtype: Any) -> dict[str, Any]:
@@ -277,6 +300,9 @@ def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     found = dict(revert_weight_conversion(model, tensors))
     if model.config.model_type == "qwen3_vl_moe":  # transformers reads experts either way; releases have the other one
         found = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in found.items()}
+    if model.config.model_type == "kimi_k25":  # transformers writes some names that no release has
+        renames = (".model.blocks.", ".model.layers."), ("encoder.patch_embed", "patch_embed"), ("model.mm_", "mm_")
+        found = {functools.reduce(lambda n, pair: n.replace(*pair), renames, name): t for name, t in found.items()}
     if model.config.model_type == "kimi_linear":  # transformers writes dense layers under the name of the experts
         found = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): t for name, t in found.items()}
     return found
@@ -300,7 +326,7 @@ def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> Non
     places = _numbered(own)
     flat = np.empty(sum(t.numel() for t in own.values()), np.float32)
     for name, index in stored(model, places).items():
-        flat[index.numpy()] = values[name]
+        flat[index.numpy()] = values[name]  # ids of experts, too: small integers are exact in float32
     for name, tensor in own.items():
         tensor.data.copy_(torch.from_numpy(np.asarray(flat[places[name].numpy()])))
 
