@@ -24,6 +24,7 @@ class TextDecoder(nn.Decoder):
         kinds: The kind of each layer, or the number of layers that are all alike.
         embed_init: Initializer of the embedding.
         plus_one: True adds one to the weights of the norm.
+        norm: The norm before the head; None means an RMSNorm.
         rngs: Source of initial values.
     """
 
@@ -35,12 +36,13 @@ class TextDecoder(nn.Decoder):
         *,
         embed_init: Any = None,
         plus_one: bool = False,
+        norm: Any = None,
         rngs: nnx.Rngs,
     ):
         self.cfg = cfg
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=embed_init, rngs=rngs)
         self.layers = nn.Stack(block, kinds, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=plus_one)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=plus_one) if norm is None else norm
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
@@ -65,12 +67,12 @@ class PreNorm(nn.Layer):
     leaves out is skipped.
     """
 
-    attn_norm: nn.RMSNorm | None = None
-    attn_post_norm: nn.RMSNorm | None = None
+    attn_norm: Any = None
+    attn_post_norm: Any = None
     delta: Any = None
     conv: Any = None
-    mlp_norm: nn.RMSNorm | None = None
-    mlp_post_norm: nn.RMSNorm | None = None
+    mlp_norm: Any = None
+    mlp_post_norm: Any = None
     mlp: Any = None
     moe: Any = None
 
@@ -89,6 +91,23 @@ class PreNorm(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns the mixer's empty cache."""
         return self.mixer.init_cache(batch, capacity, dtype)
+
+
+class Parallel(nn.Layer):
+    """Layer whose branches read the same residual stream, `x + attn(attn_norm(x)) + mlp(mlp_norm(x))`.
+
+    A subclass makes `attn_norm`, `attn` and `mlp`, and `mlp_norm` unless both branches share one norm.
+    """
+
+    attn_norm: Any
+    mlp: Any
+    mlp_norm: Any = None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        normed = self.attn_norm(x)
+        h, cache = self.attn(normed, ctx, cache)
+        mlp = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
+        return nn.residual(nn.residual(x, h, "attn"), mlp, "mlp"), cache, {}
 
 
 def attention(
