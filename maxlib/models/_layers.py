@@ -71,6 +71,7 @@ class PreNorm(nn.Layer):
     attn_post_norm: Any = None
     delta: Any = None
     conv: Any = None
+    mamba: Any = None
     mlp_norm: Any = None
     mlp_post_norm: Any = None
     mlp: Any = None
@@ -79,7 +80,7 @@ class PreNorm(nn.Layer):
     @property
     def mixer(self) -> Any:
         """The layer that mixes tokens."""
-        return self.attn or self.delta or self.conv
+        return self.attn or self.delta or self.conv or self.mamba
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.mixer(x if self.attn_norm is None else self.attn_norm(x), ctx, cache)

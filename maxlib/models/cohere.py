@@ -79,6 +79,13 @@ class Cohere(TextDecoder):
         return super().leave(x, ctx) * self.cfg.logit_scale
 
 
+# transformers' default of the base differs between the generations.
+_ROPES = {
+    "cohere": fields.rope(interleaved=True, default_theta=500_000.0),
+    "cohere2": fields.rope(interleaved=True),
+}
+
+
 def _has_window(c: Any) -> bool:
     return c.model_type == "cohere2"
 
@@ -98,7 +105,7 @@ FIELDS = Fields(
         fields.MLP,
         *fields.HEADS,
         Computed("head_dim", lambda hf, c: hf.require("head_dim", fields.equal_heads(c)), lambda width, cfg: {}),
-        fields.rope(interleaved=True),
+        Computed("rope", lambda hf, c: _ROPES[c.model_type].read(hf, c), _ROPES["cohere"].write),
         Field("logit_scale"),
         fields.only_if(_has_window, "window", "sliding_window", 4096),
         Computed(

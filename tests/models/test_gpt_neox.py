@@ -24,7 +24,6 @@ class TestGPTNeoX(Conformance):
     }
     matters = {
         "use_parallel_residual": False,
-        "hidden_act": "gelu_fast",
         "layer_norm_eps": 0.1,
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         "num_attention_heads": 4,

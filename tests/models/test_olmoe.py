@@ -1,4 +1,4 @@
-"""OLMoE against transformers: norms over all heads, clipping after them, expert weights as they are and renormalized."""
+"""OLMoE against transformers: norms over all heads, clipping, expert weights as they are and renormalized."""
 
 from tests.models.conformance import BASE, Conformance
 
