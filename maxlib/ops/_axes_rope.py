@@ -18,8 +18,8 @@ class MRope:
     """Rotary embedding by time, row and column (M-RoPE of Qwen2-VL, arXiv:2409.12191).
 
     Pairs rotate by the time, then by the row, then by the column: `sections` says how many. If they alternate
-    (Qwen3-VL, arXiv:2511.21631), pair `i` rotates by the row if `i % 3 == 1` and `i < 3 * sections[1]`, by the column if
-    `i % 3 == 2` and `i < 3 * sections[2]`, else by the time, so that each of the three has high and low frequencies.
+    (Qwen3-VL, arXiv:2511.21631), each of the three has high and low frequencies: pair `i` rotates by the row if
+    `i % 3 == 1` and `i < 3 * sections[1]`, by the column if `i % 3 == 2` and `i < 3 * sections[2]`, else by the time.
     Text tokens have three equal positions, for which this equals `rope`.
 
     Args:
