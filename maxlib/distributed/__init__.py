@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from maxlib.distributed._processes import main_process_first as main_process_first
     from maxlib.distributed._processes import raise_on_all as raise_on_all
     from maxlib.distributed._rendezvous import rendezvous as rendezvous
-    from maxlib.distributed._timeouts import dump_stacks as dump_stacks
     from maxlib.distributed._timeouts import hard_timeout as hard_timeout
 
 __getattr__, __dir__ = lazy(__name__, __file__)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ def initialize(
     """Joins the processes of a run, and prints what it found; call it before anything that touches devices.
 
     Looks for, in this order: the arguments; `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` (or `NNODES`) and
-    `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; SLURM; Open MPI; TPU pods.
+    `JAX_PROCESS_ID` (or `NODE_RANK`); a Kubernetes JobSet; whatever jax finds itself (SLURM, Open MPI 4, TPU pods).
 
     Args:
         coordinator: Address of process 0, `host` or `host:port`; pass it together with the next two arguments, or none
@@ -117,7 +116,7 @@ def find(
     if any(value is not None for value in arguments):
         return _complete("arguments", *arguments)
     env = os.environ
-    cluster = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _open_mpi(env) or _known_to_jax(timeout)
+    cluster = _addresses(env) or _job_set(env) or _one_task_a_node(env) or _known_to_jax(timeout)
     if cluster is None and any(env.get(name) for name in _ADDRESSES):
         raise _incomplete(env)  # otherwise each process would start the same run on its own
     return cluster
@@ -165,12 +164,9 @@ def _incomplete(env: Mapping[str, str]) -> ValueError:
     variables = " ".join(
         f"{name}={env[name]!r}" for name in ("JAX_COORDINATOR_ADDRESS", *_COUNT, *_OWN) if env.get(name)
     )
-    lacking = [] if _address(env) else ["an address in JAX_COORDINATOR_ADDRESS"]
-    lacking += [f"a number in {' or '.join(names[:2])}" for names in (_COUNT, _OWN) if _number(env, *names) is None]
     return ValueError(
-        f"addresses in the environment: found {variables}, which lacks {' and '.join(lacking)}; set "
-        "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID (0, 1, ...) for every process, or "
-        "none of them for a single one"
+        f"addresses in the environment: found {variables}; set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES (or "
+        "NNODES) and JAX_PROCESS_ID (or NODE_RANK) to 0, 1, ... for every process, or none of them for a single one"
     )
 
 
@@ -201,28 +197,6 @@ def _one_task_a_node(env: Mapping[str, str]) -> Cluster | None:
         return None
     cluster = _known_to_jax(timeout=0)
     return cluster and dataclasses.replace(cluster, local_device_ids=tuple(range(gpus)))
-
-
-def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
-    """Finds Open MPI 5, which no longer sets the variable that jax reads."""
-    count, rank = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
-    if count is None or rank is None or "OMPI_MCA_orte_hnp_uri" in env:
-        return None
-    local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
-    launcher = re.match(r"pr(?:te|terun)-(.+)-(\d+)@", env.get("PMIX_NAMESPACE", ""))
-    host = "127.0.0.1" if local else launcher and launcher[1]
-    port = env.get("JAX_COORDINATOR_PORT") or 61440 + int(launcher[2] if launcher else 0) % 4096
-    address = _address(env) or (host and f"{host}:{port}")
-    if address is None:
-        raise ValueError(
-            "Open MPI: no host for process 0 was found; set JAX_COORDINATOR_ADDRESS=host:port for all ranks"
-        )
-    return dataclasses.replace(_complete("Open MPI", address, count, rank), local_device_ids=_own_gpu(env))
-
-
-def _own_gpu(env: Mapping[str, str]) -> tuple[int, ...] | None:
-    rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
-    return None if rank is None else (rank,)
 
 
 def _known_to_jax(timeout: float) -> Cluster | None:

@@ -1,7 +1,6 @@
 """Prints the parameters of a model as a table, with their placement."""
 
 import dataclasses
-import warnings
 from math import prod
 from typing import Any
 
@@ -16,8 +15,6 @@ from maxlib._utils.text import to_text
 from maxlib.sharding._create import shardings
 from maxlib.sharding._layout import Layout
 from maxlib.sharding._mesh import MeshShape
-
-LARGE = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +40,6 @@ class Parameter:
     bytes: int
     bytes_per_device: int
     devices: int
-
-    @property
-    def replicated(self) -> bool:
-        """Returns True if every one of several devices holds the whole parameter."""
-        return self.devices > 1 and self.bytes_per_device == self.bytes
 
     @property
     def copies(self) -> int:
@@ -85,19 +77,15 @@ class Description:
     __repr__ = __str__
 
 
-def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) -> Description:
+def describe(model: Any, layout: Layout | None = None) -> Description:
     """Lists shape, axis names, placement and bytes per device of every parameter; print the result.
 
     In the table, `place` has for each dimension the mesh axis that splits it ("-" for none, "whole" if no dimension is
     split), and `copies` the number of devices that hold the same part.
 
-    Warns about large parameters that are replicated more often than others of the model, or on all devices. Copies
-    along the mesh axis `data` are plain data parallelism and cause no warning.
-
     Args:
         model: A module with arrays, or with `layout` its `jax.eval_shape`.
         layout: The layout to describe, with a mesh or axis sizes; None describes the arrays' current placement.
-        large: Size in bytes from which to warn about a parameter (default 16 MiB).
 
     Raises:
         ValueError: when a degree of the layout is -1, which needs devices, or as for `shardings`.
@@ -110,49 +98,12 @@ def describe(model: Any, layout: Layout | None = None, *, large: int = LARGE) ->
         return isinstance(x, nnx.Variable)
 
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
-    parameters = [
+    parameters = tuple(
         _parameter(dotted(path), leaf, place)
         for (path, leaf), place in zip(leaves, jax.tree.leaves(places, is_leaf=is_variable), strict=True)
         if is_variable(leaf)
-    ]
-    _warn_of_copies([parameter for parameter in parameters if parameter.devices > 1], large, _data_parallel(places))
-    return Description(tuple(parameters))
-
-
-def _data_parallel(places: Any) -> int:
-    """Returns the number of copies due to plain data parallelism: the size of the mesh axis `data`."""
-    meshes = [place.mesh for place in jax.tree.leaves(places) if isinstance(place, NamedSharding)]
-    return max((mesh.shape.get("data", 1) for mesh in meshes), default=1)
-
-
-def _warn_of_copies(parameters: list[Parameter], large: int, meant: int) -> None:
-    """Warns about large parameters with more copies than the least replicated one, apart from `meant` copies."""
-    # Copies of every parameter are a choice of the layout; additional copies are probably due to a missing axis name.
-    fewest = min((parameter.copies for parameter in parameters), default=1)
-    everywhere = [
-        parameter
-        for parameter in parameters
-        if parameter.bytes >= large and parameter.replicated and parameter.copies > min(meant, fewest)
-    ]
-    elsewhere = [
-        parameter
-        for parameter in parameters
-        if parameter.bytes >= large and not parameter.replicated and parameter.copies > fewest
-    ]
-
-    def listed(those):
-        return ", ".join(
-            f"{parameter.path} ({size(parameter.bytes)}, {parameter.copies} copies)" for parameter in those
-        )
-
-    wanted = "name their axes in the rules if that is not intended"
-    if everywhere:
-        warnings.warn(f"every device holds all of {listed(everywhere)}: {wanted}", stacklevel=3)
-    if elsewhere:
-        warnings.warn(
-            f"replicated more often than other parameters ({fewest} copies): {listed(elsewhere)}; {wanted}",
-            stacklevel=3,
-        )
+    )
+    return Description(parameters)
 
 
 def _sharding(x: Any) -> Any:

@@ -91,7 +91,8 @@ def _to_zigzag(x, dim: int, axis: str):
         for k, chunk in enumerate(jnp.split(x, 2, axis=dim))
     )
     # Device i now has chunk i and chunk 2 n - 1 - i. The early one is the even one where i is even.
-    return _pair(even, odd, dim, lax.axis_index(axis) % 2 == 0)
+    is_even = lax.axis_index(axis) % 2 == 0
+    return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=dim)
 
 
 def _from_zigzag(x, dim: int, axis: str):
@@ -105,8 +106,3 @@ def _from_zigzag(x, dim: int, axis: str):
         lax.ppermute(chunk, axis, [(_holder(2 * j + k, n), j) for j in range(n)]) for k, chunk in enumerate(chunks)
     ]
     return jnp.concatenate(moved, axis=dim)
-
-
-def _pair(even, odd, dim: int, even_first):
-    """Concatenates two chunks along `dim`, the even one first if `even_first`."""
-    return jnp.concatenate([jnp.where(even_first, even, odd), jnp.where(even_first, odd, even)], axis=dim)

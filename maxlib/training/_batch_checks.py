@@ -116,7 +116,6 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
             model.check_inputs(arrays["tokens"], images=inner.get("images"), audio=inner.get("audio"))
         _check_positions(arrays, getattr(model, "max_length", None))
         warn_of_copies(arrays)
-        _warn_of_restarts(arrays)
 
 
 def check_ids(batch: dict[str, Any], model: Any) -> None:
@@ -152,22 +151,6 @@ def _check_padding(batch: dict[str, Any]) -> None:
         raise ValueError(
             f"{count} targets of the first batch are at padding, where {says}: set them to -1"
             + ("; segment_ids count documents from 1, and 0 is padding" if packed else "")
-        )
-
-
-def _warn_of_restarts(batch: dict[str, Any]) -> None:
-    """Warns about positions that restart within a row without segment_ids."""
-    positions, valid = batch.get("positions"), np.asarray(batch.get("valid", True))
-    if positions is None or "segment_ids" in batch or np.ndim(positions) != 2:
-        return
-    at = np.asarray(positions)
-    falls = at[:, 1:] < at[:, :-1]  # [B, T - 1]: True if the position decreases at the next token
-    real = np.broadcast_to(valid != 0, at.shape)
-    if (falls & real[:, 1:] & real[:, :-1]).any():
-        warnings.warn(
-            "positions of the first batch restart within a row, but there are no segment_ids: its documents attend to "
-            "one another. Number them from 1 in batch['segment_ids']",
-            stacklevel=2,
         )
 
 

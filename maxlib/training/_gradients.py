@@ -98,7 +98,7 @@ def gradient(
     if microbatches == 1:
         (value, stats), grads = _autodiff(loss, trainable, rest, batch, key, mean=True)
         return grads, value, stats
-    _check_rows(batch)
+    check_rows(batch)
     rows = jax.tree.map(lambda x: _split_rows(x, microbatches), batch)
     xs = rows, jax.random.split(key, microbatches)
     first = jax.tree.map(lambda x: x[0], xs)
@@ -143,8 +143,8 @@ def _checked(result: Any) -> tuple[Array, Stats]:
     return result
 
 
-def _check_rows(batch: Batch) -> None:
-    """Raises ValueError for arrays without a row for each row of tokens, which a split would mix up."""
+def check_rows(batch: Batch) -> None:
+    """Raises ValueError for arrays without a row for each row of tokens, which microbatches would mix up."""
     arrays = {
         jax.tree_util.keystr(path, simple=True, separator="."): x
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
@@ -153,8 +153,7 @@ def _check_rows(batch: Batch) -> None:
     if odd := [f"{name} {x.shape}" for name, x in arrays.items() if x.shape[:1] != arrays[tokens].shape[:1]]:
         raise ValueError(
             f"microbatches split a batch by its {arrays[tokens].shape[0]} rows of {tokens}, but these have other "
-            f"numbers of rows: {', '.join(odd)}. Images (nn.vision.Patches) and audio (nn.audio.Clips) must have a row "
-            "for each row of tokens, as data.pack makes them"
+            f"numbers of rows: {', '.join(odd)}. Store them by row; images and audio as data.pack makes them"
         )
 
 

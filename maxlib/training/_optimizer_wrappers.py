@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -223,7 +223,8 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
 
 def check_averages(state: Any) -> None:
     """Raises ValueError if an `optax.chain` changes updates after `ema`."""
-    if type(state) is tuple and any(map(_has_average, state[:-1])):
+    before_last = state[:-1] if type(state) is tuple else ()
+    if optax.tree.get(before_last, "average") is not None:
         raise ValueError(
             "in optax.chain, ema(...) comes before another transformation, so its average follows updates that are "
             "changed afterwards: put it around the whole chain, ema(optax.chain(...))"
@@ -231,14 +232,6 @@ def check_averages(state: Any) -> None:
     if isinstance(state, tuple):  # of a chain, or of a wrapper with an `inner` state
         for part in state:
             check_averages(part)
-
-
-def _has_average(state: Any) -> bool:
-
-    def is_average(x: Any) -> bool:
-        return isinstance(x, EMAState)
-
-    return any(map(is_average, jax.tree.leaves(state, is_leaf=is_average)))
 
 
 def ema_model(state: Any) -> Any:
@@ -277,11 +270,7 @@ def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.Gradient
         return next((f for pattern, f in factors.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
 
     def init(params):
-        names = [short[path] for path in params]
-        if unused := [pattern for pattern in factors if not fnmatch.filter(names, pattern)]:
-            raise ValueError(
-                f"each pattern must match a parameter, {unused} match none; there are {sorted(set(names))}"
-            )
+        _check_patterns(factors, {short[path] for path in params})
         return optax.EmptyState()
 
     def update(updates, state, params=None):
@@ -307,12 +296,14 @@ class PathFilter:
     def check(self, model: Any) -> None:
         """Raises ValueError if a pattern matches no parameter of the model."""
         short = nn.tree.pattern_paths(model)
-        names = sorted({short[path] for path in nn.partition(model)[0]})
-        if unused := [pattern for pattern in self.patterns if not fnmatch.filter(names, pattern)]:
-            raise ValueError(
-                f"each pattern of trainable_only must match a parameter, {unused} match none (a tied head has none); "
-                f"there are {names}"
-            )
+        _check_patterns(self.patterns, {short[path] for path in nn.partition(model)[0]})
+
+
+def _check_patterns(patterns: Collection[str], names: Collection[str]) -> None:
+    if unused := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
+        raise ValueError(
+            f"each pattern must match a parameter, {unused} match none (a tied head has none); there are {sorted(names)}"
+        )
 
 
 def trainable_only(*patterns: str) -> nn.tree.Filter:

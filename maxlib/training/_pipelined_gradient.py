@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from maxlib import nn
 from maxlib.sharding import pipelining
 from maxlib.training._batch_checks import INPUTS
-from maxlib.training._gradients import divisor, with_embedding_noise
+from maxlib.training._gradients import check_rows, divisor, with_embedding_noise
 from maxlib.training.losses import Batch, Loss, LossFunction, Stats, layer_losses, with_reports
 
 
@@ -63,7 +63,7 @@ def pipelined_gradient(
             "the second model's outputs into the batch (post_training.add_reference, add_teacher), and pairs as segments "
             "of a row, or use sharding.Pipeline(schedule='gpipe')"
         )
-    _check_rows(batch)
+    check_rows(_without_inputs(batch))
     body, outer, inside = _split(trainable, rest)
     parts = _Parts(rest, batch, loss.from_hidden, dtype, remat, neftune_alpha, key)
 
@@ -179,17 +179,6 @@ def _activations(x: Any) -> Float[Array, "B T D"]:
 def _without_inputs(batch: Batch) -> Batch:
     """Returns what microbatches get: images and sound are used up before them, but a loss sees that there were some."""
     return batch | {name: None for name in ("images", "audio") if name in batch}
-
-
-def _check_rows(batch: Batch) -> None:
-    rows = batch["tokens"].shape[0]
-    for path, x in jax.tree_util.tree_leaves_with_path(_without_inputs(batch)):
-        if x.shape[:1] != (rows,):
-            raise ValueError(
-                f"a pipeline splits the batch into microbatches by rows: batch{jax.tree_util.keystr(path)} must have "
-                f"the {rows} rows of batch['tokens'] as its first axis, got the shape {x.shape}. Store it by row, or "
-                "use sharding.Pipeline(schedule='gpipe')"
-            )
 
 
 def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -> Float[Array, " B"]:

@@ -133,12 +133,16 @@ def _read(read: Callable[[Any], dict[str, Any]], state: TrainState, base: Any, w
         raise
     saved = restored["meta"].get("base")
     if known is not None and saved is not None and known["checksum"] != saved["checksum"]:
-        raise ValueError(
-            f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's "
-            f"frozen weights, from {known['directory']}, differ ({known['checksum']}): build the model from the same "
-            "base, with the same dtype, quantization and grouping of stacks"
-        )
+        raise _other_base(where, saved, known)
     return restored
+
+
+def _other_base(where: Any, saved: dict[str, str], here: dict[str, str]) -> ValueError:
+    return ValueError(
+        f"{where} was trained on the base in {saved['directory']} (checksum {saved['checksum']}), but this model's "
+        f"frozen weights differ ({here['checksum']}): build the model from that base, with the same dtype, quantization "
+        "and grouping of stacks"
+    )
 
 
 def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
@@ -224,7 +228,9 @@ def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path,
     stored = checkpoint.read_records(directory)
     _warn_of_changes(stored.meta.get("model"), config_text(state.rest), str(directory))
     if "base" in stored.meta:  # frozen weights were not saved: the current ones must be the same
-        _check_base(state, stored.meta["base"], directory)
+        saved = stored.meta["base"]
+        if (here := record_of(state, saved["directory"]))["checksum"] != saved["checksum"]:
+            raise _other_base(directory, saved, here)
         frozen = {path for path, v in nn.variables(state.rest).items() if _is_weight(v)} - state.trainable.keys()
         wanted = {path: value for path, value in wanted.items() if path not in frozen}
 
@@ -240,14 +246,3 @@ def _from_checkpoint(state: TrainState, wanted: dict[str, Any], directory: Path,
         like["params" if is_param else "rest"][path] = value
     read = checkpoint.load(directory, {k: v for k, v in like.items() if v}, groupings=groupings, cast=True)
     return read.get("params", {}) | read.get("rest", {})
-
-
-def _check_base(state: TrainState, saved: dict[str, str], directory: Path) -> None:
-    """Raises ValueError unless the frozen weights of `state` are those of the base that a checkpoint records."""
-    here = record_of(state, saved["directory"])
-    if saved["checksum"] != here["checksum"]:
-        raise ValueError(
-            f"{directory} only has the parameters trained on the base in {saved['directory']} (checksum "
-            f"{saved['checksum']}), but this model's frozen weights differ ({here['checksum']}): build the model from "
-            "that base"
-        )

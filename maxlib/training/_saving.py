@@ -1,7 +1,5 @@
 """Checkpoints and exports of a trainer. A failed save is reported, and training continues."""
 
-import collections
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +32,6 @@ class SaveManager:
         self.checkpointer, self.exports = checkpointer, list(exports)
         self._base: dict[str, str] | None = None
         self._clock, self._timeout, self._log = clock, timeout, log
-        self._causes: collections.Counter[str] = collections.Counter()
 
     def start(
         self, step: int, state: TrainState, data_state: Any, metrics: Mapping[str, Any], *, urgent: bool = False
@@ -115,7 +112,7 @@ class SaveManager:
             with self._clock.span("save"), hard_timeout(self._timeout, what):
                 call()
         except SaveError as error:
-            self._log(f"NOT SAVED: {self._short(error)}")
+            self._log(f"NOT SAVED: {' '.join(str(error).split())}")
             return False
         return True
 
@@ -124,11 +121,3 @@ class SaveManager:
         if error := checkpointer.unsaved():
             raise error
         self._log("Training continues without saving.")
-
-    def _short(self, error: SaveError) -> str:
-        """Formats the error in one line; only the first error of a cause is shown in full."""
-        cause = re.sub(r"\d+", "#", error.reason)  # paths and sizes differ from step to step
-        self._causes[cause] += 1
-        if self._causes[cause] == 1:
-            return " ".join(str(error).split())
-        return f"Step {error.step}, for the same reason; that makes {self._causes[cause]}."

@@ -1,6 +1,5 @@
 """The training state, and how it is made from a model and an optimizer."""
 
-import difflib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -81,12 +80,14 @@ def make_state(
     if is_builder(model):
         model = _built(model, sharding.current())
     sharding.check_no_aliases(model)
-    trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
-    if not trainable:
-        raise ValueError(_nothing_to_train(model, filter))
-    _warn_without_layout(trainable)
     if isinstance(filter, PathFilter):
         filter.check(model)
+    trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
+    if not nn.variables(model):
+        raise ValueError(f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any")
+    if not trainable:
+        raise ValueError("filter selected no parameters; nn.tree.pattern_paths(model) lists their names")
+    _warn_without_layout(trainable)
 
     def start(params: dict[str, Any], run_key: Array | None) -> Any:
         seeded = jax.random.key(key) if isinstance(key, int) else run_key
@@ -160,16 +161,3 @@ def _warn_of_rounding(opt_state: Any, trainable: dict[str, Any]) -> None:
             "training.bfloat16_moments(optimizer), or adamw(..., moments=jnp.bfloat16)",
             stacklevel=3,
         )
-
-
-def _nothing_to_train(model: Any, filter: Any) -> str:
-    if not nn.variables(model):
-        return f"a model must have parameters to train, got {type(model).__name__} {model!r:.80} without any"
-    names = sorted({*nn.tree.pattern_paths(model).values()})
-    patterns = filter.patterns if isinstance(filter, PathFilter) else ()
-    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, 1)]
-    meant = f"; did you mean {', '.join(near)}?" if near else ""
-    return (
-        f"filter selected no parameters{meant}; it is matched against these {len(names)} names: {', '.join(names)}; as "
-        "are the patterns of trainable_only"
-    )

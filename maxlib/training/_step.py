@@ -268,27 +268,19 @@ def _check_divides(x: Array, microbatches: int) -> None:
     """
     if (layout := sharding.current()) is None:
         return
-    rows, tokens, *_ = *layout.spec(*batch_axes(x), what="batch"), None, None  # a spec omits trailing None
-    if x.ndim > 0:
-        _check_axis(layout, x.shape, 0, rows, microbatches)
-    if x.ndim == 2:
-        _check_axis(layout, x.shape, 1, tokens, 1)
-
-
-def _check_axis(layout: sharding.Layout, shape: tuple[int, ...], axis: int, names: Any, microbatches: int) -> None:
-    """Raises ValueError unless mesh axes divide an axis of a batch: rows, 0, or tokens, 1."""
     stages = layout.mesh_axes("layers")  # stages split the rows if possible
-    split = (names,) if isinstance(names, str) else names or ()
-    degrees = {name: n for name in split if name not in stages and (n := layout.mesh.shape[name]) > 1}
-    parts = microbatches * math.prod(degrees.values())
-    if shape[axis] % parts:
-        words, rule = ("tokens", "seq") if axis else ("rows", "batch")
-        times = f", times {microbatches} microbatches" if microbatches > 1 else ""
-        raise ValueError(
-            f"a batch of shape {shape} does not divide over the mesh: its {shape[axis]} {words} must be a multiple of "
-            f"{parts}, because the rule {rule!r} splits them over {degrees}{times}; change the batch, the mesh or that "
-            "rule"
-        )
+    spec = layout.spec(*batch_axes(x), what="batch")
+    for axis, (names, words, rule) in enumerate(zip(spec, ("rows", "tokens"), ("batch", "seq"), strict=False)):
+        split = (names,) if isinstance(names, str) else names or ()
+        degrees = {name: n for name in split if name not in stages and (n := layout.mesh.shape[name]) > 1}
+        count = microbatches if axis == 0 else 1
+        if x.shape[axis] % (parts := count * math.prod(degrees.values())):
+            times = f", times {count} microbatches" if count > 1 else ""
+            raise ValueError(
+                f"a batch of shape {x.shape} does not divide over the mesh: its {x.shape[axis]} {words} must be a "
+                f"multiple of {parts}, because the rule {rule!r} splits them over {degrees}{times}; change the batch, "
+                "the mesh or that rule"
+            )
 
 
 def _everywhere(tree: Any) -> Any:

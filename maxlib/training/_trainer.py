@@ -1,11 +1,9 @@
 """A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
-import difflib
-import inspect
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from maxlib.training._evaluation import Evaluation, evaluate
 from maxlib.training._export import Export
 from maxlib.training._gradients import bind_options
 from maxlib.training._placement import copy_model, host_rows, shard_batch
-from maxlib.training._prefetch import IterableLoader, StatefulLoader, as_loader, follow_layout
+from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import is_builder, make_state
@@ -116,12 +114,15 @@ class Trainer:
         directory: str | Path | None = None,
         timeout: float | None = None,
         key: jax.Array | int = 0,
-        **unknown: Any,
     ):
-        _check_known(unknown, list(inspect.signature(Trainer).parameters)[:-1])
         loader = as_loader(loader, "loader")
         _check_arguments(model, loader, evaluation, checkpointer, callbacks)
-        _check_layout(layout)
+        sharding.check_layout(layout)
+        if layout is None and jax.process_count() > 1:
+            raise ValueError(
+                f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, "
+                "for example sharding.Layout(sharding.make_mesh(fsdp=-1))"
+            )
         train_step = make_train_step(
             loss,
             optimizer,
@@ -149,10 +150,6 @@ class Trainer:
         if layout is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
             here = f"one of {jax.device_count()} devices"
             self.log(f"this run uses {here}; layout=sharding.Layout(sharding.make_mesh(fsdp=-1)) uses all")
-        if checkpointer is not None and isinstance(loader, IterableLoader):
-            kind = f"a {type(loader.batches).__name__}"
-            again = f"give it {kind} of the same batches" if loader.is_one_pass else "which must be the same"
-            self.log(f"the loader is {kind}: a resumed run reads and drops the batches of the steps done, {again}")
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
@@ -427,39 +424,6 @@ class Trainer:
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
 
-# What is given to another part of a run -> where it belongs.
-_ELSEWHERE = {
-    "learning_rate": "optimizer=training.adamw(learning_rate)",
-    "lr": "optimizer=training.adamw(learning_rate)",
-    "weight_decay": "optimizer=training.adamw(learning_rate, weight_decay=...)",
-    "accumulate": "microbatches",
-    "gradient_accumulation_steps": "microbatches",
-    "steps": "trainer.fit(steps)",
-    "num_steps": "trainer.fit(steps)",
-    "batch_size": "the loader",
-    "mesh": "layout=sharding.Layout(mesh)",
-    "seed": "key=seed",
-}
-
-
-def _check_known(unknown: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises TypeError for an argument that the Trainer does not have; `known` are those that it has."""
-    for name in sorted(unknown):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f": give it as {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"; it takes {', '.join(known)}"
-        raise TypeError(f"Trainer takes no argument {name}{f' (did you mean {near[0]}?)' if near else hint}")
-
-
-def _check_layout(layout: Any) -> None:
-    """Raises TypeError for what is no layout, and ValueError if several processes would train without one."""
-    sharding.check_layout(layout)
-    if layout is None and jax.process_count() > 1:
-        raise ValueError(
-            f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, for "
-            "example sharding.Layout(sharding.make_mesh(fsdp=-1))"
-        )
-
-
 def _check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Iterable[Any]) -> None:
     """Raises TypeError for an argument of a wrong type, and ValueError for a loader that is used twice."""
     if not callable(model) and not nn.variables(model):
@@ -476,20 +440,18 @@ def _check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any
     if checkpointer is not None and not hasattr(checkpointer, "should_save"):
         raise TypeError(f"checkpointer must be a checkpoint.Checkpointer(directory) or Tiers, got {checkpointer!r}")
     for callback in callbacks:
-        if not isinstance(callback, Export) and not _is_callback(callback):
-            raise TypeError(
-                f"callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, got {callback!r}"
-            )
+        match callback:
+            case Export():
+                pass
+            case (int(every), function) if type(every) is int and every > 0 and callable(function):
+                pass
+            case _:
+                raise TypeError(
+                    "callbacks must be pairs (every, function), such as (1, f), or exports such as HuggingFaceExport, "
+                    f"got {callback!r}"
+                )
 
 
 def _innermost(loader: Any) -> Any:
     """Returns the loader inside `Prefetch` and other wrappers."""
     return _innermost(loader.loader) if hasattr(loader, "loader") else loader
-
-
-def _is_callback(callback: Any) -> bool:
-    """Returns True if a value is a pair of a positive number of steps and a function."""
-    if not isinstance(callback, tuple) or len(callback) != 2:
-        return False
-    every, function = callback
-    return type(every) is int and every > 0 and callable(function)

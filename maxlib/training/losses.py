@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.nn.mtp import shift_left
@@ -201,15 +201,12 @@ class MTP(Loss):
         z_loss: As in `NextToken`, for the model's own prediction.
         label_smoothing: As in `NextToken`, for the model's own prediction.
         remat_modules: What the modules keep for the backward pass.
-        acceptance: True reports `mtp1/acceptance`, the share of positions where this draft and those before it are the
-            model's greedy choice. Use it for evaluation, because it computes logits.
     """
 
     weight: float = 0.3
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     remat_modules: nn.remat.Policy = None
-    acceptance: bool = False
     reads: ClassVar[Collection[str]] = ()
     sums_over_rows: ClassVar[bool] = False
 
@@ -231,8 +228,6 @@ class MTP(Loss):
         reports = _stacked_reports(modules)
         counts = reports.pop(EXPERT_COUNTS, None)
         sums |= {name: rows * stats.num_targets for name, rows in reports.items()}
-        if self.acceptance:
-            sums |= acceptance_rates(model, hidden, modules)
         return loss, jax.lax.stop_gradient(Stats(stats.num_targets, sums, counts))
 
 
@@ -240,30 +235,6 @@ def _stacked_reports(modules: list[nn.mtp.MTPOutput]) -> dict[str, Array]:
     """Returns the reports of the modules' blocks, with a row for each module."""
     names = [name for name in (modules[0].aux if modules else ()) if all(name in module.aux for module in modules)]
     return {name: jnp.stack([module.aux[name] for module in modules]).astype(jnp.float32) for name in names}
-
-
-def acceptance_rates(model: Any, hidden: Float[Array, "B T D"], modules: list[nn.mtp.MTPOutput]) -> dict[str, Quotient]:
-    """Computes, for each module, the share of valid positions where greedy decoding accepts its draft and all before.
-
-    Args:
-        model: The model.
-        hidden: Its hidden states, from which the modules predicted.
-        modules: The outputs of its modules.
-    """
-    choices, agreed, rates = _greedy(model, hidden), jnp.ones(hidden.shape[:2], bool), {}
-    for depth, module in enumerate(modules, start=1):
-        agreed &= _greedy(model, module.hidden) == shift_left(choices, depth, fill=-1)
-        rates[f"mtp{depth}/acceptance"] = Quotient(jnp.sum(agreed & module.valid), jnp.sum(module.valid))
-    return rates
-
-
-def _greedy(model: Any, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
-    """Returns the most probable token at each position, a few positions at a time."""
-
-    def choose(h: Array) -> Array:  # [B, D] -> [B]
-        return jnp.argmax(model.logits(h[:, None])[:, 0], axis=-1)
-
-    return jnp.swapaxes(jax.lax.map(choose, jnp.swapaxes(hidden, 0, 1), batch_size=64), 0, 1)
 
 
 def run_model(model: Any, batch: Batch, **options: Any) -> nn.Output:

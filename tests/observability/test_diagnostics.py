@@ -4,9 +4,7 @@ import contextlib
 import functools
 import json
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxlib import checkpoint, distributed, nn, observability, sharding, training
+from maxlib import checkpoint, nn, observability, sharding, training
 from maxlib._command import main
 from maxlib.observability import _profile
 from maxlib.observability._report import Run, page
@@ -207,11 +205,9 @@ def test_what_is_observed_is_what_a_model_computes():
     (value, rms), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert found.outputs["norm"]["rms"] == pytest.approx(float(rms), rel=1e-4)
     assert found.loss == pytest.approx(float(value), rel=1e-5)
-    want = probes.norms_by_layer(grads, model)
-    assert found.gradients == pytest.approx(want, rel=1e-3)
-    assert want["layers.1.mlp.up.w"] == pytest.approx(
-        float(jnp.linalg.norm(grads["layers.groups.0.0.mlp.up.w"][1])), rel=1e-4
-    )
+    rows = {f"layers.{i}.mlp.up.w": grads["layers.groups.0.0.mlp.up.w"][i] for i in range(3)}
+    for name, gradient in (rows | {name: grads[name] for name in ("embed.w", "norm.scale")}).items():
+        assert found.gradients[name] == pytest.approx(float(jnp.linalg.norm(gradient)), rel=1e-3), name
 
 
 def test_logits_and_entropy_of_attention():
@@ -297,32 +293,6 @@ def test_replicas_and_recomputed_gradients_are_compared(monkeypatch):
 # ------------------------------------------------------------------------------------- hangs, slowness
 
 
-def test_stacks_on_a_signal_periodically_and_when_nothing_moves(tmp_path):
-    code = """if True:
-        import os, signal, sys, time
-        from maxlib.distributed import dump_stacks, hard_timeout
-        def here():
-            with dump_stacks(sys.argv[1]):
-                os.kill(os.getpid(), signal.SIGUSR1)
-        def there():
-            with dump_stacks(sys.argv[2], every=0.05):
-                time.sleep(0.3)
-        def hang():
-            with hard_timeout(0.1, "Godot", exit=False):
-                time.sleep(1)
-        here(), there(), hang()
-        with hard_timeout(None, "no limit"):
-            print("not ended")
-    """
-    files = [tmp_path / name for name in "ab"]
-    run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    done = run([sys.executable, "-c", code, *map(str, files)])
-    assert done.returncode == 0 and done.stdout == "not ended\n"
-    texts = [*(file.read_text() for file in files), done.stderr]
-    assert texts[0].count("in here") == 1 and texts[1].count("in there") > 1 and texts[2].count("in hang") > 1
-    assert "waited 0.1 s for Godot; still waiting" in texts[2]
-
-
 def test_slow_steps_are_flagged():
     said, random = [], np.random.default_rng(0)
     slow = observability.SlowSteps(log=said.append)
@@ -338,18 +308,9 @@ def test_slow_hosts_are_named():
     assert observability.SlowHosts(size=8, factor=1e9)() == []
 
 
-def test_live_arrays_are_counted(tmp_path):
+def test_live_arrays_are_counted():
     x = jnp.zeros((1234, 7))
     assert f"{x.nbytes:,} bytes" in observability.live_arrays(1000)
-    assert (
-        "arrays" in observability.memory_profile(tmp_path).read_text() and (tmp_path / "memory.prof").stat().st_size > 0
-    )
-
-
-def test_os_signals_stay_as_they_were():
-    with distributed.dump_stacks(os.devnull):
-        pass
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_memory_is_read_now_and_then(monkeypatch):

@@ -1,7 +1,6 @@
 """Meshes with every axis, and the presets beyond data, FSDP and tensor parallelism."""
 
 import functools
-import warnings
 from types import SimpleNamespace
 
 import jax
@@ -193,33 +192,18 @@ def test_experts_on_their_own_axis_or_on_fsdp():
     assert got["gate.w"] == P("fsdp") and got["shared.up.w"] == P(None, "fsdp")
 
 
-def test_describe_counts_bytes_and_warns_of_copies():
+def test_describe_counts_bytes_and_copies():
     mesh = sharding.make_mesh(data=2, fsdp=4)
     model = jax.eval_shape(build)
     seen = sharding.describe(model, sharding.Layout(mesh, sharding.FSDP))
     by = {one.path: one for one in seen.parameters}
     up = by["layers.groups.0.0.mlp.up.w"]
-    assert up.bytes_per_device * 4 == up.bytes and up.place == "- - fsdp" and not up.replicated
+    assert up.bytes_per_device * 4 == up.bytes and up.place == "- - fsdp"
     assert up.path in str(seen) and "mlp embed" in str(seen) and up.copies == 2
-    with pytest.warns(UserWarning, match=r"every device holds all of embed.w \("):
-        sharding.describe(model, sharding.Layout(mesh, sharding.DP), large=1)
     # Degrees say as much as devices do, unless one of them is theirs to say.
     assert sharding.describe(model, sharding.Layout({"data": 2, "fsdp": 4}, sharding.FSDP)) == seen
     with pytest.raises(ValueError, match="no devices yet"):
         sharding.describe(model, sharding.Layout({"fsdp": -1}, sharding.FSDP))
-
-
-def test_describe_warns_of_what_is_held_more_often_than_others():
-    model, large = jax.eval_shape(build), 1000  # above norms
-    with pytest.warns(UserWarning, match=r"other parameters \(2 copies\): embed.w \(.*, 4 copies\);"):
-        sharding.describe(model, sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), RULES), large=large)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # copies that parallelism over data, or over the sequence, means
-        sharding.describe(model, sharding.Layout(sharding.make_mesh(data=8), sharding.DP), large=large)
-        sharding.describe(model, sharding.Layout(sharding.make_mesh(data=4, fsdp=2), sharding.FSDP), large=large)
-        sharding.describe(
-            model, sharding.Layout(sharding.make_mesh(context=4, fsdp=2), sharding.FSDP | sharding.CP_RING), large=large
-        )
 
 
 def test_an_array_is_described_where_it_lies():

@@ -193,17 +193,3 @@ def test_targets_at_padding_are_refused():
         check_first_batch(
             {"chosen": SHIFTED | {"segment_ids": (np.arange(8) > 2) * np.ones((8, 1), int)}}, tiny.model()
         )
-
-
-def test_documents_that_only_positions_tell_apart_are_warned_of():
-    """Masks do not read positions, so these documents attend to one another."""
-    at = np.broadcast_to(np.arange(8) % 5, (8, 8))
-    with pytest.warns(UserWarning, match="restart within a row, but there are no segment_ids"):
-        check_first_batch(SHIFTED | {"positions": at}, tiny.model())
-    left = np.maximum(np.arange(8) - 3, 0) + 7 * (np.arange(8) < 3)  # transformers gives left padding other positions
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="positions of the first batch")
-        check_first_batch(SHIFTED | {"positions": at, "segment_ids": 1 + (np.arange(8) > 4) + 0 * at}, tiny.model())
-        real = np.broadcast_to(np.arange(8) > 2, (8, 8))
-        targets = np.where(real, SHIFTED["targets"], -1)
-        check_first_batch(SHIFTED | {"targets": targets, "positions": left + 0 * at, "valid": real}, tiny.model())

@@ -119,31 +119,27 @@ def log_softmax(logits):
 @functools.cache
 def losses():
     loss = functools.partial(NextToken(), dtype=jnp.float32)
-    both = functools.partial(MTP(weight=0.5, acceptance=True), dtype=jnp.float32)
+    both = functools.partial(MTP(weight=0.5), dtype=jnp.float32)
     return jax.jit(loss), jax.jit(both)
 
 
 def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
     plain, both = (f(model, batch) for f in losses())
     targets = np.asarray(batch["targets"])
-    _, modules, (own, *logits) = packed
-    count, total, choices = (targets >= 0).sum(), 0.0, own.argmax(-1)
-    agreed = {(row, i): True for row, start, stop in documents() for i in range(start, stop)}
+    _, modules, (_, *logits) = packed
+    count, total = (targets >= 0).sum(), 0.0
     for depth, scores in enumerate(logits, start=1):
-        nll, hits, taken = [], [], []
+        nll, hits = [], []
         for row, start, stop in documents():
             for i in range(start, stop - depth):
                 target = targets[row, i + depth]
                 if target >= 0:
                     nll.append(-log_softmax(scores[row, i])[target])
                     hits.append(scores[row, i].argmax() == target)
-                agreed[row, i] &= bool(scores[row, i].argmax() == choices[row, i + depth])
-                taken.append(agreed[row, i])
         total += 0.25 * np.sum(nll) + count * modules[depth - 1].aux["loss/moe_balance"]
         metrics = means(both[1])
         assert metrics[f"mtp{depth}/nll"] == pytest.approx(np.mean(nll), rel=1e-5)
         assert metrics[f"mtp{depth}/accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
-        assert metrics[f"mtp{depth}/acceptance"] == pytest.approx(np.mean(taken), abs=1e-6)
     assert both[0] - plain[0] == pytest.approx(total, rel=1e-5)
     assert plain[1].num_targets == both[1].num_targets == count
     assert both[1].sums["nll"] == plain[1].sums["nll"]
@@ -155,7 +151,7 @@ def test_metrics_of_modules_are_added_over_batches(model, batch):
     rows = [np.where(np.arange(2)[:, None] == row, batch["targets"], -1) for row in range(2)]
     halves = [run(model, batch | {"targets": jnp.asarray(targets)})[1] for targets in rows]
     got, want = means(jax.tree.map(jnp.add, *halves)), means(run(model, batch)[1])
-    for name in ("mtp1/nll", "mtp2/nll", "mtp2/accuracy", "mtp2/acceptance"):
+    for name in ("mtp1/nll", "mtp2/nll", "mtp2/accuracy"):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, err_msg=name)
 
 

@@ -120,11 +120,6 @@ def test_what_is_frozen_stays_and_has_no_moments():
     names = {nn.tree.pattern_paths(model)[path] for path in state.trainable}
     assert names == {"norm.scale", *(f"layers.mlp.{part}.w" for part in ("gate", "up", "down"))}
     assert optax.tree.get(state.opt_state, "mu").keys() == state.trainable.keys()
-    with pytest.raises(
-        ValueError,
-        match=r"no parameters; did you mean layers\.mlp\.\w+\.w\?; .* \d+ names: embed\.w, .*layers\.mlp\.up\.w.*trainable_only",
-    ):
-        training.make_state(model, optimizer, filter=training.trainable_only("layers.mpl.*"))
 
 
 def test_a_pattern_that_fits_nothing_is_an_error():
@@ -133,6 +128,8 @@ def test_a_pattern_that_fits_nothing_is_an_error():
     assert {
         path.rpartition(".")[0] for path in training.make_state(tiny.llama(), optax.sgd(0.1), filter=filter).trainable
     }
+    with pytest.raises(ValueError, match=r"\['layers\.mpl\.\*'\] match none"):
+        training.make_state(tiny.llama(), optax.sgd(0.1), filter=training.trainable_only("layers.mpl.*"))
     with pytest.raises(ValueError, match=r"\['head\.w'\] match none \(a tied head has none\); there are .*embed\.w"):
         training.make_state(tiny.llama(tied=True), optax.sgd(0.1), filter=filter)
 

@@ -1,7 +1,5 @@
 """When a trainer's checkpoints and exports wait for each other, and which steps are exported."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,18 +97,6 @@ def test_exports_are_those_that_are_due_or_all_that_are_missing_at_the_end(savin
     )
     keep.export(4, STATE, **options)
     assert calls == expected
-
-
-def test_a_save_that_is_asked_for_is_not_urgent():
-    asked: list[bool] = []
-    trainer = object.__new__(training.Trainer)
-    start = lambda *of, urgent: asked.append(urgent)
-    loader = SimpleNamespace(get_state=dict)
-    vars(trainer).update(checkpointer=Checkpointer(), step=3, state=STATE, loader=loader, _last={})
-    vars(trainer).update(_flush=lambda: None, _write_counts=lambda: None, _saving=SimpleNamespace(start=start))
-    trainer.save()
-    trainer.save(urgent=True)
-    assert asked == [False, True]
 
 
 def test_an_export_that_is_being_written_counts_as_there(tmp_path):

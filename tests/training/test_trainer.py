@@ -140,8 +140,9 @@ def test_garbage_is_not_collected_until_the_first_step_has_run(fails):
     assert Watching.collects == ([False] if fails else [False, True, True]) and gc.isenabled()
 
 
-@pytest.mark.parametrize("batches", ["host", "committed"])
-@pytest.mark.parametrize("model", ["built", "fresh", "in part", "committed"])
+@pytest.mark.parametrize(
+    ("model", "batches"), [("built", "host"), ("fresh", "committed"), ("in part", "host"), ("committed", "committed")]
+)
 def test_a_step_is_compiled_once(model, batches, caplog):
     """Whether or not arrays are committed to a device, as those of a trained model and of a scored batch are."""
 
@@ -223,11 +224,9 @@ def test_a_list_or_a_generator_of_batches_resumes_after_those_it_has_used(tmp_pa
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpointer:
         run(batches, evaluation=training.Evaluation(batches[:1]), checkpointer=checkpointer).fit(2)
     out = capsys.readouterr().out
-    assert "a resumed run reads and drops the batches of the steps done, which must be the same" in out
     assert out.index("compiling the step ...") < out.index("step 2/2")
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpointer:
         resumed = run((batch for batch in batches), checkpointer=checkpointer)
         resumed.fit(9)
-    out = capsys.readouterr().out
-    assert "give it a generator of the same batches" in out and "the data ended after step 4, before step 9" in out
+    assert "the data ended after step 4, before step 9" in capsys.readouterr().out
     assert same(state.trainable, resumed.state.trainable)

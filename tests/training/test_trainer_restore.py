@@ -135,9 +135,7 @@ def test_parameters_of_a_checkpoint_without_its_base_need_that_base(tmp_path):
     trainer(filter=part, checkpointer=checkpoint.Checkpointer(tmp_path, base="a/base")).fit(1)
     trainer(filter=part).restore(params_from=tmp_path)
     other = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), filter=part)
-    with pytest.raises(
-        ValueError, match=r"only has the parameters trained on the base in a/base .* build the model from that base"
-    ):
+    with pytest.raises(ValueError, match=r"was trained on the base in a/base .* build the model from that base"):
         other.restore(params_from=tmp_path)
 
 

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
-    from maxlib.training.probes._coordinates import CoordinateCheck as CoordinateCheck
     from maxlib.training.probes._coordinates import mup_coord_check as mup_coord_check
     from maxlib.training.probes._corruption import Recompute as Recompute
     from maxlib.training.probes._corruption import gradient_digests as gradient_digests
     from maxlib.training.probes._corruption import replicas_that_differ as replicas_that_differ
     from maxlib.training.probes._layers import LayerStatistics as LayerStatistics
     from maxlib.training.probes._layers import Observation as Observation
-    from maxlib.training.probes._layers import norms_by_layer as norms_by_layer
     from maxlib.training.probes._layers import observe as observe
     from maxlib.training.probes._nonfinite import find_nonfinite as find_nonfinite
 

@@ -1,6 +1,5 @@
 """muP's coordinate check: the size of every layer's output in the first steps, for models of several widths."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,42 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
-from rich import box
-from rich.table import Table
 
-from maxlib._utils.text import to_text
 from maxlib.training._state import make_state
 from maxlib.training._step import jit_step, make_train_step
 from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes._layers import observe
-
-
-@dataclasses.dataclass(frozen=True)
-class CoordinateCheck:
-    """Result of `mup_coord_check`.
-
-    Args:
-        widths: The widths that were trained.
-        sizes: By layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of
-            steps.
-    """
-
-    widths: tuple[int, ...]
-    sizes: dict[str, Float[np.ndarray, "W S"]]
-
-    def growth(self, step: int = -1) -> dict[str, float]:
-        """Returns each layer's exponent: its output grows as the width to this power. With muP none should be far above
-        0.
-        """
-        log = np.log(self.widths)
-        return {name: float(np.polyfit(log, np.log(size[:, step] + 1e-30), 1)[0]) for name, size in self.sizes.items()}
-
-    def __str__(self) -> str:
-        table = Table("layer", *(f"width {width}" for width in self.widths), "exponent", box=box.MINIMAL)
-        growth = self.growth()
-        for name, size in self.sizes.items():
-            table.add_row(name, *(f"{x:.3g}" for x in size[:, -1]), f"{growth[name]:+.2f}")
-        return to_text(table)
 
 
 def mup_coord_check(
@@ -54,11 +22,12 @@ def mup_coord_check(
     optimizer: Callable[[Any], optax.GradientTransformation],
     batches: Sequence[Batch],
     loss: LossFunction,
-) -> CoordinateCheck:
+) -> dict[str, Float[np.ndarray, "W S"]]:
     """Trains a model in several widths for a few steps and records the size of every layer's output (for muP).
 
     If the sizes do not depend on the width, one learning rate works for all widths (arXiv:2203.03466, appendix D.1).
-    Outputs are recorded on the first batch, before each step and after the last.
+    Outputs are recorded on the first batch, before each step and after the last. An output of sizes `x` after the last
+    step grows as the width to the power `np.polyfit(np.log(widths), np.log(x[:, -1]), 1)[0]`.
 
     Args:
         build: Function from a width to a model.
@@ -68,6 +37,9 @@ def mup_coord_check(
         batches: One batch per step; a few are enough.
         loss: The training loss.
 
+    Returns:
+        By layer (`layers.3.attn.q`, and `logits`), the root mean square of its output, by width and number of steps.
+
     Raises:
         ValueError: when there are fewer than two widths, or the models have different layers.
     """
@@ -76,7 +48,7 @@ def mup_coord_check(
     by_width = [_one_width(lambda width=width: build(width), optimizer, batches, loss) for width in widths]
     if any(sizes.keys() != by_width[0].keys() for sizes in by_width):
         raise ValueError("models of all widths must have the same layers; let build change widths only")
-    return CoordinateCheck(tuple(widths), {name: np.array([sizes[name] for sizes in by_width]) for name in by_width[0]})
+    return {name: np.array([sizes[name] for sizes in by_width]) for name in by_width[0]}
 
 
 def _one_width(build, optimizer, batches, loss) -> dict[str, list[float]]:

@@ -105,12 +105,9 @@ def _modules(name: str, value: Any) -> list[tuple[str, nnx.Module]]:
 
 
 @functools.cache
-def _hooked_class(cls: type) -> type:
+def _hooked_class(cls: Any) -> type:
     """Returns a subclass that can be assigned to `__class__` of an instance of `cls`, because it adds no slots."""
-    return type(cls.__name__, (cls,), {"__slots__": ()} | _methods(cls))
 
-
-def _methods(cls: Any) -> dict[str, Any]:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(cls.__call__(self, *args, **kwargs))
         for i, leaf in enumerate(leaves):
@@ -120,7 +117,7 @@ def _methods(cls: Any) -> dict[str, Any]:
                 break  # the first array that a layer returns is its output
         return jax.tree.unflatten(tree, leaves)
 
-    return {"__call__": __call__}
+    return type(cls.__name__, (cls,), {"__slots__": (), "__call__": __call__})
 
 
 def _with_scores(layer: Any, out: Array, args: Sequence[Any]) -> Array:

@@ -38,9 +38,7 @@ class Observation:
     loss: float
 
 
-def observe(
-    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
-) -> Observation:
+def observe(model: Any, batch: Batch, loss: LossFunction, key: Array | None = None) -> Observation:
     """Runs one forward and backward pass and records statistics of every layer. The model is not changed.
 
     Call it inside `sharding.use` if the model is sharded.
@@ -50,10 +48,9 @@ def observe(
         batch: The batch.
         loss: The training loss.
         key: Random key of the loss.
-        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
     """
     key = jax.random.key(0) if key is None else key
-    recorded = _watched(loss, filter)(model, batch, key)
+    recorded = _watched(loss)(model, batch, key)
     laid, seen = nn.tree.groupings(model), jax.device_get(recorded.seen)
     outputs = {}
     for path, row in hooks.in_layer_order(recorded.order, laid):
@@ -68,16 +65,6 @@ def observe(
     )
 
 
-def norms_by_layer(params: dict[str, Any], model: Any) -> dict[str, float]:
-    """Computes the norm of every array of `{path: array}`, separately for each layer of a stack.
-
-    Args:
-        params: Parameters, gradients or a moment.
-        model: The model they belong to.
-    """
-    return _by_layer(_norms(params, nn.tree.axes(model)), nn.tree.groupings(model))
-
-
 class LayerStatistics:
     """Callback that writes statistics of every layer to the Trainer's writers: `callbacks=[(500, LayerStatistics())]`.
 
@@ -85,18 +72,12 @@ class LayerStatistics:
     layer of a stack (`layers/...`): `output_rms`, `output_max`, `gradient_rms` (of the output), `parameter_norm`,
     `gradient_norm`, and for attention `max_logit` and `entropy`. The load of experts is a metric of every step
     (`moe/load`).
-
-    Args:
-        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
     """
-
-    def __init__(self, *, filter: nn.tree.Filter | None = None):
-        self._filter = filter
 
     def __call__(self, trainer: Any) -> None:
         state: TrainState = trainer.state
         with trainer.sharded():
-            observation = observe(state.model, trainer.batch, trainer.loss, state.key, filter=self._filter)
+            observation = observe(state.model, trainer.batch, trainer.loss, state.key)
         values = by_stack(observation, {name: len(stack) for name, stack in nn.tree.stacks(state.rest).items()})
         trainer.writers.write(trainer.step, values)
 
@@ -127,7 +108,7 @@ def _largest(outputs: dict[str, dict[str, float]], prefix: str, field: str) -> f
 
 
 @nn.pytree
-class _Found:
+class _Recorded:
     """order: recorded while tracing; it is static, so every call of the compiled function returns it."""
 
     loss: Any
@@ -138,16 +119,16 @@ class _Found:
 
 
 @functools.lru_cache(maxsize=4)
-def _watched(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[..., _Found]:
+def _watched(loss: LossFunction) -> Callable[..., _Recorded]:
     def is_tap(path: str) -> bool:
         return path.endswith((".tap", ".logit_tap"))
 
     @jax.jit
-    def run(model: Any, batch: Batch, key: Array) -> _Found:
-        chosen = filter or nn.tree.default_filter(model)
+    def run(model: Any, batch: Batch, key: Array) -> _Recorded:
+        is_trained = nn.tree.default_filter(model)
 
         def take(path: str, variable: Any) -> bool:
-            return isinstance(variable, hooks.Tap) or chosen(path, variable)
+            return isinstance(variable, hooks.Tap) or is_trained(path, variable)
 
         model, order = hooks.with_hooks(model)
         watched, rest = nn.partition(model, take)
@@ -162,7 +143,7 @@ def _watched(loss: LossFunction, filter: nn.tree.Filter | None) -> Callable[...,
             return _norms({path: x for path, x in tree.items() if not is_tap(path)}, nn.tree.axes(model))
 
         seen = {path: g for path, g in grads.items() if is_tap(path)}
-        return _Found(value, norms(grads), norms(watched), seen, tuple(order))
+        return _Recorded(value, norms(grads), norms(watched), seen, tuple(order))
 
     return run
 

@@ -5,14 +5,11 @@ from typing import Any
 
 from jaxtyping import Array
 
-from maxlib import nn
 from maxlib.training.losses import Batch, LossFunction
 from maxlib.training.probes._layers import Observation, observe
 
 
-def find_nonfinite(
-    model: Any, batch: Batch, loss: LossFunction, key: Array | None = None, *, filter: nn.tree.Filter | None = None
-) -> str | None:
+def find_nonfinite(model: Any, batch: Batch, loss: LossFunction, key: Array | None = None) -> str | None:
     """Finds the first layer and tensor that is not finite in the forward and in the backward pass of `loss`.
 
     It computes one gradient, so call it after a failure: with the model before the bad step and the batch of that step.
@@ -23,18 +20,13 @@ def find_nonfinite(
         batch: The batch of the bad step.
         loss: The training loss.
         key: Random key of the step.
-        filter: The parameters to differentiate; None takes what a `Trainer` trains by default.
 
     Returns:
         A description, or None if everything is finite.
     """
-    observation = observe(model, batch, loss, key, filter=filter)
-    lines = [
-        line
-        for line in (_parameters(observation), _forward(observation), _backward(observation), _gradients(observation))
-        if line
-    ]
-    return "\n".join(lines) or None
+    observation = observe(model, batch, loss, key)
+    lines = _parameters(observation), _forward(observation), _backward(observation), _gradients(observation)
+    return "\n".join(line for line in lines if line) or None
 
 
 def _parameters(observation: Observation) -> str | None:
