@@ -83,17 +83,11 @@ class WindowBlock(nnx.Module):
     """Qwen2.5-VL's layer: RMSNorm, SwiGLU with biases, and attention to an image or to a window of it."""
 
     def __init__(self, cfg: Vision, mask: ops.Mask, *, rngs: nnx.Rngs):
-        H = cfg.dim // cfg.num_heads
+        N, H = cfg.num_heads, cfg.dim // cfg.num_heads
+        rope = ops.AxialRope(H, cfg.rope_theta)
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=1e-6)
         self.attn = nn.Attention(
-            cfg.dim,
-            num_heads=cfg.num_heads,
-            head_dim=H,
-            mask=mask,
-            rope=ops.AxialRope(H, cfg.rope_theta),
-            bias=True,
-            out_bias=True,
-            rngs=rngs,
+            cfg.dim, num_heads=N, head_dim=H, mask=mask, rope=rope, bias=True, out_bias=True, rngs=rngs
         )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=1e-6)
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, bias=True, rngs=rngs)
@@ -226,23 +220,16 @@ WITHOUT_WINDOWS = Fields(
     fixed={"vision_config.in_channels": 3, "vision_config.hidden_act": "quick_gelu"},
     fixed_if_present=_RELEASED,
 )
+_WINDOWED = [
+    Field("dim", "hidden_size"),
+    Field("mlp_dim", "intermediate_size"),
+    Field("window", "window_size"),
+    Field("full_layers", "fullatt_block_indexes"),
+    Field("frame_step", "tokens_per_second"),
+]
 WITH_WINDOWS = Fields(
     Vision,
-    [
-        *fields.under(
-            "vision_config",
-            [
-                Field("dim", "hidden_size"),
-                *_SHARED,
-                Field("mlp_dim", "intermediate_size"),
-                Field("window", "window_size"),
-                Field("full_layers", "fullatt_block_indexes"),
-                Field("frame_step", "tokens_per_second"),
-            ],
-        ),
-        fields.axial_theta(10_000.0),
-        *_TOKENS,
-    ],
+    [*fields.under("vision_config", [*_WINDOWED, *_SHARED]), fields.axial_theta(10_000.0), *_TOKENS],
     fixed={"vision_config.in_channels": 3, "vision_config.hidden_act": "silu"},
     fixed_if_present=_RELEASED,
     absent={"dim": 3584, "mlp_dim": 3420, "window": 112, "full_layers": (7, 15, 23, 31), "frame_step": 4},

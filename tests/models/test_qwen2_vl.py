@@ -53,7 +53,12 @@ class TestQwen25VL(ImageConformance):
         "qwen2.5-vl-72b": 73.411,
     }
 
+    @pytest.mark.full  # by default of Mistral and Gemma 4
+    def test_rows_of_patches_and_padding_change_nothing(self, made):
+        super().test_rows_of_patches_and_padding_change_nothing(made)
 
+
+@pytest.mark.full
 class TestQwen2VL(ImageConformance):
     family = "qwen2_vl"
     config = "Qwen2VLConfig"
