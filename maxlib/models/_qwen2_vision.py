@@ -118,20 +118,17 @@ class Qwen2Vision(nnx.Module):
         self.patches = nn.Einsum("...CFab,DCFab->...D", (E, 3, cfg.frames, p, p), axes, rngs=rngs)
         self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta)
         self.merger = Merger(E, cfg.merge, text_dim, norm_first=True, rngs=rngs)
-        if cfg.window is None:
-            kinds = [IMAGE] * cfg.num_layers
-        else:
-            kinds = [IMAGE if i in cfg.full_layers else WINDOW for i in range(cfg.num_layers)]
+        if cfg.window is not None:
             self.merger.norm = nn.RMSNorm(E, eps=1e-6)
+        windowed = [cfg.window is not None and i not in cfg.full_layers for i in range(cfg.num_layers)]
 
         def block(mask: ops.Mask, rngs: nnx.Rngs) -> Any:
             if cfg.window is not None:
                 return WindowBlock(cfg, mask, rngs=rngs)
-            return nn.vision.EncoderBlock(
-                E, cfg.mlp_dim, num_heads=cfg.num_heads, rope=self.rope, act=quick_gelu, rngs=rngs
-            )
+            N, F = cfg.num_heads, cfg.mlp_dim
+            return nn.vision.EncoderBlock(E, F, num_heads=N, rope=self.rope, act=quick_gelu, rngs=rngs)
 
-        self.layers = nn.Stack(block, kinds, rngs=rngs)
+        self.layers = nn.Stack(block, [WINDOW if inside else IMAGE for inside in windowed], rngs=rngs)
         self.shape, self.merge, self.window_squares = (3, cfg.frames, p, p), cfg.merge, cfg.window_squares
 
     def __call__(
@@ -150,7 +147,7 @@ class Qwen2Vision(nnx.Module):
             # A window's patches must be neighbours, because a mask is an interval.
             order, window = self._by_window(at)
             pixels = jnp.take_along_axis(pixels, order[:, :, None], axis=1)
-            at = at._replace(**{name: _taken(getattr(at, name), order) for name in ("segment_ids", "row", "column")})
+            at = nn.vision.PatchPositions(*(_taken(x, order) for x in at))
             blocks = nn.vision.bidirectional_blocks(at.segment_ids > 0, segment_ids=_taken(window, order))
         ctx = nn.make_context(
             *at.row.shape,
