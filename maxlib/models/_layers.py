@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -109,6 +110,11 @@ class Parallel(nn.Layer):
         h, cache = self.attn(normed, ctx, cache)
         mlp = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
         return nn.residual(nn.residual(x, h, "attn"), mlp, "mlp"), cache, {}
+
+
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `max(x, 0)^2`."""
+    return jnp.square(jax.nn.relu(x))
 
 
 def attention(

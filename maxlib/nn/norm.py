@@ -106,19 +106,21 @@ class LayerNorm(nnx.Module):
         dim: Size of the last axis.
         eps: Added to the variance.
         bias: False leaves out the bias.
+        plus_one: True multiplies by `1 + scale`, as Nemotron stores its weights.
     """
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True):
-        self.scale = nnx.Param(jnp.ones(dim), axes=("norm",))
+    def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True, plus_one: bool = False):
+        self.scale = nnx.Param(jnp.zeros(dim) if plus_one else jnp.ones(dim), axes=("norm",))
         self.bias = nnx.Param(jnp.zeros(dim), axes=("norm",)) if bias else None
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
         x32 = _standardized(x, self.eps)
         # [D] -> [..., D]: explicit, because `jax_numpy_rank_promotion="raise"` forbids implicit rank promotion.
-        x32 = x32 * for_each_token(jnp.asarray(self.scale[...], x32.dtype), x.shape)
+        scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
+        x32 = x32 * for_each_token(scale, x.shape)
         if self.bias is not None:
             x32 = x32 + for_each_token(jnp.asarray(self.bias[...], x32.dtype), x.shape)
         return x32.astype(x.dtype)
