@@ -132,7 +132,7 @@ _40B = replace(
 PRESETS = {
     "falcon-7b": _7B,
     "falcon-40b": _40B,
-    "falcon-180b": replace(_40B, num_layers=80, dim=14_848, mlp_dim=59_392, num_heads=232),
+    "falcon-180b": replace(_40B, num_layers=80, dim=14_848, mlp_dim=59_392, num_heads=232, tied=False),
 }
 # fmt: on
 

@@ -1,5 +1,5 @@
-"""Nemotron 4 and Minitron (NVIDIA 2024, arXiv:2402.16819, 2407.14679): LayerNorm, a squared ReLU without a gate, half of each
-head rotated.
+"""Nemotron 4 and Minitron (NVIDIA 2024, arXiv:2402.16819, 2407.14679): LayerNorm, a squared ReLU without a gate, and
+half of each head rotated.
 """
 
 from dataclasses import dataclass, replace

@@ -89,10 +89,12 @@ FIELDS = Fields(
 
 
 def _table(cfg: Config) -> Table:
+    # The norms of heads are stored one by one.
+    attention = [entry for entry in names.ATTENTION if "_norm." not in entry.hf_name]
     head_norms = [
         Weight(f"self_attn.{part}_layernorm.norms.{{n}}.weight", f"attn.{part}_norm.scale", "H -> n H") for part in "qk"
     ]
-    return names.decoder_table([*names.LAYER_NORMS, *names.ATTENTION, *head_norms, *names.MLP])
+    return names.decoder_table([*names.LAYER_NORMS, *attention, *head_norms, *names.MLP])
 
 
 # fmt: off

@@ -6,7 +6,7 @@ from tests.models.conformance import BASE, Conformance
 class TestErnie45(Conformance):
     family = "ernie4_5"
     config = "Ernie4_5Config"
-    base = BASE | {"head_dim": 10}
+    base = BASE | {"head_dim": 10, "pad_token_id": None}
     cases = {
         "tied": {"vocab_size": 53},
         "untied_biases": {"tie_word_embeddings": False, "use_bias": True, "num_key_value_heads": 1},

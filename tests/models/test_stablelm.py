@@ -8,7 +8,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 class TestStableLM(Conformance):
     family = "stablelm"
     config = "StableLmConfig"
-    base = BASE | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    base = BASE | {"num_attention_heads": 2}
     cases = {
         "sequential": {"use_qkv_bias": True, "vocab_size": 53},
         "parallel_head_norms_tied": {
@@ -16,7 +16,6 @@ class TestStableLM(Conformance):
             "qk_layernorm": True,
             "tie_word_embeddings": True,
             "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
         },
     }
