@@ -55,7 +55,8 @@ def test_frames_of_a_video_begin_at_the_same_row_and_column():
     is_image = np.array([[0, 1, 1, 1, 1, 0] * 2], bool)
     segments = np.repeat([1, 2], 6)[None].astype(np.int32)
     grids = np.tile(np.array([1, 2, 4], np.int32), (4, 1))
-    got = np.asarray(vision.mrope_positions(is_image, grids, 2, segment_ids=segments, frame_step=3))
+    positions = jax.jit(functools.partial(vision.mrope_positions, merge=2, frame_step=3))
+    got = np.asarray(positions(is_image, grids, segment_ids=segments))
     want = [[0, 0, 0], [1, 1, 1], [1, 1, 2], [4, 1, 1], [4, 1, 2], [5, 5, 5]]
     np.testing.assert_array_equal(got[0], want * 2)
 
