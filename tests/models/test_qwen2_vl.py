@@ -97,18 +97,21 @@ def test_the_text_of_releases_is_at_the_top(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["windows", "no_windows"])
 def test_a_video_has_time(name, tmp_path):
+    """One that is wider than it is long: behind others, transformers 5 numbers text from the frame's larger side on, as
+    if they had no time, and transformers 4, by which the models were trained, from the greatest position on.
+    """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     path = parity.directory(tmp_path, parity.golden("qwen2_vl")[name])
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
-    pixels = np.random.RandomState(3).standard_normal((24, 96)).astype(np.float32)  # three frames of 2 x 4 patches
-    ids = parity.tokens(57, 12)[:1]
-    ids[0, 3:9] = VIDEO
+    pixels = np.random.RandomState(3).standard_normal((96, 96)).astype(np.float32)  # three frames of 2 x 16 patches
+    ids = parity.tokens(57, 30)[:1]
+    ids[0, 3:27] = VIDEO
     with torch.no_grad():
         want = theirs(
             torch.from_numpy(ids).long(),
             pixel_values_videos=torch.from_numpy(pixels),
-            video_grid_thw=torch.tensor([[3, 2, 4]]),
+            video_grid_thw=torch.tensor([[3, 2, 16]]),
             mm_token_type_ids=2 * (torch.from_numpy(ids) == VIDEO).int(),
         ).logits.numpy()
-    got = parity.logits(maxlib.from_pretrained(path), ids, maxlib.nn.vision.pad_patches(pixels, [[3, 2, 4]]))
+    got = parity.logits(maxlib.from_pretrained(path), ids, maxlib.nn.vision.pad_patches(pixels, [[3, 2, 16]]))
     assert np.abs(got - want).max() < 1e-4 * want.std()
