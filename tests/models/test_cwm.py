@@ -1,6 +1,9 @@
 """CWM against transformers: windows in three layers of four, from the second on."""
 
-from tests.models.conformance import BASE, Conformance
+import pytest
+
+import maxlib
+from tests.models.conformance import BASE, Conformance, _logits, assert_close
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -29,6 +32,20 @@ class TestCWM(Conformance):
     refused = Conformance.refused | {"mlp_bias": True}
     depths = (4, 8)
     presets = {"cwm-32b": 32.578}
+
+    @pytest.mark.full
+    def test_transformers_opens_the_export(self, name, made, tmp_path):
+        """With the ids of special tokens, which the released directories have: transformers' class insists on one."""
+        torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+        case, directory, model = made(name)
+        maxlib.save_pretrained(model, tmp_path / "export", source=directory)
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "export", attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(info.values()), info
+        with torch.no_grad():
+            want = theirs(torch.from_numpy(case["tokens"]).long()).logits.numpy()
+        assert_close(_logits(model, case["tokens"]), want, 1e-4)
 
 
 transformers_cases = TestCWM.transformers_cases
