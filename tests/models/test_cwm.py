@@ -38,7 +38,7 @@ class TestCWM(Conformance):
         """With the ids of special tokens, which the released directories have: transformers' class insists on one."""
         torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
         case, directory, model = made(name)
-        maxlib.save_pretrained(model, tmp_path / "export", source=directory)
+        maxlib.save_pretrained(model, tmp_path / "export", like=directory)
         theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "export", attn_implementation="eager", output_loading_info=True
         )
