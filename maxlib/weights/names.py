@@ -44,6 +44,11 @@ NORMS = (
     Weight("input_layernorm.weight", "attn_norm.scale"),
     Weight("post_attention_layernorm.weight", "mlp_norm.scale"),
 )
+# The same as LayerNorms.
+LAYER_NORMS = (
+    *layer_norm("input_layernorm", "attn_norm"),
+    *layer_norm("post_attention_layernorm", "mlp_norm"),
+)
 # Norms before and after each branch.
 SANDWICH_NORMS = (
     Weight("input_layernorm.weight", "attn_norm.scale"),
@@ -234,7 +239,7 @@ def decoder_table(
     return [
         Weight(embed, "embed.w"),
         *under(layer, layers, "layers.{i}"),
-        Weight(f"{model}.{norm}.weight", "norm.scale"),
+        *layer_norm(f"{model}.{norm}", "norm"),
         Weight(head, "head.w"),
         Copy(head, of=embed),
         Ignore(f"{layers}.self_attn.rotary_emb.inv_freq"),

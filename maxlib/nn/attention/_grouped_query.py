@@ -18,6 +18,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.norm import Clip
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import Causal, Mask, MaskHint, SlidingWindow, StaticMask, apply_rope
 from maxlib.sharding import constrain, current, shard_map_by_name
@@ -249,7 +250,8 @@ class Attention(SequenceMixer):
         labels = {
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
-            "qk-norm": self.q_norm is not None,
+            "qk-norm": not isinstance(self.q_norm, Clip | None),
+            "clipped queries, keys, values": isinstance(self.v_norm, Clip),
             "keys as values": self.v is None,
             "temperature tuning": self.temperature is not None,
             "attention soft-cap": self.softcap is not None,
