@@ -28,6 +28,11 @@ from maxlib.nn._capture import capture as capture
 from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
+from maxlib.nn._heads import EmbeddingHead as EmbeddingHead
+from maxlib.nn._heads import ScoreHead as ScoreHead
+from maxlib.nn._heads import is_last_token as is_last_token
+from maxlib.nn._heads import pool as pool
+from maxlib.nn._heads import with_head as with_head
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from maxlib.weights import buckets
-from maxlib.weights.files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
+from maxlib.weights.files import EMBEDDING_FILES, INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
 
 # All files of a model except its weights. Code (*.py) and pickles (*.bin) are never fetched.
-SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, INDEX)
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, *EMBEDDING_FILES, INDEX)
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
