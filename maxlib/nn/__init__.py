@@ -32,6 +32,7 @@ from maxlib.nn._heads import EmbeddingHead as EmbeddingHead
 from maxlib.nn._heads import ScoreHead as ScoreHead
 from maxlib.nn._heads import is_last_token as is_last_token
 from maxlib.nn._heads import pool as pool
+from maxlib.nn._heads import unit_vectors as unit_vectors
 from maxlib.nn._heads import with_head as with_head
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual

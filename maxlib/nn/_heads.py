@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, D width, L numbers, S texts in a row, E width of an embedding.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -87,7 +88,7 @@ class EmbeddingHead(nnx.Module):
         widths = [dim, *dense]
         self.dense = nnx.List(
             Einsum("...D,ED->...E", (out, width), ("label", "embed"), bias=bias, rngs=rngs)
-            for width, out in zip(widths[:-1], widths[1:], strict=True)
+            for width, out in itertools.pairwise(widths)
         )
         self.pooling, self.activation, self.normalize = pooling, activation, normalize
 
@@ -113,7 +114,13 @@ class EmbeddingHead(nnx.Module):
         for layer in self.dense:
             x = layer(x) if self.activation is None else self.activation(layer(x))
         x = x[..., :dim]
-        return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12) if self.normalize else x
+        return unit_vectors(x) if self.normalize else x
+
+
+def unit_vectors(x: Float[Array, "... E"]) -> Float[Array, "... E"]:
+    """Divides vectors by their lengths; zeros stay zeros, with a gradient of zero."""
+    squares = jnp.sum(x**2, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
 
 def pool(

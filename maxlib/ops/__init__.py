@@ -11,6 +11,7 @@ from maxlib.ops._attention import MaskHint as MaskHint
 from maxlib.ops._attention import Prefix as Prefix
 from maxlib.ops._attention import SlidingWindow as SlidingWindow
 from maxlib.ops._attention import StaticMask as StaticMask
+from maxlib.ops._attention import SymmetricWindow as SymmetricWindow
 from maxlib.ops._attention import TokenPositions as TokenPositions
 from maxlib.ops._attention import attention as attention
 from maxlib.ops._attention import attention_implementations as attention_implementations

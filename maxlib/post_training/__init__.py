@@ -11,8 +11,11 @@ from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
     from maxlib.post_training import advantages as advantages
+    from maxlib.post_training import embeddings as embeddings
     from maxlib.post_training import policies as policies
+    from maxlib.post_training import ppo as ppo
     from maxlib.post_training import preferences as preferences
+    from maxlib.post_training import reward_models as reward_models
     from maxlib.post_training._distillation import Distillation as Distillation
     from maxlib.post_training._loaders import add_reference as add_reference
     from maxlib.post_training._loaders import add_teacher as add_teacher
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from maxlib.post_training.advantages import group_advantages as group_advantages
     from maxlib.post_training.advantages import leave_one_out as leave_one_out
     from maxlib.post_training.advantages import reward_metrics as reward_metrics
+    from maxlib.post_training.embeddings import InfoNCE as InfoNCE
     from maxlib.post_training.policies import CISPO as CISPO
     from maxlib.post_training.policies import DAPO as DAPO
     from maxlib.post_training.policies import GRPO as GRPO
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from maxlib.post_training.policies import PolicyLoss as PolicyLoss
     from maxlib.post_training.policies import RolloutCorrection as RolloutCorrection
     from maxlib.post_training.policies import TruncatedWeight as TruncatedWeight
+    from maxlib.post_training.ppo import PPO as PPO
+    from maxlib.post_training.ppo import ValueLoss as ValueLoss
     from maxlib.post_training.preferences import DPO as DPO
     from maxlib.post_training.preferences import KTO as KTO
     from maxlib.post_training.preferences import ORPO as ORPO
@@ -43,5 +49,9 @@ if TYPE_CHECKING:
     from maxlib.post_training.preferences import MixedPreference as MixedPreference
     from maxlib.post_training.preferences import PreferenceLoss as PreferenceLoss
     from maxlib.post_training.preferences import SimPO as SimPO
+    from maxlib.post_training.reward_models import BradleyTerry as BradleyTerry
+    from maxlib.post_training.reward_models import TokenClassification as TokenClassification
+    from maxlib.post_training.reward_models import text_scores as text_scores
+    from maxlib.post_training.reward_models import token_scores as token_scores
 
 __getattr__, __dir__ = lazy(__name__, __file__)

@@ -14,13 +14,14 @@ from maxlib.sharding import constrain
 from maxlib.training.losses import Batch, Loss, Stats
 
 ROLES = ("anchor", "positive", "negative")
+ABSENT = -1e30  # score of a row without tokens; finite, so that gradients are
 
 
 @dataclasses.dataclass(frozen=True)
 class InfoNCE(Loss):
     """-log softmax of s(a, p) / τ over all positives and negatives of the batch (arXiv:1807.03748); s is the cosine.
 
-    The batch is `{"anchor": {...}, "positive": {...}}`, and maybe `"negative"` (a hard one for each anchor), with arrays
+    The batch is `{"anchor": {...}, "positive": {...}}`, and maybe `"negative"`, a hard one for each anchor, with arrays
     of the same shapes and one text in a row; targets are not read. Candidates are those of the whole batch, on all
     devices; microbatches have fewer. Rows without tokens do not count. Metrics: `accuracy`, how often the own positive
     is the nearest, and `similarity`, its cosine.
@@ -56,8 +57,8 @@ class InfoNCE(Loss):
     def from_hidden(self, model: Any, hidden: Float[Array, "N T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
         R = batch["roles"].shape[1]
         masks = {name: batch[name] for name in ("segment_ids", "valid") if name in batch}
-        filled = jnp.all(jnp.stack([jnp.any(mask > 0, axis=1) for mask in masks.values()]), axis=0) if masks else True
-        filled = jnp.broadcast_to(filled, len(hidden)).reshape(-1, R)
+        is_token = next(iter(masks.values()), jnp.ones(hidden.shape[:2], bool)) > 0
+        filled = jnp.any(is_token, axis=1).reshape(-1, R)
         is_pair = filled[:, 0] & filled[:, 1]
         losses, metrics = jnp.zeros(len(is_pair)), []
         for dim in self.dims or (None,):
@@ -73,20 +74,14 @@ class InfoNCE(Loss):
         # [B, R - 1, E] -> [(R - 1) * B, E]: all positives, then all negatives.
         candidates, exist = jnp.moveaxis(x[:, 1:], 1, 0).reshape(-1, x.shape[-1]), filled[:, 1:].T.reshape(-1)
         # Cosines, as vectors may have any length: [B, C]
-        anchors, candidates = _unit(x[:, 0]), _unit(candidates)
+        anchors, candidates = nn.unit_vectors(x[:, 0]), nn.unit_vectors(candidates)
         cosines = jnp.einsum("BE,CE->BC", anchors, candidates, precision=jax.lax.Precision.HIGHEST)
-        scores = jnp.where(exist[None], constrain(cosines, "batch", None) / self.temperature, -jnp.inf)
+        scores = jnp.where(exist[None], constrain(cosines, "batch", None) / self.temperature, ABSENT)
         own = jnp.diagonal(scores)
         loss = jax.nn.logsumexp(scores, axis=1) - own
         if self.symmetric:
             B = len(x)
-            backward = jnp.where(filled[:, :1], scores[:, :B], -jnp.inf)  # anchors of each positive
+            backward = jnp.where(filled[:, :1], scores[:, :B], ABSENT)  # anchors of each positive
             loss = (loss + jax.nn.logsumexp(backward, axis=0) - own) / 2
         nearest = jnp.argmax(scores, axis=1) == jnp.arange(len(x))
         return loss, {"accuracy": nearest.astype(jnp.float32), "similarity": jnp.diagonal(cosines)}
-
-
-def _unit(x: Float[Array, "N E"]) -> Float[Array, "N E"]:
-    """Divides vectors by their lengths."""
-    squares = jnp.sum(x**2, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))

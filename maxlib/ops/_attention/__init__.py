@@ -11,6 +11,7 @@ from maxlib.ops._attention.masks import MaskHint as MaskHint
 from maxlib.ops._attention.masks import Prefix as Prefix
 from maxlib.ops._attention.masks import SlidingWindow as SlidingWindow
 from maxlib.ops._attention.masks import StaticMask as StaticMask
+from maxlib.ops._attention.masks import SymmetricWindow as SymmetricWindow
 from maxlib.ops._attention.masks import TokenPositions as TokenPositions
 from maxlib.ops._attention.masks import key_intervals as key_intervals
 from maxlib.ops._attention.ring import ring_attention as ring_attention

@@ -218,6 +218,29 @@ class SlidingWindow(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class SymmetricWindow(Mask):
+    """Window of an encoder: the keys less than `window` before or after the query.
+
+        encoder = nn.Attention(64, num_heads=4, head_dim=16, mask=ops.SymmetricWindow(257), rngs=nnx.Rngs(0))
+
+    Args:
+        window: Number of keys on each side, including the query's own.
+
+    Raises:
+        ValueError: When `window` is not an integer of at least 1.
+    """
+
+    window: int
+
+    def __post_init__(self):
+        _check_tokens("window", self.window)
+
+    def interval(self, tokens: TokenPositions) -> Interval:
+        first, stop = tokens.index - self.window + 1, tokens.index + self.window
+        return jnp.maximum(tokens.start, first), jnp.minimum(tokens.stop, stop)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
     """Chunked mask: the keys of the query's own chunk (Llama 4); use as `Causal() & Chunked(n)`.
 
