@@ -41,7 +41,7 @@ def record(model: Any) -> Callable[..., tuple[Any, Int[Array, "B T M X"]]]:
     return run
 
 
-def replay(model: Any, routes: Int[Array, "B T M X"]) -> Any:
+def replay(model: Any, routes: Int[Any, "B T M X"]) -> Any:
     """Returns a copy of `model` whose routers choose the experts `routes`.
 
         routed = nn.router.replay(model, batch["routed_experts"])
@@ -70,7 +70,7 @@ def replay(model: Any, routes: Int[Array, "B T M X"]) -> Any:
         row_of[layers] = np.arange(len(layers))
 
     def chosen(experts: Int[Array, "B T X"], layer: Any) -> Int[Array, "B T X"]:
-        of_layer = jax.lax.dynamic_index_in_dim(routes, jnp.asarray(row_of)[layer], axis=2, keepdims=True)
+        of_layer = jax.lax.dynamic_index_in_dim(jnp.asarray(routes), jnp.asarray(row_of)[layer], axis=2, keepdims=True)
         if of_layer[:, :, 0].shape != experts.shape:
             raise ValueError(f"routes of a layer must be {experts.shape}, as its router's, got {of_layer.shape}")
         if _is_zigzag(model, experts.shape[1]):

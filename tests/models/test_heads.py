@@ -1,19 +1,20 @@
 """Models with heads of numbers: scores and gradients of transformers' classifiers, read from and written to files."""
 
-import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
+import tokenizers
 import torch
 import transformers
 from flax import nnx
 
 import maxlib
-from maxlib import nn, ops, training
-from maxlib.models import llama
+from maxlib import nn
 from tests.nn.tiny import filled_llama
 
 SIZES = {
@@ -65,7 +66,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config, changes", CONFIGS)
+@pytest.mark.parametrize(("config", "changes"), CONFIGS)
 def test_scores_gradients_and_files_are_those_of_transformers(config, changes, tmp_path):
     model = theirs(config, 3, tmp_path / "theirs", **changes)
     wanted = model(torch.tensor(TOKENS, dtype=torch.long), attention_mask=torch.tensor(VALID)).logits
@@ -111,3 +112,94 @@ def test_a_model_with_another_head_keeps_the_rest():
     assert model.logits(model(jnp.asarray(TOKENS)).hidden).shape[-1] == 61  # the model is as it was
     with pytest.raises(ValueError, match="the last axes of x must be D=32 for the head"):
         critic.head.logits(jnp.ones((1, 5)))
+
+
+def embeddings(model, **options):
+    hidden = model(jnp.asarray(TOKENS), valid=jnp.asarray(VALID), dtype=jnp.float32).hidden
+    return model.head.embed(hidden, valid=jnp.asarray(VALID), **options)[:, 0]
+
+
+def write_embedding_gemma(directory):
+    """Writes an EmbeddingGemma as published: two-way attention, mean pooling, two linear layers, a norm of 1.
+
+    Returns the vectors that its formula gives.
+    """
+    torch.manual_seed(0)
+    sizes = SIZES | {"sliding_window": 6, "use_bidirectional_attention": True}
+    model = transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**sizes)).eval()
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["use_bidirectional_attention"] and config["sliding_window"] == 6
+    with torch.no_grad():
+        hidden = model(torch.tensor(TOKENS, dtype=torch.long), attention_mask=torch.tensor(VALID)).last_hidden_state
+    mask = torch.tensor(VALID, dtype=torch.float32)[..., None]
+    x = (hidden * mask).sum(1) / mask.sum(1)
+    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+    folders = ["", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, folder) in enumerate(zip(kinds, folders, strict=True))
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    for folder in folders[1:]:
+        (directory / folder).mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling | {"include_prompt": True}))
+    for folder, (width, out) in (("2_Dense", (32, 80)), ("3_Dense", (80, 32))):
+        weight = torch.randn(out, width) / width**0.5
+        identity = "torch.nn.modules.linear.Identity"
+        dense = {"in_features": width, "out_features": out, "bias": False, "activation_function": identity}
+        (directory / folder / "config.json").write_text(json.dumps(dense))
+        safetensors.torch.save_file({"linear.weight": weight}, directory / folder / "model.safetensors")
+        x = x @ weight.T
+    return x
+
+
+def test_embedding_gemma_is_read_and_written(tmp_path):
+    x = write_embedding_gemma(tmp_path / "theirs")
+    ours = maxlib.from_pretrained(tmp_path / "theirs", dtype=jnp.float32)
+    np.testing.assert_allclose(embeddings(ours), torch.nn.functional.normalize(x, dim=-1), atol=1e-5)
+    np.testing.assert_allclose(embeddings(ours, dim=12), torch.nn.functional.normalize(x[:, :12], dim=-1), atol=1e-5)
+    maxlib.save_pretrained(ours, tmp_path / "ours")
+    maxlib.save_pretrained(ours, tmp_path / "ours", overwrite=True)  # its folders are those of an export
+    for name in ("modules.json", "2_Dense/config.json"):
+        written, read = (json.loads((tmp_path / which / name).read_text()) for which in ("ours", "theirs"))
+        assert written == read
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["architectures"] == ["Gemma3TextModel"] and config["use_bidirectional_attention"]
+    again = maxlib.from_pretrained(tmp_path / "ours", dtype=jnp.float32)
+    chex.assert_trees_all_equal(nn.variables(again), nn.variables(ours))
+    modules = json.loads((tmp_path / "ours" / "modules.json").read_text())
+    modules[1]["path"] = "../1_Pooling"
+    (tmp_path / "ours" / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match="must name folders beside it"):
+        maxlib.from_pretrained(tmp_path / "ours")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pooling", ["lasttoken", "mean", "cls"])
+def test_vectors_are_those_of_sentence_transformers(pooling, tmp_path):
+    st = pytest.importorskip("sentence_transformers")
+    vocab = {f"w{i}": i for i in range(61)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w1"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+    torch.manual_seed(0)
+    backbone = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES)).eval()
+    backbone.save_pretrained(tmp_path / "backbone")
+    tokenizer.save_pretrained(tmp_path / "backbone")
+    modules = [
+        st.models.Transformer(str(tmp_path / "backbone")),
+        st.models.Pooling(32, pooling_mode=pooling),
+        st.models.Dense(32, 20),
+        st.models.Normalize(),
+    ]
+    theirs = st.SentenceTransformer(modules=modules, device="cpu")
+    theirs.save(str(tmp_path / "theirs"))
+    texts = [" ".join(f"w{i}" for i in row[row > 0]) for row in TOKENS]
+    wanted = theirs.encode(texts)
+    ours = maxlib.from_pretrained(tmp_path / "theirs", dtype=jnp.float32)
+    np.testing.assert_allclose(embeddings(ours), wanted, atol=1e-5)
+    maxlib.save_pretrained(ours, tmp_path / "ours", like=tmp_path / "theirs")
+    again = st.SentenceTransformer(str(tmp_path / "ours"), device="cpu")
+    np.testing.assert_allclose(again.encode(texts), wanted, atol=1e-6)

@@ -89,14 +89,14 @@ def test_forced_experts_give_the_logits_and_router_gradients_of_transformers(nam
     theirs.zero_grad()
     with forced(monkeypatch, ids):
         wanted = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits
-    (wanted**2).mean().backward()
+    (wanted**2).sum().backward()
     params, rest = nn.partition(ours)
 
     @jax.jit
     def run(params, ids):
         def total(params):
             out = logits(nn.router.replay(nn.combine(params, rest), ids))
-            return jnp.mean(out**2), out
+            return jnp.sum(out**2), out
 
         return jax.grad(total, has_aux=True)(params)
 
@@ -105,7 +105,7 @@ def test_forced_experts_give_the_logits_and_router_gradients_of_transformers(nam
     gates = [layer.mlp.gate.weight.grad.numpy() for layer in theirs.model.layers if hasattr(layer.mlp, "gate")]
     mine = [grads[path] for path in sorted(grads) if path.endswith("router.gate.w")]
     mine = np.concatenate([g.reshape(-1, *gates[0].shape) for g in mine])
-    assert np.abs(np.stack(gates)).max() > 1e-4  # routers learn, though every route is forced
+    assert np.abs(np.stack(gates)).max() > 1e-2  # routers learn, though every route is forced
     np.testing.assert_allclose(mine, np.stack(gates), rtol=1e-4, atol=1e-5 * np.abs(gates).max())
 
 
@@ -139,7 +139,7 @@ def test_split_sequences_replay_in_their_order(made):
     _, ours = made("Qwen3Moe")
     ids = jnp.asarray(routes())
     wanted = logits(nn.router.replay(ours, ids))
-    layout = sharding.Layout(sharding.make_mesh(context=2), sharding.FSDP | sharding.CP)
+    layout = sharding.Layout(sharding.make_mesh(context=2, devices=jax.devices()[:2]), sharding.FSDP | sharding.CP)
     with sharding.use(layout):
         got = jax.jit(lambda ids: logits(nn.router.replay(ours, ids)))(ids)
         own = jax.jit(lambda: nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32)[1])()

@@ -152,7 +152,7 @@ def test_a_reward_model_trains_in_microbatches_and_on_devices():
 
     loss, head = step()
     assert np.abs(head - model.head.w[...]).max() > 1e-3
-    layout = sharding.Layout(sharding.make_mesh(fsdp=2, tensor=2), sharding.FSDP_TP)
+    layout = sharding.Layout(sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4]), sharding.FSDP_TP)
     for other in (step(microbatches=2), step(layout)):
         np.testing.assert_allclose(other[0], loss, rtol=1e-5)
         np.testing.assert_allclose(other[1], head, rtol=1e-4, atol=1e-6)
@@ -264,7 +264,7 @@ def test_contrast_of_embeddings(roles, symmetric):
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-6)
     # Candidates are those of all devices.
-    layout = sharding.Layout(sharding.make_mesh(fsdp=4), sharding.FSDP)
+    layout = sharding.Layout(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4]), sharding.FSDP)
     with sharding.use(layout):
         rows = jax.device_put((hidden, batch), jax.sharding.NamedSharding(layout.mesh, jax.P("fsdp")))
         sharded, sharded_grad = jax.jit(jax.value_and_grad(mean))(*rows)
