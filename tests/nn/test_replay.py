@@ -139,7 +139,7 @@ def test_split_sequences_replay_in_their_order(made):
     _, ours = made("Qwen3Moe")
     ids = jnp.asarray(routes())
     wanted = logits(nn.router.replay(ours, ids))
-    layout = sharding.Layout(sharding.make_mesh(context=2, devices=jax.devices()[:2]), sharding.FSDP | sharding.CP)
+    layout = sharding.Layout(sharding.make_mesh(context=2, devices=jax.devices()[:2]), sharding.FSDP | sharding.CP_RING)
     with sharding.use(layout):
         got = jax.jit(lambda ids: logits(nn.router.replay(ours, ids)))(ids)
         own = jax.jit(lambda: nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32)[1])()
