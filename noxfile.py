@@ -159,7 +159,6 @@ def post_parity(session: nox.Session) -> None:
     install_for_tests(session)
     session.install("peft==0.21.2", "trl==1.16.0")
     session.run("python", "-m", "tests.adapters.peft_parity")
-    session.run("python", "-m", "tests.adapters.peft_training")
     session.run("python", "-m", "tests.post_training.make_golden")
     session.run("python", "-m", "tests.post_training.make_steps")
     session.run(
@@ -167,7 +166,6 @@ def post_parity(session: nox.Session) -> None:
         "-m",
         "",
         "tests/adapters/test_peft.py",
-        "tests/adapters/test_peft_training.py",
         "tests/post_training/test_parity.py",
         "tests/post_training/test_steps.py",
         *session.posargs,

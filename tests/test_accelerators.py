@@ -39,29 +39,6 @@ def test_marked_tests_run_on_their_platform_only():
     assert accelerators.absent("gpu", "gpu") is None and accelerators.absent("cpu", "gpu") is None
 
 
-class Report:
-    """A mock of pytest's report of a test."""
-
-    def __init__(self, nodeid, outcome, reason=None, marks=("gpu",), when="call"):
-        self.nodeid, self.outcome, self.when, self.keywords = nodeid, outcome, when, dict.fromkeys(marks, 1)
-        self.skipped, self.longrepr = outcome == "skipped", ("file", 1, reason)
-
-
-def test_what_ran_is_printed():
-    ran = accelerators.Ran("gpu")
-    assert ran.lines("NVIDIA H100") == ["not a single test ran on NVIDIA H100"]
-    ran.add(Report("a.py::x", "passed", marks=()))  # of another mark
-    ran.add(Report("a.py::x", "passed", when="setup"))
-    for outcome in ("passed", "passed", "failed"):
-        ran.add(Report("a.py::x", outcome))
-    ran.add(Report("b.py::y", "skipped", "Skipped: the kernels are for Hopper", when="setup"))
-    assert ran.lines("NVIDIA H100") == [
-        "a.py: 1 failed on NVIDIA H100",
-        "a.py: 2 passed on NVIDIA H100",
-        "1 did not run: Skipped: the kernels are for Hopper",
-    ]
-
-
 @pytest.mark.full
 def test_asked_for_in_vain_is_an_error():
     """On a machine without a GPU `pytest -m gpu` must not say that all passed."""

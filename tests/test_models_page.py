@@ -10,7 +10,6 @@ from rich.console import Console
 
 from maxlib import weights
 from maxlib._command import listing as models
-from maxlib._command import main
 from tests.models import page
 
 STALE = "docs/models.md is stale: run python -m tests.models.page"
@@ -86,11 +85,3 @@ def test_presets_that_differ_in_size_share_a_row():
     lines = [line.split() for line in capture.get().splitlines()]
     assert all(any(line[:2] == [row.preset, models.short(row.total)] for line in lines) for row in ROWS)
     assert ["a-2", "1.00B"] in lines and "a: MHA; RoPE; full caches" in capture.get()
-
-
-def test_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(models, "row", lambda family, preset: models.Row(family.name, preset, 1, 1, ("", "", "", "")))
-    assert main(["models", "--markdown", "qwen3", "gpt2"]) == 0
-    assert [line[0] for line in cells(capsys.readouterr().out)] == ["qwen3", "gpt2"]
-    assert main(["models", "gpt5"]) == 2
-    assert "there is no family gpt5; there are apertus, " in capsys.readouterr().err

@@ -88,7 +88,3 @@ def test_versions_of_the_documentation_lie_beside_each_other(tmp_path):
     assert 'url=0.10.0/"' in (published / "index.html").read_text()
     with pytest.raises(ValueError, match="neither"):
         versions.add(site, published, "../elsewhere", "/maxlib/")
-
-
-def test_without_a_release_the_first_page_leads_to_the_development_version():
-    assert versions.newest(["dev"]) == "dev" and versions.newest(["dev", "0.1.0rc1"]) == "dev"

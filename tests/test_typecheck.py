@@ -14,11 +14,6 @@ def test_a_wrong_shape_is_caught():
         ops.attention(q, k, k)
 
 
-def test_a_wrong_shape_is_caught_under_jit():
-    with pytest.raises(jaxtyping.TypeCheckError, match="maxlib.ops._attention"):
-        jax.eval_shape(ops.attention, *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 3)
-
-
 def test_a_wrong_type_is_caught_where_no_shapes_are_named():
     with pytest.raises(TypeError, match="window"):
         ops.SlidingWindow(4.5)
@@ -42,7 +37,3 @@ def test_values_that_jax_rebuilds_pass():
 def test_silent_broadcasting_is_caught():
     with pytest.raises(ValueError, match="rank_promotion"):
         jnp.ones((2, 3)) + jnp.ones(3)
-
-
-def test_there_are_eight_devices():
-    assert jax.device_count() == 8

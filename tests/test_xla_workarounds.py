@@ -103,12 +103,6 @@ def test_a_table_and_moments_are_copied_for_the_update(on_tpu):
     assert kept < 2.5 * whole and plain > 4 * whole  # the gradient in two orders; or in one, and three copies
 
 
-@pytest.mark.skip(reason="shows only in a large sharded step on TPUs: `nox -s plans` has the memory and the traffic")
-@pytest.mark.parametrize("name", ["together", "after", "cast_before_moving"])
-def test_others_show_in_a_plan(name):
-    """libtpu 0.0.42 compiles small programs as they should be, also the gradient of a loop over sharded layers."""
-
-
 @pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="XLA for GPUs does it, in a sharded stack on several of them"
 )

@@ -40,13 +40,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _object(row) -> dict:
-    from maxlib import weights
 
     attention, features, caches, images, audio = row.kind
     fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "kind"}
     return (
         fields
-        | {"hub": weights.HUB_NAMES.get(row.preset)}
         | {"attention": attention, "features": features, "caches": caches}
         | {"images": bool(images), "audio": bool(audio)}
     )

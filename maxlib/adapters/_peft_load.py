@@ -158,45 +158,38 @@ def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> di
     return renamed
 
 
-def _swapped(experts: Mapping[str, tuple[Part, Factors]], config: peft.Config) -> dict[str, bool]:
+def _swapped(name: str, part: Part, factors: Factors, config: peft.Config) -> bool:
     """Returns whether inputs and outputs of experts' factors are swapped, as in files of PEFT before 0.19.1.
 
-    For square matrices the other matrices of the file decide, or the version.
+    For square matrices the version decides.
     """
-    swapped: dict[str, bool | None] = {}
-    for name, (part, factors) in experts.items():
-        sizes, got = (part.size(part.summed), part.size(part.kept)), (factors["A"].shape[-1], factors["B"].shape[0])
-        if got not in (sizes, sizes[::-1]):
-            raise ValueError(f"{name}: factors must be for {sizes[0]} inputs and {sizes[1]} outputs, got {got}")
-        swapped[name] = None if sizes[0] == sizes[1] else got != sizes
-    votes = {vote for vote in swapped.values() if vote is not None}
-    for name, (part, _) in experts.items():
-        if swapped[name] is None and len(votes) != 1:
-            kept, summed = map(part.piece.dimension, (part.kept, part.summed))
-            if config.version is None or kept > summed:
-                more = "; add peft_version to adapter_config.json" if config.version is None else ""
-                raise ValueError(
-                    f"{config.where}: {name} is square, and the file does not say whether A and B are swapped (PEFT "
-                    f"before 0.19.1 swapped them){more}"
-                )
-            votes = {config.version < _SWAPS_FROM}
-    majority = next(iter(votes), False)
-    return {name: majority if vote is None else vote for name, vote in swapped.items()}
+    sizes, got = (part.size(part.summed), part.size(part.kept)), (factors["A"].shape[-1], factors["B"].shape[0])
+    if got not in (sizes, sizes[::-1]):
+        raise ValueError(f"{name}: factors must be for {sizes[0]} inputs and {sizes[1]} outputs, got {got}")
+    if sizes[0] != sizes[1]:
+        return got != sizes
+    if config.version is None or part.piece.dimension(part.kept) > part.piece.dimension(part.summed):
+        more = "; add peft_version to adapter_config.json" if config.version is None else ""
+        raise ValueError(
+            f"{config.where}: {name} is square, and the file does not say whether A and B are swapped (PEFT before 0.19.1 "
+            f"swapped them){more}"
+        )
+    return config.version < _SWAPS_FROM
 
 
 def _collect(
     modules: Mapping[str, tuple[Sequence[Part], Factors]], config: peft.Config, dtype: Any
 ) -> dict[tuple[str, int | None], _Layer]:
     """Returns the adapters by pattern path and layer index."""
-    swapped = _swapped({name: (parts[0], x) for name, (parts, x) in modules.items() if parts[0].fused}, config)
     layers: dict[tuple[str, int | None], _Layer] = {}
     for module, (parts, factors) in modules.items():
         lora = config.adapter(module, dtype)
+        swapped = parts[0].fused and _swapped(module, parts[0], factors, config)
         for part in parts:
             layer = layers.setdefault(part.key, _Layer(lora))
             if layer.lora != lora:
                 raise ValueError(f"{module}: experts of a layer must have one rank and alpha, got {layer.lora}, {lora}")
-            layer.factors[part.expert] = _ours(part, module, factors, lora, swapped.get(module, False))
+            layer.factors[part.expert] = _ours(part, module, factors, lora, swapped)
     return layers
 
 

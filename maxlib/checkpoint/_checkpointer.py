@@ -1,7 +1,7 @@
 """The checkpoints of one run."""
 
 import contextlib
-import difflib
+import functools
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,7 +46,6 @@ class Checkpointer:
             steps are converted to them.
         max_failed_saves: Consecutive failed saves after which `unsaved` returns an error to end the run; None for no
             limit.
-        max_unsaved_seconds: The same limit in seconds since the first of them.
         base: Directory of the frozen weights. A Trainer then saves only trained parameters, and records this directory
             and a checksum instead of frozen weights; a resumed run must build its model from the same base.
 
@@ -67,11 +66,10 @@ class Checkpointer:
         replace: bool = False,
         groupings: Groupings | None = None,
         max_failed_saves: int | None = 3,
-        max_unsaved_seconds: float | None = 3600.0,
         base: Any = None,
     ):
         counts = {"every": every, "seconds": seconds, "keep": keep, "keep_every": keep_every, "best.n": best and best.n}
-        counts |= {"max_failed_saves": max_failed_saves, "max_unsaved_seconds": max_unsaved_seconds}
+        counts["max_failed_saves"] = max_failed_saves
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
         self.directory = storage.absolute(directory)
@@ -79,7 +77,7 @@ class Checkpointer:
         seconds = policy.SECONDS if every is None and seconds is None else seconds
         self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
-        self._failures, self._last_error = policy.Failures(max_failed_saves, max_unsaved_seconds), ""
+        self._max_failed_saves, self._failed_saves, self._last_error = max_failed_saves, 0, ""
         try:
             self._owner = lock.RunLock(self.directory)
             self._steps = storage.Steps(self.directory, clean=self._owner.first)
@@ -163,7 +161,9 @@ class Checkpointer:
         self._wait_quietly()
         wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
         if step is None:
-            restored = restore.newest(self.directory, wanted, self._damaged)
+            steps = reversed(distributed.allgather_json(self.steps())[0])  # one list for all hosts
+            reads = ((step, functools.partial(self._read, step, wanted)) for step in steps)
+            restored = restore.first_undamaged(reads, self.directory)
         else:
             restored = self._read(step, wanted)
         self.adopt(restored["meta"]["step"])
@@ -213,18 +213,17 @@ class Checkpointer:
         _raise(failed)
 
     def unsaved(self) -> UnsavedError | None:
-        """Returns the error that should end the run if too many consecutive saves failed, else None.
+        """Returns the error that should end the run if `max_failed_saves` consecutive saves failed, else None.
 
-        The limits are `max_failed_saves` and `max_unsaved_seconds`. A `Trainer` checks it after every failed save. All
-        hosts must call it.
+        A `Trainer` checks it after every failed save.
         """
-        if not self._failures.too_many():
+        if self._max_failed_saves is None or self._failed_saves < self._max_failed_saves:
             return None
         last = self._last_good()
         return UnsavedError(
-            f"{self._failures.count} consecutive saves failed, the last with: {self._last_error}; {_say_good(last)}. "
-            "Fix the cause and restart, or raise max_failed_saves= and max_unsaved_seconds= of the Checkpointer "
-            "(None for no limit) to continue without saving.",
+            f"{self._failed_saves} consecutive saves failed, the last with: {self._last_error}; {_say_good(last)}. "
+            "Fix the cause and restart, or raise max_failed_saves= of the Checkpointer (None for no limit) to continue "
+            "without saving.",
             last_good=last,
         )
 
@@ -285,7 +284,7 @@ class Checkpointer:
             return self._failed(step, error)
         if restore.anywhere(bad):
             return self._refused(step, bad)
-        self._failures.ended()
+        self._failed_saves = 0
         if jax.process_count() > 1:
             self._prune()
         return None
@@ -299,7 +298,7 @@ class Checkpointer:
         self._known.discard(step)
         self._left = []
         self._steps.clean(step)
-        self._failures.add()
+        self._failed_saves += 1
         self._last_error = summary(error)
         where = f"Step {step} could not be saved to {self.directory}"
         message = f"{where} ({self._last_error}); {_say_good(self._last_good())}."
@@ -360,16 +359,12 @@ class Checkpointer:
     def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warns once if the first saved step lacks the metric of `best`."""
         best = self._keep.best
-        if best is None or self._metric_seen:
-            return
-        self._metric_seen = True
-        if best.metric not in metrics:
-            near = difflib.get_close_matches(best.metric, metrics, n=1)
+        if best is not None and best.metric not in metrics and not self._metric_seen:
             _log.warning(
-                "Step %d is saved without the metric %r of best=, so it is deleted when newer steps are saved; it has "
-                "%s%s.",
-                *(step, best.metric, sorted(metrics) or "none", f": is {near[0]!r} meant?" if near else ""),
+                "Step %d is saved without the metric %r of best=, so it is deleted when newer steps are saved; it has %s.",
+                *(step, best.metric, sorted(metrics) or "none"),
             )
+        self._metric_seen = True
 
     def _looks_whole(self, step: int) -> bool:
         if step in self._damaged:

@@ -44,32 +44,6 @@ def _best(best: Best, steps: Sequence[int], metrics: Mapping[int, Mapping[str, A
     return set(sorted(ranked, key=values.__getitem__)[: best.n])
 
 
-class Failures:
-    """Counts consecutive failed saves.
-
-    Args:
-        most: Maximum number; None for no limit.
-        seconds: Maximum time since the first of them; None for no limit.
-    """
-
-    def __init__(self, most: int | None, seconds: float | None):
-        self._most, self._seconds = most or math.inf, math.inf if seconds is None else seconds
-        self.ended()
-
-    def ended(self) -> None:
-        """Resets the count after a successful save."""
-        self.count, self._since = 0, math.inf
-
-    def add(self) -> None:
-        """Counts a failed save."""
-        self.count, self._since = self.count + 1, min(self._since, time.monotonic())
-
-    def too_many(self) -> bool:
-        """Returns whether a limit is reached, by the first host's clock. All hosts must call it."""
-        late = self.count > 0 and time.monotonic() - self._since >= self._seconds
-        return self.count >= self._most or _of_first_host(late, 0)[0]
-
-
 class When:
     """Decides when a save is due: every `every` steps, and `seconds` after the previous save."""
 

@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlib.checkpoint._checksum import NO_MESH
 from maxlib.distributed import raise_on_all
 
 Arrays = dict[str, Any]
 Read = Callable[[Arrays], Arrays]
-NO_MESH = Mesh(np.empty((), object), ())
 
 
 def load(read: Read, read_here: Read, abstract: Arrays) -> Arrays:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,14 +15,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlib.checkpoint import _records as records
-from maxlib.checkpoint import _replicas as replicas
 from maxlib.checkpoint import _storage as storage
+from maxlib.checkpoint._checksum import NO_MESH
 from maxlib.checkpoint._errors import DamagedError, shorten
 from maxlib.checkpoint._groupings import Groupings, Target, match_leaves
 from maxlib.distributed import PeerError, allgather_json, raise_on_all
 
 _log = logging.getLogger(__name__)
 _RECORDS = ("manifest", "meta", "data")
+Restored = dict[str, Any]
 
 
 def load(
@@ -110,24 +112,35 @@ class StepRecords:
     data: Any
 
 
-def newest(directory: epath.Path, wanted: Wanted, found_damaged: set[int] | None = None) -> dict[str, Any]:
-    """Reads the newest undamaged step; adds damaged ones to `found_damaged`."""
+def newest(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
+    """Reads the newest undamaged step of a run's directory."""
+    steps = reversed(allgather_json(storage.steps(directory))[0])  # one list for all hosts
+    return first_undamaged(
+        ((step, functools.partial(read, directory / str(step), wanted)) for step in steps), directory
+    )
+
+
+def first_undamaged(steps: Iterable[tuple[int, Callable[[], Restored]]], where: Any) -> Restored:
+    """Reads the first of several steps that is undamaged, with a warning for each damaged one.
+
+    Args:
+        steps: The number of each step, and the function that reads it; the newest first.
+        where: Their directory, for messages.
+    """
     problems: list[str] = []
-    for step in reversed(allgather_json(storage.steps(directory))[0]):  # one list for all hosts
+    for step, read_step in steps:
         try:
-            restored = read(directory / str(step), wanted)
+            restored = read_step()
         except DamagedError as error:
             _log.warning("%s\nTrying the step before.", error)
             problems.append(str(error))
-            if found_damaged is not None:
-                found_damaged.add(step)
             continue
         if problems:
-            _log.warning("Restored step %d of %s; newer ones are damaged.", step, directory)
+            _log.warning("Restored step %d of %s; newer ones are damaged.", step, where)
         return restored
     if problems:
-        raise DamagedError(f"{directory} has no undamaged step left:{shorten(problems)}")
-    raise FileNotFoundError(f"{directory} holds no complete step of a checkpoint.")
+        raise DamagedError(f"{where} has no undamaged step left:{shorten(problems)}")
+    raise FileNotFoundError(f"{where} holds no complete step of a checkpoint.")
 
 
 def read_records(path: Any) -> StepRecords:
@@ -180,7 +193,7 @@ def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
     restored: dict[str, Any] = {}
     for item in names:
         like = None if wanted.like is None else wanted.like[item]
-        with jax.set_mesh(replicas.NO_MESH):  # leaves may be placed on one device, independent of the caller's mesh
+        with jax.set_mesh(NO_MESH):  # leaves may be placed on one device, independent of the caller's mesh
             leaves = _read_item(directory, item, stored, like, wanted)
         restored[item] = leaves if like is None else records.unflatten(like, leaves)
     return {**restored, "data": stored.data, "meta": stored.meta}

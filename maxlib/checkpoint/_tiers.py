@@ -1,14 +1,13 @@
 """Checkpoint tiers: a run's checkpoints in several places, such as a fast local disk and permanent storage."""
 
-import logging
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from maxlib.checkpoint._checkpointer import Checkpointer
-from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, shorten
+from maxlib.checkpoint._errors import SaveError, UnsavedError
 from maxlib.checkpoint._groupings import Groupings
-
-_log = logging.getLogger(__name__)
+from maxlib.checkpoint._restore import first_undamaged
 
 
 class Tiers:
@@ -71,22 +70,12 @@ class Tiers:
         `Checkpointer.restore`.
         """
         held = [(s, -i) for i, tier in enumerate(self.tiers) for s in tier.steps() if step is None or s == step]
-        problems: list[str] = []
-        for s, i in sorted(held, reverse=True):
-            try:
-                restored = self.tiers[-i].restore(s, like, **options)
-            except DamagedError as error:
-                _log.warning("%s\nTrying the one before.", error)
-                problems.append(str(error))
-                continue
-            if problems:
-                _log.warning("Restored step %d of %s; newer ones are damaged.", s, self.tiers[-i].directory)
-            for tier in self.tiers:
-                tier.adopt(s)
-            return restored
-        if problems:
-            raise DamagedError(f"{self.directory} have no undamaged step left:{shorten(problems)}")
-        raise FileNotFoundError(f"{self.directory} hold no complete step {'' if step is None else step}.")
+        newest_first = sorted(held, reverse=True)
+        reads = ((s, functools.partial(self.tiers[-i].restore, s, like, **options)) for s, i in newest_first)
+        restored = first_undamaged(reads, self.directory)
+        for tier in self.tiers:
+            tier.adopt(restored["meta"]["step"])
+        return restored
 
     def steps(self) -> list[int]:
         """Lists the complete steps of any tier, oldest first."""

@@ -169,7 +169,7 @@ class Gemma4Assistant(nnx.Module):
             # A guess sees a window's keys and one more: transformers counts from the token before it, both ends in.
             start = jnp.maximum(stop - self.cfg.window - 1, 0) if kind == LOCAL else jnp.zeros_like(stop)
             bounds = start + shift[:, None], stop + shift[:, None]
-            keys[kind] = nn.cache.SharedKV(k.astype(dtype), v.astype(dtype), *bounds, kind="target")
+            keys[kind] = nn.cache.SharedKV(k.astype(dtype), v.astype(dtype), *bounds)
         return keys
 
     def check_target(self, target: Any) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 
 from maxlib._utils.text import ranges
@@ -15,12 +16,10 @@ from maxlib.nn.describe import scaled
 from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import is_variable, num_parameters
-from maxlib.sharding.layers import num_layer_axes
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _WIDTH, _LINE, _PAD = 430, 17, 9  # pixels: of the picture, of a line of text, around it
 _BOLD, _SMALL = 8.2, 6.6  # pixels: of a letter in a title, and in other text
-_MOST = 5  # boxes in a stack; if there are more, equal ones are drawn once
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:currentColor}.small{font-size:11.5px;opacity:.75}"
     ".right{text-anchor:end}.name{font-weight:600}.detail{font-size:11.5px;font-weight:400;fill-opacity:.75}"
@@ -49,7 +48,7 @@ class Block:
         parameters: Number of its parameters; repeated layers count once.
         lines: Details: shapes of its arrays, its mask.
         inside: Boxes within it.
-        repeat: Number of times that the block is repeated.
+        repeat: Number of equal blocks.
     """
 
     name: str
@@ -69,17 +68,12 @@ class Drawing:
     def _repr_html_(self) -> str:
         return self.svg
 
-    def save(self, path: Any) -> None:
-        """Writes the picture to a file, such as `llama.svg`."""
-        with open(path, "w") as file:
-            file.write(self.svg)
-
 
 def draw(model: Any) -> Drawing:
-    """Draws a model as blocks with their shapes and parameters; identical layers are one block with a count.
+    """Draws a model as blocks with their shapes and parameters.
 
-    If layers alternate too often for that, each distinct layer is one block that lists the indices of its layers. A
-    layer names the parts that it shares with a layer above it, and draws only the others.
+    Equal layers of a stack are one block with a count; if a stack has different layers, each block lists the indices of
+    its layers.
 
     Also works on `jax.eval_shape` of a model, so a large model needs no memory.
 
@@ -87,7 +81,7 @@ def draw(model: Any) -> Drawing:
         model: A model, a stack or a layer.
     """
     block = _block(type(model).__name__, model)
-    parts, height = _render(_folded(block), 1, 1, _WIDTH - 2)
+    parts, height = _render(block, 1, 1, _WIDTH - 2)
     area = f'width="{_WIDTH}" height="{height + 2}" viewBox="0 0 {_WIDTH} {height + 2}"'
     label = html.escape(f"{block.kind}: {scaled(num_parameters(model))} parameters")
     body = "\n".join(parts)
@@ -97,9 +91,8 @@ def draw(model: Any) -> Drawing:
     )
 
 
-def _block(name: str, module: Any, in_a_stack: bool = False) -> Block:
+def _block(name: str, module: Any) -> Block:
     """Describes a module: its arrays and projections as lines, its other submodules as boxes."""
-    count = _parameters if in_a_stack else num_parameters
     kind, parts = type(module).__name__, _submodules(module)
     if isinstance(module, Stack):
         return Block(name, f"{len(module)} layers", num_parameters(module), inside=tuple(_layers(module)))
@@ -109,8 +102,8 @@ def _block(name: str, module: Any, in_a_stack: bool = False) -> Block:
     shapes = [
         line for n, submodule in {"": module, **parts}.items() if n not in boxes for line in _shapes(n, submodule)
     ]
-    inside = tuple(_merged(_block(n, submodule, in_a_stack) for n, submodule in boxes.items()))
-    return Block(name, kind, count(module), (*_notes(module), *_in_rows(shapes)), inside)
+    inside = tuple(_merged(_block(n, submodule) for n, submodule in boxes.items()))
+    return Block(name, kind, num_parameters(module), (*_notes(module), *_in_rows(shapes)), inside)
 
 
 def _is_projection(module: Any) -> bool:
@@ -118,33 +111,22 @@ def _is_projection(module: Any) -> bool:
     if isinstance(module, Einsum | ExpertLinear):
         return True
     arrays, parts = vars(module).values(), list(_submodules(module).values())
-    plain = not any(_notes(module)) and not any(is_variable(value) and _shape(value) for value in arrays)
+    plain = not any(_notes(module)) and not any(is_variable(value) and value.shape for value in arrays)
     return plain and len(parts) == 1 and isinstance(parts[0], Einsum)
 
 
 def _layers(stack: Stack) -> Iterator[Block]:
-    """Yields the blocks of a stack in the order in which they run; a period of several layers is a box of its own.
-
-    Where that would be many, yields each distinct block once.
-    """
-    blocks = [[_block("", layer, in_a_stack=True) for layer in slots] for slots in stack.groups]
-    if sum(len(list(_merged(layers))) for layers in blocks) > _MOST:
-        yield from _distinct(stack, blocks)
-        return
-    groups = zip(blocks, stack.layer_groups, strict=True)
-    yield from _merged(block for layers, group in groups for block in _of_group(layers, group.repeats))
-
-
-def _of_group(blocks: list[Block], repeats: int) -> Iterator[Block]:
-    """Yields the blocks of layers that stand alone, or of layers that repeat together."""
-    slots = list(_merged(blocks))
-    if repeats == 1:
-        yield from slots
-    elif len(slots) == 1:
-        yield dataclasses.replace(slots[0], repeat=slots[0].repeat * repeats)
-    elif slots:
-        parameters = sum(slot.parameters * slot.repeat for slot in slots)
-        yield Block("", "period", parameters, inside=tuple(slots), repeat=repeats)
+    """Yields each distinct block of a stack's layers; if there are several, its first lines are the layers' indices."""
+    slots = [group.layers(slot) for group in stack.layer_groups for slot in range(group.period)]
+    # One layer of each slot, without the leading axis of scanned layers.
+    layers = jax.eval_shape(lambda stack: [stack[indices[0]] for indices in slots], stack)
+    indices_of: dict[Block, list[int]] = {}
+    for indices, layer in zip(slots, layers, strict=True):
+        indices_of.setdefault(_block("", layer), []).extend(indices)
+    for block, indices in indices_of.items():
+        first, *others = ranges(sorted(indices))
+        rows = _in_rows([f"layers {first}", *others], between=", ") if len(indices_of) > 1 else ()
+        yield dataclasses.replace(block, lines=(*rows, *block.lines), repeat=len(indices))
 
 
 def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
@@ -154,36 +136,6 @@ def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
         names = [block.name for block in alike if block.name]
         name = ", ".join(names) if len(names) < 3 else f"{names[0]} ... {names[-1]}"
         yield dataclasses.replace(alike[0], name=name, repeat=sum(block.repeat for block in alike))
-
-
-def _folded(block: Block) -> Block:
-    """Names the parts of a stack's layers that an earlier layer has too, instead of repeating them."""
-    if block.kind.endswith(" layers"):
-        return _without(block, set())
-    return dataclasses.replace(block, inside=tuple(map(_folded, block.inside)))
-
-
-def _without(block: Block, seen: set[Block]) -> Block:
-    """Folds the parts that are in `seen`, and adds the others to it. Layers and periods of layers have no name."""
-    if any(not inner.name for inner in block.inside):
-        return dataclasses.replace(block, inside=tuple(_without(inner, seen) for inner in block.inside))
-    names = [inner.name for inner in block.inside if inner in seen]
-    new = tuple(inner for inner in block.inside if inner not in seen)
-    seen.update(block.inside)
-    as_above = _in_rows(["as above: " + names[0], *names[1:]], between=", ") if names else ()
-    return dataclasses.replace(block, lines=(*block.lines, *as_above), inside=new)
-
-
-def _distinct(stack: Stack, blocks: list[list[Block]]) -> Iterator[Block]:
-    """Yields each distinct block once, with the indices of its layers as its first line."""
-    layers_of: dict[Block, list[int]] = {}
-    for layers, group in zip(blocks, stack.layer_groups, strict=True):
-        for index, block in enumerate(layers * group.repeats, group.first):
-            layers_of.setdefault(block, []).append(index)
-    for block, indices in layers_of.items():
-        rows = ranges(indices)
-        rows[0] = f"{'layers' if len(indices) > 1 else 'layer'} {rows[0]}"
-        yield dataclasses.replace(block, lines=(*_in_rows(rows, between=", "), *block.lines), repeat=len(indices))
 
 
 def _submodules(module: Any) -> dict[str, Any]:
@@ -212,30 +164,12 @@ def _arrays(module: Any) -> dict[str, nnx.Variable]:
     return {str(name): value for name, value in pairs}
 
 
-def _shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """Returns the shape of one layer's array, without the leading axis of scanned layers."""
-    shape = variable.get_value().shape
-    return shape[num_layer_axes(variable.get_metadata().get("axes", ())) :] if len(shape) else shape
-
-
 def _shapes(name: str, module: Any) -> Iterator[str]:
     variables = vars(module) if name == "" else _arrays(module)
     for key, variable in variables.items():
-        if is_variable(variable) and (_shape(variable) or isinstance(variable, nnx.Param)):
+        if is_variable(variable) and (variable.shape or isinstance(variable, nnx.Param)):
             label = name if name and key in ("w", "scale") else f"{name} {key}".strip()
-            yield f"{label} {_TIMES.join(map(str, _shape(variable))) or 'scalar'}"
-
-
-def _parameters(module: Any) -> int:
-    """Counts the parameters of one layer."""
-    total = 0
-    for _, value in nnx.iter_graph(module):
-        if isinstance(value, nnx.Param):
-            size = 1
-            for length in _shape(value):
-                size *= length
-            total += size
-    return total
+            yield f"{label} {_TIMES.join(map(str, variable.shape)) or 'scalar'}"
 
 
 def _notes(module: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree
 from maxlib.nn.remat import Policy
-from maxlib.nn.vision._patches import bucket, placeholder_index
+from maxlib.nn.vision._patches import bucket, take_features
 
 
 @pytree
@@ -152,7 +152,11 @@ class AudioInput:
         vectors = self.tower(audio, dtype=dtype, remat=remat).astype(x.dtype)
         # [R, C] frames -> [R, C] vectors; the tower makes as many of padding too, which are not taken.
         counts = self.num_tokens(jnp.asarray(audio.lengths))
-        return jnp.where(is_audio[:, :, None], take_clips(is_audio, vectors, counts), x), {}
+        is_real = jnp.arange(vectors.shape[2])[None, None] < counts[:, :, None]  # [R, C, S]
+        # [R, C, S, D] -> [R, C S, D]: the real vectors first, clip after clip.
+        order = jnp.argsort(~is_real.reshape(len(vectors), -1), axis=1, stable=True)
+        vectors = jnp.take_along_axis(vectors.reshape(*order.shape, -1), order[:, :, None], axis=1)
+        return jnp.where(is_audio[:, :, None], take_features(is_audio, vectors, counts.sum(axis=1)), x), {}
 
 
 def check_no_audio(is_audio: Bool[Any, "B T"], reason: str) -> None:
@@ -165,31 +169,6 @@ def check_no_audio(is_audio: Bool[Any, "B T"], reason: str) -> None:
     with contextlib.suppress(jax.errors.TracerArrayConversionError):
         if count := int(np.asarray(is_audio).sum()):
             raise ValueError(f"the tokens have {count} audio placeholders, but {reason}")
-
-
-def take_clips(
-    is_audio: Bool[Array, "B T"], vectors: Float[Array, "R C S D"], counts: Int[Array, "R C"]
-) -> Float[Array, "B T D"]:
-    """Returns the vector of each placeholder; the values at other tokens mean nothing.
-
-    If a row has more or fewer placeholders than vectors, all of its vectors are NaN: call `check_clips` first.
-
-    Args:
-        is_audio: True for placeholders.
-        vectors: Vectors of each clip, followed by padding.
-        counts: Number of vectors of each clip.
-    """
-    (R, C, S, D), ends = vectors.shape, jnp.cumsum(counts, axis=1)
-    n = placeholder_index(is_audio, R)  # [R, N]
-    # The clip that has the n-th vector of the row: the first that ends after it; empty clips are skipped.
-    clip = jax.vmap(lambda ends, n: jnp.searchsorted(ends, n, side="right"))(ends, n)
-    clip = jnp.minimum(clip, C - 1)
-    place = clip * S + n - jnp.take_along_axis(ends - counts, clip, axis=1)
-    # [R, C S, D] at [R, N, 1] -> [R, N, D]
-    taken = jnp.take_along_axis(vectors.reshape(R, C * S, D), place[:, :, None], axis=1, mode="clip")
-    # Inside jit no error can be raised: NaN shows that a row's placeholders and vectors differ in number.
-    fits = is_audio.reshape(R, -1).sum(axis=1) == ends[:, -1]
-    return jnp.where(fits[:, None, None], taken, jnp.nan).reshape(*is_audio.shape, D)
 
 
 def check_clips(is_audio: Bool[Any, "B T"], audio: Clips, width: int, num_tokens: Callable[[Any], Any]) -> None:

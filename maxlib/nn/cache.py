@@ -10,7 +10,7 @@ tokens, `ctx.num_new` its new ones (they come first; padding follows).
 Shapes: B rows, T new tokens, S slots, W slots of a ring, K key heads of width Hk, values of width Hv, R latent size.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.nn._pytree import pytree, static
 from maxlib.nn.decoder._context import Context, is_known
+from maxlib.ops import MaskHint, StaticMask
 
 Extended = tuple["AttentionCache", Array, Array, Array, Array]
 Ordered = tuple[Array, Array, Int[Array, " B"]]
@@ -74,28 +75,35 @@ class LayerCache:
         can_rewind: True if a smaller `ctx.length` is enough to forget tokens, because slots after it are overwritten
             before they are read. Speculative decoding needs this to take back a rejected draft.
         kind: Name in tables; None means the name of the class.
-        has_gap: True if the first keys that attention gets may belong to slots without a token.
     """
 
     can_rewind: ClassVar[bool] = False
     kind: ClassVar[str | None] = None
-    has_gap: ClassVar[bool] = False
 
     @property
     def capacity(self) -> int | None:
         """Maximum number of tokens that a row can hold; None without a limit."""
         return None
 
-    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
-        """Returns the index of the token that each key belongs to, for keys in the order of tokens, else None.
+    def key_order(self, ctx: Context) -> "KeyOrder | None":
+        """Returns the tokens of the keys that attention gets in the call of `ctx`; None if that is not known.
 
-        Keys are those that attention gets in the call of `ctx`. Slots before the first token have negative indices.
+        A cache with a capacity has token `i` in slot `i`.
         """
-        return None
+        return None if self.capacity is None else KeyOrder(_count_keys(self.capacity, jnp.zeros_like(ctx.length)))
 
-    def is_unordered(self, ctx: Context) -> bool:
-        """Returns True if keys are in no order, and the one new token attends to those from the first to its last."""
-        return False
+
+class KeyOrder(NamedTuple):
+    """Tokens to which the keys of a cache belong.
+
+    Args:
+        index: `B S`, index of each key's token, in order; negative for slots before the first token. None if keys are
+            in no order, and the one new token attends to those from the first to its last.
+        has_gap: True if the first keys may belong to slots without a token.
+    """
+
+    index: Int[Array, "B S"] | None
+    has_gap: bool = False
 
 
 def layer_caches(layers: Any) -> list[Any]:
@@ -148,10 +156,6 @@ class KVCache(LayerCache):
         """Maximum number of tokens that a row can hold."""
         return self.k.shape[-3]  # a stack's caches have a leading axis of layers
 
-    def key_index(self, ctx: Context) -> Int[Array, "B S"]:
-        """Returns the index of the token in each slot."""
-        return _count_keys(self.k.shape[1], jnp.zeros_like(ctx.length))
-
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
 
@@ -179,7 +183,6 @@ class RingCache(LayerCache):
     """
 
     kind: ClassVar[str | None] = "ring"
-    has_gap: ClassVar[bool] = True
 
     k: Num[Array, "B W K Hk"]
     v: Num[Array, "B W K Hv"]
@@ -206,14 +209,12 @@ class RingCache(LayerCache):
         keys, values = (jnp.concatenate([old, x.astype(old.dtype)], axis=1) for old, x in ((old_k, k), (old_v, v)))
         return new, keys, values, k_start + shift[:, None], k_end + shift[:, None]
 
-    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
-        """Returns the index of the token that each key of `extend` belongs to; None for the ring itself."""
+    def key_order(self, ctx: Context) -> KeyOrder:
+        """Returns the tokens of the keys of `extend`."""
         W, T = self.k.shape[1], ctx.index.shape[1]
-        return None if self.is_unordered(ctx) else _count_keys(W + T, ctx.length - W)
-
-    def is_unordered(self, ctx: Context) -> bool:
-        """Returns True for the ring itself: until a window, or a chunk, is full, it fills the slots from 0."""
-        return ctx.index.shape[1] == 1 and not self.spare
+        # The ring itself is in no order: until a window, or a chunk, is full, it fills the slots from 0.
+        index = None if T == 1 and not self.spare else _count_keys(W + T, ctx.length - W)
+        return KeyOrder(index, has_gap=True)
 
     def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values from the oldest to the newest, which ends at `length`, and the offset from a token's
@@ -266,18 +267,9 @@ class QuantizedCache(LayerCache):
         """Returns True if the cache of the rounded values can be rewound."""
         return self.values.can_rewind
 
-    @property
-    def has_gap(self) -> bool:
-        """Returns True if the first keys may belong to slots without a token."""
-        return self.values.has_gap
-
-    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
-        """Returns the index of the token that each key belongs to, as the cache of the rounded values does."""
-        return self.values.key_index(ctx)
-
-    def is_unordered(self, ctx: Context) -> bool:
-        """Returns True if keys are in no order, as the cache of the rounded values does."""
-        return self.values.is_unordered(ctx)
+    def key_order(self, ctx: Context) -> KeyOrder | None:
+        """Returns the tokens of the keys, as the cache of the rounded values does."""
+        return self.values.key_order(ctx)
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the rounded new tokens, and returns keys and values multiplied by their scales."""
@@ -316,10 +308,6 @@ class LatentCache(LayerCache):
         """Maximum number of tokens that a row can hold."""
         return self.latent.shape[-2]
 
-    def key_index(self, ctx: Context) -> Int[Array, "B S"]:
-        """Returns the index of the token in each slot."""
-        return _count_keys(self.latent.shape[1], jnp.zeros_like(ctx.length))
-
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
         """Stores the latents of the new tokens."""
         return LatentCache(put_rows(self.latent, latent, ctx))
@@ -344,10 +332,6 @@ class QuantizedLatentCache(LayerCache):
     def capacity(self) -> int:
         """Maximum number of tokens that a row can hold."""
         return self.values.shape[-2]
-
-    def key_index(self, ctx: Context) -> Int[Array, "B S"]:
-        """Returns the index of the token in each slot."""
-        return _count_keys(self.values.shape[1], jnp.zeros_like(ctx.length))
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
         """Stores the rounded latents of the new tokens."""
@@ -419,36 +403,21 @@ class SharedKV:
         v: Values, `B S K Hv`.
         k_start: First key of each query, `B T`, as an index into `k`.
         k_end: One past the last key of each query, `B T`.
-        kind: Name of the cache's kind; None without a cache.
+        segment_ids: As in a `MaskHint`.
+        static_mask: Static description of the mask; None if there is none.
     """
 
     k: Num[Array, "B S K Hk"]
     v: Num[Array, "B S K Hv"]
     k_start: Int[Array, "B T"]
     k_end: Int[Array, "B T"]
-    kind: str | None = static(default=None)
-
-    @classmethod
-    def of(cls, cache: Any, k: Array, v: Array, k_start: Array, k_end: Array) -> "SharedKV":
-        """Makes it of keys, values and bounds that a cache (or None) has returned."""
-        inner = cache.values if isinstance(cache, QuantizedCache) else cache
-        return cls(k, v, k_start, k_end, None if inner is None else inner.kind or type(inner).__name__)
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
+    static_mask: StaticMask | None = static(default=None)
 
     @property
-    def has_gap(self) -> bool:
-        """Returns True if the first keys may belong to slots without a token."""
-        return self.kind == "ring"
-
-    def key_index(self, ctx: Context) -> Int[Array, "B S"] | None:
-        """Returns the index of the token that each key belongs to, for keys in the order of tokens, else None."""
-        S, T = self.k.shape[1], ctx.index.shape[1]
-        if self.kind == "ring" and T > 1:  # the ring in order, and the new tokens
-            return _count_keys(S, ctx.length - (S - T))
-        return _count_keys(S, jnp.zeros_like(ctx.length)) if self.kind == "full" else None
-
-    def is_unordered(self, ctx: Context) -> bool:
-        """Returns False: a ring may have spare slots, which hides where its keys begin."""
-        return False
+    def mask_hint(self) -> MaskHint | None:
+        """Returns the description of the mask for `attend`."""
+        return None if self.static_mask is None else MaskHint(self.static_mask, self.segment_ids)
 
 
 def kv_cache(

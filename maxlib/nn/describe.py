@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.text import to_text
-from maxlib.nn.cache import LayerCache, layer_caches
+from maxlib.nn.cache import layer_caches
 from maxlib.nn.decoder._positions import LearnedPositions
 from maxlib.nn.experts._moe import MoE
 from maxlib.nn.mixer import mixers
@@ -30,9 +30,6 @@ SCALINGS = {
     "ProportionalScaling": "proportional RoPE",
     "YarnScaling": "YaRN",
 }
-_POSITION_WORDS = ("partial RoPE", "layers without positions")
-_ATTENTION_WORDS = ("qk-norm", "temperature tuning", "attention soft-cap", "sinks")  # in the order of the tables
-_PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # in the order of use
 
 
 def num_active_parameters(model: Any) -> int:
@@ -48,7 +45,7 @@ def num_active_parameters(model: Any) -> int:
 
 def attention_kind(model: Any) -> str:
     """Names the kinds of the decoder's sequence mixers, such as "GQA"."""
-    return ", ".join(dict.fromkeys(mixer.kind for stack in _stacks(model) for mixer in mixers(stack)))
+    return ", ".join(dict.fromkeys(m.kind or type(m).__name__ for stack in _stacks(model) for m in mixers(stack)))
 
 
 def features(model: Any) -> tuple[str, ...]:
@@ -60,26 +57,38 @@ def features(model: Any) -> tuple[str, ...]:
 def _labels(model: Any) -> Iterator[str]:
     """Yields the labels of `features`, perhaps repeatedly."""
     stacks = _stacks(model)
-    yield from _positions(model)
-    yield from _attention(stacks)
+    if _all(LearnedPositions, model):
+        yield "learned positions"
+    ropes, mropes = _static(Rope, stacks), _static(MRope, stacks)
+    if mropes:
+        yield "M-RoPE"
+    for rope in ropes:
+        yield SCALINGS[type(rope.scaling).__name__] if rope.scaling else "RoPE"
+    for mixer in (mixer for stack in stacks for mixer in mixers(stack)):
+        # Worth a word only if other layers have positions.
+        yield from (label for label in mixer.features if label != "layers without positions" or ropes or mropes)
+    masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
+    if any(isinstance(mask, SlidingWindow) for mask in masks):
+        yield "sliding window"
+    if any(isinstance(mask, Chunked) for mask in masks):
+        yield "chunked attention"
     if _all(LayerNorm, *stacks):
         yield "LayerNorm"
-    yield from _biases(stacks)
-    yield from _experts(stacks)
+    paths = [path.split(".") for stack in stacks for path in variables(stack)]
+    if biased := {parts[-2] for parts in paths if parts[-1] == "b"}:
+        yield f"biases on {' '.join(sorted(biased))}"
+    for moe in _all(MoE, *stacks):
+        yield f"{moe.router.top_k} of {moe.router.num_experts} experts"
+        if moe.shared is not None:
+            yield "shared expert"
     if _all(PerLayerEmbed, model):
         yield "per-layer embeddings"
     if model.softcap is not None:
         yield "logit soft-cap"
-    if _is_tied(model):
+    if getattr(model, "head", None) is None:
         yield "tied head"
     if "mtp" in vars(model):
         yield "multi-token prediction"
-
-
-def _is_tied(model: Any) -> bool:
-    """Returns True if embedding and head share the only vocabulary table, apart from that of per-layer embeddings."""
-    tables = sum("vocab" in names for names in axes(model).values())
-    return tables - len(_all(PerLayerEmbed, model)) == 1
 
 
 def input_names(model: Any) -> tuple[str, ...]:
@@ -92,13 +101,8 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
-    return tuple(sorted({_cache_kind(layer_cache) for layer_cache in layer_caches(cache.layers)}))
-
-
-def _cache_kind(cache: Any) -> str:
-    """Names the kind of a layer's cache; a cache without a name has that of its class."""
-    kind = cache.kind if isinstance(cache, LayerCache) else None
-    return type(cache).__name__ if kind is None else kind
+    # A cache without a name has that of its class.
+    return tuple(sorted({getattr(c, "kind", None) or type(c).__name__ for c in layer_caches(cache.layers)}))
 
 
 def _all(kind: type[Kind], *models: Any) -> list[Kind]:
@@ -116,67 +120,12 @@ def _static(kind: type[Kind], stacks: list[Stack]) -> list[Kind]:
     return [value for module in _all(nnx.Module, *stacks) for value in vars(module).values() if isinstance(value, kind)]
 
 
-def _positions(model: Any) -> Iterator[str]:
-    """Yields labels of how the model encodes positions."""
-    stacks = _stacks(model)
-    ropes, mropes, of_mixers = _static(Rope, stacks), _static(MRope, stacks), _mixer_features(stacks)
-    if _all(LearnedPositions, model):
-        yield "learned positions"
-    if mropes:
-        yield "M-RoPE"
-    for rope in ropes:
-        yield SCALINGS[type(rope.scaling).__name__] if rope.scaling else "RoPE"
-    if "partial RoPE" in of_mixers:
-        yield "partial RoPE"
-    # Worth a word only if other layers have positions.
-    if "layers without positions" in of_mixers and (ropes or mropes):
-        yield "layers without positions"
-
-
-def _attention(stacks: list[Stack]) -> Iterator[str]:
-    """Yields labels of masks, then those of the mixers."""
-    masks = [inner for mask in _static(Mask, stacks) for inner in _parts(mask)]
-    if any(isinstance(mask, SlidingWindow) for mask in masks):
-        yield "sliding window"
-    if any(isinstance(mask, Chunked) for mask in masks):
-        yield "chunked attention"
-    # First the usual words in the order of the tables, then the others in the order of the layers.
-    labels = _mixer_features(stacks)
-    yield from (word for word in _ATTENTION_WORDS if word in labels)
-    yield from (word for word in labels if word not in (*_POSITION_WORDS, *_ATTENTION_WORDS))
-
-
-def _mixer_features(stacks: list[Stack]) -> list[str]:
-    """Lists the features of all mixers, each once, in the order of the layers."""
-    return list(dict.fromkeys(word for stack in stacks for mixer in mixers(stack) for word in mixer.features()))
-
-
 def _parts(mask: Mask) -> Iterator[Mask]:
     """Yields a mask and the masks that it combines."""
     yield mask
     for value in vars(mask).values():
         if isinstance(value, Mask):
             yield from _parts(value)
-
-
-def _biases(stacks: list[Stack]) -> list[str]:
-    """Names the projections with a bias."""
-    paths = [path.split(".") for stack in stacks for path in variables(stack)]
-    owners = {parts[-2] for parts in paths if parts[-1] == "b"}
-    return [f"biases on {' '.join(sorted(owners, key=_place))}"] if owners else []
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Returns a sort key: the order in which a layer uses its parts."""
-    return (_PARTS.index(name) if name in _PARTS else len(_PARTS)), name
-
-
-def _experts(stacks: list[Stack]) -> Iterator[str]:
-    """Yields labels of the experts."""
-    for moe in _all(MoE, *stacks):
-        yield f"{moe.router.top_k} of {moe.router.num_experts} experts"
-        if moe.shared is not None:
-            yield "shared expert"
 
 
 def summary(model: Any) -> str:

@@ -30,12 +30,16 @@ class SequenceMixer(nnx.Module):
             tokens so that all devices of a split sequence have equal work under a causal mask (zigzag).
         quantizable_cache: True if `init_cache` accepts int8 and float8.
         probes_scores: True if `queries_and_keys` is implemented.
+        kind: Its name in tables, such as "GQA"; None means the name of the class.
+        features: Labels, for tables, of the options that distinguish it from others of its kind.
     """
 
     op: ClassVar[str | None] = None
     reorderable: ClassVar[bool] = False
     quantizable_cache: ClassVar[bool] = False
     probes_scores: ClassVar[bool] = False
+    kind: ClassVar[str | None] = None
+    features: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: Any = None) -> tuple[Array, Any]:
         """Mixes the tokens of each document; see the class."""
@@ -66,15 +70,6 @@ class SequenceMixer(nnx.Module):
     def queries_and_keys(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array]:
         """Returns queries `B T N H` and keys `B T K H` whose products, times `scale`, are scores under `mask`."""
         raise NotImplementedError(f"{type(self).__name__} has no attention scores")
-
-    @property
-    def kind(self) -> str:
-        """Returns its name in tables, such as "GQA"."""
-        return type(self).__name__
-
-    def features(self) -> Iterator[str]:
-        """Yields labels, for tables, of the options that distinguish it from others of its kind."""
-        yield from ()
 
 
 def mixers(model: Any) -> Iterator[SequenceMixer]:

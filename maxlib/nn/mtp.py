@@ -18,7 +18,7 @@ from maxlib.nn.decoder._context import AnyRope, Context, make_context
 from maxlib.nn.decoder._model import Model
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.remat import Policy, remat_policy
-from maxlib.ops import Causal, Mask
+from maxlib.ops import Causal
 from maxlib.sharding import constrain
 
 
@@ -136,7 +136,6 @@ def predict_ahead(
     positions: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
-    masks: tuple[Mask, ...] = (Causal(),),
     ropes: tuple[AnyRope, ...] = (),
     remat: Policy = None,
 ) -> list[MTPOutput]:
@@ -152,7 +151,6 @@ def predict_ahead(
         positions: Positions for rotary tables.
         segment_ids: Packed document of each token, 0 for padding.
         valid: False for padding.
-        masks: Masks of the modules.
         ropes: Rotary embeddings of the modules.
         remat: What modules keep for the backward pass; None keeps all.
 
@@ -167,7 +165,7 @@ def predict_ahead(
         # Token i + depth must exist in the same document.
         known = documents.index + depth < documents.stop
         ids = jnp.where(known, documents.start + 1, 0)  # the last tokens of a document become padding
-        ctx = make_context(*tokens.shape, positions=positions, segment_ids=ids, masks=masks, ropes=ropes)
+        ctx = make_context(*tokens.shape, positions=positions, segment_ids=ids, masks=(Causal(),), ropes=ropes)
 
         def run(module: MTP, hidden: Array, embedded: Array, ctx: Context = ctx) -> Any:
             return module(hidden, embedded, ctx)
@@ -183,35 +181,3 @@ def predict_ahead(
 def shift_left(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:
     """Shifts tokens left by `places` and fills the end with `fill`."""
     return jnp.pad(x[:, places:], ((0, 0), (0, min(places, x.shape[1]))), constant_values=fill)
-
-
-def draft(
-    module: MTP,
-    embed: Callable[..., Array],
-    hidden: Float[Array, "B T D"],
-    tokens: Int[Array, "B T"],
-    *,
-    cache: Cache,
-    valid: Bool[Array, "B T"] | None = None,
-    masks: tuple[Mask, ...] = (Causal(),),
-    ropes: tuple[AnyRope, ...] = (),
-) -> tuple[Float[Array, "B T D"], Cache]:
-    """Applies `module` to the tokens after those in `cache`, for speculative decoding.
-
-    Args:
-        module: The first MTP module.
-        embed: Maps ids to vectors.
-        hidden: The model's output at these tokens.
-        tokens: The next token at each position.
-        cache: The module's cache.
-        valid: False for padding.
-        masks: Masks of the module.
-        ropes: Rotary embeddings of the module.
-
-    Returns:
-        Hidden states, normed for the model's head, and the new cache.
-    """
-    # [B, T]: the whole prompt at first, then one or two tokens per row.
-    ctx = make_context(*tokens.shape, valid=valid, cache=cache, masks=masks, ropes=ropes)
-    hidden, layers, _ = module(hidden, embed(tokens, dtype=hidden.dtype), ctx, cache.layers)
-    return hidden, cache.advanced(layers, ctx)

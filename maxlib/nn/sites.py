@@ -16,6 +16,7 @@ from maxlib.nn._linear import Einsum, Embed
 from maxlib.nn.experts._linear import ExpertLinear
 from maxlib.nn.quantized import QuantizedWeight
 from maxlib.nn.stack import Stack
+from maxlib.nn.tree import find as find
 from maxlib.sharding.layers import num_layer_axes
 
 Kind = Literal["dense", "expert", "router", "embedding", "unknown"]
@@ -166,9 +167,8 @@ def unknown(model: Any) -> dict[str, nnx.Variable]:
     """Returns the floating matrices of layers of unknown types by path, without position tables and filters of
     convolutions.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, (*SITES, nnx.Variable)))
-    unowned = {dotted(path): x for path, x in leaves if isinstance(x, nnx.Variable)}
-    return {path: x for path, x in unowned.items() if _is_matrix(x)}
+    owned_and_others = find(model, (*SITES, nnx.Variable))
+    return {path: x for path, x in owned_and_others if isinstance(x, nnx.Variable) and _is_matrix(x)}
 
 
 def _is_matrix(x: nnx.Variable) -> bool:
@@ -207,7 +207,7 @@ def change_sites(model: Any, decide: Decide, change: Change) -> Any:
         treatment = decide(Where(full, kind_of(node)))
         return node if treatment is None else change(node, treatment, full, None)
 
-    return jax.tree_util.tree_map_with_path(change_node, model, is_leaf=_is_site_or_stack)
+    return jax.tree_util.tree_map_with_path(change_node, model, is_leaf=lambda x: isinstance(x, (*SITES, Stack)))
 
 
 def map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
@@ -217,12 +217,6 @@ def map_sites(model: Any, f: Callable[[str, Any], Any]) -> Any:
         model,
         is_leaf=lambda x: isinstance(x, SITES),
     )
-
-
-def find(model: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """Lists parts of `model` of the given types with their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
-    return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
 def replace(site: Any, **changes: Any) -> Any:
@@ -238,42 +232,31 @@ def replace(site: Any, **changes: Any) -> Any:
 def _in_stack(stack: Stack, path: str, decide: Decide, change: Change) -> Stack:
     """Changes the matmuls of a stack, in which all layers of a slot then have one treatment."""
     stack = _restacked(stack, path, decide)
-    new, groups = jax.tree.map(lambda a: a, stack), []
-    for slots, group in zip(stack.groups, stack.layer_groups, strict=True):
-        layers = enumerate(slots)
-        changed = [_in_layer(layer, path, (*group.layers(n),), len(stack), decide, change) for n, layer in layers]
-        groups.append(nnx.List(changed))
-    new.groups = nnx.List(groups)
+    new = jax.tree.map(lambda a: a, stack)
+
+    def change_layers(layers: Any, numbers: tuple[int, ...]) -> Any:
+        def change_site(inner: str, site: Any) -> Any:
+            full = f"{path}.{inner}"
+            treatments = [decide(Where(full, kind_of(site), i, len(stack))) for i in numbers]
+            return site if treatments[0] is None else change(site, treatments[0], full, numbers)
+
+        return map_sites(layers, change_site)
+
+    for slots, group in zip(new.groups, stack.layer_groups, strict=True):
+        for slot, layers in enumerate(slots):
+            slots[slot] = change_layers(layers, (*group.layers(slot),))
     return new
-
-
-def _in_layer(layer: Any, path: str, numbers: tuple[int, ...], count: int, decide: Decide, change: Change) -> Any:
-    """Changes a layer, or several stored on a leading axis with one treatment."""
-
-    def change_site(inner: str, site: Any) -> Any:
-        full = f"{path}.{inner}"
-        treatments = [decide(Where(full, kind_of(site), i, count)) for i in numbers]
-        return site if treatments[0] is None else change(site, treatments[0], full, numbers)
-
-    return map_sites(layer, change_site)
 
 
 def _restacked(stack: Stack, path: str, decide: Decide) -> Stack:
     """Returns the stack with groups in which all layers of a slot have one treatment."""
     layers = jax.eval_shape(lambda s: list(s), stack)
-    kinds = [_treatments(layer, path, i, len(layers), decide) for i, layer in enumerate(layers)]
+    kinds = [
+        tuple(decide(Where(f"{path}.{inner}", kind_of(site), i, len(layers))) for inner, site in find(layer, SITES))
+        for i, layer in enumerate(layers)
+    ]
     slots = [stack.where(i)[0] for i in range(len(layers))]
     # As many pairs of slot and treatment as slots: each slot already has one treatment.
     if len(set(zip(slots, kinds, strict=True))) == len(set(slots)):
         return stack
     return stack.restacked(kinds)
-
-
-def _treatments(layer: Any, path: str, i: int, count: int, decide: Decide) -> tuple[Hashable, ...]:
-    """Returns the treatment of each matmul of a layer."""
-    return tuple(decide(Where(f"{path}.{inner}", kind_of(site), i, count)) for inner, site in find(layer, SITES))
-
-
-def _is_site_or_stack(x: Any) -> bool:
-    """Returns True for a layer with a matmul, and for a stack."""
-    return isinstance(x, (*SITES, Stack))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlib._utils.paths import dotted
 from maxlib.sharding.layers import is_stacked as _is_stacked
 from maxlib.sharding.layers import own_axes as own_axes
 
@@ -48,8 +49,13 @@ def is_stack(x: Any) -> TypeGuard[StackedLayers]:
 
 def variables(model: Any) -> dict[str, nnx.Variable]:
     """Returns every `nnx.Variable` of `model` by dotted path, such as `"layers.groups.0.0.attn.q.w"`."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
-    return {_dotted(path): leaf for path, leaf in leaves if is_variable(leaf)}
+    return dict(find(model, nnx.Variable))
+
+
+def find(model: Any, kinds: Any) -> list[tuple[str, Any]]:
+    """Lists the parts of `model` of the given types with their dotted paths; parts within them are not listed."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
+    return [(dotted(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
 def axes(model: Any) -> dict[str, tuple[str | None, ...]]:
@@ -79,14 +85,13 @@ def groupings(model: Any) -> dict[str, list[list[int]]]:
 
 def stacks(model: Any) -> dict[str, Any]:
     """Returns every stack of `model` by path, without stacks in layers of stacks."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stack)
-    return {_dotted(path): stack for path, stack in leaves if is_stack(stack)}
+    return dict(find(model, StackedLayers))
 
 
 def path_of(model: Any, node: Any) -> str:
     """Returns the dotted path of this object in `model`."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: x is node)
-    return next(_dotted(path) for path, leaf in leaves if leaf is node)
+    return next(dotted(path) for path, leaf in leaves if leaf is node)
 
 
 def pattern_paths(model: Any) -> dict[str, str]:
@@ -99,12 +104,11 @@ def pattern_paths(model: Any) -> dict[str, str]:
         slots = ((f"groups.{n}.{i}", layer) for n, group in enumerate(model.groups) for i, layer in enumerate(group))
         return {f"{slot}.{path}": short for slot, layer in slots for path, short in pattern_paths(layer).items()}
     patterns = {}
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: is_variable(x) or is_stack(x))
-    for path, leaf in leaves:
+    for path, leaf in find(model, (nnx.Variable, StackedLayers)):
         if is_variable(leaf):
-            patterns[_dotted(path)] = _dotted(path)
-        elif is_stack(leaf):
-            patterns |= {f"{_dotted(path)}.{p}": f"{_dotted(path)}.{short}" for p, short in pattern_paths(leaf).items()}
+            patterns[path] = path
+        else:
+            patterns |= {f"{path}.{p}": f"{path}.{short}" for p, short in pattern_paths(leaf).items()}
     return patterns
 
 
@@ -135,10 +139,8 @@ def default_filter(model: Any) -> Filter:
 
 def frozen_prefixes(model: Any) -> tuple[str, ...]:
     """Returns the path prefixes of frozen parts, such as `"frozen."` (`HasFrozen`)."""
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, HasFrozen))
-    wholes = [(_dotted(path), node) for path, node in nodes if isinstance(node, HasFrozen)]
     # The path of the model itself is "".
-    return tuple(f"{path}.{name}.".lstrip(".") for path, node in wholes for name in node.frozen_parts)
+    return tuple(f"{path}.{name}.".lstrip(".") for path, node in find(model, HasFrozen) for name in node.frozen_parts)
 
 
 def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any], Any]:
@@ -157,7 +159,7 @@ def partition(model: Any, filter: Filter = is_trainable) -> tuple[dict[str, Any]
 
     def keep(path, leaf):
         # None is not a leaf of a pytree, so a gradient with respect to the rest has no entry for it.
-        return leaf.replace(None) if _dotted(path) in trainable else leaf
+        return leaf.replace(None) if dotted(path) in trainable else leaf
 
     return trainable, jax.tree_util.tree_map_with_path(keep, model, is_leaf=is_variable)
 
@@ -179,7 +181,7 @@ def combine(trainable: dict[str, Any], rest: Any) -> Any:
     left = set(trainable)
 
     def put(path, leaf):
-        name = _dotted(path)
+        name = dotted(path)
         if not is_variable(leaf) or name not in trainable:
             return leaf
         left.discard(name)
@@ -209,8 +211,3 @@ def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
 def num_parameters(model: Any) -> int:
     """Returns the number of parameters in all variables; also works on `jax.eval_shape` of a model."""
     return sum(leaf.size for leaf in jax.tree.leaves(model))
-
-
-def _dotted(path: Any) -> str:
-    """Joins a key path with dots."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from maxlib import nn
 from maxlib.nn import sites
 from maxlib.nn.sites import Where
-from maxlib.quantization._formats import INFERENCE, TRAINING, Format, Rule, Rules, as_rules, check_backend
+from maxlib.quantization._formats import INFERENCE, TRAINING, Format, Rule, Rules, as_rules
 from maxlib.quantization._matmul import Quantized
 
 Model = TypeVar("Model")
@@ -31,8 +31,7 @@ def for_training(model: Model, rules: Rules) -> Model:
             without a match stay in full precision.
 
     Raises:
-        ValueError: when a rule matches nothing, a layer cannot be quantized, or the backend cannot multiply these
-            dtypes.
+        ValueError: when a rule matches nothing, or a layer cannot be quantized.
     """
     return _apply(model, as_rules(rules, TRAINING), _round_operands)
 
@@ -78,9 +77,6 @@ def full_precision(model: Model) -> Model:
 
 def _apply(model: Any, rules: Sequence[Rule], change: Change) -> Any:
     """Applies `change` to each matmul with its format by the rules, and checks the rules."""
-    for rule in rules:
-        if rule.format is not None:
-            check_backend(rule.format)
     decide = sites.Decisions(rules, lambda rule: rule.format)
 
     def made(site, format, path, _):

@@ -1,11 +1,7 @@
-"""Number formats, and a check that a backend multiplies them."""
+"""Number formats, and the rules that give them to layers."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-
-import jax
-import jax.numpy as jnp
 
 from maxlib.nn.sites import Kind
 
@@ -80,35 +76,6 @@ INFERENCE = {
     "int8_w8a8": Format("int8", "int8"),
     "fp8_w8a8": Format("float8_e4m3fn", "float8_e4m3fn"),
 }
-
-
-def check_backend(format: Format) -> None:
-    """Raises ValueError if the default backend cannot multiply these dtypes."""
-    if format.activations is None or format.block is not None:  # blocks can always be multiplied in bfloat16
-        return
-    pairs = {(format.activations, format.weights)}
-    if format.gradients is not None:
-        pairs |= {(format.gradients, format.weights), (format.gradients, format.activations)}
-    for a, b in sorted(pairs):
-        if (problem := _problem(a, b, jax.default_backend())) is not None:
-            raise ValueError(
-                f"the backend {jax.default_backend()!r} must multiply {a} by {b} for this format, but fails: "
-                f"{problem}. Choose another format, or quantize weights only"
-            )
-
-
-@functools.cache
-def _problem(a: str, b: str, backend: str) -> str | None:
-    """Returns the compiler's error for such a product, None if it compiles."""
-
-    def dot(x, y):
-        return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-    try:
-        jax.jit(dot).lower(jax.ShapeDtypeStruct((32, 32), a), jax.ShapeDtypeStruct((32, 32), b)).compile()
-    except Exception as error:  # compilers raise various errors
-        return str(error).splitlines()[0]
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

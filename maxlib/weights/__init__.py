@@ -8,12 +8,12 @@ from maxlib.weights import fields as fields
 from maxlib.weights import files as files
 from maxlib.weights import merging as merging
 from maxlib.weights import names as names
-from maxlib.weights._card import ModelCard as ModelCard
 from maxlib.weights._family import Family as Family
 from maxlib.weights._family import families as families
 from maxlib.weights._family import family_of as family_of
 from maxlib.weights._family import from_pretrained as from_pretrained
 from maxlib.weights._family import presets as presets
+from maxlib.weights._family import push_to_hub as push_to_hub
 from maxlib.weights._family import read_model as read_model
 from maxlib.weights._family import save_pretrained as save_pretrained
 from maxlib.weights._fields import Computed as Computed
@@ -25,8 +25,6 @@ from maxlib.weights._hf_config import HFConfig as HFConfig
 from maxlib.weights._hf_config import read_config as read_config
 from maxlib.weights._hub import download as download
 from maxlib.weights._hub import model_directory as model_directory
-from maxlib.weights._hub_names import HUB_NAMES as HUB_NAMES
-from maxlib.weights._hub_push import push_to_hub as push_to_hub
 from maxlib.weights._loading import load as load
 from maxlib.weights._table import Absent as Absent
 from maxlib.weights._table import Convert as Convert

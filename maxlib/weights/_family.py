@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib
-import inspect
 import logging
 import pkgutil
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,15 +20,13 @@ from flax import nnx
 from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
 from maxlib.tokenization import ChatTemplate
-from maxlib.weights._card import ModelCard, write_card
 from maxlib.weights._heads import MODULES, load_embedder, with_config_head, with_model_head, write_modules
 from maxlib.weights._hf_config import HFConfig, read_config
-from maxlib.weights._hub import model_directory
+from maxlib.weights._hub import import_hub, model_directory
 from maxlib.weights._loading import load
-from maxlib.weights._readback import check_reads_back
-from maxlib.weights._saving import write_weights
+from maxlib.weights._saving import check_reads_back, write_weights
 from maxlib.weights._table import Table
-from maxlib.weights.export import add_end_of_turn, whole_directory, write_companions, write_json
+from maxlib.weights.export import add_end_of_turn, default_card, whole_directory, write_companions, write_json
 from maxlib.weights.files import MAX_SHARD_BYTES, QUANTIZED
 
 logger = logging.getLogger(__name__)
@@ -198,8 +195,8 @@ def from_pretrained(
 
     Raises:
         ValueError: If config and weights do not match, before weights are read.
-        FileNotFoundError: If a file is missing, or no directory and no model on the hub has this name.
-        PermissionError: If the model on the hub is gated, and its terms were not accepted.
+        FileNotFoundError: If a file or the directory is missing.
+        huggingface_hub.errors.HfHubHTTPError: If the hub has no such model or revision, or refuses it.
         TypeError: For an argument that is not a field of the configuration.
     """
     directory = model_directory(name, revision=revision, token=token)
@@ -209,22 +206,10 @@ def from_pretrained(
             "directory from which it was made"
         )
     family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
-    _check_known(changes, cfg, family)
     cfg = dataclasses.replace(cfg, **changes)
     if (directory / MODULES).exists():
         return load_embedder(family, cfg, directory, layout=layout, dtype=dtype)
     return load(lambda: family.model(cfg, rngs=nnx.Rngs(0)), family.table(cfg), directory, layout=layout, dtype=dtype)
-
-
-def _check_known(changes: Mapping[str, Any], cfg: Any, family: Family) -> None:
-    fields = [field.name for field in dataclasses.fields(cfg)]
-    options = list(inspect.signature(from_pretrained).parameters)[1:-1]
-    if unknown := sorted(changes.keys() - fields):
-        name, close = unknown[0], difflib.get_close_matches(unknown[0], options + fields, n=1)
-        raise TypeError(
-            f"from_pretrained takes {', '.join(options)} and the fields of {family.name}'s configuration "
-            f"({', '.join(fields)}), got {name}={changes[name]!r}{f': did you mean {close[0]}?' if close else '.'}"
-        )
 
 
 def save_pretrained(
@@ -238,7 +223,7 @@ def save_pretrained(
     chat_template: ChatTemplate | None = None,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    model_card: ModelCard | bool = False,
+    model_card: Any = False,
     family: Family | None = None,
 ) -> None:
     """Writes `model` atomically as a Hugging Face directory that transformers opens.
@@ -260,7 +245,7 @@ def save_pretrained(
         generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
             Unless they have `eos_token_id`, the token that ends an answer in the chat template ends a text too.
         overwrite: True replaces an earlier export.
-        model_card: Content of README.md; True writes a default card, False none.
+        model_card: Text of README.md, or a `huggingface_hub.ModelCard`; True writes a default card, False none.
         family: Needed only for models that are not registered.
 
     Raises:
@@ -288,15 +273,58 @@ def save_pretrained(
         if "eos_token_id" not in (generation or {}):
             add_end_of_turn(part)
         if model_card:
-            about = {"title": Path(directory).name, "config": config, "parameters": nn.num_parameters(model)}
-            write_card(model_card, part / "README.md", **about)
+            if model_card is True:
+                model_card = default_card(Path(directory).name, config, nn.num_parameters(model))
+            (part / "README.md").write_text(str(model_card), encoding="utf-8")
     if tokenizer is not None and ids["eos_token_id"] is None:  # an export with a tokenizer is meant for generation
-        _warn_of_no_end(directory)
+        warnings.warn(
+            f"{directory} has a tokenizer, but no id that ends a text: generation will run to its limit. Pass like= a "
+            'directory that has one, or generation={"eos_token_id": ...}',
+            stacklevel=2,
+        )
 
 
-def _warn_of_no_end(directory: str | Path) -> None:
-    warnings.warn(
-        f"{directory} has a tokenizer, but no id that ends a text: generation will run to its limit. Pass like= a "
-        'directory that has one, or generation={"eos_token_id": ...}',
-        stacklevel=3,
-    )
+def push_to_hub(
+    model: Any,
+    name: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    message: str = "Upload a model with maxlib",
+    model_card: Any = True,
+    **options: Any,
+) -> str | None:
+    """Writes `model` as `save_pretrained` does and uploads it to the hub in one commit.
+
+    With several hosts all must call this; the first one uploads.
+
+    Args:
+        model: The model.
+        name: Name on the hub; the repository is created if it does not exist.
+        private: True makes a new repository private; None uses the owner's setting.
+        token: Access token; None takes the one of `hf auth login` or of the variable `HF_TOKEN`.
+        revision: Branch to commit to; None is the main branch.
+        message: Message of the commit.
+        model_card: See `save_pretrained`.
+        **options: Other arguments of `save_pretrained`, such as `like` and `tokenizer`.
+
+    Returns:
+        The URL of the commit; None on hosts that do not upload.
+
+    Raises:
+        ImportError: If huggingface_hub is not installed.
+        huggingface_hub.errors.HfHubHTTPError: If the token has no write access.
+    """
+    hub = import_hub(name)
+    api = hub.HfApi(token=token)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary) / name.rpartition("/")[2]
+        save_pretrained(model, directory, model_card=model_card, **options)
+        if jax.process_index():
+            return None
+        api.create_repo(name, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        commit = api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
+    return commit.commit_url

@@ -113,7 +113,6 @@ class Fields:
         for entry in self.entries:
             value = entry.read(hf, c) if isinstance(entry, Computed) else self._take(entry, hf, c, hints[entry.name])
             setattr(c, entry.name, value)
-        _check_heads(c)
         return {entry.name: getattr(c, entry.name) for entry in self.entries}
 
     def check(self, hf: HFConfig, cfg: Any) -> None:
@@ -294,13 +293,3 @@ def _kind(hint: Any) -> tuple[type, bool]:
     first = next(option for option in options if option is not type(None))
     kind = typing.get_origin(first) or first
     return list if kind is tuple else kind, type(None) in options
-
-
-def _check_heads(c: Any) -> None:
-    """Raises ValueError if query heads cannot share key heads evenly, before a layer does from deep inside a trace."""
-    heads, kv_heads = getattr(c, "num_heads", None), getattr(c, "num_kv_heads", None)
-    if heads is not None and kv_heads is not None and (min(heads, kv_heads) < 1 or heads % kv_heads):
-        raise ValueError(
-            f"config.json: num_attention_heads must be a multiple of num_key_value_heads, and both at least 1; got {heads} "
-            f"and {kv_heads}"
-        )

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlib._utils.files import without_duplicates
+from maxlib._utils.files import read_json_object
 from maxlib.weights._fp8 import is_scaled_fp8
 
 logger = logging.getLogger(__name__)
@@ -227,16 +227,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path} must exist: a Hugging Face model directory has a config.json beside its safetensors. {hint}"
         )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} must be JSON in UTF-8, but it cannot be read ({error}). Download it again."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must be a JSON object, got {_short(data)}.")
+    data = read_json_object(path)
     if "auto_map" in data:
         logger.warning("%s refers to custom code (auto_map); maxlib never runs it and only reads the fields.", path)
     return data

@@ -196,7 +196,6 @@ def write_rope(
     rope: Rope,
     *,
     head_dim: int,
-    max_position_embeddings: int | None = None,
     whole_heads: bool = False,
     interleaved: bool = False,
 ) -> dict[str, Any]:
@@ -205,7 +204,6 @@ def write_rope(
     Args:
         rope: The rope.
         head_dim: Width of a head.
-        max_position_embeddings: Needed only if `rope.max_length` is None.
         whole_heads: True if the architecture can only rotate whole heads.
         interleaved: True if it pairs neighbours, False if it pairs dimensions half a head apart; no field stores this.
 
@@ -218,7 +216,7 @@ def write_rope(
             f"{'interleaved pairs' if interleaved else 'halves'}: the rope must have "
             f"{f'dim={head_dim} and ' if whole_heads else ''}interleaved={interleaved}, got {rope}"
         )
-    limit = _limit(rope, max_position_embeddings)
+    limit = _limit(rope)
     kind = next(name for name, cls in TYPES.items() if type(rope.scaling) is (cls or type(None)))
     scaling = {"rope_type": kind, **_scaling_fields(rope.scaling)}
     if isinstance(rope.scaling, ProportionalScaling):
@@ -235,22 +233,16 @@ def write_rope(
     return fields | ({ORIGINAL: rope.scaling.original_length} if isinstance(rope.scaling, LongRopeScaling) else {})
 
 
-def _limit(rope: Rope, wanted: int | None) -> int:
+def _limit(rope: Rope) -> int:
     limit = rope.max_length
     if isinstance(rope.scaling, DynamicNTKScaling):
-        limit = rope.scaling.original_length
-        if wanted is not None and wanted != limit:
-            raise ValueError(
-                f"{LIMIT} must be the original_length of DynamicNTKScaling ({limit}), which is read from it, got {wanted}."
-            )
-    elif isinstance(rope.scaling, LinearScaling) and limit is not None:
-        limit = math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)  # the length before scaling, see _reach
-    limit = limit if wanted is None else wanted
+        return rope.scaling.original_length  # which is read from it
     if limit is None:
         raise ValueError(
-            f"{LIMIT} must be known to describe a rope: build it with max_length=..., the longest sequence it is for, "
-            f"or give {LIMIT}."
+            f"{LIMIT} must be known to describe a rope: build it with max_length=..., the longest sequence it is for."
         )
+    if isinstance(rope.scaling, LinearScaling):  # the length before scaling, see _reach
+        return math.ceil(limit / max(rope.scaling.factor, 1.0) - 1e-9)
     return limit
 
 

@@ -1,6 +1,5 @@
 """Models on the Hugging Face hub, through `huggingface_hub`: its cache, tokens, offline mode and progress bars."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib.weights import buckets
-from maxlib.weights.files import EMBEDDING_FILES, INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES
+from maxlib.weights.files import EMBEDDING_FILES, INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES, read_index
 
 # All files of a model except its weights. Code (*.py) and pickles (*.bin) are never fetched.
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, *EMBEDDING_FILES, INDEX)
@@ -29,8 +28,8 @@ def model_directory(name: str | Path, *, revision: str | None = None, token: str
         (`~/.cache/maxlib`). Neither must be written to.
 
     Raises:
-        FileNotFoundError: If there is no such directory and no such model, or no way to the hub and nothing cached.
-        PermissionError: If the model is gated, and its terms were not accepted.
+        FileNotFoundError: If there is no such directory, or no way to the hub and nothing cached.
+        huggingface_hub.errors.HfHubHTTPError: If the hub has no such model or revision, or refuses it.
         ImportError: If the hub is needed, and huggingface_hub is not installed.
         ValueError: If the model has no safetensors; maxlib reads no pickles.
     """
@@ -58,16 +57,16 @@ def download(name: str, *, revision: str | None = None, token: str | bool | None
         The directory of the snapshot in the cache.
 
     Raises:
-        FileNotFoundError: If there is no such model or revision, or no way to the hub and nothing cached.
-        PermissionError: If the model is gated, and its terms were not accepted.
+        FileNotFoundError: If there is no way to the hub and nothing cached.
+        huggingface_hub.errors.HfHubHTTPError: If the hub has no such model or revision, or refuses it.
         ImportError: If huggingface_hub is not installed.
         ValueError: If the model has no safetensors; maxlib reads no pickles.
     """
     hub = import_hub(name)
-    with explained_errors(name, revision):
+    with looked_up_on_the_hub(name):
         snapshot = Path(hub.snapshot_download(name, revision=revision, token=token, allow_patterns=list(SMALL_FILES)))
         # Pin the commit, so that both downloads use the same one.
-        commit, files = snapshot.name, _weight_files(snapshot, name)
+        commit, files = snapshot.name, _weight_files(snapshot)
         hub.snapshot_download(name, revision=commit, token=token, allow_patterns=files)
     if missing := [file for file in files if not (snapshot / file).is_file()]:
         raise ValueError(
@@ -78,19 +77,14 @@ def download(name: str, *, revision: str | None = None, token: str | bool | None
     return snapshot
 
 
-def _weight_files(snapshot: Path, name: str) -> list[str]:
+def _weight_files(snapshot: Path) -> list[str]:
     index = snapshot / INDEX
     if not index.is_file():
         return [SINGLE]
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{INDEX} of {name} on the hub must have a weight_map of file names: {error!r}") from error
+    files = set(read_index(index).values())
     # Patterns instead of names could download the whole repository.
-    if strange := [
-        file for file in files if not (isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file))
-    ]:
-        raise ValueError(f"{INDEX} of {name} on the hub must name safetensors files beside it, got {strange[0]!r}")
+    if strange := [file for file in files if not re.fullmatch(r"[\w.-]+\.safetensors", file)]:
+        raise ValueError(f"{index} must name safetensors files beside it, got {strange[0]!r}")
     return sorted(files)
 
 
@@ -107,36 +101,10 @@ def import_hub(name: str) -> Any:
 
 
 @contextmanager
-def explained_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turns errors of huggingface_hub into built-in exceptions with advice, without its hundred lines of traceback."""
-    from huggingface_hub import constants, errors
-
-    where = f"{name} on the hub ({constants.ENDPOINT})"
+def looked_up_on_the_hub(name: str) -> Iterator[None]:
+    """Adds to errors of huggingface_hub that there is no such directory."""
     try:
         yield
-    except errors.GatedRepoError:
-        raise PermissionError(
-            f"{where} is gated: accept its terms on its page, then run `hf auth login` or pass token=."
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise FileNotFoundError(
-            f"There is no directory {name!r} here, and no model of that name on the hub ({constants.ENDPOINT}) that this "
-            "token may see. Check the spelling; a private model needs `hf auth login` or token=."
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise FileNotFoundError(f"{where} has no revision {revision!r}: branches, tags and commits are.") from None
-    except errors.LocalEntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"There is no directory {name!r} here, the cache ({constants.HF_HUB_CACHE}) does not hold all of the model, and "
-            f"{_why_no_download(constants, error)}. `hf download {name}` fills the cache on a machine with access to the hub."
-        ) from None
-    except errors.HfHubHTTPError as error:
-        kind = PermissionError if error.response.status_code in (401, 403) else ConnectionError
-        raise kind(f"{where} answered: {error}") from None
-
-
-def _why_no_download(constants: Any, error: Exception) -> str:
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE=1 forbids downloads"
-    cause = str(error.__cause__ or "").partition("\n")[0]
-    return f"the hub ({constants.ENDPOINT}) cannot be reached" + (f" ({cause})" if cause else "")
+    except OSError as error:  # all of its errors about repositories, revisions and connections
+        error.add_note(f"There is no directory {name!r} here, so it was looked up on the Hugging Face hub.")
+        raise

@@ -4,35 +4,25 @@ They are read through a copy in the cache directory, like models of the hub, and
 A bucket cannot rename a directory, so the configuration is written last; without it nothing is read.
 """
 
-import contextlib
 import fcntl
 import fnmatch
 import hashlib
 import json
-import logging
 import os
-import random
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from maxlib._utils.files import cache_directory
 from maxlib.weights.files import INDEX, OWN_FILES, TEMPLATES, read_index
 
-logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of maxlib that has the scheme's client
 # Files without which a directory is not read: written last and removed first.
 LAST = ("config.json", "adapter_config.json")
-# Retries after errors such as 503 "slow down": five attempts, after 1, 2, 4, 8 and 16 s (times a random factor of 0.5
-# to 1).
-WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 _URL = re.compile(r"(s3|gs)://([A-Za-z0-9][\w.-]*)/(.+?)/*")
 
 
@@ -54,8 +44,7 @@ def local(directory: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: If there is no such directory in the bucket.
-        PermissionError: If the store refuses, or there are no credentials.
-        ConnectionError: If the store keeps failing.
+        OSError: If the store refuses or keeps failing.
         ImportError: If the client of the store is not installed.
     """
     if not is_bucket(directory):
@@ -78,14 +67,14 @@ def local(directory: str | Path) -> Path:
     return home
 
 
-def _copy(store: "_Store", listed: dict[str, Any], part: Path) -> None:
+def _copy(store: "_Store", listed: dict[str, str], part: Path) -> None:
     names = sorted(listed)
     if INDEX in listed:  # a bucket may also have the same weights in other files
-        store.get(INDEX, part, listed[INDEX][0])
+        store.get(INDEX, part)
         needed = {*read_index(part / INDEX).values()}
         names = [name for name in names if name != INDEX and (name in needed or not name.endswith(".safetensors"))]
     for name in names:
-        store.get(name, part, listed[name][0])
+        store.get(name, part)
 
 
 @contextmanager
@@ -97,11 +86,11 @@ def whole_in_bucket(url: str, check: Callable[[list[str]], None]) -> Iterator[Pa
         check: Called with the existing names; raises an error if they must not be replaced.
     """
     store = _Store(url)
-    check(sorted(store.files(missing_ok=True)))
+    check(sorted(store.files()))
     with tempfile.TemporaryDirectory(prefix="maxlib-export-") as part:
         yield Path(part)
         new = sorted(path.relative_to(part).as_posix() for path in Path(part).rglob("*") if path.is_file())
-        old = store.files(missing_ok=True)
+        old = store.files()
         for name in [name for name in old if name in LAST] + [name for name in old if name not in (*new, *LAST)]:
             store.remove(name)
         for name in sorted(new, key=lambda name: name in LAST):
@@ -117,7 +106,7 @@ def exists(directory: str | Path) -> bool:
     """Returns whether an export exists; in a bucket, whether it is complete."""
     if not is_bucket(directory):
         return Path(directory).exists()
-    return bool({*LAST} & {*_Store(str(directory)).files(missing_ok=True)})
+    return bool({*LAST} & {*_Store(str(directory)).files()})
 
 
 def children(directory: str | Path) -> list[str]:
@@ -136,7 +125,7 @@ def remove(directory: str | Path) -> None:
 
 
 class _Store:
-    """One directory of a bucket. Calls are retried with growing pauses while the store throttles or fails."""
+    """One directory of a bucket. Its client repeats requests that the store throttles or drops."""
 
     def __init__(self, url: str):
         if (match := _URL.fullmatch(url)) is None:
@@ -146,77 +135,46 @@ class _Store:
         self.url, self.root = url, f"{bucket}/{path}"
         self._fs = _client(scheme)
 
-    def files(self, missing_ok: bool = False) -> dict[str, tuple[int, str]]:
-        """Returns size and version of the files in the directory, by name; raises FileNotFoundError for none."""
+    def files(self) -> dict[str, str]:
+        """Returns the versions of the files in the directory, by name."""
         entries = self._entries()
         files = {
-            name: (int(entry["size"]), str(next((entry[k] for k in _VERSIONS if entry.get(k)), "")))
+            name: str(next((entry[k] for k in _VERSIONS if entry.get(k)), ""))
             for name, entry in entries
             if entry["type"] == "file"
         }
         if any(name == TEMPLATES and entry["type"] == "directory" for name, entry in entries):
-            nested = _Store(child(self.url, TEMPLATES)).files(missing_ok=True)
-            files |= {f"{TEMPLATES}/{name}": entry for name, entry in nested.items()}
-        if not files and not missing_ok:
-            raise FileNotFoundError(f"{self.url} does not exist, or has no files.")
+            nested = _Store(child(self.url, TEMPLATES)).files()
+            files |= {f"{TEMPLATES}/{name}": version for name, version in nested.items()}
         return files
 
     def directories(self) -> list[str]:
         return [name for name, entry in self._entries() if entry["type"] == "directory"]
 
-    def get(self, name: str, to: Path, size: int) -> None:
-        self._try(f"reading {name}", lambda: self._get(name, to / name, size))
-
-    def _get(self, name: str, to: Path, size: int) -> None:
-        to.parent.mkdir(exist_ok=True)
-        self._fs.get_file(f"{self.root}/{name}", str(to))
-        if to.stat().st_size != size:
-            raise ConnectionError(f"{to.stat().st_size} of {size} bytes came")
+    def get(self, name: str, to: Path) -> None:
+        (to / name).parent.mkdir(exist_ok=True)
+        self._fs.get_file(f"{self.root}/{name}", str(to / name))
 
     def put(self, directory: Path, name: str) -> None:
-        self._try(f"writing {name}", lambda: self._put(directory / name, f"{self.root}/{name}"))
-
-    def _put(self, path: Path, name: str) -> None:
-        self._fs.put_file(str(path), name)
-        self._fs.invalidate_cache()
-        if (there := self._fs.info(name)["size"]) != path.stat().st_size:
-            raise ConnectionError(f"{there} of {path.stat().st_size} bytes are there")
+        self._fs.put_file(str(directory / name), f"{self.root}/{name}")
 
     def remove(self, name: str) -> None:
-        self._try(f"removing {name}", lambda: self._fs.rm_file(f"{self.root}/{name}"))
+        self._fs.rm_file(f"{self.root}/{name}")
 
     def remove_all(self) -> None:
-        for name in sorted(self.files(missing_ok=True), key=lambda name: name not in LAST):
+        for name in sorted(self.files(), key=lambda name: name not in LAST):
             self.remove(name)
         for name in self.directories():
             _Store(child(self.url, name)).remove_all()
 
     def _entries(self) -> list[tuple[str, dict[str, Any]]]:
-        def ask() -> list[dict[str, Any]]:
-            self._fs.invalidate_cache()  # others may have written there
-            with contextlib.suppress(FileNotFoundError):
-                return self._fs.ls(self.root, detail=True)
+        self._fs.invalidate_cache()  # others may have written there
+        try:
+            entries = self._fs.ls(self.root, detail=True)
+        except FileNotFoundError:
             return []
-
-        entries = self._try("listing it", ask)
         named = [(PurePosixPath(str(entry["name"])), entry) for entry in entries]
         return [(path.name, entry) for path, entry in named if str(path.parent) == self.root]
-
-    def _try(self, what: str, call: Callable[[], Result]) -> Result:
-        for wait in (*WAITS, None):
-            try:
-                return call()
-            except (FileNotFoundError, PermissionError) as error:
-                raise type(error)(f"{self.url}: {what} failed: {error}") from error
-            except Exception as error:  # each client has its own exception classes
-                if type(error).__name__ in _NO_CREDENTIALS:
-                    raise PermissionError(f"{self.url}: {what} failed, there are no credentials: {error}") from error
-                if wait is None:
-                    raise ConnectionError(f"{self.url}: {what} failed {len(WAITS) + 1} times: {error}") from error
-                pause = wait * random.uniform(0.5, 1.0)
-                logger.warning("%s: %s failed (%s), again in %.1f s", self.url, what, type(error).__name__, pause)
-                time.sleep(pause)
-        raise AssertionError("unreachable")
 
 
 def _client(scheme: str) -> Any:
@@ -231,7 +189,6 @@ def _client(scheme: str) -> Any:
 
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
-_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
+import maxlib
 from maxlib._utils.files import read_json_object
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights.buckets import is_bucket, whole_in_bucket
@@ -53,6 +54,21 @@ def write_companions(
     config = {} if source is None else _read(source / "config.json")
     inner = config.get("text_config") or {}
     return first_ids(generation or {}, config, inner, stored, {name: getattr(tokenizer, name, None) for name in IDS})
+
+
+def default_card(title: str, config: Mapping[str, Any], parameters: int) -> str:
+    """Returns the text of README.md, with front matter for the hub.
+
+    Args:
+        title: Title.
+        config: The fields of config.json.
+        parameters: Number of parameters.
+    """
+    architecture = (config.get("architectures") or [config.get("model_type", "a model")])[0]
+    return (
+        "---\nlibrary_name: transformers\ntags: [maxlib]\n---\n\n"
+        f"# {title}\n\n`{architecture}` with {parameters:,} parameters, written by maxlib {maxlib.__version__}.\n"
+    )
 
 
 def first_ids(*known: Mapping[str, Any]) -> dict[str, Any]:

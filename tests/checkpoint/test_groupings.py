@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -165,13 +164,6 @@ def test_names_of_layers():
     assert names("my_layers.groups.1.0.w") == [("my_layers.groups.1.0.w", None)]
     assert names("embed.w") == [("embed.w", None)]
     assert checkpoint.layer_paths("0.mu.groups.0.0.w", {"": [[1, 2]]}) == [("0.mu.0.w", 0), ("0.mu.1.w", 1)]
-
-
-def test_groupings_are_those_of_the_stacks():
-    for kinds, grouping in KINDS.items():
-        assert nn.tree.groupings(abstract_model(kinds)) == {"layers": grouping}
-    assert nn.tree.groupings(optax.EmptyState()) == {}
-    assert abstract_model("abcdbcd").layers.groups[1][0].w.shape == (2, 4, 8)
 
 
 # The groups as 0.1.0.dev0 stored them, and the name of each layer of `KINDS["aabcdcd"]` and its row there.

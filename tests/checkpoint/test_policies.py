@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +83,7 @@ def test_best_by_a_metric_that_is_not_there_is_said_once(tmp_path, caplog):
     with Checkpointer(tmp_path / "a", best=Best("eval_loss")) as ck:
         save(ck, 1, 2, metrics={"loss": 2.0, "eval/loss": 1.0})
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "without the metric 'eval_loss'" in said and said.endswith("['eval/loss', 'loss']: is 'eval/loss' meant?.")
+    assert "without the metric 'eval_loss'" in said and said.endswith("['eval/loss', 'loss'].")
     caplog.clear()
     with Checkpointer(tmp_path / "b", best=Best("eval/loss")) as ck:
         save(ck, 1, metrics={"eval/loss": 1.0})
@@ -315,16 +314,13 @@ def test_of_two_live_runs_the_older_stops(tmp_path):
 # -------------------------------------------------------------------------------------- saves that fail
 
 
-@pytest.mark.parametrize(("limits", "fails"), [({}, 3), ({"max_failed_saves": 1}, 1), ({"max_unsaved_seconds": 60}, 2)])
+@pytest.mark.parametrize(("limits", "fails"), [({}, 3), ({"max_failed_saves": 1}, 1)])
 def test_a_run_ends_after_too_many_failed_saves(tmp_path, monkeypatch, limits, fails):
-    now = time.monotonic()
     ck = Checkpointer(tmp_path, **limits)
     save(ck, 1)
-    monkeypatch.setattr(policy.time, "monotonic", lambda: now)
     monkeypatch.setattr(ck._steps, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     for i in range(1, fails + 1):
         assert ck.unsaved() is None
-        now += 100
         with pytest.raises(
             SaveError, match=rf"Step {1 + i} could not be saved.*No space left.*step 1 is the last good"
         ):

@@ -7,28 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 STRANGE: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        255,
-        1 << 31,
-        1 << 63,
-        -(1 << 63),
-        1 << 70,
-        10**400,
-        0.5,
-        -0.0,
-        1e308,
-        float("nan"),
-    ),
-    *(float("inf"), "", "x", "\ud800", "\x00", "../../etc/passwd", "/etc/passwd", "a" * 5000, "<script>", "{{x}}", "é"),
-    *([], {}, [[]], [None], {"": None}, {"x": {"x": {}}}),
-]
+    None, True, False, 0, -1, 1, 2, 255, 1 << 31, 1 << 63, -(1 << 63), 1 << 70, 10**400, 0.5, -0.0, 1e308, float("nan"),
+    float("inf"), "", "x", "\ud800", "\x00", "../../etc/passwd", "/etc/passwd", "a" * 5000, "<script>", "{{x}}", "é",
+    [], {}, [[]], [None], {"": None}, {"x": {"x": {}}},
+]  # fmt: skip
 SNIPPETS = [
     "{{ messages }}",
     "{% for m in messages %}{{ m.content }}{% endfor %}",

@@ -8,16 +8,15 @@ from etils import epath
 from jinja2.exceptions import SecurityError
 
 from maxlib import data, observability
+from maxlib._command import main
 from maxlib.checkpoint import DamagedError, _lock, _records
 from maxlib.inference import stop_tokens
-from maxlib.plan import command as plan
 from maxlib.quantization import _files as quantized
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import _family, files
 from tests.fuzz import (
     read_array_record,
     read_config,
-    read_metrics,
     read_quantized,
     read_report,
     read_tokenizer,
@@ -27,8 +26,8 @@ from tests.fuzz import (
 from tests.fuzz.mutate import SNIPPETS
 
 QUICK = {"adapters": 15, "chat_template": 20, "report": 3, "array_record": 20, "plan": 40}
-FAST = ("config", "generation", "layouts", "metrics", "names", "parquet", "quantized", "records", "safetensors")
-QUICK |= dict.fromkeys((*FAST, "step_records", "tokenizer", "tokens_manifest"), 80)
+FAST = ("config", "generation", "layouts", "parquet", "quantized", "records", "safetensors")
+QUICK |= dict.fromkeys((*FAST, "tokenizer", "tokens_manifest"), 80)
 
 
 @pytest.mark.full
@@ -100,7 +99,7 @@ def test_lines_that_json_cannot_hold(line, tmp_path):
     ],
 )
 def test_a_damaged_line_of_a_run_is_left_out(file, line, tmp_path):
-    read_metrics.make(tmp_path)
+    read_report.make(tmp_path)
     before = str(observability.goodput(tmp_path)), observability.read_jsonl(tmp_path / "metrics.jsonl")
     path = tmp_path / file
     path.write_bytes(line if file == "config.json" else path.read_bytes() + line + b"\n")
@@ -256,7 +255,7 @@ def test_an_account_of_no_time(tmp_path):
 )
 def test_arguments_of_a_plan_that_are_none(words, capsys):
     try:
-        status = plan.main(["llama3-8b", "--target", "h100x8", *words.split()])
+        status = main(["plan", "llama3-8b", "--target", "h100x8", *words.split()])
     except SystemExit as error:
         status = error.code
     assert status == 2 and "Traceback" not in capsys.readouterr().err

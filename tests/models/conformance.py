@@ -7,8 +7,7 @@
 
 A case is what it changes of `base`, the config of a tiny model. Golden files hold what transformers made of all of
 them. By default a family is compared with these, and its files are read and written; the whole conformance (marked
-`full`) runs in `nox -s tests_full`, and in `nox -s tests_changed` for families that a change touches and a fifth of the
-others.
+`full`) runs in `nox -s tests_full`.
 """
 
 import dataclasses

@@ -112,14 +112,6 @@ def test_features_against_formula(options):
     np.testing.assert_allclose(run(layer, inputs()), want, atol=3e-6)
 
 
-def test_qk_norm_is_applied_before_rotation():
-    plain, normed = build(), build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6))
-    normed.q.w[...] = 100.0 * normed.q.w[...]  # a norm undoes the size of its input
-    want = run(build(q_norm=nn.RMSNorm(6), k_norm=nn.RMSNorm(6)), inputs())
-    np.testing.assert_allclose(run(normed, inputs()), want, atol=2e-5)
-    assert np.abs(run(plain, inputs()) - want).max() > 1e-3
-
-
 def test_temperature_counts_within_documents():
     """Queries times `1 + scale log(1 + floor((i + 1) / floor))` are scores times the same, document by document."""
     tuning, segments = nn.TemperatureTuning(floor=3, scale=0.7), jnp.array([[1] * 4 + [2] * 7] * 2)
@@ -140,12 +132,6 @@ SPLITS = [[7, 1, 1, 1, 1], [1, 1, 7, 1, 1], [1] * 11]
 @few("causal", "both", "prefix")
 def test_prefill_and_decode_equal_the_full_pass(name):
     prefills_and_decodes(name, SPLITS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MASKS)
-def test_however_a_row_is_split(name):
-    prefills_and_decodes(name, [[11], [4, 1, 1, 1, 4], [7, 4]])
 
 
 def prefills_and_decodes(name, splits):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxlib import nn, ops
-from maxlib.nn.cache import LatentCache, QuantizedCache, SharedKV, kv_cache, make_rewindable, put_rows
+from maxlib.nn.cache import LatentCache, QuantizedCache, kv_cache, make_rewindable, put_rows
 from maxlib.ops._attention import splash
 from maxlib.ops._attention.reference import reference
 
@@ -73,11 +73,6 @@ def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
     programs = str(jax.make_jaxpr(lambda: put(empty))()), str(jax.make_jaxpr(put)(empty))
     assert ["gather" in text for text in programs] == [False, True]
     np.testing.assert_array_equal(put(empty + 2), jax.jit(put)(empty + 2))  # known, but not empty
-
-
-def test_a_ring_is_made_where_it_is_shorter():
-    make = lambda ring: kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=ring, dtype=jnp.bfloat16)
-    assert [type(make(ring)).__name__ for ring in (7, 8, None)] == ["RingCache", "KVCache", "KVCache"]
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int16", "uint8"])
@@ -147,7 +142,7 @@ WINDOW, CHUNK = ops.Causal() & ops.SlidingWindow(5), ops.Causal() & ops.Chunked(
 
 def with_cache(mask, tokens, dtype="float32", spare=0):
     """Keys, values and bounds of `tokens` new tokens (the last of row 1 is padding) after 0, 2 and 7 cached ones in a
-    cache of 12, and the mask's description, for the layer and for one that shares its keys.
+    cache of 12, and the mask's description.
     """
     ring = mask.ring if mask.ring and mask.ring < 12 else None
     cache = kv_cache(3, 12, num_kv_heads=1, k_dim=8, v_dim=8, ring=ring, dtype=jnp.dtype(dtype))
@@ -162,7 +157,7 @@ def with_cache(mask, tokens, dtype="float32", spare=0):
     ctx = nn.make_context(3, tokens, cache=nn.cache.Cache(None, jnp.array([0, 2, 7])), valid=valid)
     hint = ctx.mask_hint(mask, cache)
     cache, *found = cache.extend(new(2, tokens), new(3, tokens), ctx, *ctx.key_intervals(mask))
-    return found, hint, ctx.mask_hint(mask, SharedKV.of(cache, *found))
+    return found, hint
 
 
 # By default one token with and without spare slots, and several; masks do not know how keys are stored.
@@ -176,29 +171,25 @@ CALLS = [
 @pytest.mark.parametrize(("dtype", "tokens", "spare"), CALLS)
 @pytest.mark.parametrize("mask", [ops.Causal(), WINDOW, CHUNK, CHUNK | ops.BidirectionalBlocks()], ids=str)
 def test_the_description_of_a_mask_agrees_with_its_intervals_in_every_cache(mask, dtype, tokens, spare):
-    """Empty slots and other chunks are other segments; one token attends to the slots of a ring from 0. Only a layer
-    that shares such a ring does not know.
-    """
-    (keys, _, *bounds), *hints = with_cache(mask, tokens, dtype, spare)
+    """Empty slots and other chunks are other segments; one token attends to the slots of a ring from 0."""
+    (keys, _, *bounds), (static, ids) = with_cache(mask, tokens, dtype, spare)
     one = mask.ring is not None and tokens == 1
-    assert [hint is None for hint in hints] == [False, one]
     key, (start, end) = np.arange(keys.shape[1]), (np.asarray(x)[..., None] for x in bounds)
     want = (start <= key) & (key < end)
     has_keys = want.any(axis=-1, keepdims=True)
     assert has_keys.sum() == 3 * tokens - (tokens > 1)
-    for static, ids in filter(None, hints):
-        assert static.kind == "causal" and not static.aligned
-        assert static.segmented == (mask.ring is not None and not (one and not spare)) == (ids is not None)
-        seen = (key < end) & (key >= end - (static.window or 99))
-        if ids is not None:
-            queries, of_keys = map(np.asarray, ids)
-            seen &= queries[:, :, None] == of_keys[:, None]
-        np.testing.assert_array_equal(seen & has_keys, want)
+    assert static.kind == "causal" and not static.aligned
+    assert static.segmented == (mask.ring is not None and not (one and not spare)) == (ids is not None)
+    seen = (key < end) & (key >= end - (static.window or 99))
+    if ids is not None:
+        queries, of_keys = map(np.asarray, ids)
+        seen &= queries[:, :, None] == of_keys[:, None]
+    np.testing.assert_array_equal(seen & has_keys, want)
 
 
 @pytest.mark.parametrize("mask", [pytest.param(WINDOW, marks=pytest.mark.full), CHUNK], ids=str)
 def test_the_kernel_of_tpus_prefills_a_ring(mask):
-    (keys, values, start, end), hint, _ = with_cache(mask, 5)
+    (keys, values, start, end), hint = with_cache(mask, 5)
     q = jnp.asarray(np.random.default_rng(4).normal(size=(3, 5, 2, 8)), jnp.float32)
     options = {"k_start": start, "k_end": end, "scale": 0.5}
     got, _ = splash.splash(q, keys, values, mask_hint=hint, interpret=True, **options)

@@ -59,7 +59,7 @@ def test_a_model_from_outside():
         "RoPE",
         "sliding window",
         "LayerNorm",
-        "biases on up down",
+        "biases on down up",
         "logit soft-cap",
         "tied head",
     )
@@ -77,7 +77,7 @@ def test_experts_and_latents():
 
 def test_positions_and_biases():
     model = shape(gpt2.GPT2, GPT2)
-    assert nn.describe.features(model) == ("learned positions", "LayerNorm", "biases on q k v o up down", "tied head")
+    assert nn.describe.features(model) == ("learned positions", "LayerNorm", "biases on down k o q up v", "tied head")
     assert nn.describe.cache_kinds(model) == ("full",)  # asked for no more tokens than it has positions
 
 
@@ -87,7 +87,7 @@ def test_images_and_windows():
     assert (
         nn.describe.features(seeing)
         == nn.describe.features(reading)
-        == ("RoPE", "sliding window", "qk-norm", "tied head")
+        == ("RoPE", "qk-norm", "sliding window", "tied head")
     )
 
 

@@ -186,16 +186,6 @@ def test_summary_counts_what_is_there():
     assert nn.summary(jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), model)) == text
 
 
-def test_a_summary_is_text_in_a_notebook_too(monkeypatch):
-    """rich would show an empty output of its own besides."""
-    model = nn.RMSNorm(4)
-    text = nn.summary(model)
-    shown = []
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("rich.jupyter.display", lambda *arguments: shown.append(arguments))
-    assert nn.summary(model) == text and not shown
-
-
 @pytest.mark.parametrize(
     ("spec", "x", "w"),
     [

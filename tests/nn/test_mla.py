@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops, sharding
-from maxlib.sharding.strategies import SplitSequence
 
 X = np.random.default_rng(0).normal(size=(2, 7, 16)).astype(np.float32)
 
@@ -113,11 +112,3 @@ def test_a_quantized_latent_cache_is_near_the_exact_one(dtype):
     held, whole = (np.asarray(cache.latent)[:, :6] for cache in (low, exact))
     for part in (slice(0, 10), slice(10, 14)):  # each has a scale of its own
         assert norm(held[..., part] - whole[..., part]) < 0.03 * norm(whole[..., part])
-
-
-def test_traffic_is_that_of_keys_and_values_of_all_heads():
-    """In training they are as large as queries and outputs: no latents travel."""
-    split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=1, rows=3, tokens=20, width=2, passes=3)
-    both = 3 * ((6 + 4) + 5)  # heads of nope_dim + rope, and of v_dim
-    assert build(None).traffic(split) == split.attention(queries=both, keys=both)
-    assert build(None).traffic(split) != split.attention(queries=both, keys=both - 1)

@@ -240,13 +240,8 @@ def test_tokens_travel_to_their_experts(capacity_factor):
 )
 def test_the_platform_or_the_layout_says_how_tokens_travel(platform, axes, how, ragged, monkeypatch):
     monkeypatch.setattr(exchange, "current_device", lambda: (platform, "any"))
+    assert exchange.is_ragged() is (platform == "tpu")  # without a layout
     strategy = sharding.FSDP | sharding.ExpertParallel(exchange=how)
     strategy |= sharding.strategies.Pipeline(microbatches=2) if "stage" in axes else sharding.FSDP
     with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=-1, **axes), strategy)):
-        assert exchange.is_ragged() is ragged
-
-
-def test_without_a_layout_the_platform_says_how_tokens_travel(monkeypatch):
-    for platform, ragged in (("tpu", True), ("cpu", False)):
-        monkeypatch.setattr(exchange, "current_device", lambda platform=platform: (platform, "any"))
         assert exchange.is_ragged() is ragged

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn, sharding
-from tests.nn.recurrences import DIM, KINDS, SEGMENTS, SEQ, X, layer, run
+from maxlib import nn, ops, sharding
+from maxlib.sharding.strategies import SplitSequence
+from tests.nn.recurrences import DELTA, DIM, KIMI, KINDS, MAMBA, SEGMENTS, SEQ, X, layer, run
 
 
 @jax.jit
@@ -107,3 +108,51 @@ def test_what_a_state_cannot_do_is_refused(kind):
     assert jax.tree.map(jnp.shape, caches[0]) == jax.tree.map(jnp.shape, caches[1])  # it does not grow
     if kind in ("delta", "kimi"):
         assert caches[0].state.dtype == jnp.float32 and caches[0].q.dtype == jnp.bfloat16
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_key_heads"):
+        nn.GatedDeltaNet(DIM, **DELTA | {"num_heads": 3}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_groups"):
+        nn.Mamba2(DIM, **MAMBA, num_groups=3, rngs=nnx.Rngs(0))
+    for make in (functools.partial(nn.KimiDeltaAttention, **KIMI), nn.ShortConvolution):
+        with pytest.raises(ValueError, match="conv_width must be at least 2"):
+            make(DIM, conv_width=1, rngs=nnx.Rngs(0))
+
+
+def test_traffic_is_that_of_transitions_states_and_the_last_inputs():
+    """Of each device, in float32: N transitions [Hk, Hk] and states [Hk, Hv]; and three inputs of the convolution."""
+    split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=2, rows=3, tokens=20, width=2, passes=3)
+    floats, inputs = 4 * (8 * 8 + 8 * 6), 3 * (2 * 8 + 2 * 8 + 4 * 6)  # N = 4; queries and keys of two heads, values
+    one = 3 * 4 * (4 * floats + 2 * inputs) / 2
+    assert layer("delta").traffic(split) == {"all-gather": 2 * one, "reduce-scatter": one}
+
+
+def test_rates_are_drawn_from_1_to_16():
+    """As the reference: A is uniform in [1, 16), and its log is stored."""
+    rates = np.exp(nn.GatedDeltaNet(8, **DELTA | {"num_heads": 512}, rngs=nnx.Rngs(0)).a_log[...])
+    assert 1 <= rates.min() < 1.2 and 15.8 < rates.max() <= 16
+    np.testing.assert_allclose(rates.mean(), 8.5, atol=0.5)
+
+
+def test_steps_of_mamba_stay_within_their_limits():
+    """With a least step the state forgets faster; the greatest one bounds what a token writes."""
+    plain = layer("mamba")
+    limited = jax.tree.map(lambda a: a, plain)
+    limited.dt_limit = (0.5, 0.6)
+    dt = limited._step(limited.dt(jnp.asarray(X)))
+    assert float(dt.min()) == 0.5 and float(dt.max()) == np.float32(0.6)
+    assert np.abs(run(limited, X) - run(plain, X)).max() > 0.1
+
+
+def test_latent_attention_without_a_rope_has_no_positions():
+    """As in Kimi Linear: the same keys in another order give the last query the same result."""
+    sizes = dict(num_heads=2, kv_rank=8, nope_dim=6, v_dim=6)
+    attn = jax.jit(lambda: nn.MLA(DIM, **sizes, rope=None, shared_dim=4, rngs=nnx.Rngs(0)))()
+    turned = np.concatenate([X[:, :-1][:, ::-1], X[:, -1:]], axis=1)
+    call = jax.jit(lambda attn, x: attn(x)[0][:, -1])
+    want = call(attn, X)
+    np.testing.assert_allclose(call(attn, turned), want, atol=2e-5 * np.std(want))
+    for wrong in ({"rope": None}, {"rope": ops.Rope(6), "shared_dim": 4}):
+        with pytest.raises(ValueError, match="MLA needs rope=, or without one shared_dim="):
+            nn.MLA(DIM, **sizes, **wrong, rngs=nnx.Rngs(0))

@@ -61,7 +61,7 @@ def test_keys_as_values_are_the_projection_before_its_norm_and_rotation():
     _, _, v = jax.jit(lambda x: attn.project(x, nn.make_context(1, 6)))(x)
     raw = np.einsum("btd,khd->btkh", np.float64(x), np.float64(attn.k.w[...]))
     np.testing.assert_allclose(v, raw / np.sqrt((raw**2).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
-    assert attn.v is None and "keys as values" in attn.features()
+    assert attn.v is None and "keys as values" in attn.features
 
 
 def test_keys_of_another_shape_are_refused():

@@ -87,13 +87,6 @@ def test_where_points_at_each_layer(groups):
         np.testing.assert_array_equal(leaf if row is None else leaf[row], stack[i].proj.w[...])
 
 
-def test_layers_are_taken_by_number():
-    stack = nn.Stack(lambda _, rngs: nn.GatedMLP(4, 8, rngs=rngs), 3, rngs=nnx.Rngs(0))
-    assert stack.where(-1) == stack.where(2)
-    with pytest.raises(IndexError, match="there is no layer 3: the stack has 3"):
-        stack.where(3)
-
-
 def test_aux_rows_come_in_layer_order():
     x, kinds = jnp.ones((1, 1, 4)), KINDS[1]
     scanned, alone = jax.jit(lambda: [build(kinds, groups)(x, 0.0)[2]["load"] for groups in ("aaaaaaa", "abcdefg")])()
@@ -195,16 +188,6 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, want, lowered.compile()(stack))
 
 
-def test_remat_keeps_less():
-    stack, x = build(), jnp.ones((64, 64, 4))
-
-    def temporary_bytes(remat):
-        gradient = jax.grad(lambda stack, x: jnp.sum(stack(x, 0.1, remat=remat)[0] ** 2))
-        return jax.jit(gradient).lower(stack, x).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporary_bytes("full") < temporary_bytes(None)
-
-
 def test_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat must be None, one of"):
         build()(jnp.ones((1, 1, 4)), 0.0, remat="most")
@@ -243,13 +226,6 @@ def test_layers_of_other_kinds_are_not_scanned_together():
     """Even if they are equal, as layers with and without `layer_inputs` are."""
     stack = nn.Stack(lambda _, rngs: Layer(rngs=rngs), "aaabbbb", rngs=nnx.Rngs(0))
     assert stack.unstacked().restacked().grouping == stack.grouping == ((1, 3), (1, 4))
-
-
-def test_unstacked_is_the_same_function():
-    stack = build(groups="abcbcbc")
-    x, alone = jnp.ones((1, 2, 4)), nn.unstack({"a": stack})["a"]
-    assert alone.grouping == ((7, 1),)
-    np.testing.assert_allclose(stack(x, 0.1)[0], alone(x, 0.1)[0], rtol=1e-6)
 
 
 class Adds(nnx.Module):

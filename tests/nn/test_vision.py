@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from maxlib import nn
-from maxlib.nn.vision._inputs import check_placeholders, place_features
+from maxlib.nn.vision._inputs import check_placeholders
+from maxlib.nn.vision._patches import take_features
 
 INSIDE = jnp.asarray([[0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]], bool)
 BLOCKS = jax.jit(nn.vision.bidirectional_blocks)
 
 
 def test_features_go_to_placeholders_in_order():
-    x, features = jnp.zeros((2, 6, 3)), jnp.arange(1.0, 22.0).reshape(7, 1, 3)
-    want = np.zeros((2, 6, 3))
-    want[np.asarray(INSIDE)] = np.asarray(features).reshape(7, 3)
-    np.testing.assert_array_equal(jax.jit(place_features)(x, INSIDE, features), want)
+    features, want = jnp.arange(1.0, 22.0).reshape(1, 7, 3), np.zeros((2, 6, 3))
+    want[np.asarray(INSIDE)] = np.asarray(features)[0]
+    np.testing.assert_array_equal(jax.jit(take_features)(INSIDE, features, jnp.array([7])), want)
 
 
 @pytest.mark.parametrize("count", [6, 8])
 def test_too_few_or_too_many_features_show(count):
-    placed = jax.jit(place_features)(jnp.zeros((2, 6, 3)), INSIDE, jnp.ones((count, 1, 3)))
+    placed = jax.jit(take_features)(INSIDE, jnp.ones((1, 7, 3)), jnp.array([count]))
     np.testing.assert_array_equal(jnp.isnan(placed[..., 0]), INSIDE)
     check_placeholders(INSIDE, 7)
     with pytest.raises(ValueError, match=f"have 7 image placeholders, but the given images make {count} vectors"):

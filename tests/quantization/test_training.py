@@ -231,12 +231,3 @@ def test_filters_of_a_short_convolution_are_no_matrices():
     """They multiply nothing, and a warning of each hybrid would tell nobody anything."""
     layer = lambda: nn.GatedDeltaNet(16, num_heads=2, key_dim=8, value_dim=8, rngs=nnx.Rngs(0))
     assert quant.report(jax.eval_shape(lambda: quant.for_training(layer(), "int8"))).unquantized == ()
-
-
-def test_dtypes_that_the_backend_lacks(monkeypatch):
-    from maxlib.quantization import _formats as formats
-
-    assert formats._problem("int4", "int4", "cpu") is not None  # this compiler says so itself
-    monkeypatch.setattr(formats, "_problem", lambda a, b, backend: "no such dot")
-    with pytest.raises(ValueError, match="must multiply float8_e4m3fn by float8_e4m3fn .*no such dot"):
-        quant.for_training(model("llama"), "fp8")

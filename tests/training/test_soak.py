@@ -10,6 +10,7 @@ import pytest
 from tests.training import soak
 
 
+@pytest.mark.full
 def test_nothing_grows():
     """150 saves with evaluations, exports and metrics, 20 epochs of a loader, in a process of its own with 256
     descriptors.
@@ -27,6 +28,7 @@ def test_nothing_grows():
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", soak.TIMES)
+@pytest.mark.full
 def test_nothing_grows_for_long(part):
     assert soak.failures(soak.run(part, soak.TIMES[part] // 10)) == []
 

@@ -9,52 +9,6 @@ from fsspec.implementations.local import LocalFileSystem
 from maxlib.weights import buckets
 
 
-class Busy:
-    """A client whose every listing fails until `left` failures were made."""
-
-    def __init__(self, left: int, error: Exception):
-        self.left, self.error, self.calls = left, error, 0
-
-    def invalidate_cache(self) -> None:
-        pass
-
-    def ls(self, path: str, detail: bool) -> list[dict]:
-        self.calls += 1
-        if self.calls <= self.left:
-            raise self.error
-        return [{"name": f"{path}/config.json", "size": 2, "type": "file", "ETag": "a"}]
-
-
-@pytest.fixture
-def client(monkeypatch):
-    def make(left: int, error: Exception) -> Busy:
-        busy = Busy(left, error)
-        monkeypatch.setattr(buckets, "_client", lambda scheme: busy)
-        monkeypatch.setattr(buckets, "WAITS", (0.0, 0.0, 0.0))
-        return busy
-
-    return make
-
-
-def test_a_busy_store_is_asked_again(client):
-    busy = client(3, RuntimeError("503 Slow Down"))
-    assert buckets.exists("s3://bucket/model") and busy.calls == 4
-
-
-def test_a_store_that_fails_for_good_is_an_error(client):
-    busy = client(9, RuntimeError("503 Slow Down"))
-    with pytest.raises(ConnectionError, match=r"s3://bucket/model: listing it failed 4 times: 503"):
-        buckets.exists("s3://bucket/model")
-    assert busy.calls == 4
-
-
-def test_a_refusal_is_not_repeated(client):
-    busy = client(9, PermissionError("Access Denied"))
-    with pytest.raises(PermissionError, match="Access Denied"):
-        buckets.local("gs://bucket/model")
-    assert busy.calls == 1
-
-
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """A directory on the disk as the bucket, and another as the cache."""
@@ -80,6 +34,12 @@ def test_a_directory_is_written_and_read(bucket):
         "config.json": b"{}",
         "model.safetensors": b"weights",
     }
+
+
+def test_a_directory_that_does_not_exist(bucket):
+    assert not buckets.exists("gs://bucket/model")
+    with pytest.raises(FileNotFoundError, match="gs://bucket/model has no files of a model"):
+        buckets.local("gs://bucket/model")
 
 
 def test_weights_that_the_index_does_not_name_are_not_copied(bucket):

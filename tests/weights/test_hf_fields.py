@@ -233,12 +233,6 @@ def test_misspelt_names_are_errors():
         Fields(Config, ENTRIES, fixd={"hidden_act": "silu"})
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 4), (2, 4), (4, 0)])
-def test_heads_that_do_not_divide_are_refused_before_a_layer_is_built(heads, kv_heads):
-    with pytest.raises(ValueError, match=r"num_key_value_heads|num_attention_heads .* got \d and \d"):
-        read(num_attention_heads=heads, num_key_value_heads=kv_heads)
-
-
 SEEING = Multimodal(
     FIELDS,
     {"losses": Fields(Windowed, [Field("num_layers", "vision_config.depth")])},

@@ -13,6 +13,7 @@ from tests.weights import hub_server
 from tests.weights.test_pretrained import CFG, build
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
+errors = pytest.importorskip("huggingface_hub.errors")
 NAME = "tester/tiny-llama"
 
 
@@ -64,26 +65,26 @@ def test_what_the_cache_holds_needs_no_hub(hub, model, tmp_path, monkeypatch):
     assert not [line for line in hub.asked if "/resolve/" in line]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert_same(maxlib.from_pretrained(NAME), model)
-    with pytest.raises(
-        FileNotFoundError, match=r"no directory 'tester/other' here.*HF_HUB_OFFLINE=1 forbids downloads. `hf download"
-    ):
+    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE") as error:
         maxlib.from_pretrained("tester/other")
+    assert "no directory 'tester/other' here" in error.value.__notes__[0]
 
 
 def test_revisions_and_tokens(hub, model, tmp_path):
     upload(hub, model, tmp_path / "export")
     hub.gated.add(NAME)
-    with pytest.raises(PermissionError, match="gated: accept its terms"):
+    with pytest.raises(errors.GatedRepoError):
         maxlib.from_pretrained(NAME)
     hub.tokens.add("hf_good")
     assert_same(maxlib.from_pretrained(NAME, revision="v1", token="hf_good"), model)
-    with pytest.raises(FileNotFoundError, match="no revision 'v9'"):
+    with pytest.raises(errors.RevisionNotFoundError):
         maxlib.from_pretrained(NAME, revision="v9", token="hf_good")
 
 
 def test_what_is_no_model_is_said(hub, model, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no directory 'nobody/nothing' here, and no model of that name"):
+    with pytest.raises(errors.RepositoryNotFoundError) as error:
         maxlib.from_pretrained("nobody/nothing")
+    assert "no directory 'nobody/nothing' here" in error.value.__notes__[0]
     upload(hub, model, tmp_path / "export")
     del hub.models[NAME]["model.safetensors"]
     with pytest.raises(ValueError, match=r"lacks model.safetensors. maxlib reads no pickles"):
@@ -91,39 +92,25 @@ def test_what_is_no_model_is_said(hub, model, tmp_path):
     hub.models["tester/strange"] = {"model.safetensors.index.json": json.dumps({"weight_map": {"w": "../*"}}).encode()}
     with pytest.raises(ValueError, match=r"must name safetensors files beside it, got '\.\./\*'"):
         weights.download("tester/strange")
+    hub.down = True
+    with pytest.raises(FileNotFoundError, match="503"):
+        maxlib.from_pretrained("tester/other")
     with pytest.raises(ValueError, match="revision= is for models on the hub"):
         maxlib.from_pretrained(tmp_path / "export", revision="main")
 
 
-def test_a_hub_that_fails_is_said(hub, model, tmp_path, monkeypatch):
-    upload(hub, model, tmp_path / "export")
-    hub.down = True
-    address = huggingface_hub.constants.ENDPOINT
-    with pytest.raises(
-        FileNotFoundError,
-        match=rf"the hub \({address}\) cannot be reached \(Server error '503 .*\). `hf download {NAME}`",
-    ):
-        maxlib.from_pretrained(NAME)
-
-
-def test_what_is_pushed_comes_back_with_a_card(hub, model, tmp_path):
-    card = weights.ModelCard(
-        text="Made by a test.", license="apache-2.0", base_model="tester/base", datasets=("tester/words",),
-        metrics={"loss": 1.25}, commit="0123abc",
-    )  # fmt: skip
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_pushed_comes_back_with_a_card(hub, model, given):
+    card = huggingface_hub.ModelCard("---\nlicense: apache-2.0\n---\nMade by a test.") if given else True
     address = maxlib.push_to_hub(model, NAME, token="hf_good", model_card=card, message="first")
     assert hub_server.COMMIT in address and hub.commits[0]["summary"] == "first"
-    text = hub.models[NAME]["README.md"].decode()
     assert_same(maxlib.from_pretrained(NAME), model)
-    assert "| loss | 1.25 |" in text and "`LlamaForCausalLM`" in text and "`0123abc`" in text
-    data = huggingface_hub.ModelCard(text).data
-    assert (data.license, data.base_model, data.datasets) == ("apache-2.0", "tester/base", ["tester/words"])
-
-
-def test_a_card_cannot_break_out_of_its_front_matter():
-    text = weights.ModelCard(license='x"\n---\nlibrary_name: evil').render(title="t", architecture="A", parameters=1)
-    data = huggingface_hub.ModelCard(text).data
-    assert data.library_name == "transformers" and "evil" in data.license
+    card = huggingface_hub.ModelCard(hub.models[NAME]["README.md"].decode())
+    if given:
+        assert card.data.license == "apache-2.0" and "Made by a test." in card.text
+    else:
+        assert card.data.library_name == "transformers" and card.data.tags == ["maxlib"]
+        assert "# tiny-llama" in card.text and "`LlamaForCausalLM`" in card.text
 
 
 def test_without_huggingface_hub_the_package_is_named(monkeypatch):
@@ -133,7 +120,7 @@ def test_without_huggingface_hub_the_package_is_named(monkeypatch):
 
 
 def test_of_several_hosts_the_first_uploads(hub, model, monkeypatch):
-    monkeypatch.setattr("maxlib.weights._hub_push.jax.process_index", lambda: 1)
+    monkeypatch.setattr("maxlib.weights._family.jax.process_index", lambda: 1)
     monkeypatch.setattr("maxlib.weights._family.save_pretrained", lambda *_, **__: None)
     assert maxlib.push_to_hub(model, NAME, token="hf_good") is None
     assert not hub.models and not hub.commits

@@ -5,7 +5,6 @@ import errno
 import functools
 import inspect
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -25,7 +24,7 @@ from maxlib import inference, nn, ops, quantization, sharding, training, weights
 from maxlib.models import llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
-from maxlib.weights import _readback
+from maxlib.weights import _saving
 from maxlib.weights import files as files_module
 from tests.nn.tiny import LLAMA
 from tests.weights import zoo
@@ -221,13 +220,6 @@ def test_tensors_that_do_not_fit_are_named(copied):
         assert line in text
 
 
-def test_long_lists_are_cut(copied):
-    path, tensors = copied
-    save_file({"lm_head.weight": tensors["lm_head.weight"]}, path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing \(29\):(\n  model[^\n]*){20}\n  ... and 9 more\n"):
-        maxlib.from_pretrained(path)
-
-
 def test_a_table_that_forgets_a_weight_says_so(copied):
     path, _ = copied
     family = dataclasses.replace(
@@ -260,7 +252,7 @@ def test_a_truncated_file_is_refused_before_anything_is_built(copied):
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"hidden_size": None}, "hidden_size must be given"),
         ({"head_dim": None, "hidden_size": 33}, "must divide hidden_size"),
-        ({"num_key_value_heads": 3}, r"num_attention_heads must be a multiple of num_key_value_heads.* got 4 and 3"),
+        ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads.* got 4 and 3"),
         ({"sliding_window": 16}, "fields this architecture does not know.*\n.*sliding_window = 16"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "nonsense"}, r"weights.Family\(...\) .* an entry point of the group .maxlib.models"),
@@ -293,14 +285,8 @@ def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
 
 
 def test_arguments_that_do_not_exist_are_named(exported):
-    for given, meant in (("num_layer", "num_layers"), ("dtpye", "dtype")):
-        with pytest.raises(TypeError, match=rf"the fields of llama's .*got {given}=1: did you mean {meant}\?"):
-            maxlib.from_pretrained(exported, **{given: 1})
-    with pytest.raises(
-        TypeError,
-        match=r"takes revision, token, layout, dtype, family, ignore_fields and .*\(vocab, .*got quantize=True\.",
-    ):
-        maxlib.from_pretrained(exported, quantize=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtpye'"):
+        maxlib.from_pretrained(exported, dtpye=1)
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -362,12 +348,11 @@ def swapped(make):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (nn.MLP, r"mlp.gate_proj.weight: absent here, \(.*\) by the configuration"),
-        (functools.partial(nn.MLP, bias=False), r"mlp.gate_proj.weight: absent here"),
-        (functools.partial(nn.GatedMLP, bias=True), r"mlp.down_proj.bias: .* here, absent by the configuration"),
+        (nn.MLP, r"mlp.gate_proj.weight is absent here, \(.*\) by the configuration"),
+        (functools.partial(nn.GatedMLP, bias=True), r"mlp.down_proj.bias is .* here, absent by the configuration"),
         (
             functools.partial(nn.GatedMLP, act=jax.nn.gelu),
-            r"another model: layers.0-4.mlp.act is gelu here, silu by the configuration\. Give",
+            r"another model: layers.groups.0.0.mlp.act is gelu here, silu by the configuration",
         ),
     ],
 )
@@ -383,7 +368,7 @@ def test_other_masks_and_norms_are_other_models_and_other_kernels_are_not(tmp_pa
     model.layers = model.layers.restacked("ab" + "c" * (LONG.num_layers - 2))
     maxlib.save_pretrained(model, tmp_path / "laid out otherwise")
     model.layers.groups[0][0].attn_norm.eps = 0.5
-    with pytest.raises(ValueError, match="layers.0.attn_norm.eps is 0.5 here, 1e-0"):
+    with pytest.raises(ValueError, match="layers.groups.0.0.attn_norm.eps is 0.5 here, 1e-0"):
         maxlib.save_pretrained(model, tmp_path / "other")
 
 
@@ -453,9 +438,6 @@ def test_transformers_opens_them(model, tmp_path):
 def test_families_are_found():
     assert "llama" in {family.name for family in weights.families()}
     assert "llama3-8b" in weights.presets()
-    assert set(weights.HUB_NAMES) <= set(weights.presets())
-    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in weights.HUB_NAMES.values())
-    assert len(set(weights.HUB_NAMES.values())) == len(weights.HUB_NAMES)
 
 
 def test_outside_families_are_found_through_entry_points(tmp_path, monkeypatch, caplog):
@@ -531,10 +513,10 @@ def test_settings_without_a_name_are_compared_without_their_address():
         def __init__(self, by: float):
             self.by = by
 
-    assert _readback._word(Scaled(1.0)) == _readback._word(Scaled(1.0))
-    assert _readback._word(functools.partial(jax.nn.elu, Scaled(1.0))) == _readback._word(
+    assert _saving._word(Scaled(1.0)) == _saving._word(Scaled(1.0))
+    assert _saving._word(functools.partial(jax.nn.elu, Scaled(1.0))) == _saving._word(
         functools.partial(jax.nn.elu, Scaled(1.0))
     )
-    assert _readback._word(functools.partial(jax.nn.elu, alpha=1.0)) != _readback._word(
+    assert _saving._word(functools.partial(jax.nn.elu, alpha=1.0)) != _saving._word(
         functools.partial(jax.nn.elu, alpha=2.0)
     )

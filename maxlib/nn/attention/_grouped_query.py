@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H hea
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
@@ -178,7 +178,8 @@ class Attention(SequenceMixer):
         if self.gate is not None and self.out_gate_act is not None:
             out = out * self.out_gate_act(self.gate(x))
         out = checkpoint_name(out, "heads")
-        return self.o(out), cache, SharedKV.of(cache, k, v, k_start, k_end)
+        static_mask, segment_ids = (None, None) if mask_hint is None else mask_hint
+        return self.o(out), cache, SharedKV(k, v, k_start, k_end, segment_ids, static_mask)
 
     def project(self, x: Float[Array, "B T D"], ctx: Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, after norms, temperature and rotation.
@@ -238,8 +239,9 @@ class Attention(SequenceMixer):
         """Names the kind in tables: MHA, GQA or MQA."""
         return attention_kind(self.num_heads, self.num_kv_heads)
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables, such as "qk-norm"."""
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables, such as "qk-norm"."""
         labels = {
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
@@ -250,7 +252,7 @@ class Attention(SequenceMixer):
             "sinks": self.sinks is not None,
             "output gate": self.gate is not None,
         }
-        yield from (label for label, applies in labels.items() if applies)
+        return tuple(label for label, applies in labels.items() if applies)
 
 
 def check_mask(mask: Any) -> None:
@@ -338,7 +340,9 @@ def attend(
         q, k, v = map(_by_tokens, (q, k, v))
     k, v = _repeat_heads(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
-    ring = _ring(k, bias, zigzag=zigzag)
+    ring = _ring_of(k.shape[1])
+    if bias is not None and (ring is not None or zigzag):
+        raise ValueError(CANNOT_TRAVEL)
     if ring is not None and isinstance(v, int):
         v = k[..., :v]
     static, segments = (None, None) if mask_hint is None else mask_hint
@@ -373,14 +377,6 @@ def _repeat_heads(shards: int, q: Array, k: Array, v: Array | int) -> tuple[Arra
     # [B, S, K, H] -> [B, S, shards, H]
     repeats = shards // k.shape[2]
     return jnp.repeat(k, repeats, axis=2), v if isinstance(v, int) else jnp.repeat(v, repeats, axis=2)
-
-
-def _ring(k: Array, bias: Array | None, *, zigzag: bool) -> Any:
-    """Returns the mesh axis around which keys travel, None if none; raises ValueError where a bias forbids it."""
-    ring = _ring_of(k.shape[1])
-    if bias is not None and (ring is not None or zigzag):
-        raise ValueError(CANNOT_TRAVEL)
-    return ring
 
 
 def check_no_ring(keys: int) -> None:

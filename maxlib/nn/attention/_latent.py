@@ -3,7 +3,7 @@
 Shapes: B rows, T new tokens, S keys, D width, N heads, R latent size (with the rotated key where cached), H head width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -224,7 +224,7 @@ class MLA(SequenceMixer):
         """Returns the queries and keys `B T N H` that enter the scores, for probes."""
         return self.queries(x, ctx), self._keys(self.latents(x, ctx))
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        if self.temperature is not None:
-            yield "temperature tuning"
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return () if self.temperature is None else ("temperature tuning",)

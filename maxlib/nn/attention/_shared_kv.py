@@ -3,7 +3,7 @@
 Shapes: B rows, T new tokens, S keys, D width, N query heads, K key heads, H head dimension.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -102,12 +102,18 @@ class SharedKVAttention(SequenceMixer):
         # The keys are rotated already, each by its own position.
         if self.rope is not None:
             q = apply_rope(q, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
-        # With a cache, the keys are not those of this call's tokens; kernels for a named mask must know that.
-        mask_hint = ctx.mask_hint(self.mask, None if cache.kind is None else cache)
-        options = {"scale": self.scale, "implementation": self.implementation, "zigzag": ctx.zigzag}
-        bounds = cache.k_start, cache.k_end
         # softmax(scale * q k^T) v, [B, T, N, H] with [B, S, K, H] -> [B, T, N, H]
-        out = attend(mark_heads(q, "q"), cache.k, cache.v, *bounds, mask_hint=mask_hint, **options)
+        out = attend(
+            mark_heads(q, "q"),
+            cache.k,
+            cache.v,
+            cache.k_start,
+            cache.k_end,
+            mask_hint=cache.mask_hint,
+            scale=self.scale,
+            implementation=self.implementation,
+            zigzag=ctx.zigzag,
+        )
         return self.o(checkpoint_name(out, "heads")), cache
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> None:
@@ -122,7 +128,7 @@ class SharedKVAttention(SequenceMixer):
         """Names the kind in tables: MHA, GQA or MQA."""
         return attention_kind(self.num_heads, self.num_kv_heads)
 
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield from ["qk-norm"] if self.q_norm is not None else []
-        yield "shared keys"
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return ("shared keys",) if self.q_norm is None else ("qk-norm", "shared keys")

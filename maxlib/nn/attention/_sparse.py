@@ -4,7 +4,6 @@ Shapes: B rows, T new tokens, S keys, K chosen keys, D width, N heads, Hi width 
 shared key.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -73,6 +72,7 @@ class SparseMLA(MLA):
 
     reorderable: ClassVar[bool] = False
     quantizable_cache: ClassVar[bool] = False
+    kind: ClassVar[str | None] = "sparse MLA"
 
     def __init__(
         self,
@@ -209,13 +209,9 @@ class SparseMLA(MLA):
         return IndexedLatentCache(latent, jnp.zeros((batch, capacity, self.indexer.dim), dtype))
 
     @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "sparse MLA"
-
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield f"{self.indexer.top_k} chosen keys"
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return (f"{self.indexer.top_k} chosen keys",)
 
 
 def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:

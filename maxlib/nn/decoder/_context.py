@@ -95,18 +95,17 @@ class Context:
         return MaskHint(static, None if ids is None else (ids, ids))
 
     def _hint_with_cache(self, mask: Mask, static: StaticMask, cache: Any) -> MaskHint | None:
-        if cache.is_unordered(self):
-            return MaskHint(StaticMask("causal"))
-        # The description assumes that keys are in the order of tokens.
-        if (index := cache.key_index(self)) is None:
+        if (order := cache.key_order(self)) is None:
             return None
+        if order.index is None:
+            return MaskHint(StaticMask("causal"))
         # A row of a cache is one document. The intervals of its padding are empty, which kernels see without segments.
-        static = dataclasses.replace(static, segmented=static.segmented or cache.has_gap, aligned=False)
+        static = dataclasses.replace(static, segmented=static.segmented or order.has_gap, aligned=False)
         if not static.segmented:
             return MaskHint(static)
         # Slots in front of the first token are segments of no query.
-        start = jnp.where(index < 0, -1, 0)
-        keys = TokenPositions(index, start, jnp.maximum(index + 1, start))
+        start = jnp.where(order.index < 0, -1, 0)
+        keys = TokenPositions(order.index, start, jnp.maximum(order.index + 1, start))
         return MaskHint(static, (mask.segments(self._tokens), mask.segments(keys)))
 
     @property

@@ -14,7 +14,7 @@ from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
 from maxlib.nn.decoder._context import AnyRope, Context, make_context, zigzag_shard, zigzag_unshard
 from maxlib.nn.decoder._model import Input, Output
-from maxlib.nn.mtp import MTP, MTPOutput, draft, predict_ahead
+from maxlib.nn.mtp import MTP, MTPOutput, predict_ahead
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Carry, Stack
 from maxlib.ops import Mask
@@ -270,10 +270,19 @@ class Decoder(nnx.Module):
         return predict_ahead(self.mtp, self.embed, hidden, tokens, ropes=self.ropes, **inputs)
 
     def draft(
-        self, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], **inputs: Any
+        self,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache,
+        valid: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Drafts with the first module while decoding (`nn.mtp.draft`); `inputs` are `cache` and `valid`."""
-        return draft(self._drafter, self.embed, hidden, tokens, masks=self.masks, ropes=self.ropes, **inputs)
+        """Applies the first module to the tokens after those in its cache (`nn.mtp.SupportsDrafting`)."""
+        # [B, T]: the whole prompt at first, then one or two tokens per row.
+        ctx = make_context(*tokens.shape, valid=valid, cache=cache, masks=self.masks, ropes=self.ropes)
+        embedded = self.embed(tokens, dtype=hidden.dtype)
+        hidden, layers, _ = self._drafter(hidden, embedded, ctx, cache.layers)
+        return hidden, cache.advanced(layers, ctx)
 
     def init_draft_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16) -> Cache:
         """Makes an empty cache of the first module."""

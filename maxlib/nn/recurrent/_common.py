@@ -99,7 +99,12 @@ def taps(shape: tuple[int, ...], axes: tuple[str, ...], rngs: nnx.Rngs) -> nnx.P
         shape: Sizes of the channels' axes, and W.
         axes: Names of the channels' axes.
         rngs: Source of initial values.
+
+    Raises:
+        ValueError: when W is below 2.
     """
+    if shape[-1] < 2:
+        raise ValueError(f"conv_width must be at least 2, got {shape[-1]}")
     init = normal(shape[-1] ** -0.5)
     return nnx.Param(init(draw_key(rngs), shape, jnp.float32), axes=(*axes, "tap"))
 

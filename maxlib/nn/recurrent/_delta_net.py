@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, D width, K key heads of width Hk, N value heads of
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -94,6 +94,8 @@ class GatedDeltaNet(SequenceMixer):
     """
 
     op: ClassVar[str | None] = "gated_delta_rule"
+    kind: ClassVar[str | None] = "gated DeltaNet"
+    features: ClassVar[tuple[str, ...]] = ("short convolution",)
 
     def __init__(
         self,
@@ -113,8 +115,6 @@ class GatedDeltaNet(SequenceMixer):
         D, N, K, Hk, Hv, W = dim, num_heads, num_key_heads or num_heads, key_dim, value_dim, conv_width
         if N < 1 or K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_key_heads; got {N} and {K}")
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
         of_keys, of_values = ("kv_heads", "head_dim", "embed"), ("heads", "head_dim", "embed")
         self.q = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
         self.k = Einsum("...D,KHD->...KH", (K, Hk, D), of_keys, rngs=rngs)
@@ -187,15 +187,6 @@ class GatedDeltaNet(SequenceMixer):
         effect = 4 * N * Hk * (Hk + Hv)  # float32
         tail = (self.conv_width - 1) * (2 * K * Hk + N * Hv) * split.width
         return gather_traffic(split, (effect + tail) / split.heads)
-
-    @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "gated DeltaNet"
-
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield "short convolution"
 
 
 def delta_rule(

@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D width, N heads of width H, R rank of the gates, W taps of the convolution.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -45,6 +44,8 @@ class KimiDeltaAttention(SequenceMixer):
     """
 
     op: ClassVar[str | None] = "kimi_delta_attention"
+    kind: ClassVar[str | None] = "Kimi delta attention"
+    features: ClassVar[tuple[str, ...]] = ("short convolution",)
 
     def __init__(
         self,
@@ -58,8 +59,6 @@ class KimiDeltaAttention(SequenceMixer):
         rngs: nnx.Rngs,
     ):
         D, N, H, R, W = dim, num_heads, head_dim, head_dim, conv_width
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
 
         def project() -> Einsum:
             return Einsum("...D,NHD->...NH", (N, H, D), ("heads", "head_dim", "embed"), rngs=rngs)
@@ -129,12 +128,3 @@ class KimiDeltaAttention(SequenceMixer):
         N, H = self.num_heads, self.head_dim
         effect, tail = 4 * N * H * 2 * H, (self.conv_width - 1) * 3 * N * H * split.width  # the effect is float32
         return gather_traffic(split, (effect + tail) / split.heads)
-
-    @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "Kimi delta attention"
-
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield "short convolution"

@@ -5,7 +5,6 @@ and read, W taps of the convolution.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -78,6 +77,8 @@ class Mamba2(SequenceMixer):
     """
 
     op: ClassVar[str | None] = "ssd"
+    kind: ClassVar[str | None] = "Mamba-2"
+    features: ClassVar[tuple[str, ...]] = ("short convolution",)
 
     def __init__(
         self,
@@ -101,8 +102,6 @@ class Mamba2(SequenceMixer):
         D, N, P, G, S, W = dim, num_heads, head_dim, num_groups, state_dim, conv_width
         if N < 1 or G < 1 or N % G:
             raise ValueError(f"num_heads must be a multiple of num_groups; got {N} and {G}")
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
         # Heads and their width are one axis of the weights, as in published files. A single group is replicated on all
         # devices; several groups are split as heads are.
         C, E, groups = N * P, G * S, "kv_heads" if G > 1 else "state"
@@ -223,15 +222,6 @@ class Mamba2(SequenceMixer):
         effect = 4 * N * (P * S + 1)  # float32; the transition is one number per head
         tail = (self.conv_width - 1) * (N * P + 2 * G * S) * split.width
         return gather_traffic(split, (effect + tail) / split.heads)
-
-    @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "Mamba-2"
-
-    def features(self) -> Iterator[str]:
-        """Yields the labels of its options for tables."""
-        yield "short convolution"
 
 
 def _on_one_device(implementation, x, b, c, dt, a_log, d, *rest, axis_name):

@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D width, W taps of the convolution.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -55,10 +54,10 @@ class ShortConvolution(SequenceMixer):
         ValueError: when `conv_width` is below 2.
     """
 
+    kind: ClassVar[str | None] = "gated short convolution"
+
     def __init__(self, dim: int, *, conv_width: int = 3, bias: bool = False, rngs: nnx.Rngs):
         D, W = dim, conv_width
-        if W < 2:
-            raise ValueError(f"conv_width must be at least 2, got {W}")
         self.in_gate = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.out_gate = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.value = Einsum("...D,FD->...F", (D, D), ("mlp", "embed"), bias=bias, rngs=rngs)
@@ -111,15 +110,6 @@ class ShortConvolution(SequenceMixer):
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of convolution inputs that devices gather in a training step."""
         return gather_traffic(split, (self.conv_width - 1) * self.dim * split.width)
-
-    @property
-    def kind(self) -> str:
-        """Names the kind in tables."""
-        return "gated short convolution"
-
-    def features(self) -> Iterator[str]:
-        """Yields nothing: it has no options to distinguish."""
-        yield from ()
 
 
 def _on_one_device(x, weight, bias, tail, starts, valid, *, axis_name):

@@ -60,8 +60,10 @@ class ImageInput:
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Puts the vectors of images in place of their placeholders (`nn.Decoder`)."""
         is_image = self.is_placeholder(tokens)
-        # [I, C, H, W] -> [I, S, D], then into x at the placeholders, [B, T, D].
-        x = place_features(x, is_image, self.projector(self.tower(value, dtype=dtype, remat=remat)))
+        # [I, C, H, W] -> [I, S, D] -> [1, I S, D]: one row of images, then into x at the placeholders, [B, T, D].
+        vectors = self.projector(self.tower(value, dtype=dtype, remat=remat)).reshape(1, -1, x.shape[-1])
+        taken = take_features(is_image, vectors.astype(x.dtype), jnp.array(vectors.shape[1:2]))
+        x = jnp.where(is_image[:, :, None], taken, x)
         if not self.bidirectional:
             return x, {}
         return x, {"bidirectional_blocks": bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)}
@@ -179,22 +181,3 @@ def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:
                 f"the tokens have {placeholders} image placeholders, but the given images make {count} vectors: the "
                 "numbers must be equal; take prompt and images from one call of the processor"
             )
-
-
-def place_features(
-    x: Float[Array, "B T D"], is_placeholder: Bool[Array, "B T"], features: Float[Array, "I S D"]
-) -> Float[Array, "B T D"]:
-    """Replaces the placeholders in `x`, row after row, by the vectors of `features`, image after image.
-
-    If there are more or fewer placeholders than vectors, all of them become NaN: call `check_placeholders` first.
-
-    Args:
-        x: Token vectors, `B T D`.
-        is_placeholder: True for tokens that an image replaces.
-        features: S vectors of each image.
-    """
-    # [I, S, D] -> [I * S, D]; the n-th placeholder of the batch takes the n-th vector.
-    flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)
-    flat = jnp.where(is_placeholder.sum() == len(flat), flat, jnp.nan)
-    index = jnp.cumsum(is_placeholder.reshape(-1)).reshape(is_placeholder.shape) - 1
-    return jnp.where(is_placeholder[:, :, None], jnp.take(flat, index, axis=0, mode="clip"), x)

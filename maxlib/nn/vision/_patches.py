@@ -330,13 +330,10 @@ def check_patches(is_image: Bool[Any, "B T"], images: Patches, merge: int, size:
             raise ValueError(
                 f"the grids have up to {sizes.max()} patches in a row, but only {shapes[0][-2]} were given"
             )
-        check_rows_of_placeholders(np.asarray(is_image).reshape(rows, -1).sum(axis=1), sizes // merge**2)
-
-
-def check_rows_of_placeholders(placeholders: np.ndarray, made: np.ndarray) -> None:
-    """Raises ValueError unless each row has as many placeholders as vectors of its images."""
-    if (placeholders != made).any():
-        raise ValueError(
-            f"the tokens hold {placeholders.tolist()} image placeholders by rows of patches, but the grids of the images make "
-            f"{made.tolist()} vectors: the numbers must be equal; take prompt and images from one call of the processor"
-        )
+        placeholders, made = np.asarray(is_image).reshape(rows, -1).sum(axis=1), sizes // merge**2
+        if (placeholders != made).any():
+            raise ValueError(
+                f"the tokens hold {placeholders.tolist()} image placeholders by rows of patches, but the grids of the images "
+                f"make {made.tolist()} vectors: the numbers must be equal; take prompt and images from one call of the "
+                "processor"
+            )
