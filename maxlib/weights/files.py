@@ -46,7 +46,8 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "*sentence_*.json",  # prompts and lengths of sentence-transformers
 )
-EMBEDDING_FILES = ("modules.json", "[1-9]_*", "[1-9]_*/config.json", "[1-9]_*/*.safetensors")
+EMBEDDING_FILES = ("modules.json", "[1-9]_*/config.json", "[1-9]_*/model.safetensors")
+EMBEDDING_FOLDERS = ("[1-9]_Pooling", "[1-9]_Dense", "[1-9]_Normalize")
 MAX_SHARD_BYTES = 5 * 10**9  # of a file, unless a single tensor is larger
 QUANTIZED = "quantization.json"  # next to weights written by `maxlib.quantization`
 # The files of an export, or of a download; a directory with any other files is never replaced.
@@ -61,6 +62,7 @@ OWN_FILES = (
     *TOKENIZER_FILES,
     *PROCESSOR_FILES,
     *EMBEDDING_FILES,
+    *EMBEDDING_FOLDERS,
 )
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
