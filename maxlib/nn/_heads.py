@@ -60,8 +60,8 @@ class ScoreHead(nnx.Module):
 class EmbeddingHead(nnx.Module):
     """Head that makes one vector of a text: pooling, linear layers, and a norm of 1.
 
-        model = nn.with_head(model, nn.EmbeddingHead(dim, pooling="mean", rngs=nnx.Rngs(0)))
-        vectors = model.head.embed(model(tokens, valid=valid).hidden, valid=valid)[:, 0]  # B E
+        embedder = nn.with_head(model, nn.EmbeddingHead(model.cfg.dim, pooling="mean", rngs=nnx.Rngs(0)))
+        vectors = embedder.head.embed(embedder(tokens).hidden)[:, 0]  # B E
 
     Args:
         dim: Width D of the hidden states.
@@ -172,7 +172,7 @@ def is_last_token(segment_ids: Int[Array, "B T"] | None, shape: tuple[int, int])
 def with_head(model: Any, head: nnx.Module) -> Any:
     """Returns a copy of a model with another head; it shares all other arrays.
 
-        critic = nn.with_head(policy, nn.ScoreHead(policy.cfg.dim, 1, rngs=nnx.Rngs(0)))
+        critic = nn.with_head(model, nn.ScoreHead(model.cfg.dim, 1, rngs=nnx.Rngs(0)))
         values = critic.logits(critic(tokens).hidden)[..., 0]  # B T
 
     The copy trains, shards and runs in pipelines as the model does.

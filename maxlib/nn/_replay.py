@@ -25,7 +25,7 @@ _AXES = ("batch", "seq", None, None)
 def record(model: Any) -> Callable[..., tuple[Any, Int[Array, "B T M X"]]]:
     """Returns a function that calls `model` and also returns the experts of each token, `B T M X` int16.
 
-        output, routes = nn.router.record(model)(tokens)
+    It is called as the model is: `output, routes = nn.router.record(model)(tokens)`.
 
     Args:
         model: A `Decoder` with experts.
@@ -43,9 +43,6 @@ def record(model: Any) -> Callable[..., tuple[Any, Int[Array, "B T M X"]]]:
 
 def replay(model: Any, routes: Int[Any, "B T M X"]) -> Any:
     """Returns a copy of `model` whose routers choose the experts `routes`.
-
-        routed = nn.router.replay(model, batch["routed_experts"])
-        log_probs = post_training.log_probs(routed, batch)
 
     A `post_training.PolicyLoss` does this itself for a batch with `routed_experts`. Expert counts, and with them
     balancing, follow the replayed ids. Within the stages of a pipeline no value can be replaced, which raises
@@ -81,7 +78,7 @@ def replay(model: Any, routes: Int[Any, "B T M X"]) -> Any:
     return patch(model, {EXPERTS: chosen})
 
 
-def route_rows(routes: Sequence[Int[np.ndarray, "n M X"]], *, length: int) -> Int[np.ndarray, "B T M X"]:
+def route_rows(routes: Sequence[Int[np.ndarray, "_ M X"]], *, length: int) -> Int[np.ndarray, "B T M X"]:
     """Pads the routes of texts to rows for `replay`, int16; tokens without routes get -1.
 
     vLLM's `routed_experts` are such arrays: all layers, and all tokens of prompt and completion but the last, which it
