@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
 import safetensors.torch
 import tokenizers
@@ -14,7 +15,7 @@ import transformers
 from flax import nnx
 
 import maxlib
-from maxlib import nn
+from maxlib import adapters, nn
 from tests.nn.tiny import filled_llama
 
 SIZES = {
@@ -102,6 +103,26 @@ def test_labels_of_tokens_have_a_bias(tmp_path):
     maxlib.save_pretrained(ours, tmp_path / "ours")
     again = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "ours")
     assert bool((again.score.bias == model.score.bias).all())
+
+
+@pytest.mark.full
+def test_adapters_of_a_reward_model_are_those_of_peft(tmp_path):
+    base = theirs("Qwen3Config", 1, tmp_path / "base")
+    ours = maxlib.from_pretrained(tmp_path / "base", dtype=jnp.float32)
+    ours = adapters.add(ours, adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(0))
+    params, rest = nn.partition(ours, nn.tree.default_filter(ours))
+    assert "head.w" in params and "embed.w" not in params
+    tuned = nn.combine(jax.tree.map(lambda x: x + 0.1, params), rest)
+    wanted = scores(tuned)
+    adapters.save(tuned, tmp_path / "adapter", base=str(tmp_path / "base"))
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    logits = read(torch.tensor(TOKENS, dtype=torch.long), attention_mask=torch.tensor(VALID)).logits
+    np.testing.assert_allclose(logits.detach(), last(wanted), rtol=1e-5, atol=1e-5)
+    again = adapters.load(maxlib.from_pretrained(tmp_path / "base", dtype=jnp.float32), tmp_path / "adapter")
+    np.testing.assert_allclose(scores(again), wanted, rtol=1e-5, atol=1e-5)
+    maxlib.save_pretrained(adapters.merge(tuned), tmp_path / "merged")
+    merged = maxlib.from_pretrained(tmp_path / "merged", dtype=jnp.float32)
+    np.testing.assert_allclose(scores(merged), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_with_another_head_keeps_the_rest():
