@@ -116,14 +116,14 @@ def test_own_routes_change_nothing(made):
     replayed = jax.jit(
         lambda ids, **inputs: nn.router.replay(ours, ids)(jnp.asarray(TOKENS), dtype=jnp.float32, **inputs)
     )
-    np.testing.assert_array_equal(replayed(own).hidden, output.hidden)
     # vLLM gives a row for each layer, and none for the last token.
-    every_layer = np.zeros((2, 8, LAYERS, X), np.int16)
-    every_layer[:, :, [0, 2]] = own
+    every_layer, others = np.zeros((2, 2, 8, LAYERS, X), np.int16)
+    every_layer[:, :, [0, 2]], others[:, :, [0, 2]] = own, routes()
+    np.testing.assert_array_equal(replayed(every_layer).hidden, output.hidden)
     rows = nn.router.route_rows([every_layer[0, :-1], every_layer[1, :5]], length=8)
     assert (rows[1, 5:] == -1).all()
-    np.testing.assert_array_equal(replayed(jnp.asarray(rows)).hidden, output.hidden)
-    other = replayed(jnp.asarray(routes()))
+    np.testing.assert_array_equal(replayed(rows).hidden, output.hidden)
+    other = replayed(others)
     assert np.abs(other.hidden - output.hidden).max() > 1e-2
     counts = np.array([[(routes()[:, :, m] == e).sum() for e in range(E)] for m in range(2)])
     np.testing.assert_array_equal(other.aux["moe/counts"], counts)  # balancing follows the replayed ids
