@@ -134,6 +134,7 @@ def make(
     dora: bool,
     rslora: bool,
     base: str | None,
+    task_type: str,
 ) -> dict[str, Any]:
     """Returns the fields of a config. Omitted fields have PEFT's defaults, which have no effect.
 
@@ -179,7 +180,7 @@ def make(
         "rank_pattern": {name: value[0] for name, value in patterns.items()},
         "target_modules": [*modules],
         "target_parameters": sorted({*parameters, *(".".join(name.split(".")[-2:]) for name in experts)}) or None,
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type,
         "use_dora": dora,
         "use_rslora": rslora,
     }

@@ -1,5 +1,6 @@
 """Models with heads of numbers: scores and gradients of transformers' classifiers, read from and written to files."""
 
+import importlib
 import json
 
 import chex
@@ -201,6 +202,7 @@ def test_embedding_gemma_is_read_and_written(tmp_path):
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean", "cls"])
 def test_vectors_are_those_of_sentence_transformers(pooling, tmp_path):
     st = pytest.importorskip("sentence_transformers")
+    parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     vocab = {f"w{i}": i for i in range(61)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w1"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -210,10 +212,10 @@ def test_vectors_are_those_of_sentence_transformers(pooling, tmp_path):
     backbone.save_pretrained(tmp_path / "backbone")
     tokenizer.save_pretrained(tmp_path / "backbone")
     modules = [
-        st.models.Transformer(str(tmp_path / "backbone")),
-        st.models.Pooling(32, pooling_mode=pooling),
-        st.models.Dense(32, 20),
-        st.models.Normalize(),
+        parts.Transformer(str(tmp_path / "backbone")),
+        parts.Pooling(32, pooling_mode=pooling),
+        parts.Dense(32, 20),
+        parts.Normalize(),
     ]
     theirs = st.SentenceTransformer(modules=modules, device="cpu")
     theirs.save(str(tmp_path / "theirs"))
