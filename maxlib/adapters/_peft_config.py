@@ -148,6 +148,7 @@ def make(
         dora: `use_dora`.
         rslora: `use_rslora`.
         base: Name of the base model.
+        task_type: PEFT's name of what the model is for.
     """
     everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
     each = {name: _EXPERT.fullmatch(name) for name in adapters}
