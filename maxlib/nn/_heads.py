@@ -90,7 +90,8 @@ class EmbeddingHead(nnx.Module):
             Einsum("...D,ED->...E", (out, width), ("label", "embed"), bias=bias, rngs=rngs)
             for width, out in itertools.pairwise(widths)
         )
-        self.pooling, self.activation, self.normalize = pooling, activation, normalize
+        self.pooling: Pooling = pooling
+        self.activation, self.normalize = activation, normalize
 
     def embed(
         self,
@@ -157,7 +158,7 @@ def pool(
     return jnp.einsum("BST,BTD->BSD", weights.astype(jnp.float32), hidden.astype(jnp.float32), precision=highest)
 
 
-def is_last_token(segment_ids: Int[Array, "B T"] | None, shape: tuple[int, int]) -> Bool[Array, "B T"]:
+def is_last_token(segment_ids: Int[Array, "B T"] | None, shape: tuple[int, ...]) -> Bool[Array, "B T"]:
     """Returns True for the last token of each text.
 
     Args:
