@@ -30,6 +30,12 @@ from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._dropout import with_dropout as with_dropout
 from maxlib.nn._hash_router import HashRouter as HashRouter
+from maxlib.nn._heads import EmbeddingHead as EmbeddingHead
+from maxlib.nn._heads import ScoreHead as ScoreHead
+from maxlib.nn._heads import is_last_token as is_last_token
+from maxlib.nn._heads import pool as pool
+from maxlib.nn._heads import unit_vectors as unit_vectors
+from maxlib.nn._heads import with_head as with_head
 from maxlib.nn._hyper_connection import HyperConnection as HyperConnection
 from maxlib.nn._hyper_connection import HyperHead as HyperHead
 from maxlib.nn._layer import Layer as Layer

@@ -10,12 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.nn._initial_values import Init
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
+from maxlib.nn._replay import EXPERTS
+from maxlib.nn._replay import record as record
+from maxlib.nn._replay import replay as replay
+from maxlib.nn._replay import route_rows as route_rows
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.stack import Stack
@@ -303,7 +308,8 @@ def _choose(preference, top_k: int, groups: GroupLimit | None = None):
 
     names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
     # Ids have no gradient; the router is trained through the weights.
-    return shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
+    chosen = shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
+    return checkpoint_name(chosen, EXPERTS)
 
 
 def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:

@@ -128,7 +128,9 @@ def check_ids(batch: dict[str, Any], model: Any) -> None:
     """
     model = trained_model(model)
     rows = model.embed.w.shape[0] if isinstance(getattr(model, "embed", None), nn.Embed) else None
-    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
+    scores = isinstance(getattr(model, "head", None), nn.ScoreHead | nn.EmbeddingHead)  # its loss reads targets or not
+    has_vocab = hasattr(model, "head_weight") and not scores
+    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if has_vocab else None
     for inner in _batches(batch):
         targets, tokens = np.asarray(inner["targets"]), np.asarray(inner.get("tokens", ()))
         # Only targets have a number that stands for none.

@@ -78,8 +78,10 @@ class Loss:
             pipeline then sum gradients only once. Set it to False if the loss runs layers of its own (as `MTP` does)
             that report values computed from all rows together, such as expert loads. A loss that compares rows gives a
             different result with microbatches in any case: put related sequences into one row.
+        reads_targets: False if the loss does not need `targets`.
     """
 
+    reads_targets: ClassVar[bool] = True
     reads: ClassVar[Collection[str] | None] = None
     sums_over_rows: ClassVar[bool] = True
 
@@ -136,7 +138,8 @@ class Loss:
         """Raises ValueError if the batch has another library's name for an input of the loss, or no targets."""
         if self.reads is not None:
             check_batch_names(type(self).__name__, batch, self.reads)
-            check_has_targets(type(self).__name__, batch)
+            if self.reads_targets:
+                check_has_targets(type(self).__name__, batch)
 
     def warn_of_unread(self, batch: Batch) -> None:
         """Warns about names in the batch that the loss does not read."""

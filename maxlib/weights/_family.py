@@ -20,6 +20,7 @@ from flax import nnx
 from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
 from maxlib.tokenization import ChatTemplate
+from maxlib.weights._heads import MODULES, load_embedder, with_config_head, with_model_head, write_modules
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import import_hub, model_directory
 from maxlib.weights._loading import load
@@ -106,9 +107,10 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
 
 
 def family_of(model: Any) -> Family:
-    """Returns the registered family of a model; raises ValueError if there is none."""
+    """Returns the registered family of a model, with its head (`nn.with_head`); raises ValueError if there is none."""
     matching = [f for f in families() if type(model) is f.model]
-    return _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
+    family = _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
+    return with_model_head(family, model)
 
 
 def read_model(
@@ -155,7 +157,7 @@ def _family_for(data: Mapping[str, Any], path: Path) -> Family:
     nested = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
     claimed = [f for f in families() if nested in f.model_types] or [f for f in families() if kind in f.model_types]
     known = ", ".join(sorted(t for f in families() for t in f.model_types))
-    return _the(claimed, f"the model_type {kind!r} of {path}", known)
+    return with_config_head(_the(claimed, f"the model_type {kind!r} of {path}", known), data)
 
 
 def from_pretrained(
@@ -170,6 +172,9 @@ def from_pretrained(
     **changes: Any,
 ) -> Any:
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
+
+    A classifier, reward model or model of token labels has an `nn.ScoreHead`, a sentence-transformers model an
+    `nn.EmbeddingHead`.
 
         model = maxlib.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=jnp.float32)
 
@@ -202,6 +207,8 @@ def from_pretrained(
         )
     family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
     cfg = dataclasses.replace(cfg, **changes)
+    if (directory / MODULES).exists():
+        return load_embedder(family, cfg, directory, layout=layout, dtype=dtype)
     return load(lambda: family.model(cfg, rngs=nnx.Rngs(0)), family.table(cfg), directory, layout=layout, dtype=dtype)
 
 
@@ -255,6 +262,7 @@ def save_pretrained(
             source = model_directory(like) if first and like is not None else None
             part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path()
         stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        write_modules(model, part, dtype=dtype)
         if not first:
             return
         # Without these ids in config.json, transformers assumes those of the published models.

@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
         embed: Table of token vectors.
         layers: The stack of layers.
         norm: The norm after the last layer.
-        head: Table of output vectors; None if it is tied to `embed`.
+        head: Table of output vectors, None if it is tied to `embed`; or a head of numbers (`nn.with_head`).
         mtp: Modules for multi-token prediction, which predict 2, 3, ... tokens ahead; the first one can draft.
         recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
             (LongRoPE in Phi); None if there is none.
@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
     embed: Embed
     layers: Stack
     norm: nnx.Module
-    head: Embed | None = None
+    head: Any = None
     mtp: Sequence[MTP] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
