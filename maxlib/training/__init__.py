@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from maxlib.training._optimizers import muon as muon
     from maxlib.training._optimizers import mup_init as mup_init
     from maxlib.training._optimizers import mup_lr_factors as mup_lr_factors
+    from maxlib.training._optimizers import soap as soap
     from maxlib.training._optimizers import warmup_cosine as warmup_cosine
     from maxlib.training._optimizers import warmup_linear as warmup_linear
     from maxlib.training._optimizers import warmup_stable_decay as warmup_stable_decay
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from maxlib.training._trainer import Trainer as Trainer
     from maxlib.training.losses import DFT as DFT
     from maxlib.training.losses import MTP as MTP
+    from maxlib.training.losses import BySource as BySource
     from maxlib.training.losses import Loss as Loss
+    from maxlib.training.losses import MacroMean as MacroMean
     from maxlib.training.losses import NextToken as NextToken
     from maxlib.training.losses import Quotient as Quotient
     from maxlib.training.losses import Stats as Stats

@@ -16,8 +16,10 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
+from maxlib.training._muon import Normalize, scale_by_muon
 from maxlib.training._offload import offload_by_layer
 from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
+from maxlib.training._soap import scale_by_soap
 
 Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
@@ -114,12 +116,16 @@ def muon(
     eps: float = 1e-8,
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
+    split_heads: bool = False,
+    normalize: Normalize | None = None,
+    nesterov: bool = True,
 ) -> optax.GradientTransformation:
     """Returns Muon (arXiv:2502.16982) for the matrices inside layers, and AdamW for embeddings, head, routers, norms,
     biases.
 
-    The update of each layer's and each expert's matrix is orthogonalized as an inputs x outputs matrix, all heads
-    together. It is scaled to the size of Adam's updates, so `learning_rate` and `weight_decay` have the same meaning.
+    The update of each layer's and each expert's matrix is orthogonalized as an inputs x outputs matrix. It is scaled to
+    the size of Adam's updates, so `learning_rate` and `weight_decay` have the same meaning. Under a layout each device
+    orthogonalizes some of the matrices, so that none gathers all of them.
 
         optimizer = training.muon(1e-3, model=model)
 
@@ -134,27 +140,76 @@ def muon(
         eps: As in `adamw`.
         clip: As in `adamw`.
         moments: As in `adamw`.
+        split_heads: True orthogonalizes the projections to queries, keys and values head by head, False all heads
+            together.
+        normalize: "rows" divides updates by the root mean square of each output (NorMuon, arXiv:2510.05491),
+            "elements" of each element (AdaMuon, arXiv:2507.11005, usually with `nesterov=False`); None does neither.
+        nesterov: True looks one step of the momentum ahead.
     """
-    dims = muon_dimensions(model)
-
-    def dimensions(params: Any) -> Any:
-        return {path: x if isinstance(x, optax.MaskedNode) else dims[path] for path, x in params.items()}
-
-    matrices = optax.contrib.muon(
-        learning_rate,
-        beta=beta,
-        weight_decay=weight_decay,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=dimensions,
+    dims = muon_dimensions(model, split_heads=split_heads)
+    orthogonal = scale_by_muon(
+        dims, nn.tree.axes(model), beta=beta, nesterov=nesterov, normalize=normalize, beta2=b2, eps=eps
     )
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(orthogonal, optax.add_decayed_weights(weight_decay), rate)
     adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     rest = adam(learning_rate if adam_learning_rate is None else adam_learning_rate, mask=decay_mask(model))
+    return _clipped(_held_in(moments, _with_rest(matrices, rest, dims)), clip)
+
+
+def soap(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    model: Any,
+    weight_decay: float = 0.1,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    precondition_every: int = 10,
+    max_size: int = 8192,
+    clip: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """Returns SOAP (arXiv:2409.11321) for the matrices inside layers, and AdamW for everything else.
+
+    Each layer's and each expert's matrix has preconditioners of its own, of inputs x inputs and outputs x outputs, on
+    every device. The first step only begins them.
+
+    Args:
+        learning_rate: A number, or a schedule from step to number.
+        model: Determines the axes; `jax.eval_shape` of a model is enough.
+        weight_decay: As in `adamw`.
+        b1: Decay of the mean gradient.
+        b2: Decay of the mean squared gradient, and of the preconditioners.
+        eps: As in `adamw`.
+        precondition_every: Steps between new eigenbases.
+        max_size: A side of a matrix that is longer is not preconditioned.
+        clip: As in `adamw`.
+    """
+    dims = muon_dimensions(model)
+    preconditioned = scale_by_soap(
+        dims,
+        nn.tree.axes(model),
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        precondition_every=precondition_every,
+        max_size=max_size,
+    )
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(preconditioned, optax.add_decayed_weights(weight_decay), rate)
+    rest = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
+
+
+def _with_rest(
+    matrices: optax.GradientTransformation, rest: optax.GradientTransformation, dims: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Returns an optimizer that updates the paths of `dims` with `matrices`, and all others with `rest`."""
 
     def kinds(params: dict[str, Any]) -> dict[str, str]:
         return {path: "matrix" if path in dims else "rest" for path in params}
 
-    both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
-    return _clipped(_held_in(moments, both), clip)
+    return optax.partition({"matrix": matrices, "rest": rest}, kinds)
 
 
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -171,15 +226,21 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
     return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 
-def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Finds the input and output dimensions of each matrix by path; all dimensions before them are batch dimensions."""
+def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, optax.contrib.MuonDimensionNumbers]:
+    """Finds the input and output dimensions of each matrix by path; all other dimensions number the matrices.
+
+    Args:
+        model: Determines the axes.
+        split_heads: True makes a matrix of each head that a projection computes.
+    """
     dimensions = {}
     for path, summed in nn.tree.summed_axes(model).items():
         variable = nn.variables(model)[path]
         names = variable.get_metadata()["axes"]
         axes = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's layer axis
         inputs = tuple(d for d in axes if names[d] in summed)
-        outputs = tuple(d for d in axes if names[d] not in summed and names[d] != "expert")
+        apart = {"expert", "heads", "kv_heads"} if split_heads and "head_dim" in names else {"expert"}
+        outputs = tuple(d for d in axes if names[d] not in summed and names[d] not in apart)
         if inputs and outputs and ".router." not in path:
             dimensions[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
     return dimensions
