@@ -10,6 +10,7 @@ from maxlib._lazy import lazy
 if TYPE_CHECKING:
     from maxlib.training import losses as losses
     from maxlib.training import probes as probes
+    from maxlib.training._eight_bit import eight_bit_moments as eight_bit_moments
     from maxlib.training._evaluation import Evaluation as Evaluation
     from maxlib.training._evaluation import evaluate as evaluate
     from maxlib.training._export import Export as Export
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from maxlib.training._optimizer_wrappers import skip_spikes as skip_spikes
     from maxlib.training._optimizer_wrappers import trainable_only as trainable_only
     from maxlib.training._optimizers import adamw as adamw
+    from maxlib.training._optimizers import by_tokens as by_tokens
     from maxlib.training._optimizers import clip_by_global_norm as clip_by_global_norm
     from maxlib.training._optimizers import decay_mask as decay_mask
     from maxlib.training._optimizers import muon as muon

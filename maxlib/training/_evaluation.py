@@ -24,6 +24,7 @@ class Evaluation:
         batches: Number of batches to read; None reads to the end.
         at: Further steps at which to evaluate, such as (10, 100, 1000).
         loss: The loss to evaluate, such as `BySource`; None for that of the training.
+        ema: True evaluates the averages of the parameters (`ema_model`) instead of the parameters.
         stop_at: Name and value of a metric: training ends once an evaluation finds the metric at or below the value,
             such as `("nll", 3.0)`.
 
@@ -37,6 +38,7 @@ class Evaluation:
     batches: int | None = None
     at: Collection[int] = ()
     loss: LossFunction | None = None
+    ema: bool = False
     stop_at: tuple[str, float] | None = None
 
     def __post_init__(self):

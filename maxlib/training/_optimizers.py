@@ -8,7 +8,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
+from maxlib._utils.arguments import check_choice
+from maxlib.training._eight_bit import eight_bit_moments
 from maxlib.training._muon import Normalize, scale_by_muon
 from maxlib.training._offload import offload_by_layer
 from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
@@ -91,7 +93,8 @@ def adamw(
         b2: Decay of the mean squared gradient.
         eps: Added to the root of the mean squared gradient.
         clip: Maximum global norm of the gradient; None disables clipping.
-        moments: Dtype of the moments for any dtype of the parameters: float32 or bfloat16 (see `bfloat16_moments`).
+        moments: Dtype of the moments for any dtype of the parameters: float32, bfloat16 (see `bfloat16_moments`) or
+            float8_e4m3fn (see `eight_bit_moments`).
     """
     if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
@@ -213,11 +216,14 @@ def _with_rest(
 
 
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"moments must be float32 or bfloat16, got {jnp.dtype(moments).name}")
-    return (
-        bfloat16_moments(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else offload_by_layer(in_float32(optimizer))
-    )
+    match jnp.dtype(moments).name:
+        case "float32":
+            return offload_by_layer(in_float32(optimizer))
+        case "bfloat16":
+            return bfloat16_moments(optimizer)
+        case "float8_e4m3fn":
+            return eight_bit_moments(optimizer)
+    raise ValueError(f"moments must be float32, bfloat16 or float8_e4m3fn, got {jnp.dtype(moments).name}")
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
@@ -281,55 +287,107 @@ def decay_mask(model: Any) -> Mask:
     return lambda params: {path: decays[path] for path in params}
 
 
-def mup_lr_factors(model: Any, base: Any) -> dict[str, float]:
-    """Computes the factor on Adam's learning rate of each weight in a wider model (muP, arXiv:2203.03466).
+def mup_lr_factors(
+    model: Any, base: Any, *, optimizer: Literal["adam", "muon"] = "adam", depth_exponent: float | None = None
+) -> dict[str, float]:
+    """Computes the factor on the learning rate of each weight in a wider or deeper model (muP, arXiv:2203.03466).
 
     A learning rate tuned on `base` then transfers to `model`, if the model is initialised with `mup_init` and its
     heads are as wide as those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head)
     get the factor base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has
     no factor, and its logits grow with the width.
 
+    Updates of `muon` have the root mean square 0.2 and so a spectral norm of 0.2 √max(inputs, outputs), which must be
+    in proportion to √(outputs / inputs) (arXiv:2310.17813): the factor of layers' matrices is that of
+    √(outputs / inputs) / √max(inputs, outputs).
+
+    With `depth_exponent` α, layers' outputs count as divided by `depth ** α`, so that a rate also transfers to a deeper
+    model: matrices that write into the residual stream, whose initial values `mup_init` divides, get their factor
+    divided by the ratio of depths to the power α, and all layers' matrices by its power 1 - α (CompleteP,
+    arXiv:2505.01618, has α = 1; depth-muP, arXiv:2310.02244, 1/2).
+
     Args:
-        model: The wider model; `jax.eval_shape` of it is enough.
-        base: The same model in the width that was tuned.
+        model: The wider or deeper model; `jax.eval_shape` of it is enough.
+        base: The same model in the size that was tuned.
+        optimizer: "adam", or "muon" for the matrices inside layers.
+        depth_exponent: α, or None for a model of the same depth.
 
     Returns:
         Factors by path, for `scale_by_path`.
     """
-    summed = nn.tree.summed_axes(model) | {
-        path: ("embed",) for path, short in nn.tree.pattern_paths(model).items() if short == "head.w"
-    }
-    wide, narrow = _inputs(model, summed), _inputs(base, summed)
+    wide, narrow = _fans(model), _fans(base)
     if wide.keys() != narrow.keys():
         raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
-    return {path: narrow[path] / wide[path] for path in wide}
+    factors = {path: narrow[path][0] / wide[path][0] for path in wide}
+    short = nn.tree.pattern_paths(model)
+    matrices = {short[path] for path in muon_dimensions(model)}
+    if optimizer == "muon":
+        factors |= {path: _muon_size(*wide[path]) / _muon_size(*narrow[path]) for path in matrices}
+    if depth_exponent is None:
+        return factors
+    deeper, writers = _depth(model) / _depth(base), _residual_writers(model)
+    for path in matrices:
+        factors[path] *= deeper ** (depth_exponent - 1)
+        factors[path] *= deeper**-depth_exponent if path in writers else 1
+    return factors
 
 
-def mup_init(model: Model, base: Any) -> Model:
+def _muon_size(inputs: int, outputs: int) -> float:
+    """Returns the factor that gives an update of Muon the spectral norm √(outputs / inputs)."""
+    return math.sqrt(outputs / inputs / max(inputs, outputs))
+
+
+def _depth(model: Any) -> int:
+    """Counts the layers of all stacks."""
+    return sum(period * repeats for groups in nn.tree.groupings(model).values() for period, repeats in groups)
+
+
+def _residual_writers(model: Any) -> set[str]:
+    """Returns the pattern paths of layers' matrices whose outputs are the residual stream."""
+    names, short = nn.tree.axes(model), nn.tree.pattern_paths(model)
+    return {
+        short[path]
+        for path, (_, outputs) in muon_dimensions(model).items()
+        if [names[path][d] for d in outputs] == ["embed"]
+    }
+
+
+def mup_init(model: Model, base: Any, *, depth_exponent: float | None = None) -> Model:
     """Scales the initial values of a fresh `model` for muP: an untied head is multiplied by base inputs / inputs.
+
+    With `depth_exponent`, matrices that write into the residual stream are divided by the ratio of depths to its power.
 
     All other default initial values already have the right scale: 1 / sqrt(inputs) for matrices, and independent of the
     width for embeddings. See `mup_lr_factors`.
 
     Args:
         model: The wider model, freshly initialised.
-        base: The same model in the width that was tuned; `jax.eval_shape` of it is enough.
+        base: The same model in the size that was tuned; `jax.eval_shape` of it is enough.
+        depth_exponent: As for `mup_lr_factors`.
     """
-    factors = mup_lr_factors(model, base)
+    heads = {path: factor for path, factor in mup_lr_factors(model, base).items() if path == "head.w"}
+    if depth_exponent is not None:
+        shrunk = (_depth(model) / _depth(base)) ** -depth_exponent
+        heads |= dict.fromkeys(_residual_writers(model), shrunk)
     params, rest = nn.partition(model)
     short = nn.tree.pattern_paths(model)
-    heads = {path: factors["head.w"] for path in params if short[path] == "head.w"}
-    return nn.combine(params | {path: (params[path] * f).astype(params[path].dtype) for path, f in heads.items()}, rest)
+    scaled = {path: heads[short[path]] for path in params if short[path] in heads}
+    return nn.combine(
+        params | {path: (params[path] * f).astype(params[path].dtype) for path, f in scaled.items()}, rest
+    )
 
 
-def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """Counts the inputs that each matrix sums over, by pattern path."""
+def _fans(model: Any) -> dict[str, tuple[int, int]]:
+    """Counts the inputs that each matrix sums over, and its outputs, by pattern path."""
     sizes, short = {}, nn.tree.pattern_paths(model)
+    summed = nn.tree.summed_axes(model) | {path: ("embed",) for path in short if short[path] == "head.w"}
     for path, variable in nn.variables(model).items():
-        names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
         if path in summed:
-            inputs = [n for name, n in zip(names, shape, strict=True) if name in summed[path]]
-            sizes[short[path]] = math.prod(inputs)
+            names, shape = variable.get_metadata()["axes"], variable.get_value().shape
+            count = sharding.layers.num_layer_axes(names)
+            named = [(name, n) for name, n in zip(names[count:], shape[count:], strict=True) if name != "expert"]
+            inputs = math.prod(n for name, n in named if name in summed[path])
+            sizes[short[path]] = inputs, math.prod(n for _, n in named) // inputs
     return sizes
 
 
@@ -366,9 +424,15 @@ def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float =
 
 
 def warmup_stable_decay(
-    peak: float, steps: int, *, warmup: int, decay: int, end_fraction: float = 0.0
+    peak: float,
+    steps: int,
+    *,
+    warmup: int,
+    decay: int,
+    end_fraction: float = 0.0,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, a plateau, and a linear decay to `end_fraction * peak`
+    """Returns a schedule with a linear warm-up, a plateau, and a decay to `end_fraction * peak`
     (WSD, arXiv:2404.06395).
 
     A run may be extended from any checkpoint of its plateau.
@@ -379,13 +443,44 @@ def warmup_stable_decay(
         warmup: Number of steps of the warm-up.
         decay: Number of steps of the decay at the end.
         end_fraction: Last learning rate, as a fraction of `peak`.
+        shape: Shape of the decay: "linear", "cosine" (half a cosine), or "sqrt", `1 - √progress` (arXiv:2405.18392).
 
     Raises:
         ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup, decay)
-    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end_fraction * peak, decay)]
-    return _after_warmup(peak, warmup, optax.join_schedules(parts, [steps - warmup - decay]))
+    check_choice("shape", shape, ("linear", "cosine", "sqrt"))
+    begin = steps - decay
+
+    def schedule(step: Any) -> Any:
+        progress = jnp.clip((step - begin) / decay, 0.0, 1.0)
+        left = {
+            "linear": 1 - progress,
+            "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+            "sqrt": 1 - jnp.sqrt(progress),
+        }[shape]
+        rise = jnp.minimum(1.0, (step + 1) / (warmup + 1))
+        return peak * jnp.where(step < warmup, rise, end_fraction + (1 - end_fraction) * left)
+
+    return schedule
+
+
+def by_tokens(schedule: optax.Schedule, tokens_per_step: int | Callable[[Any], Any]) -> optax.Schedule:
+    """Returns a schedule of steps from one whose lengths are in tokens.
+
+        schedule = training.warmup_stable_decay(3e-4, 100_000_000_000, warmup=1_000_000_000, decay=20_000_000_000)
+        optimizer = training.adamw(training.by_tokens(schedule, tokens_per_step=4_000_000))
+
+    Args:
+        schedule: Maps a number of tokens, those before a step, to a rate.
+        tokens_per_step: Tokens of a step; or a function from a step to the tokens of all steps before it, such as
+            `Ramp.tokens_before`.
+    """
+
+    def by_steps(step: Any) -> Any:
+        return schedule(tokens_per_step(step) if callable(tokens_per_step) else step * float(tokens_per_step))
+
+    return by_steps
 
 
 def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:

@@ -189,7 +189,7 @@ def largest_logits(
     groups = q.shape[2] // k.shape[2]
     index = jnp.arange(k.shape[1])
 
-    def chunk(queries: Array) -> Array:
+    def chunk(queries: tuple[Array, Array, Array]) -> Array:
         q, k_start, k_end = queries  # of one position: [B, K, G, H], [B], [B]
         logits = jnp.einsum("BKGH,BSKH->BKGS", q, k, preferred_element_type=jnp.float32)
         visible = (index >= k_start[:, None]) & (index < k_end[:, None])

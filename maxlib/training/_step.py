@@ -19,6 +19,7 @@ from maxlib.hardware import current_device
 from maxlib.nn.router import expert_bias_paths, moved_biases
 from maxlib.training._gradients import bind_options, divisor, gradient
 from maxlib.training._offload import apply_updates, update
+from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.training._placement import batch_axes, place_like_parameters
 from maxlib.training._qk_clip import clip_queries_and_keys, max_logits_taps
@@ -171,22 +172,24 @@ def _health(loss: Array, norm: Array, skipped: Array | None) -> Metrics:
     return {"finite": finite | skipped, "skipped": skipped.astype(jnp.float32)}
 
 
-def make_eval_step(loss: LossFunction, *, dtype: Any = None) -> Callable[[TrainState, Batch], Stats]:
+def make_eval_step(loss: LossFunction, *, dtype: Any = None, ema: bool = False) -> Callable[[TrainState, Batch], Stats]:
     """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
 
     Args:
         loss: As for `make_train_step`.
         dtype: As for `make_train_step`.
+        ema: True evaluates the averages of the parameters (`ema_model`) instead of the parameters.
 
     Raises:
-        ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout.
+        ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout; with `ema`, for
+            an optimizer without averages.
     """
     bound = bind_options(loss, dtype=dtype)
 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        value, stats = bound(state.model, jax.tree.map(_by_rows, batch), state.key)
+        value, stats = bound(ema_model(state) if ema else state.model, jax.tree.map(_by_rows, batch), state.key)
         _check_metric_names(stats)
         return _everywhere(Stats(stats.num_targets, {"loss": value} | stats.sums))
 

@@ -140,8 +140,10 @@ class Trainer:
         )
         self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
         self.train_step = jit_step(train_step)
-        losses = {prefix: loss if e.loss is None else e.loss for prefix, e in evaluations.items()}
-        self._eval_steps = {prefix: jax.jit(make_eval_step(loss, dtype=dtype)) for prefix, loss in losses.items()}
+        self._eval_steps = {
+            prefix: jax.jit(make_eval_step(loss if e.loss is None else e.loss, dtype=dtype, ema=e.ema))
+            for prefix, e in evaluations.items()
+        }
         follow_layout(loader, layout)
         for e in evaluations.values():
             follow_layout(e.loader, layout)

@@ -151,7 +151,7 @@ def test_what_cannot_be_clipped_is_refused():
     with pytest.raises(ValueError, match=r"layers\.groups\.0\.0\.attn, whose queries or keys are normalized"):
         stepped(norms, 1.0)
     with pytest.raises(ValueError, match="needs a model with layers of nn.Attention or nn.MLA"):
-        step = training.make_train_step(LOSS, optax.sgd(0.1), qk_clip=1.0)
+        step = jax.jit(training.make_train_step(LOSS, optax.sgd(0.1), qk_clip=1.0))
         step(training.make_state(tiny.model(), optax.sgd(0.1)), tiny.batch())
     with pytest.raises(ValueError, match="qk_clip must be the largest attention logit"):
         training.make_train_step(LOSS, optax.sgd(0.1), qk_clip=0.0)
