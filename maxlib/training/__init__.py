@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from maxlib.training._optimizers import by_tokens as by_tokens
     from maxlib.training._optimizers import clip_by_global_norm as clip_by_global_norm
     from maxlib.training._optimizers import decay_mask as decay_mask
+    from maxlib.training._optimizers import dion as dion
     from maxlib.training._optimizers import muon as muon
     from maxlib.training._optimizers import mup_init as mup_init
     from maxlib.training._optimizers import mup_lr_factors as mup_lr_factors
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
     from maxlib.training._prefetch import follow_layout as follow_layout
+    from maxlib.training._ramp import Ramp as Ramp
     from maxlib.training._state import TrainState as TrainState
     from maxlib.training._state import make_state as make_state
     from maxlib.training._step import jit_step as jit_step

@@ -17,6 +17,7 @@ import optax
 
 from maxlib import nn, sharding
 from maxlib._utils.arguments import check_choice
+from maxlib.training._dion import scale_by_dion
 from maxlib.training._eight_bit import eight_bit_moments
 from maxlib.training._muon import Normalize, scale_by_muon
 from maxlib.training._offload import offload_by_layer
@@ -201,6 +202,46 @@ def soap(
     rate = optax.scale_by_learning_rate(learning_rate)
     matrices = optax.chain(preconditioned, optax.add_decayed_weights(weight_decay), rate)
     rest = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
+
+
+def dion(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    model: Any,
+    rank: int = 128,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    weight_decay: float = 0.01,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = None,
+) -> optax.GradientTransformation:
+    """Returns Dion (arXiv:2504.05295) for the matrices inside layers, and AdamW for everything else.
+
+    Updates have orthogonal factors of a low rank, so they cost less than those of `muon` for wide matrices. As in the
+    paper, an update's spectral norm is `learning_rate` times √(outputs / inputs), so rates are about ten times those of
+    Adam.
+
+    Args:
+        learning_rate: A number, or a schedule from step to number.
+        model: Determines the axes; `jax.eval_shape` of a model is enough.
+        rank: Rank of an update.
+        adam_learning_rate: Learning rate of AdamW; None means the same rate.
+        weight_decay: As in `adamw`.
+        beta: Decay of Dion's momentum.
+        b1: As in `adamw`.
+        b2: As in `adamw`.
+        eps: As in `adamw`.
+        clip: As in `adamw`.
+    """
+    dims = muon_dimensions(model)
+    low_rank = scale_by_dion(dims, nn.tree.axes(model), rank=rank, beta=beta, eps=eps)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(low_rank, optax.add_decayed_weights(weight_decay), rate)
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    rest = optax.adamw(adam_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
     return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
 
 
@@ -474,7 +515,7 @@ def by_tokens(schedule: optax.Schedule, tokens_per_step: int | Callable[[Any], A
     Args:
         schedule: Maps a number of tokens, those before a step, to a rate.
         tokens_per_step: Tokens of a step; or a function from a step to the tokens of all steps before it, such as
-            `Ramp.tokens_before`.
+            that of `Ramp.tokens_before`.
     """
 
     def by_steps(step: Any) -> Any:
