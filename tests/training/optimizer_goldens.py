@@ -1,8 +1,9 @@
-"""Writes the parameters after 20 steps of optimizers of other libraries.
+"""Writes the parameters after 20 steps of optimizers of other libraries, and weights after MaxText's QK-clip.
 
     python -m tests.training.optimizer_goldens
 
-Needs `pip install pytorch-optimizer==4.1.0 schedulefree==1.4.1`. Their Newton-Schulz steps run in float32 here.
+Needs `pip install pytorch-optimizer==4.1.0 schedulefree==1.4.1`, and the file `maxtext/utils/qk_clip_utils.py` of
+maxtext 0.2.5 on the path. Newton-Schulz steps run in float32 here.
 """
 
 import functools
@@ -64,7 +65,37 @@ def write() -> None:
         if name == "schedule_free":
             optimizer.eval()
             results["schedule_free_average"] = np.stack([w.detach().numpy() for w in ws])
-    np.savez(FILE, **results)
+    np.savez(FILE, **results, **clipped())
+
+
+def mla_weights() -> dict[str, np.ndarray]:
+    """Projections of latent attention, `heads x outputs x rank`, and the largest logits of rows and heads."""
+    rng = np.random.RandomState(0)
+    shapes = {"q_up": (4, 10, 8), "k_up": (4, 6, 8), "v_up": (4, 8, 8)}
+    weights = {name: rng.randn(*shape).astype(np.float32) for name, shape in shapes.items()}
+    return weights | {"max_logits": rng.uniform(50, 200, (3, 4)).astype(np.float32)}
+
+
+def clipped() -> dict[str, np.ndarray]:
+    """The weights after QK-clip at 100; MaxText's kernels are `rank x heads x outputs`."""
+    import types
+
+    from maxtext.utils import qk_clip_utils
+
+    x = mla_weights()
+    keys_and_values = np.concatenate([x["k_up"], x["v_up"]], axis=1)
+    kernels = {"wq_b": {"kernel": x["q_up"]}, "wkv_b": {"kernel": keys_and_values}}
+    params = {"attn": {name: {"kernel": np.moveaxis(w["kernel"], 2, 0)} for name, w in kernels.items()}}
+
+    class State(types.SimpleNamespace):
+        def replace(self, params: Any) -> Any:
+            return State(params=params)
+
+    config = types.SimpleNamespace(attention_type="mla", qk_clip_threshold=100.0, qk_nope_head_dim=6)
+    logits = {"intermediates": {"attn": {"max_logits": (x["max_logits"],)}}}
+    new = qk_clip_utils.apply_qk_clip(State(params=params), logits, config).params["attn"]
+    q, kv = (np.moveaxis(np.asarray(new[name]["kernel"]), 0, 2) for name in ("wq_b", "wkv_b"))
+    return {"clipped_q_up": q, "clipped_k_up": kv[:, :6], "clipped_v_up": kv[:, 6:]}
 
 
 if __name__ == "__main__":

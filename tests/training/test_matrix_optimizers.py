@@ -143,3 +143,21 @@ def test_a_step_sends_hardly_more_than_that_of_adamw():
     totals = {name: sum(kinds.values()) for name, kinds in sent.items()}
     print(sent, totals)
     assert totals["muon"] <= 1.2 * totals["adamw"], sent
+
+
+def test_dion_is_the_algorithm_of_its_paper():
+    """In float64: power iteration, error feedback, and updates with orthogonal factors."""
+    rank, beta = 3, 0.95
+    optimizer = training.dion(goldens.RATE, model=stack(), rank=rank, beta=beta, weight_decay=0.1)
+    (path,) = nn.partition(stack())[0]
+    basis = optimizer.init({path: jnp.zeros(goldens.start().shape)})
+    q = np.asarray(optax.tree.get(basis, "basis")[path], np.float64)
+    w, momentum = goldens.start().astype(np.float64), np.zeros(goldens.start().shape)
+    for step in range(goldens.STEPS):
+        momentum += goldens.gradient(w, step)
+        p = np.stack([np.linalg.qr(m @ basis)[0] for m, basis in zip(momentum, q, strict=True)])
+        r = momentum.swapaxes(1, 2) @ p
+        momentum -= (1 - beta) * p @ r.swapaxes(1, 2)
+        q = r / (np.linalg.norm(r, axis=1, keepdims=True) + 1e-8)
+        w = w - goldens.RATE * (p @ q.swapaxes(1, 2) + 0.1 * w)
+    np.testing.assert_allclose(trained(optimizer)[0], w, rtol=0, atol=2e-6)

@@ -11,6 +11,8 @@ from flax import nnx
 
 from maxlib import nn, ops, sharding, training
 from maxlib.sharding import constrain
+from maxlib.training import _qk_clip
+from tests.training import optimizer_goldens as goldens
 from tests.training import tiny
 
 LOSS = functools.partial(training.NextToken(), dtype=jnp.float32)
@@ -110,6 +112,17 @@ def test_heads_over_the_limit_are_scaled_by_the_formula(attention, options):
     net = state.model
     _, again = stepped_from(net, limit)
     assert float(again["max_logit"]) < float(metrics["max_logit"])
+
+
+def test_weights_of_mla_are_those_of_maxtext():
+    weights, want = goldens.mla_weights(), np.load(goldens.FILE)
+    layer = jax.eval_shape(lambda: {"attn": mla(nnx.Rngs(0))})
+    params = {f"attn.{name}.w": jnp.asarray(x) for name, x in weights.items() if name != "max_logits"}
+    largest = {"attn.max_logits": jnp.asarray(weights["max_logits"].max(axis=0))}
+    got = _qk_clip.clip_queries_and_keys(params, layer, largest, limit=100.0)
+    for name in ("q_up", "k_up", "v_up"):
+        np.testing.assert_allclose(got[f"attn.{name}.w"], want[f"clipped_{name}"], rtol=1e-6)
+    assert (np.asarray(got["attn.q_up.w"]) != weights["q_up"]).any()
 
 
 def stepped_from(net, limit):
