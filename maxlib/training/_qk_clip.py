@@ -46,8 +46,10 @@ def max_logits_taps(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Arr
     if (layout := sharding.current()) is not None and layout.pipeline is not None:
         raise ValueError("qk_clip does not support pipelines: use a layout without one, or qk_clip=None")
     names = nn.tree.axes(rest)
+    # A frozen model beside the trained one, such as a reference, is left alone.
+    frozen = nn.tree.frozen_prefixes(rest)
     layers = nn.tree.find(rest, (nn.Attention, nn.MLA))
-    if not layers:
+    if all(path.startswith(frozen) for path, _ in layers):
         raise ValueError("qk_clip needs a model with layers of nn.Attention or nn.MLA, this one has none")
     paths = iter(path for path, _ in layers)
     taps = {}
@@ -56,6 +58,8 @@ def max_logits_taps(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Arr
         if not _is_attention(layer):
             return layer
         path = next(paths)
+        if path.startswith(frozen):
+            return layer
         weight = _projection_of_queries(path, layer, trainable)
         copy = jax.tree.map(lambda leaf: leaf, layer)
         copy.__class__ = _tapped_class(type(layer))

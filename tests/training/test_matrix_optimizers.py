@@ -111,7 +111,7 @@ def test_each_matrix_is_orthogonalized_on_one_device(layout, normalize):
     build = lambda: tiny.llama(dim=32, mlp_dim=64, num_heads=4, num_layers=8, head_dim=8)
     model = jax.eval_shape(build)
     optimizer = training.muon(0.1, model=model, clip=None, normalize=normalize)
-    params, rest = nn.partition(build())
+    params, _ = nn.partition(build())
     grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
     want, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
     with sharding.use(layout):
