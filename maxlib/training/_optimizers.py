@@ -5,10 +5,9 @@ separately.
 """
 
 import functools
-import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
-from maxlib._utils.arguments import check_choice
 from maxlib.training._dion import scale_by_dion
 from maxlib.training._eight_bit import eight_bit_moments
 from maxlib.training._muon import Normalize, scale_by_muon
@@ -24,7 +22,6 @@ from maxlib.training._offload import offload_by_layer
 from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 from maxlib.training._soap import scale_by_soap
 
-Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
 # Names of parameters that never decay, like those that end in "_bias". `magnitude` is DoRA's.
 BIASES = ("b", "bias", "magnitude")
@@ -326,215 +323,3 @@ def decay_mask(model: Any) -> Mask:
         for path, axes in names.items()
     }
     return lambda params: {path: decays[path] for path in params}
-
-
-def mup_lr_factors(
-    model: Any, base: Any, *, optimizer: Literal["adam", "muon"] = "adam", depth_exponent: float | None = None
-) -> dict[str, float]:
-    """Computes the factor on the learning rate of each weight in a wider or deeper model (muP, arXiv:2203.03466).
-
-    A learning rate tuned on `base` then transfers to `model`, if the model is initialised with `mup_init` and its
-    heads are as wide as those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head)
-    get the factor base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has
-    no factor, and its logits grow with the width.
-
-    Updates of `muon` have the root mean square 0.2 and so a spectral norm of 0.2 √max(inputs, outputs), which must be
-    in proportion to √(outputs / inputs) (arXiv:2310.17813): the factor of layers' matrices is that of
-    √(outputs / inputs) / √max(inputs, outputs).
-
-    With `depth_exponent` α, layers' outputs count as divided by `depth ** α`, so that a rate also transfers to a deeper
-    model: matrices that write into the residual stream, whose initial values `mup_init` divides, get their factor
-    divided by the ratio of depths to the power α, and all layers' matrices by its power 1 - α (CompleteP,
-    arXiv:2505.01618, has α = 1; depth-muP, arXiv:2310.02244, 1/2).
-
-    Args:
-        model: The wider or deeper model; `jax.eval_shape` of it is enough.
-        base: The same model in the size that was tuned.
-        optimizer: "adam", or "muon" for the matrices inside layers.
-        depth_exponent: α, or None for a model of the same depth.
-
-    Returns:
-        Factors by path, for `scale_by_path`.
-    """
-    wide, narrow = _fans(model), _fans(base)
-    if wide.keys() != narrow.keys():
-        raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
-    factors = {path: narrow[path][0] / wide[path][0] for path in wide}
-    short = nn.tree.pattern_paths(model)
-    matrices = {short[path] for path in muon_dimensions(model)}
-    if optimizer == "muon":
-        factors |= {path: _muon_size(*wide[path]) / _muon_size(*narrow[path]) for path in matrices}
-    if depth_exponent is None:
-        return factors
-    deeper, writers = _depth(model) / _depth(base), _residual_writers(model)
-    for path in matrices:
-        factors[path] *= deeper ** (depth_exponent - 1)
-        factors[path] *= deeper**-depth_exponent if path in writers else 1
-    return factors
-
-
-def _muon_size(inputs: int, outputs: int) -> float:
-    """Returns the factor that gives an update of Muon the spectral norm √(outputs / inputs)."""
-    return math.sqrt(outputs / inputs / max(inputs, outputs))
-
-
-def _depth(model: Any) -> int:
-    """Counts the layers of all stacks."""
-    return sum(period * repeats for groups in nn.tree.groupings(model).values() for period, repeats in groups)
-
-
-def _residual_writers(model: Any) -> set[str]:
-    """Returns the pattern paths of layers' matrices whose outputs are the residual stream."""
-    names, short = nn.tree.axes(model), nn.tree.pattern_paths(model)
-    return {
-        short[path]
-        for path, (_, outputs) in muon_dimensions(model).items()
-        if [names[path][d] for d in outputs] == ["embed"]
-    }
-
-
-def mup_init(model: Model, base: Any, *, depth_exponent: float | None = None) -> Model:
-    """Scales the initial values of a fresh `model` for muP: an untied head is multiplied by base inputs / inputs.
-
-    With `depth_exponent`, matrices that write into the residual stream are divided by the ratio of depths to its power.
-
-    All other default initial values already have the right scale: 1 / sqrt(inputs) for matrices, and independent of the
-    width for embeddings. See `mup_lr_factors`.
-
-    Args:
-        model: The wider model, freshly initialised.
-        base: The same model in the size that was tuned; `jax.eval_shape` of it is enough.
-        depth_exponent: As for `mup_lr_factors`.
-    """
-    heads = {path: factor for path, factor in mup_lr_factors(model, base).items() if path == "head.w"}
-    if depth_exponent is not None:
-        shrunk = (_depth(model) / _depth(base)) ** -depth_exponent
-        heads |= dict.fromkeys(_residual_writers(model), shrunk)
-    params, rest = nn.partition(model)
-    short = nn.tree.pattern_paths(model)
-    scaled = {path: heads[short[path]] for path in params if short[path] in heads}
-    return nn.combine(
-        params | {path: (params[path] * f).astype(params[path].dtype) for path, f in scaled.items()}, rest
-    )
-
-
-def _fans(model: Any) -> dict[str, tuple[int, int]]:
-    """Counts the inputs that each matrix sums over, and its outputs, by pattern path."""
-    sizes, short = {}, nn.tree.pattern_paths(model)
-    summed = nn.tree.summed_axes(model) | {path: ("embed",) for path in short if short[path] == "head.w"}
-    for path, variable in nn.variables(model).items():
-        if path in summed:
-            names, shape = variable.get_metadata()["axes"], variable.get_value().shape
-            count = sharding.layers.num_layer_axes(names)
-            named = [(name, n) for name, n in zip(names[count:], shape[count:], strict=True) if name != "expert"]
-            inputs = math.prod(n for name, n in named if name in summed[path])
-            sizes[short[path]] = inputs, math.prod(n for _, n in named) // inputs
-    return sizes
-
-
-def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.1) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then a half cosine down to `end_fraction * peak` at `steps`.
-
-    Args:
-        peak: Largest learning rate.
-        steps: Number of steps of the run.
-        warmup: Number of steps of the warm-up.
-        end_fraction: Last learning rate, as a fraction of `peak`.
-
-    Raises:
-        ValueError: when the parts do not fit into `steps`.
-    """
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end_fraction))
-
-
-def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.0) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then a linear decay to `end_fraction * peak` at `steps`.
-
-    Args:
-        peak: Largest learning rate.
-        steps: Number of steps of the run.
-        warmup: Number of steps of the warm-up.
-        end_fraction: Last learning rate, as a fraction of `peak`.
-
-    Raises:
-        ValueError: when the parts do not fit into `steps`.
-    """
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end_fraction * peak, steps - warmup))
-
-
-def warmup_stable_decay(
-    peak: float,
-    steps: int,
-    *,
-    warmup: int,
-    decay: int,
-    end_fraction: float = 0.0,
-    shape: Literal["linear", "cosine", "sqrt"] = "linear",
-) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, a plateau, and a decay to `end_fraction * peak`
-    (WSD, arXiv:2404.06395).
-
-    A run may be extended from any checkpoint of its plateau.
-
-    Args:
-        peak: Largest learning rate.
-        steps: Number of steps of the run.
-        warmup: Number of steps of the warm-up.
-        decay: Number of steps of the decay at the end.
-        end_fraction: Last learning rate, as a fraction of `peak`.
-        shape: Shape of the decay: "linear", "cosine" (half a cosine), or "sqrt", `1 - √progress` (arXiv:2405.18392).
-
-    Raises:
-        ValueError: when the parts do not fit into `steps`.
-    """
-    _check(steps, warmup, decay)
-    check_choice("shape", shape, ("linear", "cosine", "sqrt"))
-    begin = steps - decay
-
-    def schedule(step: Any) -> Any:
-        progress = jnp.clip((step - begin) / decay, 0.0, 1.0)
-        left = {
-            "linear": 1 - progress,
-            "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
-            "sqrt": 1 - jnp.sqrt(progress),
-        }[shape]
-        rise = jnp.minimum(1.0, (step + 1) / (warmup + 1))
-        return peak * jnp.where(step < warmup, rise, end_fraction + (1 - end_fraction) * left)
-
-    return schedule
-
-
-def by_tokens(schedule: optax.Schedule, tokens_per_step: int | Callable[[Any], Any]) -> optax.Schedule:
-    """Returns a schedule of steps from one whose lengths are in tokens.
-
-        schedule = training.warmup_stable_decay(3e-4, 100_000_000_000, warmup=1_000_000_000, decay=20_000_000_000)
-        optimizer = training.adamw(training.by_tokens(schedule, tokens_per_step=4_000_000))
-
-    Args:
-        schedule: Maps a number of tokens, those before a step, to a rate.
-        tokens_per_step: Tokens of a step; or a function from a step to the tokens of all steps before it, such as
-            that of `Ramp.tokens_before`.
-    """
-
-    def by_steps(step: Any) -> Any:
-        return schedule(tokens_per_step(step) if callable(tokens_per_step) else step * float(tokens_per_step))
-
-    return by_steps
-
-
-def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:
-    """Prepends a warm-up whose first step has a rate above 0: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
-    if warmup == 0:
-        return schedule
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([rise, schedule], [warmup])
-
-
-def _check(steps: int, warmup: int, decay: int = 1) -> None:
-    if warmup < 0 or decay < 1 or warmup + decay > steps:
-        raise ValueError(
-            f"a schedule needs warmup >= 0, a decay of at least one step, and both within its steps; "
-            f"got steps={steps}, warmup={warmup}, decay={decay}"
-        )
